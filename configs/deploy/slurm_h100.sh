@@ -25,8 +25,18 @@ on_each_node() {
     --ntasks-per-node=1 "$@"
 }
 
-# The program's files.
-on_each_node bash -c 'umask 077; mkdir -p "$1" && cat > "$1/$2"' - "$ram" config.yml <<'END_OF_FILE' || exit
+# The program's files. Whoever owns the directory could change the steps in it.
+write='
+umask 077
+mkdir -p "$1" || exit
+if [ -L "$1" ] || [ ! -O "$1" ]; then
+  echo "$1 on $(hostname) belongs to $(stat -c %U "$1"): remove it there, or set" \
+    "slurm_ram_directory to another RAM disk" >&2
+  exit 1
+fi
+cat > "$1/$2"
+'
+on_each_node bash -c "$write" - "$ram" config.yml <<'END_OF_FILE' || exit
 run_name: demo-slurm
 base_output_directory: /shared/runs
 steps: 1000
@@ -64,6 +74,16 @@ trap 'is_cancelled=1' TERM
 srun --label --no-kill --kill-on-bad-exit=0 --wait=0 bash -c "$task" - "${program[@]}"
 code=$?
 
+keep_steps=$(cat <<'END_OF_FILE'
+if [ -n "$(find "$1/steps" -name "manifest-*" -print -quit 2> /dev/null)" ]; then
+  echo "kept on $(hostname): $1, the steps in RAM. To continue from them:" >&2
+  echo "scontrol requeue $2 (on the nodes $3). Remove $1 if you do not." >&2
+else
+  rm -rf "$1"
+fi
+END_OF_FILE
+)
+
 can_help=
 case $code in
   0) ;;
@@ -78,7 +98,14 @@ esac
 if [ -n "$can_help" ] && [ -z "$is_cancelled" ]; then
   scontrol requeue "$SLURM_JOB_ID"
 else
-  on_each_node rm -rf "$ram"
   rm -f "$failures"
+  case $code in
+    # Storage has all that was due there.
+    0 | 143) on_each_node rm -rf "$ram" ;;
+    # The nodes' RAM may have more. Only a job of this number finds it.
+    *)
+      on_each_node bash -c "$keep_steps" - "$ram" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
+      ;;
+  esac
 fi
 exit "$code"

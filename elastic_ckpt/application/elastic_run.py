@@ -86,6 +86,16 @@ def check_request(config: schema.Config, number: int) -> None:
         raise errors.ConfigError(f"--slices {number}: {decided.why}")
 
 
+def check_checkpoints(config: schema.Config) -> None:
+    """Raises a ConfigError if a run that is elastic saves nothing to go on from."""
+    if config.elastic.elastic_enabled and not config.checkpoint.enable_checkpointing:
+        raise errors.ConfigError(
+            "elastic_enabled=true needs enable_checkpointing=true: a run that loses a"
+            " slice goes on from a saved step, and without one it would begin anew at"
+            " step 0; set it, or elastic_enabled=false"
+        )
+
+
 def check_counts(config: schema.Config) -> None:
     """Raises a ConfigError if the numbers of slices exclude each other."""
     section, slices = config.elastic, config.world.slices

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping
 
@@ -15,12 +16,12 @@ from elastic_ckpt.application import journal, listeners
 from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.application.job import Job
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, topology
+from elastic_ckpt.core import errors, events, process, topology
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import loop
-from elastic_ckpt.training.callbacks import Action, Callback
+from elastic_ckpt.training.callbacks import Callback
 
 
 def train(
@@ -44,7 +45,7 @@ def train(
     """
     began_secs = time.monotonic()
     emit = world.emit if topology.is_primary() else events.nobody
-    config = _at(config, world)
+    given, config = config, _at(config, world)
     # The journal of a process that trains in several worlds has its listeners.
     has_listeners = world.devices is not None
     listening = contextlib.nullcontext() if has_listeners else listeners.started(config)
@@ -58,6 +59,8 @@ def train(
             callbacks=callbacks,
             emit=emit,
         )
+        # Others find all memory of the run by it.
+        job = dataclasses.replace(job, given=given)
         emit(
             "run_started",
             run=config.run.run_name,
@@ -67,10 +70,15 @@ def train(
         )
         try:
             ended = _run(job, world)
-        except Exception:
+        except Exception as error:
             if world.devices is not None:
                 # This process goes on.
                 job.abandon()
+            elif topology.num_hosts() == 1:
+                job.abandon(alone=error)
+            elif job.checkpointer is not None:
+                # This process ends at once, and what it wrote to is free.
+                job.checkpointer.let_others_write()
             raise
         if ended.is_stopped:
             emit("run_stopped", step=ended.step, saved=job.checkpointer is not None)
@@ -114,15 +122,21 @@ def _run(job: Job, world: World) -> loop.Ended:
         compiled=world.compiled,
         begin=world.begin,
         is_stopping=world.is_leaving,
+        is_ending=world.is_ending,
+        is_left=world.is_left,
     )
     world.begin(watch.CLOSE)
     world.hand_over(ended.step, ended.state)
     job.close()
+    newest = job.checkpointer.latest_step if job.checkpointer else None
     if ended.finding is not None:
-        is_saved = ended.finding.action is Action.STOP and job.checkpointer is not None
+        kept = "saved" if newest == ended.step else "not saved"
+        left = (
+            f"; the newest step is {newest}" if newest not in (None, ended.step) else ""
+        )
         raise errors.DivergedError(
-            f"the run was ended after step {ended.step}, which is"
-            f" {'' if is_saved else 'not '}saved: {ended.finding.why}"
+            f"the run was ended after step {ended.step}, which is {kept}:"
+            f" {ended.finding.why}{left}"
         )
     return ended
 
@@ -146,7 +160,10 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
             number=1,
             slices=tuple(range(slices)),
             slice_name=topology.slice_of_this_host(slices),
-            claimant=claims.new_claimant(),
+            # An outer launcher starts the hosts again, which take over.
+            claimant=claims.new_claimant(
+                process.this() if topology.num_hosts() == 1 else None
+            ),
             emit=emit,
             is_leaving=is_ending,
         )
@@ -157,6 +174,8 @@ def _at(config: schema.Config, world: World) -> schema.Config:
     if world.ram_directory is None:
         return config
     tiers = dataclasses.replace(
-        config.tiers, local_checkpoint_directory=world.ram_directory
+        config.tiers,
+        # To which the name of the run is added.
+        local_checkpoint_directory=os.path.dirname(world.ram_directory),
     )
     return dataclasses.replace(config, tiers=tiers)

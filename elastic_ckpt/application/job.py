@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 from absl import logging
 from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.application import initial_weights, run_directory
 from elastic_ckpt.checkpoint import run_saver
@@ -32,7 +33,7 @@ _COMPILE_TIMEOUT_SECS = 24 * 3600
 HandedOver = Callable[[int, Any], Any]
 
 
-class Batches(loop.Batches, Protocol):
+class Batches(loop.Batches, ocp.StatefulCheckpointable, Protocol):
     """The global batches of a run, open until they are closed."""
 
     @property
@@ -64,6 +65,8 @@ class Job:
       callbacks: called for each step and evaluation.
       start_step: steps that are done already; 0 for a new run.
       emit: called for each event of the run.
+      given: the configuration that the run was started with, if that of its hosts is
+        another one.
     """
 
     config: schema.Config
@@ -77,6 +80,7 @@ class Job:
     callbacks: Callbacks
     start_step: int
     emit: events.Emit
+    given: schema.Config | None = None
 
     def restore_or_init(
         self, *, handed_over: HandedOver = lambda *_: None
@@ -93,7 +97,8 @@ class Job:
           DataError: if its data state is of another pipeline.
           ConfigError: if the layout or the step of `init_from` does not fit.
         """
-        if not (self.checkpointer and self.start_step):
+        # A run that has gone back to its beginning has a step 0.
+        if self.checkpointer is None or self.checkpointer.latest_step is None:
             return self._new_state()
         self._note_skipped_weights()
         state = handed_over(self.start_step, self.program.abstract_state)
@@ -114,6 +119,8 @@ class Job:
         compiled: loop.Compile | None = None,
         begin: Callable[[str], None] = lambda _: None,
         is_stopping: Callable[[int], bool] = lambda _: False,
+        is_ending: Callable[[int], bool] = lambda _: False,
+        is_left: Callable[[], bool] = lambda: False,
     ) -> loop.Ended:
         """Trains from `state` to the last step, or until asked to stop.
 
@@ -126,8 +133,13 @@ class Job:
           begin: called with the name of each phase that begins.
           is_stopping: called after each step; whether to save and end there, the same
             on all hosts.
+          is_ending: see `Loop`.
+          is_left: see `Loop`.
         """
         number = self.checkpointer.claim_world() if self.checkpointer else 0
+        gather = functools.partial(
+            allgather.of_this_world().gather, timeout_secs=_COMPILE_TIMEOUT_SECS
+        )
         compiled = (
             compiled or executables.Executables(kept=None, emit=self.emit).compiled
         )
@@ -143,13 +155,11 @@ class Job:
             emit=self.emit,
             compiled=_Compiled(compiled),
             begin=begin,
-            barrier=functools.partial(
-                allgather.of_this_world().gather,
-                "compiled",
-                None,
-                timeout_secs=_COMPILE_TIMEOUT_SECS,
-            ),
+            barrier=functools.partial(gather, "compiled", None),
             is_stopping=is_stopping,
+            is_ending=is_ending,
+            # The supervisor's message may not have reached all hosts yet.
+            is_left=lambda: any(gather("left", is_left())),
         )
         while True:
             start_step = int(state["step"])
@@ -160,10 +170,14 @@ class Job:
                 ended = dataclasses.replace(trained, log=log).run(
                     state, start_step=start_step, steps=self.config.run.steps
                 )
+            finding = ended.finding
+            if finding and finding.is_divergence and finding.action is Action.STOP:
+                begin("restore")
+                self._leave_newest_good(finding)
             if ended.finding is None or ended.finding.action is not Action.ROLLBACK:
                 return ended
             begin("restore")
-            ended = self._go_back(ended, ended.finding)
+            ended = self._go_back(ended, ended.finding, began_at=start_step)
             if ended.finding is not None or ended.is_stopped:
                 return ended
             state = ended.state
@@ -180,12 +194,20 @@ class Job:
             self.evaluation.batches.close()
         self.batches.close()
 
-    def abandon(self) -> None:
-        """Ends the parts of the job after an error, and does not wait for saves.
+    def abandon(self, *, alone: BaseException | None = None) -> None:
+        """Ends the parts of the job after an error.
 
         Hosts may be gone, so errors of the parts are logged.
+
+        Args:
+          alone: the error, if there is no other host: then saves in flight are
+            finished. Otherwise they are not waited for.
         """
-        parts = [self.checkpointer.abandon] if self.checkpointer else []
+        parts: list[Callable[[], None]] = []
+        if self.checkpointer and alone is not None:
+            parts.append(functools.partial(self.checkpointer.leave, alone))
+        elif self.checkpointer:
+            parts.append(self.checkpointer.abandon)
         if self.evaluation:
             parts.append(self.evaluation.batches.close)
         for end in [*parts, self.batches.close]:
@@ -227,7 +249,32 @@ class Job:
         if path:
             self.emit("weights_skipped", path=path, step=self.start_step)
 
-    def _go_back(self, ended: loop.Ended, finding: Finding) -> loop.Ended:
+    def _leave_newest_good(self, finding: Finding) -> None:
+        # Steps that were saved since the divergence are abandoned, so that the next
+        # start does not continue from one of them.
+        saver = self.checkpointer
+        saved = saver.complete() if saver else []
+        step = rollback.good_step([s.step for s in saved], since=finding.since)
+        if saver is None or step is None or step == saved[-1].step:
+            return
+        (good,) = (each for each in saved if each.step == step)
+        state = saver.go_back(good, self.program.abstract_state, data=self.batches)
+        saver.save_again(step, state)
+
+    @property
+    def _first_due(self) -> int:
+        # The first step that a run saves; 0 if it cannot begin anew, with step 0.
+        config = self.config
+        if config.model.init_from_optimizer:
+            return 0
+        tiers = config.tiers
+        if tiers.enable_multi_tier_checkpointing:
+            return tiers.local_checkpoint_period
+        return config.checkpoint.checkpoint_period
+
+    def _go_back(
+        self, ended: loop.Ended, finding: Finding, *, began_at: int
+    ) -> loop.Ended:
         # As if the loop had ended with an older step, which is saved. If the run has to
         # end instead, the finding has the reason.
         began_secs = time.monotonic()
@@ -239,6 +286,8 @@ class Job:
                 [each.step for each in saved],
                 rollbacks=callbacks.rollbacks,
                 section=self.config.divergence,
+                began_at=began_at,
+                first_due=self._first_due,
             )
         except errors.DivergedError as error:
             why = dataclasses.replace(finding, action=Action.ABORT, why=str(error))
@@ -249,10 +298,14 @@ class Job:
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
-        (good,) = (each for each in saved if each.step == step)
-        state = saver.go_back(
-            good, self.program.abstract_state, data=self.batches.leaving_out()
-        )
+        data = self.batches.leaving_out()
+        good = next((each for each in saved if each.step == step), None)
+        if good is None:
+            state = self._new_state()
+            data.leave_out(None)
+            saver.begin_anew()
+        else:
+            state = saver.go_back(good, self.program.abstract_state, data=data)
         train_step.check_step(state, step)
         callbacks.rollbacks = rollbacks
         self._resize(read, step)
@@ -289,7 +342,7 @@ class Job:
         if not topology.is_primary():
             return None
         directory = run_directory.path_of(self.config)
-        run_directory.write_config(directory, self.config)
+        run_directory.write_config(directory, self.given or self.config)
         return step_log.StepLog(
             directory,
             step_log.Start(

@@ -65,13 +65,13 @@ class Journal:
             self._has_begun = True
             if name == "run_started":
                 self._step = int(str(fields["start_step"]))
-            elif name in ("step", "weights_loaded"):
+            elif name in ("step", "step_done", "weights_loaded"):
                 self._step = int(str(fields["step"]))
             elif name == "run_stopped":
                 self.is_stopped = True
             elif name == "world_claimed":
                 self._claim = {"claim": fields["world"]}
-            if name != "step":
+            if name not in ("step", "step_done"):
                 line = {"time": time.time(), "event": name, **fields, **self._claim}
                 self._log.append(line)
                 self._is_changed = True
@@ -87,6 +87,10 @@ class Journal:
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             self._is_changed = True
             logging.warning("the run's events cannot be written now: %s", error)
+
+    def check(self) -> None:
+        """Raises a RunError if the log was removed while it was written."""
+        self._log.check()
 
     def close(self) -> None:
         """Writes what is left, and closes the log; a failure is logged.
@@ -128,10 +132,24 @@ def kept(
     listening: contextlib.AbstractContextManager[None] | None = None,
     is_locked: bool = True,
 ) -> Iterator[Journal]:
-    """The journal of the run of `config`, which belongs to this process meanwhile.
+    """The journal of the run of `config`; see `kept_in`."""
+    directory = run_directory.path_of(config)
+    with kept_in(directory, emit, listening=listening, is_locked=is_locked) as journal:
+        yield journal
+
+
+@contextlib.contextmanager
+def kept_in(
+    directory: str,
+    emit: events.Emit,
+    *,
+    listening: contextlib.AbstractContextManager[None] | None = None,
+    is_locked: bool = True,
+) -> Iterator[Journal]:
+    """The journal of the run in `directory`, which belongs to this process meanwhile.
 
     Args:
-      config: of the run.
+      directory: of the run.
       emit: shows the events.
       listening: the listeners of the run's metrics, unless this process has others.
       is_locked: whether to lock the run; otherwise the claims of its worlds decide
@@ -143,7 +161,6 @@ def kept(
     """
     from elastic_ckpt.monitoring import run_metrics
 
-    directory = run_directory.path_of(config)
     lock = os.path.join(directory, run_directory.LOCK)
     with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
         log = append_log.AppendLog(os.path.join(directory, run_directory.EVENTS))
@@ -155,6 +172,7 @@ def kept(
             try:
                 with _synced(journal, is_needed=not storage.is_local(directory)):
                     yield journal
+                journal.check()
             except (errors.StoppedError, KeyboardInterrupt, SystemExit):
                 journal.stopped_without_a_save()
                 raise

@@ -50,6 +50,17 @@ def of_supervisor(config: schema.Config) -> contextlib.AbstractContextManager[No
 
 
 @contextlib.contextmanager
+def json_lines(directory: str) -> Iterator[None]:
+    """Writes this process's metrics into a run's directory while the block runs."""
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.monitoring import jsonl, summaries
+
+    path = _lines(directory, f"host-{topology.this_host():05d}")
+    with contextlib.closing(summaries.Summaries(jsonl.JsonLines(path), name=path)):
+        yield
+
+
+@contextlib.contextmanager
 def started(config: schema.Config, *, name: str | None = None) -> Iterator[None]:
     """Runs the configured listeners of this process's metrics while the block runs.
 
@@ -67,7 +78,7 @@ def started(config: schema.Config, *, name: str | None = None) -> Iterator[None]
     directory = run_directory.path_of(config)
     name = name or f"host-{topology.this_host():05d}"
     sinks: dict[str, summaries.Sink] = {}
-    lines = os.path.join(directory, run_directory.METRICS, f"{name}.jsonl")
+    lines = _lines(directory, name)
     sinks[lines] = jsonl.JsonLines(lines)
     if section.enable_tensorboard:
         board = os.path.join(directory, run_directory.TENSORBOARD, name)
@@ -81,3 +92,7 @@ def started(config: schema.Config, *, name: str | None = None) -> Iterator[None]
         for place, sink in sinks.items():
             running.callback(summaries.Summaries(sink, name=place).close)
         yield
+
+
+def _lines(directory: str, name: str) -> str:
+    return os.path.join(directory, run_directory.METRICS, f"{name}.jsonl")

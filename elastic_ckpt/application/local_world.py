@@ -6,14 +6,13 @@ It imports JAX only where it is used, so that the fork server starts at once.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 
 from absl import logging
 
 from elastic_ckpt.application import elastic_run, listeners, run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events
+from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import (
     faults,
     processes,
@@ -48,7 +47,14 @@ def check(config: schema.Config) -> None:
     """Raises a ConfigError if the local launcher cannot start the configured world."""
     from elastic_ckpt.data import batch_size
 
-    world = config.world
+    elastic_run.check_checkpoints(config)
+    world, ram = config.world, config.tiers.local_checkpoint_directory
+    if not storage.is_local(ram):
+        raise errors.ConfigError(
+            f"local_checkpoint_directory={ram!r} is no directory of this machine; set"
+            " it to a RAM disk such as /dev/shm/runs, and base_output_directory to the"
+            " bucket"
+        )
     if world.hardware == "tpu" and world.hosts > 1:
         # libtpu needs the place of each process among all of a world before it
         # starts, and a world of some of the hosts is no topology that it has.
@@ -111,11 +117,9 @@ def run(
     # Otherwise all hosts share one RAM disk, as those of one machine.
     is_elastic = section.elastic_enabled
     with contextlib.closing(
-        processes.Processes(
+        processes.Processes.configured(
             config.world,
-            log_directory=os.path.join(
-                run_directory.path_of(config), run_directory.LOGS
-            ),
+            log_directory=run_directory.logs_of(config),
             memory=memory(config) if is_elastic else None,
             injected=faults.parse(section.faults),
             limits=limits(config),
@@ -136,7 +140,7 @@ def limits(config: schema.Config) -> watch.Limits:
     """How long hosts may take."""
     grace_secs = termination.grace_secs(config.deploy)
     if not config.elastic.elastic_enabled:
-        return watch.Limits(grace_secs=grace_secs)
+        return watch.unlimited(grace_secs=grace_secs)
     ahead_secs = config.elastic.elastic_compile_ahead_seconds
     if ahead_secs and config.world.hardware != "cpu":
         logging.info(

@@ -151,19 +151,25 @@ def _resolved(
 
 
 def _placed(leaf: Any, was: Any) -> Any:
-    # An array without a requested sharding keeps the saved one.
+    # Without a requested sharding an array keeps the saved one; a key, its generator.
+    if _is_key(leaf) and _is_key(was) and leaf.dtype != was.dtype:
+        leaf = jax.ShapeDtypeStruct(leaf.shape, was.dtype, sharding=leaf.sharding)
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         sharding = getattr(was, "sharding", None)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return leaf
 
 
+def _is_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def _of_type(path: str, kind: type, was: Any) -> Any:
     # An array in the form of a type, of what was saved as an array or number.
     shape = getattr(was, "shape", ())
     dtype = was.dtype if hasattr(was, "dtype") else np.asarray(was).dtype
-    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    if issubclass(kind, np.ndarray) and not is_key:
+    if issubclass(kind, np.ndarray) and not _is_key(was):
         return trees.AbstractArray(shape=shape, dtype=dtype)
     if issubclass(kind, jax.Array | jax.ShapeDtypeStruct):
         sharding = getattr(was, "sharding", None)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from typing import Any, TypeVar
 
+from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.checkpoint import orbax_context
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.saved_steps import SavedSteps
 from elastic_ckpt.checkpoint.stage import Stage
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.checkpoint.step_errors import step_number
+from elastic_ckpt.checkpoint.writing import Writing
+from elastic_ckpt.core import background, errors, events, storage
 from elastic_ckpt.host.answers import CheckpointMetadata
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import read_json
 
 Json = storage.Json
 T = TypeVar("T")
+
+# After an error in the training: how long saves in flight are waited for, and after
+# which time that is said.
+_FINISH_SECS = 600.0
+_SILENT_SECS = 2.0
 
 
 class Checkpointer:
@@ -37,6 +47,9 @@ class Checkpointer:
       world: among those of the run.
       emit: called for each event, in the caller's thread.
       layouts: read trees of other layouts; None if there are none.
+      context: Orbax's, of all calls outside of a `with` block of another one; see
+        `orbax_context`.
+      of_storage: this program as the writer of storage; None if nothing else writes.
     """
 
     def __init__(
@@ -47,15 +60,24 @@ class Checkpointer:
         world: RunWorld = ALONE,
         emit: events.Emit = events.nobody,
         layouts: Layouts | None = None,
+        context: ocp.Context | None = None,
+        of_storage: Writing | None = None,
     ) -> None:
         self._hosts = hosts
+        self._context = None if context is None else ocp.Context(context)
         self._chosen = chosen
+        self._of_storage = of_storage
         self._world = world
         self._events = events.EventQueue(emit)
         # Loads and removals in the background.
         self._background = Stage("background")
         self._steps = SavedSteps(
-            hosts, chosen, world=world, emit=self._put_event, layouts=layouts
+            hosts,
+            chosen,
+            world=world,
+            emit=self._put_event,
+            layouts=layouts,
+            check_writer=_always if of_storage is None else of_storage.check,
         )
         self._events.flush()
 
@@ -64,7 +86,8 @@ class Checkpointer:
         """The directory of the steps in storage, or in RAM if that is the only tier."""
         if self._steps.root is not None:
             return self._steps.root.path
-        return storage.absolute(self._chosen.ram_directory())
+        ram_directory = self._chosen.read_ram or self._chosen.ram_directory()
+        return storage.absolute(ram_directory)
 
     @property
     def latest(self) -> CheckpointMetadata | None:
@@ -73,6 +96,7 @@ class Checkpointer:
 
     def claim_world(self) -> int:
         """Claims the world, as a save does (see `RunWorld`); returns its number."""
+        self._check_writable()
         with self._events.flushing():
             return self._steps.claim()
 
@@ -86,8 +110,11 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether a tier is due at `step`, or the job is about to be preempted."""
+        if self._chosen.is_read_only:
+            return False
+        number = step_number(step)
         self._events.flush()
-        return self._steps.is_due(step, is_saving=self.is_saving_in_progress())
+        return self._steps.is_due(number, is_saving=self.is_saving_in_progress())
 
     def save_checkpointables_async(
         self,
@@ -117,12 +144,16 @@ class Checkpointer:
         Raises:
           StepAlreadyExistsError: if the step is there, and not to be overwritten.
           CheckpointError: of a leaf, of metrics, of an older step to be overwritten.
+          ReplacedError: if another program writes to the same storage now.
           Exception: as `save` of a component; an OSError fails the step alone.
         """
+        self._check_writable()
+        number = step_number(step)
+        orbax_context.of_save(self._context)
         self._background.wait()
         with self._events.flushing():
             return self._steps.begin_save(
-                step,
+                number,
                 checkpointables,
                 force=force,
                 overwrite=overwrite,
@@ -155,6 +186,16 @@ class Checkpointer:
         response = self.save_async(step, state, **options)
         return response is not None and response.result()
 
+    def save_pytree(self, step: int, state: Any, **options: Any) -> bool:
+        """Orbax's former name of `save`."""
+        return self.save(step, state, **options)
+
+    def save_pytree_async(
+        self, step: int, state: Any, **options: Any
+    ) -> SaveResponse | None:
+        """Orbax's former name of `save_async`."""
+        return self.save_async(step, state, **options)
+
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records metrics of training step `step` in storage, saved or not.
 
@@ -163,8 +204,10 @@ class Checkpointer:
         Raises:
           CheckpointError: if they are not JSON, or there is no persistent tier.
         """
+        self._check_writable()
+        number = step_number(step)
         with self._events.flushing():
-            self._steps.record_metrics(step, metrics)
+            self._steps.record_metrics(number, metrics)
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The recorded metrics of steps that are kept, or not saved yet, by step."""
@@ -201,7 +244,7 @@ class Checkpointer:
           step: None takes the newest complete one.
 
         Raises:
-          CheckpointError: if there is no such step.
+          StepNotFoundError: if there is no such step.
         """
         self.wait()
         with self._events.flushing():
@@ -211,10 +254,21 @@ class Checkpointer:
         self,
         step: int | CheckpointMetadata | None = None,
         *,
-        checkpointable_name: str = "state",
+        checkpointable_name: str | None = None,
     ) -> CheckpointMetadata:
-        """The contents of one pytree; otherwise as `checkpointables_metadata`."""
+        """The contents of one pytree; otherwise as `checkpointables_metadata`.
+
+        Args:
+          step: None takes the newest complete one.
+          checkpointable_name: None takes `state`, or if the step has none the first
+            pytree by name, as Orbax does.
+        """
         held = self.checkpointables_metadata(step)
+        if checkpointable_name is None:
+            contents = held.metadata.items()
+            trees = sorted(name for name, tree in contents if tree is not None)
+            named = [name for name in trees if name == "state"] or trees
+            checkpointable_name = named[0] if named else "state"
         if checkpointable_name not in held.metadata:
             raise errors.CheckpointError(
                 f"step {held.step} has no {checkpointable_name!r}; it has"
@@ -229,6 +283,7 @@ class Checkpointer:
         *,
         partial: bool = False,
         layout: Any = None,
+        go_back: bool | None = None,
     ) -> dict[str, Any]:
         """Restores pytrees and components, from the nearest good copies.
 
@@ -244,15 +299,26 @@ class Checkpointer:
           partial: whether trees may lack leaves that were saved.
           layout: of `elastic_ckpt.universal`, through which trees are read that were
             saved with other leaves.
+          go_back: whether the training goes on from an older step, so that the next
+            save abandons newer ones. By default it does if components are set to it, if
+            this process has loaded and saved nothing before, or if the next save is of
+            a step that is there already. Otherwise the step was only looked at.
 
         Raises:
-          CheckpointError: if there is no such step, it is of another model, or no good
-            copy of a part of it is left.
+          StepNotFoundError: if there is no such step.
+          CheckpointError: if it is not complete, or of another model, or no good copy
+            of a part of it is left.
         """
-        wanted = abstract_checkpointables
+        load = self._load_later(
+            step,
+            abstract_checkpointables,
+            partial=partial,
+            layout=layout,
+            go_back=go_back,
+        )
         self.wait()
         with self._events.flushing():
-            return self._steps.load(step, wanted, partial=partial, layout=layout)
+            return load()
 
     def load_checkpointables_async(
         self,
@@ -262,7 +328,7 @@ class Checkpointer:
     ) -> Response[dict[str, Any]]:
         """As `load_checkpointables`, in the background; other calls wait for it."""
         return self._in_background(
-            lambda: self._steps.load(step, abstract_checkpointables, **options)
+            self._load_later(step, abstract_checkpointables, **options)
         )
 
     def load(
@@ -288,15 +354,32 @@ class Checkpointer:
     ) -> Response[Any]:
         """As `load`, in the background; other calls wait for it."""
         wanted = {checkpointable_name: abstract_state}
-        return self._in_background(
-            lambda: self._steps.load(step, wanted, **options)[checkpointable_name]
-        )
+        load = self._load_later(step, wanted, **options)
+        return self._in_background(lambda: load()[checkpointable_name])
+
+    def load_pytree(self, *arguments: Any, **options: Any) -> Any:
+        """Orbax's former name of `load`."""
+        return self.load(*arguments, **options)
+
+    def load_pytree_async(self, *arguments: Any, **options: Any) -> Response[Any]:
+        """Orbax's former name of `load_async`."""
+        return self.load_async(*arguments, **options)
+
+    def pytree_metadata(self, *arguments: Any, **options: Any) -> CheckpointMetadata:
+        """Orbax's former name of `metadata`."""
+        return self.metadata(*arguments, **options)
 
     def reload(self) -> None:
         """Searches again for the newest complete step: other programs may write too."""
         self.wait()
         with self._events.flushing():
             self._steps.reload()
+
+    def begin_anew(self) -> None:
+        """Goes back to before the first step: the next save abandons all before it."""
+        self.wait()
+        with self._events.flushing():
+            self._steps.begin_anew()
 
     def delete(
         self,
@@ -334,20 +417,23 @@ class Checkpointer:
         missing_ok: bool = False,
     ) -> Response[bool]:
         """As `delete`, in the background; other calls wait for it."""
-        number = step if isinstance(step, int) else step.step
+        self._check_writable()
+        number = step_number(step)
         if checkpointable_name is not None:
             raise errors.CheckpointError(
                 f"{checkpointable_name!r} of step {number} cannot be deleted alone: a"
                 " step is complete with all of its parts; delete the step"
             )
+        orbax_context.of_deletion(self._context)
         return self._in_background(
             lambda: self._steps.delete(number, missing_ok=missing_ok)
         )
 
     def is_durable(self, step: int) -> bool:
         """Whether `step` is the newest and in persistent storage; waits for backups."""
+        number = step_number(step)
         self.wait()
-        return self._steps.is_durable(step)
+        return self._steps.is_durable(number)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a step is being committed."""
@@ -370,14 +456,46 @@ class Checkpointer:
         Raises:
           CheckpointError: if a step that was due is not in persistent storage.
         """
-        with contextlib.closing(self._hosts), self._events.flushing():
-            self._background.wait()
-            stages = self._steps.stages
-            stages.wait_for_commit() if self.is_left else stages.end()
+        with contextlib.closing(self._hosts), self._closing(), self._events.flushing():
+            self._finish()
 
     def abandon(self) -> None:
         """Releases the hosts, some of which may be gone: waits for no save."""
-        self._hosts.close()
+        with self._closing():
+            self._hosts.close()
+
+    def leave(self, error: BaseException) -> None:
+        """Releases the hosts after an error, or Ctrl-C, in the training.
+
+        Saves in flight are finished, for at most ten minutes, if this is the only
+        process, or all processes leave at once. Another Ctrl-C ends the wait.
+
+        Args:
+          error: gets a note if a save could not be finished.
+        """
+        with contextlib.closing(self._hosts), self._closing():
+            if not self._hosts.are_leaving(error):
+                return
+            finishing = background.in_thread(self._finish, name="finish")
+            if not futures.wait([finishing], timeout=_SILENT_SECS).done:
+                logging.warning(
+                    "saves in flight are finished before this program ends, for at"
+                    " most %d s; Ctrl-C ends it now",
+                    _FINISH_SECS,
+                )
+            try:
+                finishing.result(_FINISH_SECS)
+            except Exception as problem:
+                late = isinstance(problem, futures.TimeoutError)
+                why = f"not done after {_FINISH_SECS:g} s" if late else str(problem)
+                error.add_note(f"saves in flight were not finished: {why}")
+                logging.warning("saves in flight were not finished: %s", why)
+        self._events.flush()
+
+    def _finish(self) -> None:
+        self._background.wait()
+        stages = self._steps.stages
+        stages.wait_for_commit() if self.is_left else stages.end()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -386,7 +504,47 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            self.abandon()
+            self.leave(error)
+
+    def _load_later(
+        self,
+        step: int | CheckpointMetadata | None,
+        wanted: Mapping[str, Any] | None,
+        *,
+        partial: bool = False,
+        **options: Any,
+    ) -> Callable[[], dict[str, Any]]:
+        # Checks the call, and returns the load, which any thread may do.
+        if step is not None:
+            step_number(step)
+        context = orbax_context.of_load(self._context)
+        partial = partial or context.pytree.loading.partial_load
+
+        def load() -> dict[str, Any]:
+            with context:
+                return self._steps.load(step, wanted, partial=partial, **options)
+
+        return load
+
+    def let_others_write(self) -> None:
+        """Commits nothing more to storage, where another program may write now."""
+        if self._of_storage is not None:
+            self._of_storage.close()
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.let_others_write()
+
+    def _check_writable(self) -> None:
+        if self._chosen.is_read_only:
+            raise errors.CheckpointError(
+                "this checkpointer was opened with read_only=True, and changes nothing;"
+                " open one without it once no other program writes to"
+                f" {self.directory}"
+            )
 
     def _in_background(self, work: Callable[[], T]) -> Response[T]:
         self.wait()
@@ -397,3 +555,7 @@ class Checkpointer:
         if name == "save_started":
             # In the caller's thread: the save before is reported before the next one.
             self._events.flush()
+
+
+def _always() -> None:
+    """Nothing else writes to storage."""

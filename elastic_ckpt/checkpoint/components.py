@@ -25,10 +25,8 @@ from typing import Any, TypeVar
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.components import encoding
 from elastic_ckpt.components.component import Component
-from elastic_ckpt.components.encoding import Encoded
-from elastic_ckpt.core import background, storage
+from elastic_ckpt.core import background, errors, storage
 from elastic_ckpt.manifests.manifest import ComponentFile
 
 T = TypeVar("T")
@@ -60,7 +58,12 @@ class Created:
 def split(
     checkpointables: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, ocp.StatefulCheckpointable]]:
-    """The pytrees and the components among some checkpointables."""
+    """The pytrees and the components among some checkpointables.
+
+    Raises:
+      CheckpointError: if they are not given by name.
+    """
+    check_named(checkpointables, "save_checkpointables", "save(step, tree) saves")
     stateful = {
         name: value
         for name, value in checkpointables.items()
@@ -72,6 +75,26 @@ def split(
     return trees, stateful
 
 
+def check_named(checkpointables: Any, verb: str, alone: str) -> None:
+    """Raises a CheckpointError if `checkpointables` are not a mapping by name.
+
+    Args:
+      checkpointables: what a user passed.
+      verb: to which method.
+      alone: the call for one pytree, and its verb.
+    """
+    if not isinstance(checkpointables, Mapping):
+        found = f"a {type(checkpointables).__name__}"
+    elif not all(isinstance(name, str) for name in checkpointables):
+        found = f"a mapping with the keys {list(checkpointables)[:8]!r}"
+    else:
+        return
+    raise errors.CheckpointError(
+        f"{verb} takes pytrees and components by name, as in"
+        f' {{"state": tree, "data": batches}}, and got {found}; {alone} one pytree'
+    )
+
+
 def optional(
     components: Mapping[str, ocp.StatefulCheckpointable],
 ) -> dict[str, Component]:
@@ -81,6 +104,11 @@ def optional(
         for name, component in components.items()
         if isinstance(component, Component) and not component.required
     }
+
+
+def kinds(components: Mapping[str, ocp.StatefulCheckpointable]) -> dict[str, str]:
+    """What the components are, in words that hosts compare."""
+    return {name: _kind(component) for name, component in components.items()}
 
 
 def begin_save(
@@ -128,24 +156,6 @@ def begin_save(
 
     begun = _run_in_time(begin, "saved", SAVE_TIMEOUT_SECS)
     return lambda: _run_in_time(finish, "saved", SAVE_TIMEOUT_SECS)
-
-
-def state_of(component: Component, *, name: str) -> Encoded:
-    """The state that a component would save now.
-
-    Raises:
-      TimeoutError: if it has not returned in time.
-      Exception: as its `get`.
-    """
-
-    async def take(deadlines: dict[str, float]) -> Encoded:
-        taking = background.in_thread(
-            lambda: encoding.encode(component.get()), name="component"
-        )
-        limit_secs = _limit_secs(component)
-        return await _limited(asyncio.wrap_future(taking), name, limit_secs, deadlines)
-
-    return _run_in_time(take, "read", SAVE_TIMEOUT_SECS)
 
 
 def fail_later(
@@ -229,6 +239,15 @@ def materialise(
     for file in files:
         _, _, name = file.path.partition("/")
         storage.write_atomic(epath.Path(directory) / name, read(file))
+
+
+def _kind(component: ocp.StatefulCheckpointable) -> str:
+    if not isinstance(component, Component):
+        return "component"
+    kind = "component" if component.required else "optional component"
+    pattern = getattr(component, "pattern", type(component).__name__)
+    compared = ", compared between hosts" if component.is_compared else ""
+    return f"{kind}, {pattern}{compared}"
 
 
 def _raise(error: Exception) -> None:

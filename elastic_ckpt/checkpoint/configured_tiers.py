@@ -190,5 +190,6 @@ def _peers(section: schema.TiersSection) -> Peers:
         backups=urls["peer_backup_urls"],
         secret_file=section.peer_secret_file or None,
         max_bytes_per_sec=bandwidth or None,
+        timeout_secs=section.peer_timeout_secs,
         tls=tls,
     )

@@ -33,6 +33,10 @@ class DueSteps:
         self._is_first = is_first
         self._lock = threading.Lock()
         self._steps: set[int] = set()
+        # Those of them that are in RAM, from where they can be stored later; and what
+        # else than storage failed, by step.
+        self._in_ram: set[int] = set()
+        self._blamed: dict[int, str] = {}
         # Backed up next, and now.
         self._late: Saving | None = None
         self._in_backup: int | None = None
@@ -53,10 +57,17 @@ class DueSteps:
             late = None if self._late is None else self._late.step
             return [each for each in (self._in_backup, late) if each is not None]
 
-    def add(self, step: int) -> None:
-        """Notes that a step is due."""
+    def add(self, step: int, *, in_ram: bool = True) -> None:
+        """Notes that a step is due.
+
+        Args:
+          step: the step.
+          in_ram: whether it is in RAM.
+        """
         with self._lock:
             self._steps.add(step)
+            if in_ram:
+                self._in_ram.add(step)
         self._record()
 
     def begin(self, step: int) -> None:
@@ -81,6 +92,11 @@ class DueSteps:
             late, self._late = self._late, None
         return late
 
+    def blame(self, step: int, why: str) -> None:
+        """Notes what else keeps a step from storage: a component, or another host."""
+        with self._lock:
+            self._blamed[step] = why
+
     def fail(self, step: int, why: str) -> None:
         """Notes that storage has not taken a step."""
         with self._lock:
@@ -98,6 +114,8 @@ class DueSteps:
         with self._lock:
             stored = {each for each in self._steps if each <= step}
             self._steps -= stored
+            self._in_ram -= stored
+            self._blamed = {n: why for n, why in self._blamed.items() if n > step}
             began_secs, why = self._failing_secs, self._why
             if step < self._failed_step:
                 began_secs = None
@@ -117,13 +135,15 @@ class DueSteps:
         """Drops the steps behind the one that the run goes on from."""
         with self._lock:
             self._steps = {each for each in self._steps if each <= step}
+            self._in_ram &= self._steps
+            self._blamed = {n: why for n, why in self._blamed.items() if n <= step}
             self._failed_step = min(self._failed_step, step)
 
     def check(self) -> None:
         """Checks that nothing is due; no stage may be at work.
 
         Raises:
-          CheckpointError: if a step that was due is not in storage.
+          NotStoredError: if a step that was due is not in storage.
         """
         # A second end of the run finds nothing to do.
         self.take()
@@ -133,12 +153,19 @@ class DueSteps:
         several = ""
         if steps[1:]:
             several = f", like {len(steps) - 1} before it since step {steps[0]}"
-        why = self._why or "its backup was not made"
-        advice = storage_cause.of_message(why).advice or "bring the storage back"
-        remedy = "" if advice in why else f" {advice}, and"
-        raise errors.CheckpointError(
+        why = self._blamed.get(steps[-1], self._why) or "its backup was not made"
+        advice = storage_cause.of_message(why).advice
+        remedies = [] if advice in why else [advice]
+        if steps[-1] in self._in_ram:
+            remedies.append("start the run once more while the hosts' RAM has the step")
+        else:
+            remedies.append(
+                "save it again: no tier has it, and a start goes on from the"
+                " newest step that was saved"
+            )
+        raise errors.NotStoredError(
             f"step {steps[-1]} was due in persistent storage and is not there{several}:"
-            f" {why};{remedy} start the run once more while the hosts' RAM has the step"
+            f" {why}; {', and '.join(remedies)}"
         )
 
     def _record(self) -> None:

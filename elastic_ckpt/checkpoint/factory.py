@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
-from elastic_ckpt.checkpoint import checkpointer, hosts, rendezvous
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import checkpointer, hosts, rendezvous, writing
 from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.core import allgather, events, topology
@@ -24,6 +27,8 @@ def Checkpointer(
     world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
     layouts: Layouts | None = None,
+    context: ocp.Context | None = None,
+    read_only: bool = False,
 ) -> checkpointer.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
 
@@ -38,10 +43,13 @@ def Checkpointer(
       world: among those of the run.
       emit: called for each event.
       layouts: read trees of other layouts; None if there are none.
+      context: Orbax's; see `orbax_context`.
+      read_only: whether to write nothing; see `frontend.Checkpointer`.
 
     Raises:
       ConfigError: if the tiers do not fit together.
-      RunError: if hosts cannot be reached, or a RAM disk is in use.
+      RunError: if hosts cannot be reached, a RAM disk is in use or has steps of another
+        run, or another program writes to storage.
     """
     chosen = Chosen.from_choices(tiers)
     messages = allgather.of_this_world()
@@ -49,6 +57,8 @@ def Checkpointer(
         # Storage may change while the processes start: host 0 decides for all.
         known_run = run_of(chosen) if messages.host == 0 else None
         run = messages.gather("run", known_run, timeout_secs=_PATIENCE_SECS)[0]
+    if read_only:
+        chosen = chosen.for_reading()
     config = HostConfig(
         run=run,
         number=topology.this_host(),
@@ -57,7 +67,9 @@ def Checkpointer(
         chosen=chosen,
     )
     members = hosts.InEveryProcess(HostEndpoint(config, HostTiers), messages)
-    return over(members, chosen, world=world, emit=emit, layouts=layouts)
+    return over(
+        members, chosen, world=world, emit=emit, layouts=layouts, context=context
+    )
 
 
 def run_of(chosen: Chosen) -> str:
@@ -81,6 +93,7 @@ def over(
     world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
     layouts: Layouts | None = None,
+    context: ocp.Context | None = None,
 ) -> checkpointer.Checkpointer:
     """A checkpointer over hosts of any kind, which it joins to a world.
 
@@ -90,15 +103,26 @@ def over(
       world: among those of the run.
       emit: called for each event.
       layouts: read trees of other layouts; None if there are none.
+      context: Orbax's; see `orbax_context`.
 
     Raises:
       HostsFailedError: if a host cannot take part, with the reason.
+      RunError: if another program writes to storage, or a RAM disk has steps of another
+        run.
     """
-    try:
-        rendezvous.join(members)
-        return checkpointer.Checkpointer(
-            members, chosen, world=world, emit=emit, layouts=layouts
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(members.close)
+        of_storage = writing.Writing(members, chosen, world)
+        on_error.callback(of_storage.close)
+        rendezvous.join(members, begin_writing=of_storage.begin)
+        made = checkpointer.Checkpointer(
+            members,
+            chosen,
+            world=world,
+            emit=emit,
+            layouts=layouts,
+            context=context,
+            of_storage=of_storage,
         )
-    except BaseException:
-        members.close()
-        raise
+        on_error.pop_all()
+    return made

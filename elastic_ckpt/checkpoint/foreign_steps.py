@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import components, summary, validation
+from elastic_ckpt.checkpoint import components, orbax_context, summary, validation
 from elastic_ckpt.core import errors
 
 _REMEDY = (
@@ -40,11 +41,11 @@ def load(
     validation.check_parts(str(path), set(parts), set(wanted))
     trees, stateful = components.split(wanted)
     for name, tree in trees.items():
-        if parts[name] is None:
+        if parts[name] is None and not _is_message(tree):
             raise _unreadable(path, name, "what it holds is unknown")
-        if tree is not None and not partial:
+        if tree is not None and not partial and parts[name] is not None:
             validation.check_same_tree(str(path), parts[name], tree)
-    context = ocp.Context()
+    context = ocp.Context(orbax_context.active())
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
     with context:
@@ -64,24 +65,39 @@ def read_parts(path: epath.Path) -> dict[str, Any]:
         raise _own_cause(path, "_CHECKPOINT_METADATA", error) from error
 
 
+def _is_message(wanted: Any) -> bool:
+    # The class of a protocol buffer, or one to load into: Orbax describes none.
+    return hasattr(wanted, "DESCRIPTOR")
+
+
 def _load(path: epath.Path, name: str, wanted: Any) -> Any:
     try:
         return ocp.load_checkpointables(path, {name: wanted})[name]
     except Exception as error:
-        raise _own_cause(path, name, error) from error
+        raise _own_cause(path, name, error, wanted) from error
 
 
-def _own_cause(path: epath.Path, name: str, error: Exception) -> Exception:
+def _own_cause(
+    path: epath.Path, name: str, error: Exception, wanted: Any = None
+) -> Exception:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, errors.ElasticCkptError):
         return cause
-    reason = str(cause).partition("\n")[0]
-    return _unreadable(path, name, f"{type(cause).__name__}: {reason}")
+    reason = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+    return _unreadable(path, name, reason, wanted)
 
 
-def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError:
+def _unreadable(
+    path: epath.Path, name: str, why: str, wanted: Any = None
+) -> errors.CheckpointError:
+    if jax.tree.leaves(wanted):
+        # Who is wrong, the step or the request, is not known.
+        return errors.CheckpointError(
+            f"{path}: its part {name!r} cannot be read as it is requested ({why});"
+            f" compare the request with `metadata()`; if it fits, {_REMEDY}"
+        )
     return errors.CheckpointError(
         f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}"
     )

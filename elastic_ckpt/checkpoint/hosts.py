@@ -12,15 +12,20 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import jax
 from absl import logging
 
 from elastic_ckpt.core import codec, errors
 from elastic_ckpt.core.allgather import Allgather
+from elastic_ckpt.host import phases
 from elastic_ckpt.host.answers import failure
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Request, decode_answer
 from elastic_ckpt.host.step_boxes import TreeReading
 from elastic_ckpt.manifests.manifest import Contents
+
+# How long a host that leaves after an error waits for the others to do so.
+_LEAVING_SECS = 10.0
 
 AnswerT = TypeVar("AnswerT")
 HostRequest = Request[HostEndpoint[HostTiers], AnswerT]
@@ -37,8 +42,8 @@ class Hosts(Protocol):
     def all(self, request: HostRequest[AnswerT]) -> list[AnswerT]:
         """Runs a request on every host, and returns the answers in their order.
 
-        Requests of one class come from one thread at a time, in the same order in all
-        processes that drive the world.
+        Requests of one channel (`phases.channel`) come from one thread at a time, in
+        the same order in all processes that drive the world.
 
         Raises:
           HostsFailedError: if it failed on any host.
@@ -101,6 +106,14 @@ class Hosts(Protocol):
         """The trees and those of other layouts, made of what the hosts read last."""
         ...
 
+    def are_leaving(self, error: BaseException) -> bool:
+        """Whether all drivers leave because of errors, so that they can do so together.
+
+        Args:
+          error: of this driver.
+        """
+        ...
+
     def close(self) -> None:
         """Releases the hosts."""
         ...
@@ -125,7 +138,7 @@ class InEveryProcess:
 
     def all(self, request: HostRequest[AnswerT]) -> list[AnswerT]:
         """See `Hosts`."""
-        name = type(request).__name__
+        name = phases.channel(request)
         outcome = _outcome(name, lambda: request.run(self._own))
         answers = self._gather(name, outcome, PHASES.limit_secs(request))
         # Equal answers are one object, which is decoded once.
@@ -135,7 +148,7 @@ class InEveryProcess:
 
     def first(self, request: HostRequest[AnswerT]) -> AnswerT:
         """See `Hosts`."""
-        name = type(request).__name__
+        name = phases.channel(request)
         outcome: dict[str, Any] = {"answer": None}
         if self._allgather.host == 0:
             outcome = _outcome(name, lambda: request.run(self._own))
@@ -173,6 +186,18 @@ class InEveryProcess:
         """See `Hosts`."""
         return self._own.tiers.reader.arrays(trees)
 
+    def are_leaving(self, error: BaseException) -> bool:
+        """See `Hosts`."""
+        if self._allgather.num_hosts > 1 and _is_of_devices(error):
+            # A host is gone, or has left a computation.
+            return False
+        try:
+            self._allgather.gather("leaving", None, timeout_secs=_LEAVING_SECS)
+        except Exception as missing:
+            logging.warning("saves in flight are not finished: %s", missing)
+            return False
+        return True
+
     def close(self) -> None:
         """See `Hosts`."""
         self._own.close()
@@ -190,6 +215,13 @@ class InEveryProcess:
             is_replaced = any("replaced" in each for each in outcomes)
             raise failure(failed, is_replaced=is_replaced)
         return [each["answer"] for each in outcomes]
+
+
+def _is_of_devices(error: BaseException) -> bool:
+    # On CPU, a lost connection is a ValueError.
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and "Gloo" in str(error)
+    )
 
 
 def _outcome(name: str, run: Callable[[], Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
+import orbax.checkpoint as v0
 
 from elastic_ckpt.checkpoint import foreign_steps, tree_structure
 from elastic_ckpt.checkpoint.hosts import Hosts
@@ -49,7 +49,7 @@ def _of_orbax(checkpoint_found: CheckpointMetadata) -> CheckpointMetadata:
     assert checkpoint_found.path is not None
     return dataclasses.replace(
         checkpoint_found,
-        init_timestamp_nsecs=ocp.checkpointables_metadata(
+        init_timestamp_nsecs=v0.metadata.get_step_metadata(
             checkpoint_found.path
         ).init_timestamp_nsecs,
         metadata=foreign_steps.read_parts(checkpoint_found.path),

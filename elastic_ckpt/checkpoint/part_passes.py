@@ -1,15 +1,18 @@
 """The passes by which parts go up the tree of hosts to host 0, and down again.
 
-See `host.part_exchange`: all hosts end a pass before any begins the next.
+See `host.part_exchange`: all hosts end a pass before any begins the next. Messages that
+a host cannot read, because an agent does not answer, go by way of the driver.
 """
 
 from __future__ import annotations
 
 from typing import TypeVar
 
+from absl import logging
+
 from elastic_ckpt.checkpoint.hosts import HostRequest, Hosts
 from elastic_ckpt.host import part_requests
-from elastic_ckpt.host.part_exchange import Kind, tree_of
+from elastic_ckpt.host.part_exchange import Kind, Letter, tree_of
 
 AnswerT = TypeVar("AnswerT")
 
@@ -47,8 +50,8 @@ def gathered(hosts: Hosts, kind: Kind, offer: HostRequest[None]) -> int:
       HostsFailedError: if any of it failed.
     """
     num_hosts = len(hosts.all(offer))
-    for level in range(tree_of(num_hosts).depth - 1, 0, -1):
-        hosts.all(part_requests.MergeParts(kind=kind, level=level))
+    for level in range(tree_of(num_hosts).depth - 1, -1, -1):
+        _pass(hosts, kind, part_requests.MergeParts(kind=kind, level=level))
     return num_hosts
 
 
@@ -67,6 +70,25 @@ def dealt(
       HostsFailedError: if any of it failed.
     """
     decision = hosts.first(decide)
-    for level in range(1, tree_of(num_hosts).depth):
-        hosts.all(part_requests.PassParts(kind=kind, level=level))
+    for level in range(1, tree_of(num_hosts).depth + 1):
+        _pass(hosts, kind, part_requests.PassParts(kind=kind, level=level))
     return decision
+
+
+def _pass(hosts: Hosts, kind: Kind, request: HostRequest[tuple[Letter, ...]]) -> None:
+    letters = tuple(each for unread in hosts.all(request) for each in unread)
+    if not letters:
+        return
+    logging.warning(
+        "%d messages cannot be read at the agents of their machines; the hosts %s send"
+        " them",
+        len(letters),
+        sorted({letter.writer for letter in letters}),
+    )
+    forwarded = hosts.all(part_requests.ForwardMail(kind=kind, letters=letters))
+    hosts.all(
+        part_requests.DeliverMail(
+            kind=kind, letters=letters, forwarded=tuple(forwarded)
+        )
+    )
+    hosts.all(request)

@@ -7,18 +7,28 @@ command line, in no log, and not on the network that arrays take.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.host import world_requests
+from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import known_agents
+from elastic_ckpt.tiers.run_identity import Identity
 
 
-def join(hosts: Hosts) -> None:
+def join(
+    hosts: Hosts, *, begin_writing: Callable[[Identity | None], None] = lambda _: None
+) -> None:
     """Joins `hosts` to a world, in which they can read each other's RAM.
+
+    Args:
+      hosts: of the world.
+      begin_writing: called with the identity of the run when all of them have their
+        slots, before the first of them writes to storage.
 
     Raises:
       HostsFailedError: if a host cannot take part, with the reason.
+      RunError: if the RAM disk of a host has steps of another run.
     """
     introduced = hosts.all(world_requests.Introduce())
     # Machines that were in a world before have its secret, and so have idle ones.
@@ -27,7 +37,16 @@ def join(hosts: Hosts) -> None:
     if secrets:
         secret = collections.Counter(secrets).most_common(1)[0][0]
     slots = slots_of([each.machine for each in introduced])
-    joined = hosts.all(world_requests.JoinWorld(slots=slots, secret=secret))
+    identity = run_identity.agreed(
+        introduced[0].stored,
+        [each.disk for each in introduced],
+        lambda: hosts.all(world_requests.GetLines()),
+        fresh=introduced[0].fresh_identity,
+    )
+    joined = hosts.all(
+        world_requests.JoinWorld(slots=slots, secret=secret, identity=identity)
+    )
+    begin_writing(identity)
     agents = known_agents.joined(
         [each.agents for each in introduced],
         {

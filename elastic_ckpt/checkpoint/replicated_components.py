@@ -9,50 +9,58 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.checkpoint import components
 from elastic_ckpt.components import state_leaves, validation, validation_schedule
+from elastic_ckpt.components.encoding import Encoded
 from elastic_ckpt.components.patterns import Replicated
 from elastic_ckpt.core import events, topology
 
-_MOST_CHARACTERS = 500
 
-
-def compare(
-    step: int, stateful: Mapping[str, Any], *, emit: events.Emit
-) -> list[validation.Finding]:
-    """Compares those that ask for it (`Replicated.validation`); all hosts call it.
+class Comparison:
+    """The states that a save has taken of the components that ask for a comparison.
 
     Args:
       step: that is saved.
-      stateful: the components of the step, by name.
+      stateful: the components of the step, by name, once their states were taken.
       emit: called on the first host, for each difference.
-
-    Returns:
-      The differences, the same on all hosts: their leaves begin with the component.
-
-    Raises:
-      RunError: if a host did not answer in time.
     """
-    compared = {
-        name: component
-        for name, component in stateful.items()
-        if isinstance(component, Replicated) and component.validation != "none"
-    }
-    if not compared or topology.num_hosts() == 1:
-        return []
-    strongest = max(
-        (each.validation for each in compared.values()), key=validation.LEVELS.index
-    )
-    states = {name: _leaves(name, each) for name, each in compared.items()}
-    findings = validation.validate(states, level=strongest)
-    if topology.is_primary():
-        validation_schedule.report(step, findings, emit=emit)
-    return findings
+
+    def __init__(
+        self, step: int, stateful: Mapping[str, Any], *, emit: events.Emit
+    ) -> None:
+        self._step = step
+        self._emit = emit
+        self._level: validation.Level = "none"
+        self._taken: dict[str, Encoded | None] = {}
+        for name, component in stateful.items():
+            if isinstance(component, Replicated) and component.is_compared:
+                self._taken[name], component.taken = component.taken, None
+                self._level = max(
+                    self._level, component.validation, key=validation.LEVELS.index
+                )
+
+    def run(self) -> list[validation.Finding]:
+        """Compares them, once; all hosts call it, with the same components.
+
+        Returns:
+          The differences, the same on all hosts: their leaves begin with the component.
+
+        Raises:
+          RunError: if a host did not answer in time.
+        """
+        taken, self._taken = self._taken, {}
+        if not taken:
+            return []
+        states = {name: _leaves(encoded) for name, encoded in taken.items()}
+        findings = validation.compared(
+            states, level=self._level, kind="replicated components"
+        )
+        if topology.is_primary():
+            validation_schedule.report(self._step, findings, emit=self._emit)
+        return findings
 
 
-def _leaves(name: str, component: Replicated) -> dict[str, Any]:
-    try:
-        return state_leaves.leaves(components.state_of(component, name=name))
-    except Exception as error:
-        # The save that follows fails with it, on all hosts.
-        return {"problem": repr(error)[:_MOST_CHARACTERS]}
+def _leaves(encoded: Encoded | None) -> dict[str, Any]:
+    if encoded is None:
+        # The save fails with it, on all hosts.
+        return {"problem": "its state could not be taken"}
+    return state_leaves.leaves(encoded)

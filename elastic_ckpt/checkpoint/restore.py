@@ -20,6 +20,7 @@ from elastic_ckpt.checkpoint import (
     components,
     foreign_steps,
     shared_step,
+    step_errors,
 )
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics, storage_cause
@@ -98,11 +99,13 @@ class Search:
       checkpoint: None if no step is complete.
       newest_save: of all existing steps; empty if there are none.
       num_hosts: with which host 0 can share the step; 0 if it cannot.
+      missing: that there is no step at all, a sentence; None if there is one.
     """
 
     checkpoint: CheckpointMetadata | None
     newest_save: str
     num_hosts: int
+    missing: str | None = None
 
 
 def find(
@@ -125,13 +128,14 @@ def find(
       is_shared: whether hosts will read the step.
 
     Raises:
+      StepNotFoundError: if no tier has a certain step.
       CheckpointError: if a certain step is not complete, there may be one in storage
         that is out of reach, or a newer program has saved the newest one (see
         `tiers.find`).
     """
     number, save = None, ""
     if step is not None:
-        number = step if isinstance(step, int) else step.step
+        number = step_errors.step_number(step)
         save = getattr(step, "save", "")
     outcome, num_hosts = shared_step.find(
         hosts,
@@ -147,6 +151,8 @@ def find(
         emit("step_passed_over", step=passed_over, why=why)
     if outcome.refusal is not None:
         raise errors.CheckpointError(outcome.refusal)
+    if number is not None and outcome.missing is not None:
+        raise step_errors.StepNotFoundError(outcome.missing)
     newest = 0 if outcome.complete_step is None else outcome.complete_step.step
     for why in outcome.refusing:
         logging.warning("%s", why)
@@ -161,6 +167,7 @@ def find(
         checkpoint=outcome.complete_step,
         newest_save=outcome.newest_save,
         num_hosts=num_hosts,
+        missing=outcome.missing,
     )
 
 
@@ -270,6 +277,8 @@ def _read_newest(
     while True:
         search = find(hosts, step, without=without, emit=noted, is_shared=True)
         checkpoint = search.checkpoint
+        if checkpoint is None and search.missing is not None:
+            raise step_errors.StepNotFoundError(search.missing)
         if checkpoint is None:
             listed = "; ".join(list(reasons.values())[:MOST_NAMED]) or "there is none"
             raise errors.CheckpointError(

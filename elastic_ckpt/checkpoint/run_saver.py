@@ -131,6 +131,12 @@ class RunSaver:
         wanted = {STATE: abstract_state, DATA: data, **self._saved_callbacks(step)}
         return self._checkpointer.load_checkpointables(step, wanted)[STATE]
 
+    def begin_anew(self) -> None:
+        """Goes back to before the first step; `save_again` makes that step 0."""
+        self._checkpointer.begin_anew()
+        if self._callbacks is not None:
+            self._callbacks.begin_anew()
+
     def save_again(self, step: int, state: Any) -> None:
         """Saves the step that was gone back to, in every tier, and waits for it.
 
@@ -140,16 +146,17 @@ class RunSaver:
           CheckpointError: if it could not be saved.
         """
         latest = self._checkpointer.latest
-        assert latest is not None
-        assert latest.step == step
+        assert (0 if latest is None else latest.step) == step
         self._best_step = None
         evaluated = (self._evaluations() or {}).get(step)
+        before = {} if latest is None else latest.metrics or {}
         saving = self._checkpointer.save_checkpointables_async(
             step,
             self._parts(state),
-            overwrite=True,
-            metrics={**(latest.metrics or {}), **(evaluated or {})} or None,
-            custom_metadata=latest.custom_metadata,
+            force=latest is None,
+            overwrite=latest is not None,
+            metrics={**before, **(evaluated or {})} or None,
+            custom_metadata=None if latest is None else latest.custom_metadata,
         )
         if saving is None or not saving.result():
             raise errors.CheckpointError(
@@ -236,6 +243,15 @@ class RunSaver:
         self._callbacks.begin_anew()
         return {}
 
+    def leave(self, error: BaseException) -> None:
+        """See `Checkpointer.leave`."""
+        self._is_closed = True
+        self._checkpointer.leave(error)
+
+    def let_others_write(self) -> None:
+        """See `Checkpointer.let_others_write`."""
+        self._checkpointer.let_others_write()
+
     def abandon(self) -> None:
         """Releases the hosts after an error, and does not wait for saves."""
         self._is_closed = True
@@ -260,6 +276,5 @@ def close(checkpointer: Checkpointer, *, last_step: int | None) -> None:
         raise errors.CheckpointError(
             f"step {last_step}, the last of the run, is not in persistent storage,"
             " and would be lost with the hosts: see why in the lines before or"
-            " `degraded` in the run's events, make room or bring the storage"
-            " back, and start the run once more to save it"
+            " `degraded` in the run's events, and start the run once more to save it"
         )

@@ -17,6 +17,7 @@ whatever depends on time, such as whether a stage is idle.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ class SaveStages:
       clock: of backups.
       world: among those of the run.
       emit: called for each event, in the threads of the stages.
+      check_writer: raises an error if another program writes to storage.
 
     Attributes:
       committed: the newest step that was committed here; None before the first, and
@@ -64,11 +66,14 @@ class SaveStages:
         clock: BackupClock | None = None,
         world: RunWorld = ALONE,
         emit: events.Emit,
+        check_writer: Callable[[], None] = lambda: None,
     ) -> None:
         self.committed: CheckpointMetadata | None = None
         self._hosts = hosts
         self._emit = emit
-        self._work = StageWork(hosts, world=world.number, emit=emit)
+        self._work = StageWork(
+            hosts, world=world.number, emit=emit, check_writer=check_writer
+        )
         self._claimant = world.claimant
         # Set once another start of the run has continued it.
         self._replaced: errors.ReplacedError | None = None
@@ -122,7 +127,17 @@ class SaveStages:
         Returns:
           A future of whether the step was committed or given up.
         """
-        work = functools.partial(self._commit, saving)
+
+        def work() -> bool:
+            try:
+                return self._commit(saving)
+            except Exception:
+                if saving.back_up:
+                    newest = None if self.committed is None else self.committed.step
+                    in_ram = self._in_ram and newest == saving.step
+                    self._due.add(saving.step, in_ram=in_ram)
+                raise
+
         tier = "local" if self._in_ram else "persistent"
         return self._start(self._commit_stage, tier, saving.step, work)
 
@@ -175,11 +190,24 @@ class SaveStages:
             return
         late = self._due.take()
         if late is not None:
-            logging.warning("the backup of step %d is made now", late.step)
-            work = functools.partial(self._back_up, late)
-            self._start(self._backup_stage, "persistent", late.step, work)
-            self._backup_stage.wait()
+            self._back_up_late(late)
+        late = self._due.take()
+        if late is not None:
+            # It may lack what only a peer has that all leave alone by now.
+            secs = max(self._hosts.all(backup_requests.GetSecsUntilPeersAreAsked()))
+            if secs:
+                logging.warning("peers are asked again in %.1f s", secs)
+                time.sleep(secs)
+                self._back_up_late(late)
+            else:
+                self._due.keep(late)
         self._copy_newest()
+
+    def _back_up_late(self, late: Saving) -> None:
+        logging.warning("the backup of step %d is made now", late.step)
+        work = functools.partial(self._back_up, late)
+        self._start(self._backup_stage, "persistent", late.step, work)
+        self._backup_stage.wait()
 
     def _copy_newest(self) -> None:
         # Returns when the newest step has its copies.
@@ -211,6 +239,7 @@ class SaveStages:
                 self._is_broken = True
                 named = isinstance(error, errors.ElasticCkptError)
                 why = str(error) if named else f"{error!r}; see this host's log"
+                self._due.blame(step, why)
                 self._work.degraded(tier, step, why)
                 raise
 
@@ -218,10 +247,12 @@ class SaveStages:
 
     def _commit(self, saving: Saving) -> bool:
         # Hosts that share a machine leave its cores to those that still capture.
-        saving = self._work.agreed(saving)
+        saving, difference = self._work.agreed(saving)
         notes, problem = saving.prepare()
+        # Of all hosts alike, it is reported by one.
+        problem = problem or (difference if self._hosts.own == 0 else None)
         if not self._in_ram:
-            self._due.add(saving.step)
+            self._due.add(saving.step, in_ram=False)
         abandon = save_requests.AbandonStep(step=saving.step, save=saving.save)
         try:
             written = saving.write(self._hosts, problem)
@@ -235,8 +266,11 @@ class SaveStages:
             stored = self._in_ram and self._store_captured(saving, notes, str(error))
             self._hosts.all(abandon)
             if not stored:
+                why = f"it was not saved: {error}"
+                if not self._in_ram:
+                    self._due.blame(saving.step, why)
                 tier = "local" if self._in_ram else "persistent"
-                self._work.not_taken(tier, saving.step, f"it was not saved: {error}")
+                self._work.degraded(tier, saving.step, why)
             if self._in_ram:
                 self._make_room()
             return stored
@@ -276,12 +310,13 @@ class SaveStages:
         if not (is_due or is_time or self._due.is_owed):
             return False
         self._due.is_owed = True
-        self._due.add(saving.step)
+        self._due.add(saving.step, in_ram=False)
         try:
             listing = save_requests.ListWritten(step=saving.step, save=saving.save)
             written = self._hosts.all(listing)
         except HostsFailedError:
             # A component could not be saved, as `why` reports: storage does not help.
+            self._due.blame(saving.step, f"it was not saved: {why}")
             return False
         why += "; it goes to storage without RAM"
         self._work.degraded("local", saving.step, why)
@@ -295,11 +330,14 @@ class SaveStages:
         futures.wait(self._cleaned)
         try:
             self._hosts.all(save_requests.HoldStep(**vars(commit)))
+            problem = saving.diverged(self._hosts)
         except HostsFailedError as error:
-            why = f"it was not backed up: {error}"
+            problem = str(error)
+        if problem is not None:
+            why = f"it was not backed up: {problem}"
             self._work.not_taken("persistent", saving.step, why)
             return False
-        if not self._work.upload(saving):
+        if not self._work.upload(dataclasses.replace(saving, is_held=True)):
             return False
         self._due.begin(saving.step)
         self._due.end()

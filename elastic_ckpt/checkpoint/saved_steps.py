@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orbax.checkpoint import v1 as ocp
+from absl import logging
 
 from elastic_ckpt.checkpoint import (
     components,
@@ -40,6 +40,7 @@ from elastic_ckpt.host import (
     world_requests,
 )
 from elastic_ckpt.host.answers import CheckpointMetadata, Due, HostsFailedError
+from elastic_ckpt.manifests import best_steps
 from elastic_ckpt.manifests.line import FROM_SCRATCH, Line
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -54,6 +55,7 @@ class SavedSteps:
       world: among those of the run.
       emit: called for each event, from any thread.
       layouts: read trees of other layouts; None if there are none.
+      check_writer: raises an error if another program writes to storage.
 
     Attributes:
       stages: of the saves that were begun.
@@ -68,6 +70,7 @@ class SavedSteps:
         world: RunWorld = ALONE,
         emit: events.Emit,
         layouts: Layouts | None = None,
+        check_writer: Callable[[], None] = lambda: None,
     ) -> None:
         self._hosts = hosts
         self._restorer = StepRestorer(hosts=hosts, layouts=layouts, emit=emit)
@@ -87,14 +90,22 @@ class SavedSteps:
             clock=None if chosen.local is None else clock,
             world=world,
             emit=emit,
+            check_writer=check_writer,
         )
         self._schedule = Schedule(chosen, clock, agree=functools.partial(_agree, hosts))
         # The line that was saved to last, by this process.
         self._own_line: Line | None = None
+        # Whether this process has a state to go on with: it has loaded or saved one.
+        self._is_placed = False
+        # An older step that was loaded since then; the next save shows whether the
+        # training goes on from it. And the newest step, once it does.
+        self._looked_at: restore.Search | None = None
+        self._left_step: int | None = None
         self._claimed = 0
+        self._is_anew = False
         self._claims = self.root is not None and world.claimant is not None
         self._go_on_from(restore.find(hosts, None, emit=emit))
-        if self.root is not None:
+        if self.root is not None and not chosen.is_read_only:
             step = 0 if self._restored is None else self._restored.step
             self.stages.clean(step, self._save)
 
@@ -105,7 +116,15 @@ class SavedSteps:
 
     def complete(self) -> list[CheckpointMetadata]:
         """The steps that are complete now, ascending, by a look at all tiers."""
-        return list(self._hosts.first(read_requests.ListSteps()))
+        listed = list(self._hosts.first(read_requests.ListSteps()))
+        if self.root is None:
+            return listed
+        try:
+            evaluated = self.evaluations()
+        except HostsFailedError as error:
+            logging.warning("metrics of evaluations cannot be read: %s", error)
+            return listed
+        return best_steps.with_evaluations(listed, evaluated)
 
     def claim(self) -> int:
         """Claims the world; see `Checkpointer.claim_world`."""
@@ -145,9 +164,23 @@ class SavedSteps:
           step: the training step.
           is_saving: whether a save is under way.
         """
-        if self.latest is not None and step <= self.latest.step:
+        is_behind = self.latest is not None and step <= self.latest.step
+        if is_behind and not self._goes_back(step):
             return False
         return self._schedule.is_due(self._current(step), is_saving=is_saving)
+
+    def _is_wanted(self, step: int, *, is_saving: bool) -> bool:
+        return self.is_due(step, is_saving=is_saving) or self._is_overdue(
+            step, is_saving=is_saving
+        )
+
+    def _is_overdue(self, step: int, *, is_saving: bool) -> bool:
+        if self.latest is not None and step <= self.latest.step:
+            return False
+        current = self._current(step)
+        return self._schedule.is_backup_due(
+            current, is_saving=is_saving, is_left=self._is_left()
+        )
 
     def begin_save(
         self,
@@ -164,13 +197,21 @@ class SavedSteps:
         self.stages.wait_for_commit()
         self.stages.check()
         self.claim()
-        line = self._line_for(step, overwrite=overwrite)
         forced = force or overwrite
-        if line is None or not (forced or self.is_due(step, is_saving=is_saving)):
+        goes_back = self._goes_back(step, overwrite=overwrite)
+        if goes_back and (forced or self._is_wanted(step, is_saving=is_saving)):
+            assert self._looked_at is not None
+            self._go_on(self._looked_at)
+        line = self._line_for(step, overwrite=overwrite)
+        if line is None or not (forced or self._is_wanted(step, is_saving=is_saving)):
             return None
+        self._is_placed, self._looked_at = True, None
+        if self._left_step is not None and self._restored is not None:
+            self._emit("went_back", step=self._left_step, to_step=self._restored.step)
+        self._left_step = None
         self._emit("save_started", step=step)
         began_secs = time.monotonic()
-        trees, stateful = self._split(step, checkpointables)
+        trees, stateful = components.split(checkpointables)
         description = StepDescription.from_trees(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
@@ -190,6 +231,7 @@ class SavedSteps:
             )
 
         write_components, problem = components.fail_later(begin)
+        comparison = replicated_components.Comparison(step, stateful, emit=self._emit)
         saving = Saving(
             step=step,
             save=line.save,
@@ -199,6 +241,8 @@ class SavedSteps:
             is_last_of_world=is_last_of_world,
             is_copied_at_once=is_last_of_world and self._loses_memory(),
             description=description,
+            component_kinds=components.kinds(stateful),
+            compare=comparison.run,
             optional=components.optional(stateful),
             parents=line.parents,
             path=current.path,
@@ -210,14 +254,6 @@ class SavedSteps:
             raise problem
         return SaveResponse(committed, functools.partial(self._is_stored, saving))
 
-    def _split(
-        self, step: int, checkpointables: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, ocp.StatefulCheckpointable]]:
-        # The trees and the components to save, which are compared between hosts.
-        trees, stateful = components.split(checkpointables)
-        replicated_components.compare(step, stateful, emit=self._emit)
-        return trees, stateful
-
     def load(
         self,
         step: int | CheckpointMetadata | None,
@@ -225,38 +261,88 @@ class SavedSteps:
         *,
         partial: bool = False,
         layout: Any = None,
+        go_back: bool | None = None,
     ) -> dict[str, Any]:
         """Restores a step; see `Checkpointer.load_checkpointables`."""
         if isinstance(abstract_checkpointables, CheckpointMetadata):
             abstract_checkpointables = abstract_checkpointables.metadata
+        if abstract_checkpointables is not None:
+            components.check_named(
+                abstract_checkpointables,
+                "load_checkpointables",
+                "load(step, tree) loads",
+            )
         if not abstract_checkpointables:
             abstract_checkpointables = {
                 name: None
                 for name, tree in self.held(step).metadata.items()
                 if tree is not None
             }
-        self._own_line = None
         search, restored = self._restorer.load(
             step, abstract_checkpointables, partial=partial, layout=layout
         )
+        if go_back is None:
+            # Components were set to the step, and a process without a state has this.
+            _, stateful = components.split(abstract_checkpointables)
+            go_back = True if stateful or not self._is_placed else None
+        if go_back or step is None or not self._is_older(search.checkpoint):
+            self._go_on(search)
+        else:
+            self._looked_at = search if go_back is None else None
+        return restored
+
+    def _is_older(self, checkpoint: CheckpointMetadata | None) -> bool:
+        # Whether newer steps went on from this one.
+        latest = self.latest
+        if checkpoint is None or latest is None or checkpoint.step >= latest.step:
+            return False
+        line = Line(save=latest.line[-1][1], parents=latest.line[:-1])
+        return not line.abandons(checkpoint.step, checkpoint.line[-1][1])
+
+    def _goes_back(self, step: int, *, overwrite: bool = False) -> bool:
+        # Whether to save a step shows that training goes on from one that was looked
+        # at: newer ones are there, which only then are abandoned.
+        if self._looked_at is None or self.latest is None:
+            return False
+        checkpoint, newest = self._looked_at.checkpoint, self.latest.step
+        assert checkpoint is not None
+        if overwrite:
+            return checkpoint.step <= step < newest
+        return checkpoint.step < step <= newest
+
+    def _go_on(self, search: restore.Search) -> None:
+        # The training goes on from the step that was loaded.
+        left = self.latest if self._is_older(search.checkpoint) else None
+        self._left_step = None if left is None else left.step
+        self._is_placed, self._looked_at, self._own_line = True, None, None
         self._go_on_from(search)
         if self._restored is not None:
             self.stages.catch_up(self._restored, line=self._line)
-        return restored
 
     def held(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
         """The contents of a step; see `Checkpointer.checkpointables_metadata`."""
-        checkpoint = restore.find(self._hosts, step, emit=self._emit).checkpoint
+        search = restore.find(self._hosts, step, emit=self._emit)
+        checkpoint = search.checkpoint
         if checkpoint is None:
             raise step_errors.StepNotFoundError(
-                "no step is complete in any tier; save one"
+                search.missing or "no step is complete in any tier; save one"
             )
         return metadata_of.of_step(self._hosts, checkpoint)
+
+    def begin_anew(self) -> None:
+        """See `Checkpointer.begin_anew`."""
+        newest = self._line.save
+        self._own_line, self._looked_at = None, None
+        self._is_placed = self._is_anew = True
+        self._go_on_from(
+            restore.Search(checkpoint=None, newest_save=newest, num_hosts=0)
+        )
 
     def reload(self) -> None:
         """Searches again for the newest complete step: other programs may write too."""
         if self.stages.committed is not None:
             self._own_line = self._line
+        self._looked_at = self._left_step = None
         self._go_on_from(
             restore.find(self._hosts, None, emit=self._emit, own_line=self._own_line)
         )
@@ -310,7 +396,7 @@ class SavedSteps:
         if self._restored is not None:
             return Line(save=self._save, parents=self._restored.line)
         # A run that is begun again abandons what others may still save to it.
-        parents = FROM_SCRATCH if self._claims else ()
+        parents = FROM_SCRATCH if self._claims or self._is_anew else ()
         return Line(save=self._save, parents=parents)
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
@@ -328,7 +414,8 @@ class SavedSteps:
         if step < latest.step:
             raise errors.CheckpointError(
                 f"step {step} is not the newest, {latest.step} is, and only the newest"
-                " is overwritten; load an earlier step to go on from there"
+                " is overwritten; load an earlier step, with go_back=True, to go on"
+                " from there"
             )
         # Until the step is complete under the new line, nothing abandons the old save.
         after = max(self._save, latest.line[-1][1])

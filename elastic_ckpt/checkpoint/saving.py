@@ -37,7 +37,10 @@ class Saving:
       is_last_of_world: whether the run goes on in another world, which makes its
         copies and its backup.
       is_copied_at_once: whether this world makes its copies before it is committed.
+      component_kinds: by name, what the components of this host are.
+      compare: compares states that should be equal on all hosts.
       optional: the components among those of the step that may be left out, by name.
+      is_held: whether hosts upload what they have captured, because it is not in RAM.
       stored: set when the step is in persistent storage.
     """
 
@@ -52,13 +55,28 @@ class Saving:
     path: epath.Path | None = None
     is_last_of_world: bool = False
     is_copied_at_once: bool = False
+    component_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    compare: Callable[[], object] = lambda: None
     optional: Mapping[str, Component] = dataclasses.field(default_factory=dict)
+    is_held: bool = False
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def agreed(self, hosts: Hosts) -> Saving:
-        """Returns the same with the notes of host 0: a step has one set of notes."""
-        notes = hosts.share(self.description.host_notes)[0]
-        return dataclasses.replace(self, description=self.description.agreed(notes))
+    def agreed(self, hosts: Hosts) -> tuple[Saving, str | None]:
+        """Agrees with the other hosts on what is saved.
+
+        Returns:
+          The step with the notes of host 0, because it has one set of notes; and the
+          first difference, if hosts save different things.
+        """
+        parts = self.description.parts(self.component_kinds)
+        notes = hosts.share(self.description.host_notes(parts))
+        agreed = self.description.agreed(notes[0])
+        difference = None
+        if len({each.parts_digest for each in notes}) > 1:
+            # Of texts, host 0's are saved.
+            of_hosts = [dict(each.kinds) for each in hosts.share(parts)]
+            difference = _difference(of_hosts)
+        return dataclasses.replace(self, description=agreed), difference
 
     def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
         """Leaves out, on all hosts, optional components that one of them cannot save.
@@ -85,16 +103,22 @@ class Saving:
         Returns:
           The notes of the step; or the problem that all hosts fail the step with.
         """
+        # Any error is reported to all hosts, which would wait for this one.
         try:
             self.write_components()
-            notes = self.description.notes(self.parents)
-            return dataclasses.replace(notes, is_due=self.back_up), None
         except (errors.ElasticCkptError, OSError) as error:
-            return None, str(error)
+            return None, f"components were not written: {error}"
         except Exception as error:
-            # Reported to all hosts, which would wait for this one.
             logging.exception("components were not written")
             return None, f"components were not written: {error!r}"
+        try:
+            notes = self.description.notes(self.parents)
+        except errors.ElasticCkptError as error:
+            return None, str(error)
+        except Exception as error:
+            logging.exception("the step was not described")
+            return None, f"the step was not described: {error!r}"
+        return dataclasses.replace(notes, is_due=self.back_up), None
 
     def write(self, hosts: Hosts, problem: str | None) -> list[Written]:
         """Writes the step on all hosts; a problem of any of them fails it."""
@@ -105,6 +129,37 @@ class Saving:
                 components=tuple(self.description.components),
                 problem=problem,
             )
+        )
+
+    def diverged(self, hosts: Hosts) -> str | None:
+        """The first part of a held step that hosts hold with different values.
+
+        Raises:
+          HostsFailedError: if a host cannot tell.
+        """
+        under: tuple[str, ...] = ()
+        holders: dict[str, list[int]] = {}
+        # Groups of hosts; then the leaves and boxes of one that differs.
+        for _ in range(3):
+            request = save_requests.DigestHeld(
+                step=self.step, save=self.save, under=under
+            )
+            digests: dict[str, dict[str, list[int]]] = {}
+            for number, answer in enumerate(hosts.all(request)):
+                for name, each in answer.items():
+                    of_name = digests.setdefault(name, {})
+                    of_name.setdefault(each, []).append(number)
+            differing = sorted(n for n, each in digests.items() if len(each) > 1)
+            if not differing:
+                return None
+            under = (*under, differing[0])
+            holders = digests[differing[0]]
+        _, leaf, box = under
+        numbers = sorted(n for each in holders.values() for n in each)
+        return (
+            f"{leaf}{box} has different values at the hosts"
+            f" {', '.join(map(str, numbers))}: a device or memory of one of them is"
+            " faulty, or hosts computed different values; the step is not saved"
         )
 
     def collect_backups(self, hosts: Hosts) -> None:
@@ -118,26 +173,35 @@ class Saving:
             )
         )
 
-    def upload(self, hosts: Hosts) -> tuple[int, list[str]]:
+    def upload(
+        self, hosts: Hosts, *, check_writer: Callable[[], None] = lambda: None
+    ) -> tuple[int, list[str]]:
         """Uploads a committed or held step from all hosts, and commits it to storage.
+
+        Args:
+          hosts: of the world.
+          check_writer: called before storage is written to, and before the commit.
 
         Returns:
           The bytes, and the copies that proved to be bad, a sentence each.
 
         Raises:
           HostsFailedError: if it is not committed.
+          ReplacedError: if another program writes.
         """
+        check_writer()
         step, save, description = self.step, self.save, self.description
-        chunks = part_passes.exchanged(
-            hosts,
-            "backup",
-            offer=backup_requests.OfferToBackUp(step=step, save=save),
-            decide=backup_requests.GetChunkShapes(step=step, save=save),
-        )
+        deal = backup_requests.GetChunkShapes(step=step, save=save)
+        if self.is_held:
+            chunks = hosts.first(deal)
+        else:
+            offer = backup_requests.OfferToBackUp(step=step, save=save)
+            chunks = part_passes.exchanged(hosts, "backup", offer=offer, decide=deal)
         names = description.names(chunks)
         share = backup_requests.BackUpStep(step=step, save=save, names=names)
         answers = hosts.all(share)
         files = description.files(chunks)
+        check_writer()
         hosts.first(backup_requests.CommitBackup(**vars(share), orbax_files=files))
         bad = dict.fromkeys(why for each in answers for why in each.bad)
         return sum(each.num_bytes for each in answers), list(bad)
@@ -157,6 +221,25 @@ class Saving:
             custom_metadata=self.description.custom_metadata,
             commit_timestamp_nsecs=1_000_000 * time_ms,
         )
+
+
+def _difference(of_hosts: Sequence[Mapping[str, str]]) -> str:
+    # The first part that hosts save differently, and what each of them has there.
+    for path in sorted(set().union(*of_hosts)):
+        hosts: dict[str, list[int]] = {}
+        for number, kinds in enumerate(of_hosts):
+            hosts.setdefault(kinds.get(path, "nothing"), []).append(number)
+        if len(hosts) > 1:
+            each = "; ".join(
+                f"host{'s' * (len(numbers) > 1)} {errors.first_of(map(str, numbers))}:"
+                f" {kind}"
+                for kind, numbers in hosts.items()
+            )
+            return (
+                f"hosts save different things as {path!r} ({each}); give the same"
+                " checkpointables on every host"
+            )
+    return "hosts save different things; give the same checkpointables on every host"
 
 
 def committing(

@@ -62,6 +62,8 @@ class Schedule:
         self._agree = agree
         # The steps that a policy is given: that of the start, and those stored since.
         self._stored: list[Any] = []
+        # The step of the start, or the newest that was to be stored since.
+        self._backed_up = 0
         self._is_time = False
         # The step at which hosts compare clocks next, and when they did last.
         self._next_look = 0
@@ -70,6 +72,7 @@ class Schedule:
     def go_on_from(self, steps: Sequence[Any]) -> None:
         """Notes the complete steps from which a run goes on, ascending."""
         self._stored = list(steps)
+        self._backed_up = steps[-1].step if steps else 0
 
     def note_save(self, step: Any, *, back_up: bool) -> None:
         """Notes that a save was begun.
@@ -80,6 +83,7 @@ class Schedule:
         """
         if back_up:
             self._stored.append(step)
+            self._backed_up = step.step
         if self._local is None:
             self._clock.begin_again()
         self._is_time, self._last_look = False, None
@@ -94,12 +98,19 @@ class Schedule:
         """
         if self._local is not None and step.step % self._local.every == 0:
             return True
-        return self.is_backup_due(step, is_saving=is_saving)
+        if self._persistent is None or self._persistent.every is None:
+            return self.is_backup_due(step, is_saving=is_saving)
+        is_multiple = step.step % self._persistent.every == 0
+        return is_multiple or self._is_preempted(step)
 
     def is_backup_due(
         self, step: Any, *, is_saving: bool, is_left: bool = False
     ) -> bool:
-        """Whether persistent storage is due, or the job is about to be preempted.
+        """Whether a step that is saved goes to persistent storage.
+
+        It does if storage has become due since the last backup, at this step or before:
+        a caller may save none of the steps at which it is. So does each step when the
+        job is about to be preempted.
 
         Beside a local tier, minutes are counted by the stages of a save.
 
@@ -111,9 +122,7 @@ class Schedule:
         """
         if self._persistent is None:
             return False
-        # The memory of hosts is lost with the machines.
-        count = preemption.count(step.step)
-        preempted = not is_left and multihost.reached_preemption(count)
+        preempted = not is_left and self._is_preempted(step)
         policy = self._persistent.save_decision_policy
         if policy is not None:
             context = ocp.training.save_decision_policies.DecisionContext(
@@ -124,9 +133,15 @@ class Schedule:
             return policy.should_save(step, self._stored, context=context)
         if preempted:
             return True
-        if self._persistent.every is not None:
-            return step.step % self._persistent.every == 0
+        every = self._persistent.every
+        if every is not None:
+            is_overdue = step.step // every > self._backed_up // every
+            return is_overdue or step.step % every == 0
         return self._local is None and self._has_time_passed(step.step)
+
+    def _is_preempted(self, step: Any) -> bool:
+        # The memory of hosts is lost with the machines.
+        return multihost.reached_preemption(preemption.count(step.step))
 
     def _has_time_passed(self, step: int) -> bool:
         if self._is_time or step < self._next_look:

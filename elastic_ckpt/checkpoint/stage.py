@@ -38,6 +38,9 @@ class Stage:
 
     def wait(self) -> None:
         """Returns when its work has ended, also if it failed."""
-        doing, self._doing = self._doing, None
+        doing = self._doing
         if doing is not None:
+            # After an interruption here (Ctrl-C) it still has its work.
             futures.wait([doing])
+        if self._doing is doing:
+            self._doing = None

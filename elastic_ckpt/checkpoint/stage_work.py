@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -39,26 +39,43 @@ class StageWork:
       hosts: of the world.
       world: its number in the run.
       emit: called for each event, in the threads of the stages.
+      check_writer: raises an error if another program writes to storage.
 
     Attributes:
       due: the steps that persistent storage lacks.
     """
 
-    def __init__(self, hosts: Hosts, *, world: int, emit: events.Emit) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        world: int,
+        emit: events.Emit,
+        check_writer: Callable[[], None] = lambda: None,
+    ) -> None:
         self._hosts = hosts
+        self._check_writer = check_writer
         self._world = world
         self._emit = emit
         self._lacking: list[str] = []
         self.due = DueSteps(emit, is_first=hosts.own == 0)
 
-    def agreed(self, saving: Saving) -> Saving:
-        """The step as all hosts save it: with one set of notes and of components."""
-        agreed, left_out = saving.agreed(self._hosts).complete(self._hosts)
+    def agreed(self, saving: Saving) -> tuple[Saving, str | None]:
+        """The step as all hosts save it: with one set of notes and of components.
+
+        Returns:
+          The step; and how hosts differ, if they save different things.
+        """
+        agreed, difference = saving.agreed(self._hosts)
+        if difference is not None:
+            return agreed, difference
+        saving.compare()
+        agreed, left_out = agreed.complete(self._hosts)
         tier = "persistent" if saving.back_up else "local"
         for name, why in left_out.items():
             why = f"it is saved without the optional component {name!r}: {why}"
             self.degraded(tier, saving.step, why)
-        return agreed
+        return agreed, None
 
     def replicate(
         self, committed: CheckpointMetadata, *, is_late: bool = False
@@ -111,7 +128,7 @@ class StageWork:
         """Uploads a step; returns whether it was committed to storage."""
         step, began_secs = saving.step, time.monotonic()
         try:
-            num_bytes, bad = saving.upload(self._hosts)
+            num_bytes, bad = saving.upload(self._hosts, check_writer=self._check_writer)
         except HostsFailedError as error:
             self.not_taken("persistent", step, f"it was not backed up: {error}")
             return False

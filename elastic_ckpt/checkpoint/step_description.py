@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
-from elastic_ckpt.core import user_json
-from elastic_ckpt.host.step_notes import HostNotes, StepNotes
-from elastic_ckpt.host.trees import AbstractArray
+from elastic_ckpt.core import digest, user_json
+from elastic_ckpt.host.step_notes import HostNotes, HostParts, StepNotes
+from elastic_ckpt.host.trees import AbstractArray, leaf_path
 from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.tiers.persistent import ocdbt
 
@@ -88,20 +88,33 @@ class StepDescription:
         """The metadata that a user added; None if there is nothing."""
         return _parsed(self.custom_json)
 
-    @property
-    def host_notes(self) -> HostNotes:
-        """The notes that may differ between hosts."""
+    def host_notes(self, parts: HostParts) -> HostNotes:
+        """The notes that hosts compare, or that those of host 0 replace."""
         leaves = jax.tree.leaves(self.trees)
         return HostNotes(
             metrics=self.metrics_json,
             custom_metadata=self.custom_json,
             texts=tuple(leaf for leaf in leaves if isinstance(leaf, str)),
+            parts_digest=digest.json_digest(dict(parts.kinds)),
         )
+
+    def parts(self, components: Mapping[str, str]) -> HostParts:
+        """What this host saves.
+
+        Args:
+          components: by name, what they are.
+        """
+        kinds = {
+            leaf_path(name, keys): _kind(leaf)
+            for name, tree in self.trees.items()
+            for keys, leaf in jax.tree_util.tree_flatten_with_path(
+                tree, is_leaf=lambda each: each is None
+            )[0]
+        }
+        return HostParts(kinds=kinds | {name: components[name] for name in components})
 
     def agreed(self, notes: HostNotes) -> StepDescription:
         """This step with the notes of host 0, which are those of the step."""
-        if notes == self.host_notes:
-            return self
         texts = iter(notes.texts)
         return dataclasses.replace(
             self,
@@ -159,6 +172,12 @@ class StepDescription:
             ),
         )
         return {path: content.decode() for path, content in files.items()}
+
+
+def _kind(leaf: Any) -> str:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return type(leaf).__name__
 
 
 def _text(what: str, value: Mapping[str, Any] | None) -> str | None:

@@ -1,6 +1,9 @@
-"""Errors about steps that are errors of Orbax too."""
+"""What a step is, and the errors about steps that are errors of Orbax too."""
 
 from __future__ import annotations
+
+import operator
+from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
@@ -15,3 +18,22 @@ class StepAlreadyExistsError(
 
 class StepNotFoundError(errors.CheckpointError, ocp.training.errors.StepNotFoundError):
     """The step is in no tier."""
+
+
+def step_number(step: Any) -> int:
+    """The number of a step: an integer of any type, or what has one as its `step`.
+
+    Raises:
+      CheckpointError: if it is no integer at or above 0.
+    """
+    number = getattr(step, "step", step)
+    try:
+        index = -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        index = -1
+    if index < 0:
+        raise errors.CheckpointError(
+            f"{number!r} ({type(number).__name__}) is no step; give an integer at or"
+            " above 0"
+        )
+    return index

@@ -5,15 +5,39 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
+import orbax.checkpoint as v0
 from absl import logging
 from etils import epath
+from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import validation
 from elastic_ckpt.core import checked_json, storage
+from elastic_ckpt.host import trees
 from elastic_ckpt.manifests import manifest_file
 from elastic_ckpt.tiers.persistent import persistent_root
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedArray:
+    """An array of JAX as Orbax describes a saved one.
+
+    Attributes:
+      shape: global shape.
+      dtype: its dtype.
+      sharding_metadata: the sharding that it was saved under.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding_metadata: v0.metadata.ShardingMetadata
+
+    @property
+    def sharding(self) -> Sharding:
+        """The sharding; an error if its devices do not exist."""
+        return self.sharding_metadata.to_jax_sharding()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,16 +60,46 @@ class LeafSummary:
 
 
 def read_parts(step_path: epath.PathLike) -> dict[str, Any]:
-    """The checkpointables of a step by name; of arrays, their metadata."""
-    # Orbax warns, through absl, about each part that has no metadata.
+    """The checkpointables of a step by name; of arrays, their metadata.
+
+    A part is described as Orbax v1 does. Its own function does not describe trees with
+    a bool, so that of v0 reads all trees. JSON is its own description. Other parts,
+    and those that cannot be read, have None.
+    """
+    path = storage.absolute(step_path)
+    handlers = v0.metadata.get_step_metadata(path).item_handlers
+    kinds = handlers if isinstance(handlers, dict) else {}
+    return {
+        part.name: _read_part(part, str(kinds.get(part.name)))
+        for part in sorted(path.iterdir())
+        if part.is_dir() and part.name != "metrics"
+    }
+
+
+def _read_part(path: epath.Path, kind: str) -> Any:
+    # Orbax warns, through absl, about parts that it cannot read.
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:
-        # Orbax finds nothing below a relative path.
-        path = storage.absolute(step_path)
-        return dict(ocp.checkpointables_metadata(path).metadata)
+        if "Json" in kind:
+            return ocp.load_checkpointables(path.parent, {path.name: None})[path.name]
+        tree = v0.PyTreeCheckpointHandler().metadata(path).tree
+    except Exception:
+        return None
     finally:
         logging.set_verbosity(before)
+    return jax.tree.map(_described, tree)
+
+
+def _described(leaf: Any) -> Any:
+    # As Orbax v1 describes it.
+    if isinstance(leaf, v0.metadata.StringMetadata):
+        return "string"
+    if isinstance(leaf, v0.metadata.ScalarMetadata):
+        return np.zeros((), leaf.dtype).item()
+    if leaf.sharding is None:
+        return trees.AbstractArray(shape=leaf.shape, dtype=leaf.dtype)
+    return ShardedArray(leaf.shape, leaf.dtype, leaf.sharding)
 
 
 def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:

@@ -8,15 +8,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import os
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import keys, load, schema
+from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
-    from elastic_ckpt.training import audit
+    from elastic_ckpt.data import elastic_data
+    from elastic_ckpt.training import audit, step_log
 
 _WHY_UNPROMISED = " (grain_use_elastic_iterator promises none)"
 _LIMITS = (
@@ -28,12 +33,18 @@ _LIMITS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     parser.add_argument("run", help="the directory of a run")
+    parser.add_argument(
+        "--data",
+        metavar="MODULE:NAME",
+        help="the data of a loop of your own, in a module that can be imported from"
+        " here: what ec.batches was given, or a function that returns it",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run; 1 if it fails."""
-    outcome = outcome_of(arguments.run)
+    outcome = outcome_of(arguments.run, data=arguments.data)
     if arguments.json:
         content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
         print(json.dumps(content, indent=2))
@@ -42,20 +53,65 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if outcome.passed else 1
 
 
-def outcome_of(directory: str) -> audit.Audit:
+def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
     """Audits the run in `directory`.
+
+    Args:
+      directory: of the run.
+      data: `MODULE:NAME` of the data, if a loop of the user's own has trained on it.
 
     Raises:
       RunError: if there is no run.
+      ConfigError: if its data is not named, or is named and in its configuration.
       DataError: if it has trained nothing, or its data cannot be read.
     """
-    from elastic_ckpt.checkpoint import run_saver, summary
-    from elastic_ckpt.data import elastic_data, pipeline, positional
+    from elastic_ckpt.checkpoint import summary
+    from elastic_ckpt.data import positional
     from elastic_ckpt.training import audit, step_log
 
-    config = run_directory.read_config(directory)
+    own = run_directory.read_loop(directory)
+    config = None if own is not None else run_directory.read_config(directory)
     attempts = step_log.read(directory)
-    saved = summary.steps(os.path.join(directory, run_saver.DIRECTORY))
+    saved = max(summary.steps(run_directory.saved_steps_of(directory)), default=0)
+    missing: Callable[..., str]
+    is_maxtext = False
+    if config is None:
+        assert own is not None
+        data_of, missing = _own_data(directory, data), _own_missing(own)
+        is_in_order: Callable[[int], bool] = lambda _: True  # noqa: E731
+    else:
+        if data is not None:
+            raise errors.ConfigError(
+                f"--data: {directory} has its data in its configuration; leave it out"
+            )
+        # MaxText names a save by its last step, counted from 0.
+        is_maxtext = bool(config.deploy.maxtext)
+        section = _sections(config, attempts)
+        data_of = _configured_data(section)
+        missing = functools.partial(_missing_checkpoint, config)
+        is_in_order = lambda number: not section(number).grain_use_elastic_iterator  # noqa: E731
+    last, start_step = data_of(attempts[-1].attempt), attempts[0].start_step
+    return audit.audit(
+        attempts,
+        data_of,
+        is_in_order=is_in_order,
+        num_records=last.num_records()
+        if isinstance(last, positional.PositionalData)
+        else None,
+        num_saved_steps=saved + is_maxtext if saved else 0,
+        missing_checkpoint=missing(
+            finished=run_directory.is_finished(directory),
+            num_steps=start_step + len(step_log.lineage(attempts)) - is_maxtext,
+            start_step=start_step,
+            saved=saved,
+        ),
+    )
+
+
+def _sections(
+    config: schema.Config, attempts: list[step_log.Attempt]
+) -> Callable[[int], schema.DataSection]:
+    # The configuration of the data of each attempt.
     logged = {attempt.attempt: attempt.data for attempt in attempts}
 
     @functools.cache
@@ -63,26 +119,50 @@ def outcome_of(directory: str) -> audit.Audit:
         values: dict[str, Any] = {**keys.values(config), **logged[attempt]}
         return load.from_values(values, place=f"the log of attempt {attempt}").data
 
-    def data_of(attempt: int) -> elastic_data.ElasticData:
-        return pipeline.from_config(section(attempt))
+    return section
 
-    last, start_step = data_of(attempts[-1].attempt), attempts[0].start_step
-    return audit.audit(
-        attempts,
-        data_of,
-        is_in_order=lambda attempt: not section(attempt).grain_use_elastic_iterator,
-        num_records=last.num_records()
-        if isinstance(last, positional.PositionalData)
-        else None,
-        num_saved_steps=max(saved, default=0),
-        missing_checkpoint=_missing_checkpoint(
-            config,
-            finished=run_directory.is_finished(directory),
-            num_steps=start_step + len(step_log.lineage(attempts)),
-            start_step=start_step,
-            saved=max(saved, default=0),
-        ),
-    )
+
+def _configured_data(
+    section: Callable[[int], schema.DataSection],
+) -> Callable[[int], elastic_data.ElasticData]:
+    from elastic_ckpt.data import pipeline
+
+    return lambda attempt: pipeline.from_config(section(attempt))
+
+
+def _own_data(
+    directory: str, named: str | None
+) -> Callable[[int], elastic_data.ElasticData]:
+    from elastic_ckpt.data import elastic_data
+
+    if named is None:
+        raise errors.ConfigError(
+            f"{directory} is recorded by a loop of its own, whose data is in its"
+            " program: name it with --data MODULE:NAME"
+        )
+    module, _, name = named.partition(":")
+    # As `python -m` does.
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise errors.ConfigError(
+            f"--data {named}: {error}; write MODULE:NAME, of a module that can be"
+            " imported here"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    data = found() if callable(found) else found
+    elastic_data.check(data, caller=f"--data {named}")
+    return lambda _: data
+
+
+def _own_missing(own: run_directory.OwnLoop) -> Callable[..., str]:
+    from elastic_ckpt.training import audit
+
+    if not own.persistent:
+        return lambda **_: ""
+    return functools.partial(audit.missing_checkpoint, period=own.every, at_end=False)
 
 
 def describe(outcome: audit.Audit) -> str:

@@ -1,4 +1,7 @@
-"""`elastic-ckpt data DIRECTORY FILE`: text files in, one training file out."""
+"""`elastic-ckpt data DIRECTORY FILE`: text files in, one training file out.
+
+Each line of a `.jsonl` file is a text of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     parser.add_argument(
         "directory",
-        help="a directory of text files, or python-stdlib for Python's own sources",
+        help="a directory of text or .jsonl files, one .jsonl file, or python-stdlib"
+        " for Python's own sources",
     )
     parser.add_argument("file", help="the file to write")
     parser.add_argument(
@@ -18,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="its format, a text a record, in Parquet in the column text; without it,"
         " as the file's name ends (.parquet, .tfrecord), else arrayrecord",
     )
+    parser.add_argument(
+        "--column",
+        default="text",
+        help="the field of .jsonl files that has the text (text)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,9 +34,19 @@ def run(arguments: argparse.Namespace) -> int:
     from elastic_ckpt.data import text
 
     file_type = arguments.type or text.file_type(arguments.file) or "arrayrecord"
-    written = text.write(arguments.directory, arguments.file, file_type=file_type)
+    written = text.write(
+        arguments.directory,
+        arguments.file,
+        file_type=file_type,
+        column=arguments.column,
+    )
     print(
         f"{arguments.file}: {written.num_documents:,} documents,"
         f" {written.text_bytes:,} bytes of text, as {file_type}"
     )
+    if written.skipped:
+        print(
+            f"without {len(written.skipped):,} files that are empty or not UTF-8 text,"
+            f" such as {written.skipped[0]}"
+        )
     return 0

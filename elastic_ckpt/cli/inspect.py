@@ -90,12 +90,17 @@ def collect(
     Raises:
       RunError: if there is no run in `directory`.
     """
-    from elastic_ckpt.checkpoint import run_saver, summary
+    from elastic_ckpt.checkpoint import summary
     from elastic_ckpt.core import digest
     from elastic_ckpt.tiers.persistent import persistent_root
 
-    config = run_directory.read_config(directory)
-    checkpoints = os.path.join(directory, run_saver.DIRECTORY)
+    own = run_directory.read_loop(directory)
+    values = (
+        dataclasses.asdict(own)
+        if own is not None
+        else keys.values(run_directory.read_config(directory))
+    )
+    checkpoints = run_directory.saved_steps_of(directory)
     interrupted = persistent_root.PersistentRoot.from_path(checkpoints).leftovers()
     complete = summary.steps(checkpoints)
     shown = [each for each in complete if step in (None, each)]
@@ -103,7 +108,7 @@ def collect(
         shown = shown[-1:]
     return {
         "run": directory,
-        "config": digest.json_digest(keys.values(config)),
+        "config": digest.json_digest(values),
         "known": list(complete),
         "steps": [_step(each, str(complete[each])) for each in shown],
         "interrupted": [

@@ -46,17 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_run(path: str) -> bool:
-    """Whether `path` is the directory of a run of `elastic-ckpt train`.
+    """Whether `path` is the directory of a run.
 
     Raises:
       RunError: if it cannot be read.
     """
-    config = storage.absolute(path) / run_directory.CONFIG
+    directory = storage.absolute(path)
     try:
-        return config.exists()
+        return any(
+            (directory / name).exists()
+            for name in (run_directory.CONFIG, run_directory.LOOP)
+        )
     except bucket_clients.failures() as error:
         raise errors.RunError(
-            f"{config} cannot be read ({error}); check the path, the network and who"
+            f"{directory} cannot be read ({error}); check the path, the network and who"
             " may read there"
         ) from error
 
@@ -70,10 +73,15 @@ def ram_disks(path: str) -> list[epath.Path]:
     from elastic_ckpt.checkpoint import configured_tiers
     from elastic_ckpt.inspect import tier_locations
 
-    config = run_directory.read_config(path)
-    if not config.tiers.enable_multi_tier_checkpointing:
-        return []
-    directories = map(storage.absolute, configured_tiers.ram_directories(config))
+    own = run_directory.read_loop(path)
+    if own is not None:
+        named = [own.local] if own.local else []
+    else:
+        config = run_directory.read_config(path)
+        if not config.tiers.enable_multi_tier_checkpointing:
+            return []
+        named = configured_tiers.ram_directories(config)
+    directories = map(storage.absolute, named)
     return list(filter(tier_locations.is_ram_disk, directories))
 
 
@@ -87,7 +95,6 @@ def opened(
       ConfigError: if no path or peer is named, or a peer without its run or secret.
       CheckpointError: if a path does not exist.
     """
-    from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.inspect import tier_locations
 
     paths = arguments.paths
@@ -97,8 +104,9 @@ def opened(
         from elastic_ckpt.tiers.peers import agent_url
 
         agent_url.check(url, what="--peer", needs_tls=bool(arguments.tls_authority))
-    of_runs = {path: os.path.join(path, run_saver.DIRECTORY) for path in paths}
-    of_runs = {path: steps for path, steps in of_runs.items() if is_run(path)}
+    of_runs = {
+        path: run_directory.saved_steps_of(path) for path in paths if is_run(path)
+    }
     # A run's steps in the RAM of this machine are shown with its directory.
     in_ram = [disk for path in of_runs for disk in ram_disks(path)]
     in_tiers = [of_runs.get(path, path) for path in paths]

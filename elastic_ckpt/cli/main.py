@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
+import re
 import sys
 from collections.abc import Sequence
 
@@ -36,6 +36,7 @@ VERBS = {
     "modify": "edit numbers of a saved step, which is saved once more",
     "preserve": "keep steps that retention would remove",
 }
+_IS_SETTING = re.compile(r"\w+=").match
 # Verbs that launchers start again when they fail.
 _LAUNCHED = ("train", "maxtext")
 
@@ -54,13 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    parsed = parser.parse_args(arguments)
+    parsed = _parsed(parser, arguments)
     try:
         return parsed.execute(parsed)
     except errors.ElasticCkptError as error:
         print(f"elastic-ckpt {parsed.verb}: {error}", file=sys.stderr)
         if isinstance(error, errors.StoppedError):
-            return 128 + signal.SIGTERM
+            from elastic_ckpt.elastic import termination
+
+            return termination.exit_code()
         is_futile = parsed.verb in _LAUNCHED and isinstance(error, errors.ConfigError)
         return errors.CONFIG_EXIT_CODE if is_futile else 1
     except KeyboardInterrupt:
@@ -71,6 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # report it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    # argparse takes no further `key=value` once an option has followed the file.
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and not (hasattr(parsed, "overrides") and all(map(_IS_SETTING, rest))):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
 
 
 def build_parser() -> argparse.ArgumentParser:

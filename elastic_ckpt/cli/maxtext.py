@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from elastic_ckpt.cli import progress
+from elastic_ckpt.monitoring import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,5 +31,5 @@ def run(arguments: argparse.Namespace) -> int:
         return termination.EXIT_CODE if is_stopped else 0
     from elastic_ckpt.integrations import maxtext
 
-    maxtext.run(arguments.arguments, emit=shown)
+    maxtext.run(arguments.arguments, emit=shown, started=config)
     return 0

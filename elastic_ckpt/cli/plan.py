@@ -146,7 +146,11 @@ def _verdict(outlook: plan.Outlook) -> str:
         )
     identical = f"{outlook.arrangement}, rows identical to those of one host"
     if outlook.made_rows > size:
-        return f"{identical}; {outlook.made_rows} rows are made for each {size}"
+        lost = outlook.made_rows - size
+        return (
+            f"{identical}; {outlook.made_rows} rows are made for each {size}, and"
+            f" {lost} are discarded"
+        )
     if moved:
         return f"{identical}; {moved} of {size} rows move between hosts' devices"
     return identical

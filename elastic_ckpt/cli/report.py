@@ -58,14 +58,14 @@ def collect(directory: str, *, has_audit: bool) -> Record:
     from elastic_ckpt.monitoring import jsonl
     from elastic_ckpt.training import step_log
 
-    config = run_directory.read_config(directory)
+    name = run_directory.run_of(directory)
     root = storage.absolute(directory)
     try:
         events = run_directory.read_events(directory)
     except FileNotFoundError:
         events = []
     return run_record.Record(
-        run=config.run.run_name,
+        run=name,
         directory=directory,
         events=events,
         files=jsonl.read(root / run_directory.METRICS),
@@ -85,11 +85,11 @@ def collect(directory: str, *, has_audit: bool) -> Record:
 
 
 def _mixtures(directory: str) -> list[Mixture]:
-    from elastic_ckpt.checkpoint import run_saver, summary
+    from elastic_ckpt.checkpoint import summary
     from elastic_ckpt.cli import inspect
     from elastic_ckpt.inspect import run_record
 
-    steps = summary.steps(os.path.join(directory, run_saver.DIRECTORY))
+    steps = summary.steps(run_directory.saved_steps_of(directory))
     mixtures = []
     for step in _some(list(steps)):
         data = inspect.data_of(str(steps[step]))

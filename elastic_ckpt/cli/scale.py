@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.application import run_directory
-from elastic_ckpt.cli import progress
 from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.monitoring import progress
 
 _LOOK_SECS = 0.5
 _ENDS = ("run_finished", "run_stopped", "run_failed")
@@ -41,6 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     from elastic_ckpt.elastic import scale_request
 
     directory, slices = arguments.run, arguments.slices
+    if run_directory.read_loop(directory) is not None:
+        raise errors.RunError(
+            f"{directory} is recorded by a loop of its own, whose slices this command"
+            " cannot change; change them where the loop calls ec.elastic.run"
+        )
     config = run_directory.read_config(directory)
     if not config.elastic.elastic_enabled:
         raise errors.RunError(

@@ -159,7 +159,7 @@ def of_run(directory: str) -> Costs:
     from elastic_ckpt.monitoring import jsonl
     from elastic_ckpt.simulation import costs, measured_costs
 
-    run_directory.read_config(directory)
+    run_directory.run_of(directory)
     lines = jsonl.read(storage.absolute(directory) / run_directory.METRICS)
     try:
         events = run_directory.read_events(directory)

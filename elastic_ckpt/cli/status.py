@@ -20,6 +20,7 @@ from elastic_ckpt.cli import locations
 from elastic_ckpt.core import bucket_clients, errors, storage_cause
 
 if TYPE_CHECKING:
+    from elastic_ckpt.inspect.restorable import NewestStep
     from elastic_ckpt.inspect.status import Backup, Status
 
 _WATCH_SECS = 5.0
@@ -75,7 +76,7 @@ def collect(directory: str) -> Status:
     from elastic_ckpt.inspect import restorable, status
     from elastic_ckpt.monitoring import jsonl
 
-    run_directory.read_config(directory)
+    run_directory.run_of(directory)
     named = argparse.Namespace(
         paths=[directory], peer=[], run=None, secret_file=None, tls_authority=None
     )
@@ -91,7 +92,7 @@ def collect(directory: str) -> Status:
                 os.path.join(directory, run_directory.METRICS), last_bytes=_LOG_BYTES
             ),
             is_alive=run_directory.is_alive(directory),
-            tiers=newest,
+            tiers=[_with_plain_steps(each, directory) for each in newest],
             losses=restorable.after_losses(offers, slices=status.world_slices(events)),
             uncommitted=uncommitted,
         )
@@ -100,6 +101,16 @@ def collect(directory: str) -> Status:
             f"{directory} cannot be read ({error}); check the network and who may read"
             " there"
         ) from error
+
+
+def _with_plain_steps(newest: NewestStep, directory: str) -> NewestStep:
+    # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
+    from elastic_ckpt.checkpoint import summary
+
+    if newest.tier != "persistent" or newest.step is not None:
+        return newest
+    plain = summary.steps(run_directory.saved_steps_of(directory))
+    return dataclasses.replace(newest, step=max(plain, default=None))
 
 
 def describe(content: Status, *, now: float) -> str:

@@ -18,7 +18,7 @@ def describe(run: str, report: survey.Survey) -> str:
     lines = [f"{named}: {numbered(report.known, 'in tiers')}"]
     save = ""
     for step in (each for each in report.steps if not each.abandoned):
-        lines += _step_lines(step, goes_on=step.save != save)
+        lines += _step_lines(step, goes_on=step.save != save, known=report.known)
         save = step.save
     abandoned = [each for each in report.steps if each.abandoned]
     if abandoned:
@@ -51,12 +51,17 @@ def numbered(steps: Sequence[int], location: str) -> str:
     return f"{count}: {', '.join(some)}"
 
 
-def _step_lines(step: survey.SurveyedStep, *, goes_on: bool) -> Iterator[str]:
+def _step_lines(
+    step: survey.SurveyedStep, *, goes_on: bool, known: Sequence[int] = ()
+) -> Iterator[str]:
     state = "complete" if step.problem is None else f"incomplete: {step.problem}"
     if not step.save:
         state = "saved by Orbax alone, without manifests"
     if goes_on and step.parent is not None:
-        state += f", goes on from step {step.parent[0]}"
+        before = step.parent[0]
+        # A save in place of another has the line before that one.
+        is_again = before == step.step - 1 and before not in known
+        state += ", saved again" if is_again else f", goes on from step {before}"
     yield f"step {step.step}: {state}" + ", preserved" * step.preserved
     for each in step.tiers if step.save else ():
         alone = "all of it" if each.problem is None else each.problem

@@ -12,10 +12,11 @@ import signal
 import types
 
 from elastic_ckpt.application import journal, listeners, run_directory, training_files
-from elastic_ckpt.cli import overrides, progress
+from elastic_ckpt.cli import overrides
 from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import termination
+from elastic_ckpt.monitoring import progress
 
 _EXAMPLES = """\
 Examples:
@@ -37,18 +38,25 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepares the data, finds or starts the world, and trains.
 
     Returns:
-      0 when the run has trained all of its steps, 143 if SIGTERM ended it before.
+      0 when the run has trained all of its steps, 143 if SIGTERM ended it before, and
+      130 if Ctrl-C did.
     """
+    from elastic_ckpt.application import elastic_run
+
     config = load.load(arguments.config, arguments.overrides)
     if not config.run.run_name:
         raise errors.ConfigError(
             "run_name is empty; set it, for example run_name=first"
         )
+    elastic_run.check_checkpoints(config)
     listeners.check(config.metrics)
     signal.signal(signal.SIGTERM, _end_on_sigterm)
-    with progress.Progress(config.run.log_period) as shown:
+    with (
+        termination.interruptible(),
+        progress.Progress(config.run.log_period) as shown,
+    ):
         is_stopped = _start(config, shown)
-    return termination.EXIT_CODE if is_stopped else 0
+    return termination.exit_code() if is_stopped else 0
 
 
 def _start(config: schema.Config, shown: progress.Progress) -> bool:
@@ -86,7 +94,9 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     from elastic_ckpt.application import host_program
     from elastic_ckpt.core import topology
+    from elastic_ckpt.elastic import multicontroller
 
+    multicontroller.check_devices(config.world.hardware)
     config = _with_files(config)
     if not topology.is_primary():
         shown.close()
@@ -138,5 +148,8 @@ def _with_files(config: schema.Config) -> schema.Config:
 
 def _end_on_sigterm(number: int, frame: types.FrameType | None) -> None:
     del number, frame
-    os.write(2, b"elastic-ckpt train: ended by SIGTERM before the first step\n")
-    raise SystemExit(termination.EXIT_CODE)
+    cause = termination.cause()
+    os.write(
+        2, f"elastic-ckpt train: ended by {cause} before the first step\n".encode()
+    )
+    raise SystemExit(termination.exit_code())

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -83,9 +84,16 @@ class Component(abc.ABC):
         self.on_resize = on_resize
         self.required = required
         self.save_problem: str | None = None
+        # The state of the last save, until it was compared with those of other hosts.
+        self.taken: encoding.Encoded | None = None
         # Only this rule needs it.
         is_reset = on_resize == resize.RESET
         self._initial = encoding.encode(self.get()) if is_reset else None
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether our checkpointer compares the states of all hosts in a save."""
+        return False
 
     @abc.abstractmethod
     def sharing(self) -> Sharing:
@@ -104,10 +112,20 @@ class Component(abc.ABC):
         else:
             methods[1](values)
 
+    def undo(self) -> Callable[[], None]:
+        """Returns a function that sets the values back to those of now."""
+        state = self.state
+        methods = _methods(state)
+        if methods is None:
+            return functools.partial(setattr, self, "state", state)
+        # The object may return its own parts, and change them.
+        before = encoding.encode(methods[0]())
+        return lambda: self.put(encoding.decode(before, self.get()))
+
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Takes the state; the awaitable writes it into Orbax's directory."""
-        files: dict[str, Callable[[], bytes]] = {}
-        self.save_problem = None
+        files: dict[str, Callable[[epath.Path], None]] = {}
+        self.save_problem, self.taken = None, None
         try:
             files = self._files()
         except Exception as error:
@@ -147,7 +165,7 @@ class Component(abc.ABC):
             encoded = state_file.read(
                 description.state_path(path, saved.states[number])
             )
-            return encoding.decode(encoded, self.get())
+            return encoding.decode(encoded, self.get(), is_last=True)
 
         return self.of_states(path.name, saved.pattern, saved.states, read=read)
 
@@ -190,16 +208,19 @@ class Component(abc.ABC):
         except errors.CheckpointError as error:
             raise errors.CheckpointError(f"component {name!r}: {error}") from None
 
-    def _files(self) -> dict[str, Callable[[], bytes]]:
+    def _files(self) -> dict[str, Callable[[epath.Path], None]]:
         # The files that this host writes, by name.
         sharing = self.sharing()
         # On all hosts: a user's object may ask all of them for its state.
         values = self.get()
-        files: dict[str, Callable[[], bytes]] = {}
-        if sharing.is_writer:
+        files: dict[str, Callable[[epath.Path], None]] = {}
+        if sharing.is_writer or self.is_compared:
             encoded = encoding.encode(values)
-            path = description.state_path(epath.Path(), sharing.name)
-            files[path.name] = lambda: state_file.to_bytes(encoded)
+            self.taken = encoded if self.is_compared else None
+            if sharing.is_writer:
+                path = description.state_path(epath.Path(), sharing.name)
+                write = functools.partial(state_file.write, encoded=encoded)
+                files[path.name] = write
         if topology.this_host() == 0:
             saved = description.Description(
                 pattern=sharing.pattern,
@@ -210,7 +231,10 @@ class Component(abc.ABC):
                 on_resize=resize.name_of(self.on_resize),
                 required=self.required,
             )
-            files[description.FILE] = lambda: description.to_bytes(saved)
+            content = description.to_bytes(saved)
+            files[description.FILE] = functools.partial(
+                storage.write_atomic, content=content
+            )
         return files
 
 
@@ -222,9 +246,13 @@ def _methods(state: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | Non
     return None
 
 
-def _write(directory: epath.Path, files: dict[str, Callable[[], bytes]]) -> None:
-    for name, content in files.items():
-        storage.write_atomic(directory / name, content())
+def _write(
+    directory: epath.Path, files: dict[str, Callable[[epath.Path], None]]
+) -> None:
+    # Each state is released once it is written.
+    while files:
+        name, write = files.popitem()
+        write(directory / name)
 
 
 def _in_thread(call: Callable[[], T]) -> Awaitable[T]:

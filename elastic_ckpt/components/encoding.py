@@ -57,18 +57,19 @@ def encode(state: Any) -> Encoded:
     return Encoded(_encode(state, "", arrays), arrays)
 
 
-def decode(encoded: Encoded, current: Any = None) -> Any:
+def decode(encoded: Encoded, current: Any = None, *, is_last: bool = False) -> Any:
     """Makes the state that `encode` took.
 
     Args:
       encoded: the state.
       current: a state of the same structure, from which nodes of other classes and the
         shardings of arrays are taken.
+      is_last: whether the arrays may be those of `encoded`, which is not used again.
 
     Raises:
       CheckpointError: if `current` does not have a node that is needed.
     """
-    return _Decoder(encoded.arrays).value(encoded.tree, current, "")
+    return _Decoder(encoded.arrays, copies=not is_last).value(encoded.tree, current, "")
 
 
 def type_name(value: Any) -> str:
@@ -172,8 +173,9 @@ def _refused(path: str, what: str) -> errors.CheckpointError:
 
 
 class _Decoder:
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._arrays = arrays
+    def __init__(self, arrays: Sequence[np.ndarray], *, copies: bool) -> None:
+        self._arrays = list(arrays)
+        self._copies = copies
 
     def value(self, node: Any, current: Any, path: str) -> Any:
         if isinstance(node, list):
@@ -197,7 +199,7 @@ class _Decoder:
             return self._node(node, current, path)
         array = self._arrays[node[kind]]
         if kind == "numpy":
-            return np.array(array)
+            return np.array(array) if self._copies else array
         if kind == "scalar":
             return array[()]
         if kind == "key":

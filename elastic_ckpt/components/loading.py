@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Awaitable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
+from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
@@ -99,8 +100,9 @@ def load(
 ) -> Summary:
     """Loads components, and trees beside them, from a step.
 
-    Components are set once all of them have been read: a strict call that fails has set
-    none of ours.
+    Components are set once all of them have been read. A strict call that fails has set
+    none, on any host: those that had been set have their values from before. Objects
+    of other classes, such as batches, come last, in their order.
 
     Args:
       checkpointer: ours or Orbax's; all hosts call this.
@@ -125,6 +127,12 @@ def load(
         for name, value in wanted.items()
         if name in held.metadata
     }
+    # Which of them set themselves when they are read.
+    direct = {
+        name: each
+        for name, each in readers.items()
+        if isinstance(each, _Reader) and not each.is_component
+    }
     unknown = [
         name
         for name, tree in held.metadata.items()
@@ -138,10 +146,23 @@ def load(
     if strict:
         # Before anything is read.
         _check(held.step, failed, unknown)
-    loaded = checkpointer.load_checkpointables(step, readers) if readers else {}
+    first = {name: each for name, each in readers.items() if name not in direct}
+    loaded = checkpointer.load_checkpointables(step, first) if first else {}
     # Ours may have gone back to an earlier step.
-    reached = checkpointer.latest if readers and step is None else held
-    failed |= _finished(readers, wanted, reached.step if strict else None)
+    reached = checkpointer.latest if first and step is None else held
+    reached_step = reached.step if strict else None
+    failed |= _finished(first, wanted, reached_step)
+    if direct:
+        at = reached.step if first and step is None else step
+        try:
+            checkpointer.load_checkpointables(at, direct)
+            failed |= _problems(direct, wanted, reached_step)
+        except Exception:
+            if strict:
+                _undo(first)
+            raise
+        # Of these alone it may be an earlier step still.
+        reached = checkpointer.latest if step is None else held
     restored = {
         name: wanted[name] if isinstance(readers[name], _Reader) else loaded[name]
         for name in wanted
@@ -154,19 +175,40 @@ def _finished(
     readers: Mapping[str, Any], wanted: Mapping[str, Any], strict_step: int | None
 ) -> dict[str, str]:
     # Sets the components that were read; returns the problems of the others. A strict
-    # call sets none unless all required ones were read.
-    failed: dict[str, str] = {}
-    read = {n: each for n, each in readers.items() if isinstance(each, _Reader)}
-    for finish in (False, True):
-        for name, reader in read.items():
-            if finish and reader.problem is None:
-                reader.finish()
-            if reader.problem is not None:
-                failed[name] = reader.problem
-        if strict_step is not None:
-            required = {n: why for n, why in failed.items() if _is_required(wanted[n])}
-            _check(strict_step, required)
+    # call sets none unless all required ones were read and set, on all hosts.
+    _problems(readers, wanted, strict_step)
+    for each in readers.values():
+        if isinstance(each, _Reader) and each.problem is None:
+            each.finish(can_undo=strict_step is not None)
+    try:
+        return _problems(readers, wanted, strict_step)
+    except Exception:
+        _undo(readers)
+        raise
+
+
+def _problems(
+    readers: Mapping[str, Any], wanted: Mapping[str, Any], strict_step: int | None
+) -> dict[str, str]:
+    # By name, why components failed; a strict call checks the required ones.
+    failed = {
+        name: each.problem
+        for name, each in readers.items()
+        if isinstance(each, _Reader) and each.problem is not None
+    }
+    if strict_step is not None:
+        required = {n: why for n, why in failed.items() if _is_required(wanted[n])}
+        _check(strict_step, required)
     return failed
+
+
+def _undo(readers: Mapping[str, Any]) -> None:
+    for name, each in readers.items():
+        if isinstance(each, _Reader):
+            try:
+                each.undo()
+            except Exception:
+                logging.exception("component %r has not its values from before", name)
 
 
 def _is_required(value: Any) -> bool:
@@ -208,7 +250,13 @@ class _Reader:
     def __init__(self, component: ocp.StatefulCheckpointable) -> None:
         self._component = component
         self._values: Any = None
+        self._undo: Callable[[], None] | None = None
         self.problem: str | None = None
+
+    @property
+    def is_component(self) -> bool:
+        """Whether it is one of ours, which is set in a step of its own."""
+        return isinstance(self._component, Component)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Never called; Orbax recognizes a checkpointable by this method too."""
@@ -243,13 +291,23 @@ class _Reader:
 
         return asyncio.run(load())
 
-    def finish(self) -> None:
+    def finish(self, *, can_undo: bool) -> None:
         """Sets the component to what was read."""
+        if not isinstance(self._component, Component):
+            return
         try:
-            if isinstance(self._component, Component):
-                self._component.put(self._values)
+            if can_undo:
+                self._undo = self._component.undo()
+            self._component.put(self._values)
         except Exception as error:
             self._note(error)
+        self._values = None
+
+    def undo(self) -> None:
+        """Sets the component to its values from before `finish`."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
     def _note(self, error: Exception) -> None:
         is_ours = isinstance(error, errors.ElasticCkptError)

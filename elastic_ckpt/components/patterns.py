@@ -68,6 +68,11 @@ class Replicated(Global):
         super().__init__(state, on_resize=on_resize, required=required)
         self.validation: Level = validation
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether it was made with a level, in a world of several hosts."""
+        return self.validation != "none" and topology.num_hosts() > 1
+
 
 class PerRank(Component):
     """A state for each host (process), such as a host's own counters."""

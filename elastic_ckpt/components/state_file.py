@@ -9,33 +9,61 @@ before it. Nothing is pickled. FORMAT.md is the page of the format.
 from __future__ import annotations
 
 import io
+import os
 import zipfile
+from typing import IO
 
 import numpy as np
 from etils import epath
 
 from elastic_ckpt.components.encoding import Encoded
-from elastic_ckpt.core import checked_json, digest, errors
+from elastic_ckpt.core import checked_json, digest, errors, staged_file, storage
 
 VERSION = 1
 _WHAT = "state of a component"
 _STATE = "state"
 _DIGEST_LENGTH = 32
+_PIECE_BYTES = 2**20
 
 
 def to_bytes(encoded: Encoded) -> bytes:
     """The content of the file of a state; the same bytes for the same state."""
+    archived = io.BytesIO()
+    _archive(encoded, archived)
+    content = archived.getvalue()[:-_DIGEST_LENGTH]
+    return content + _digest(content)
+
+
+def write(path: epath.Path, encoded: Encoded) -> None:
+    """Writes the file of a state, whole or not at all, without a copy of its values."""
+    with staged_file.staged_path(path) as temporary, open(temporary, "w+b") as file:
+        _archive(encoded, file)
+        value = _file_digest(file)
+        file.seek(-_DIGEST_LENGTH, os.SEEK_END)
+        file.write(value)
+
+
+def _archive(encoded: Encoded, file: IO[bytes]) -> None:
+    # The content of the file, with zeros in the place of the digest.
     dtypes = [each.dtype.name if _is_foreign(each) else "" for each in encoded.arrays]
     fields = {"tree": encoded.tree, "dtypes": dtypes}
     text = checked_json.to_bytes(fields, version=VERSION)
-    archived = io.BytesIO()
-    with zipfile.ZipFile(archived, "w") as archive:
+    with zipfile.ZipFile(file, "w") as archive:
         _put(archive, _STATE, np.frombuffer(text, np.uint8))
         for number, values in enumerate(encoded.arrays):
             _put(archive, str(number), _stored(values))
         archive.comment = bytes(_DIGEST_LENGTH)
-    content = archived.getvalue()[:-_DIGEST_LENGTH]
-    return content + _digest(content)
+
+
+def _file_digest(file: IO[bytes]) -> bytes:
+    # Of all bytes before the digest.
+    left = file.seek(0, os.SEEK_END) - _DIGEST_LENGTH
+    file.seek(0)
+    hashed = digest.values_hash()
+    while left > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
+        hashed.update(piece)
+        left -= len(piece)
+    return hashed.hexdigest().encode()
 
 
 def from_bytes(content: bytes) -> Encoded:
@@ -44,9 +72,14 @@ def from_bytes(content: bytes) -> Encoded:
     Raises:
       CheckpointError: if it is cut short, altered, or of another version.
     """
-    if _digest(content[:-_DIGEST_LENGTH]) != content[-_DIGEST_LENGTH:]:
+    return _from_file(io.BytesIO(content))
+
+
+def _from_file(file: IO[bytes]) -> Encoded:
+    value = _file_digest(file)
+    if value != file.read(_DIGEST_LENGTH + 1):
         raise errors.CheckpointError("is cut short or altered (its digest differs)")
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    with zipfile.ZipFile(file) as archive:
         text = _get(archive, _STATE).tobytes()
         try:
             fields = checked_json.parse(text, what=_WHAT, version=VERSION)
@@ -68,7 +101,10 @@ def read(path: epath.Path) -> Encoded:
         file.
     """
     try:
-        return from_bytes(path.read_bytes())
+        if not storage.is_local(path):
+            return from_bytes(path.read_bytes())
+        with open(path, "rb") as file:
+            return _from_file(file)
     except FileNotFoundError:
         problem = "is missing"
     except errors.CheckpointError as error:

@@ -79,13 +79,39 @@ def validate(
     check_level(level)
     if level == "none":
         return []
+    return compared(
+        tree,
+        level=level,
+        tolerance=tolerance,
+        timeout_secs=timeout_secs,
+        kind="validation",
+    )
+
+
+def compared(
+    tree: Any,
+    *,
+    level: Level,
+    kind: str,
+    tolerance: float = 0.0,
+    timeout_secs: float = 600.0,
+) -> list[Finding]:
+    """As `validate`, from a thread of its own.
+
+    Args:
+      tree: see `validate`.
+      level: see `validate`.
+      kind: of the values that hosts exchange: calls of one kind come from one thread.
+      tolerance: see `validate`.
+      timeout_secs: see `validate`.
+    """
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
     structure = {path: _kind(path, leaf) for path, leaf in leaves.items()}
     gather = functools.partial(
-        allgather.shared().gather, "validation", timeout_secs=timeout_secs
+        allgather.shared().gather, kind, timeout_secs=timeout_secs
     )
     if len(set(gather(digest.json_digest(structure)))) > 1:
         finding = replicas.structure_finding(gather(structure))

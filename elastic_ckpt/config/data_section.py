@@ -82,8 +82,12 @@ class DataSection:
         " number of hosts on it. May change at a resume.",
         at_least=0,
     )
-    add_bos: bool = key(True, "Begin a text with the tokenizer's begin token.")
-    add_eos: bool = key(True, "End a text with the tokenizer's end token.")
+    add_bos: bool = key(
+        True, "Begin a text with the tokenizer's begin token; false if there is none."
+    )
+    add_eos: bool = key(
+        True, "End a text with the tokenizer's end token; false if there is none."
+    )
     max_target_length: int = key(256, "Tokens of a row.", at_least=1)
     use_truncation: bool = key(
         True, "Truncate longer texts to a row; false cuts them into several examples."

@@ -37,9 +37,20 @@ class DeploySection:
     )
     machine_type: str = key(
         "",
-        "GKE machine type of the accelerator hosts: ct6e-standard-4t, a3-highgpu-8g."
-        " For TPUs it is that of a multi-host slice. Without accelerators empty allows"
-        " any.",
+        "Machine type of the accelerator hosts, on GKE ct6e-standard-4t, a3-highgpu-8g."
+        " For TPUs it is that of a multi-host slice. Without accelerators, and with"
+        " machine_gpus, it may be that of any cloud, and empty allows any.",
+    )
+    machine_gpus: int = key(
+        0,
+        "GPUs that a pod takes; 0 takes all of a machine_type that is known. Set it for"
+        " other machines, with machine_type or pod_node_selector to choose their"
+        " nodes.",
+        at_least=0,
+    )
+    gpu_resource: str = key(
+        "nvidia.com/gpu",
+        "The name by which Kubernetes counts the GPUs of a node: amd.com/gpu.",
     )
     topology: str = key(
         "",
@@ -71,6 +82,17 @@ class DeploySection:
         "",
         "node_agent: the memory of all runs of a node together, such as 256Gi; above it"
         " those that were unused the longest are removed. Empty sets no limit.",
+    )
+    node_agent_port: int = key(
+        0,
+        "node_agent: the port of the agent, on the network of the node; 0 has the"
+        " system choose one.",
+        at_least=0,
+    )
+    node_agent_priority_class: str = key(
+        "",
+        "node_agent: the priority class of the agents; empty writes one of their own,"
+        " above all pods of runs, which therefore do not evict them.",
     )
     node_agent_hours_unused: float = key(
         24.0,

@@ -19,10 +19,11 @@ class DivergenceSection:
     )
     divergence_action: str = key(
         "off",
-        "The action of all detectors below. `warn` reports a divergence; `stop` saves"
-        " and ends the run; `abort` ends it without a save; `rollback` goes back to the"
-        " newest checkpoint from before the divergence, and continues after the data"
-        " that has been read by then. `off` has no detectors.",
+        "The action of all detectors below. `warn` reports a divergence; `stop` ends"
+        " the run, and leaves the newest checkpoint from before the divergence as the"
+        " newest one; `abort` ends it without a save; `rollback` goes back to that"
+        " checkpoint, or to the beginning if there is none yet, and continues after the"
+        " data that has been read by then. `off` has no detectors.",
         choices=("off", "warn", "stop", "abort", "rollback"),
     )
     divergence_non_finite: bool = key(
@@ -44,6 +45,7 @@ class DivergenceSection:
         "Weight of the past in the smoothed loss, which is compared with its best value"
         " so far, and with a slower average.",
         at_least=0,
+        below=1,
     )
     divergence_loss_margin: float = key(
         0.0,
@@ -58,7 +60,10 @@ class DivergenceSection:
         at_least=0,
     )
     divergence_slow_smoothing: float = key(
-        0.99, "Weight of the past in the slower average of the loss.", at_least=0
+        0.99,
+        "Weight of the past in the slower average of the loss.",
+        at_least=0,
+        below=1,
     )
     divergence_slow_margin: float = key(
         0.0,

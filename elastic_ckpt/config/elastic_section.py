@@ -59,8 +59,8 @@ class ElasticSection:
     )
     elastic_hang_timeout_seconds: float = key(
         600.0,
-        "The longest that hosts may take without a step; a shorter limit for each phase"
-        " is learned from the run.",
+        "The longest that a host may take without a step, or to compile one. Steps that"
+        " it has done before set it a shorter limit, and what other hosts took none.",
         at_least=1,
     )
     elastic_heartbeat_timeout_seconds: float = key(

@@ -14,6 +14,8 @@ def key(
     *,
     choices: tuple[Value, ...] = (),
     at_least: float | None = None,
+    below: float | None = None,
+    multiple_of: int | None = None,
     off: int | None = None,
     lists: str = "",
 ) -> Any:
@@ -24,6 +26,8 @@ def key(
       doc: the description, for `configs/base.yml` and the command line.
       choices: the allowed values; empty allows all.
       at_least: the smallest allowed number.
+      below: a number that is greater than all allowed ones.
+      multiple_of: of which the number is a multiple.
       off: another number, as in MaxText, that means the default.
       lists: whether a list is accepted in place of a text, too: `one` if it has one
         text, as in MaxText, `any` to keep its JSON, and `yaml` to keep the JSON of a
@@ -33,6 +37,8 @@ def key(
         "doc": doc,
         "choices": choices,
         "at_least": at_least,
+        "below": below,
+        "multiple_of": multiple_of,
         "off": off,
         "lists": lists,
     }

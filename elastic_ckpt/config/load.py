@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import math
 import os
 import typing
 from collections.abc import Collection, Sequence
@@ -25,6 +26,22 @@ from elastic_ckpt.core import bucket_clients, errors, storage
 DEFAULTS = "base.yml"
 
 _INHERIT = "base_config"
+
+
+class Loader(yaml.SafeLoader):
+    """Reads `12:00:00` as text, which YAML 1.1 takes for a number of base 60."""
+
+    def resolve(
+        self, kind: type[yaml.Node], value: str | None, implicit: object
+    ) -> str:
+        """The tag of a node without one."""
+        tag: str = super().resolve(kind, value, implicit)
+        if tag in _NUMBERS and ":" in str(value):
+            return str(self.DEFAULT_SCALAR_TAG)
+        return tag
+
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +115,7 @@ def _settings(
         if not equals:
             raise errors.ConfigError(f"{place}: write it as key=value")
         try:
-            value = yaml.safe_load(text) if text else ""
+            value = Loader(text).get_single_data() if text else ""
         except yaml.YAMLError:
             value = text
         settings[key] = _Setting(value=value, place=place)
@@ -132,7 +149,7 @@ def _read_file(
             f"{path}: base_config leads back to this file; remove it"
         )
     try:
-        document = yaml.compose(path.read_text())
+        document = yaml.compose(path.read_text(), Loader)
     except FileNotFoundError:
         by = f" (base_config of {below[-1]})" if below else ""
         raise errors.ConfigError(f"{path}: no such configuration file{by}") from None
@@ -146,7 +163,7 @@ def _read_file(
         raise errors.ConfigError(f"{path}, line 1: expected lines of `key: value`")
 
     settings: dict[str, _Setting] = {}
-    constructor = yaml.SafeLoader("")
+    constructor = Loader("")
     for key_node, value_node in document.value:
         key = str(key_node.value)
         place = f"{path}, line {key_node.start_mark.line + 1}"
@@ -213,11 +230,18 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
     off = field.metadata["off"]
     if off is not None and type(value) is int and value == off:
         value = field.default
-    if type(value) is not expected:
-        raise errors.ConfigError(
-            f"{setting.place}: {key} takes {_ARTICLES[expected]}, not {setting.value!r}"
-        )
     choices = field.metadata["choices"]
+    if isinstance(value, bool):
+        # YAML 1.1 reads `off` and `on` as booleans.
+        texts = _BOOLEAN_TEXTS[value]
+        value = next((each for each in choices if each in texts), value)
+    if type(value) is not expected:
+        quoted = f'; put it in quotes ({key}: "{setting.value}")'
+        is_number = expected is str and isinstance(value, int | float)
+        raise errors.ConfigError(
+            f"{setting.place}: {key} takes {_ARTICLES[expected]}, not"
+            f" {setting.value!r}{quoted if is_number else ''}"
+        )
     if choices and value not in choices:
         allowed = ", ".join(keys.render(choice) for choice in choices)
         raise errors.ConfigError(
@@ -228,9 +252,24 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
         raise errors.ConfigError(
             f"{setting.place}: {key} is at least {at_least}, not {setting.value!r}"
         )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise errors.ConfigError(
+            f"{setting.place}: {key} is a finite number, not {setting.value!r}"
+        )
+    below = field.metadata["below"]
+    if below is not None and not typing.cast(float, value) < below:
+        raise errors.ConfigError(
+            f"{setting.place}: {key} is below {below}, not {setting.value!r}"
+        )
+    factor = field.metadata["multiple_of"]
+    if factor is not None and typing.cast(int, value) % factor:
+        raise errors.ConfigError(
+            f"{setting.place}: {key} is a multiple of {factor}, not {setting.value!r}"
+        )
     return typing.cast(Value, value)
 
 
+_BOOLEAN_TEXTS = {False: ("off", "no", "false"), True: ("on", "yes", "true")}
 _KEPT_AS_JSON: dict[str, tuple[type, ...]] = {"any": (list,), "yaml": (list, dict)}
 _ARTICLES: dict[type, str] = {
     bool: "true or false",

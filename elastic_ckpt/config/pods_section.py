@@ -56,6 +56,12 @@ class PodsSection:
         " Exists}].",
         lists="yaml",
     )
+    pod_unreachable_seconds: int = key(
+        -1,
+        "Seconds until Kubernetes evicts a pod whose node is unreachable or not ready;"
+        " -1 takes the cluster's default, 300.",
+        at_least=-1,
+    )
     pod_priority_class: str = key("", "The priority class of all pods.")
     pod_labels: str = key(
         "", "Labels of the JobSet and of all pods: {team: speech}.", lists="yaml"
@@ -80,6 +86,18 @@ class PodsSection:
         "Volumes of the programs and sidecars by their path: {/data:"
         " {persistentVolumeClaim: {claimName: texts}}, /bucket: {gcsfuse: my-bucket},"
         " /keys: {secret: {secretName: keys}, readOnly: true}}.",
+        lists="yaml",
+    )
+    pod_security_context: str = key(
+        "",
+        "The security context of all pods, as Kubernetes writes it: {runAsUser: 1000,"
+        " fsGroup: 1000}.",
+        lists="yaml",
+    )
+    program_security_context: str = key(
+        "",
+        "The security context of the programs and sidecars: {capabilities: {add:"
+        " [IPC_LOCK]}}.",
         lists="yaml",
     )
     pod_startup_probe: str = key(

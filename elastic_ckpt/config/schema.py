@@ -93,7 +93,7 @@ class ModelSection:
 
     base_emb_dim: int = key(128, "Width of the residual stream.", at_least=1)
     base_num_query_heads: int = key(4, "Attention heads of a layer.", at_least=1)
-    head_dim: int = key(32, "Width of a head.", at_least=2)
+    head_dim: int = key(32, "Width of a head.", at_least=2, multiple_of=2)
     base_mlp_dim: int = key(512, "Width inside the feed-forward block.", at_least=1)
     base_num_decoder_layers: int = key(4, "Layers.", at_least=1)
     vocab_size: int = key(
@@ -142,8 +142,8 @@ class OptimizerSection:
     gradient_clipping_threshold: float = key(
         1.0, "Global norm to which gradients are clipped; 0 disables it.", at_least=0
     )
-    adam_b1: float = key(0.9, "Decay of the first moment.", at_least=0)
-    adam_b2: float = key(0.95, "Decay of the second moment.", at_least=0)
+    adam_b1: float = key(0.9, "Decay of the first moment.", at_least=0, below=1)
+    adam_b2: float = key(0.95, "Decay of the second moment.", at_least=0, below=1)
     adam_eps: float = key(1e-8, "Added to the denominator.", at_least=0)
     adam_weight_decay: float = key(0.1, "Decoupled weight decay.", at_least=0)
 
@@ -271,6 +271,13 @@ class TiersSection:
         0.0,
         "The most that a host reads from peers, in MiB/s; 0 sets no limit.",
         at_least=0,
+    )
+    peer_timeout_secs: float = key(
+        10.0,
+        "How long a peer may send nothing before it is left alone, for three times as"
+        " long. Hosts wait for it as long where nobody else has what it has: at a"
+        " start, and for the last backup of a run.",
+        at_least=0.1,
     )
     peer_tls_certificate: str = key(
         "", "A PEM file with this host's certificate; empty disables encryption."

@@ -36,6 +36,7 @@ class AppendLog:
         storage.make_directory(epath.Path(path).parent)
         self._object = None if storage.is_local(path) else storage.absolute(path)
         self._late = bytearray()
+        self._path = os.fspath(path)
         if self._object is None:
             # Without a buffer, whose state after a failure is not known.
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
@@ -62,6 +63,27 @@ class AppendLog:
         except OSError:
             if len(self._late) > MOST_LATE_BYTES:
                 raise
+
+    def check(self) -> None:
+        """Checks that the file is still there: lines go into a removed one unseen.
+
+        Raises:
+          RunError: if it was removed or replaced.
+        """
+        if isinstance(self._file, io.BytesIO):
+            return
+        try:
+            is_there = os.path.samestat(
+                os.stat(self._path), os.fstat(self._file.fileno())
+            )
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise errors.RunError(
+                f"{self._path} was removed or replaced while this run was writing to"
+                " it: what it had recorded there is lost, so this run stops; leave the"
+                " directory of a live run alone, and start it again"
+            )
 
     def sync(self) -> None:
         """Makes every line so far durable.

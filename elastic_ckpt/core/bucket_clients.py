@@ -33,6 +33,14 @@ _FAILURES = {
     "google.auth.exceptions": ("GoogleAuthError",),
 }
 
+# Those of `_FAILURES`, and of their bases, without a connection to a store.
+_UNCONNECTED = {
+    "ClientConnectorError",
+    "ConnectTimeoutError",
+    "EndpointConnectionError",
+    "ServiceRequestError",
+}
+
 # TensorStore ends a transfer that stands still this long, and tries again. By default
 # it waits for ever.
 _STALLED = {
@@ -54,6 +62,17 @@ def failures() -> tuple[type[Exception], ...]:
         for name in names
     ]
     return (OSError, *client_errors)
+
+
+def is_bucket(url: str) -> bool:
+    """Whether `url` is in an object store."""
+    return url.partition("://")[0] in _CLIENTS
+
+
+def is_connection_failure(error: Exception) -> bool:
+    """Whether one of `failures` shows that there was no connection to a store."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return not kinds.isdisjoint(_UNCONNECTED) or isinstance(error, ConnectionError)
 
 
 def prepare(url: str, *, is_data: bool = False) -> None:

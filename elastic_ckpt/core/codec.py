@@ -1,8 +1,8 @@
 """Encodes values of declared types as JSON, and decodes them strictly.
 
 The types are dataclasses, tuples, mappings with text as keys, enums, bytes (in
-base64), paths, numbers, texts, None, unions of these, and `Any` for what is JSON
-already.
+base64), paths, numbers, texts, some of them alone (`Literal`), None, unions of these,
+and `Any` for what is JSON already.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
         return _decode_union(typing.get_args(kind), encoded, name)
     if origin is tuple:
         return _decode_tuple(typing.get_args(kind), encoded, name)
+    if origin is typing.Literal:
+        allowed = typing.get_args(kind)
+        if encoded not in allowed:
+            raise DecodingError(f"{name} is {encoded!r}, none of {allowed}")
+        return encoded
     if origin in _MAPPINGS:
         _, of_values = typing.get_args(kind)
         return {

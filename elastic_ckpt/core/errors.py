@@ -33,6 +33,13 @@ class CheckpointError(ElasticCkptError):
     """A checkpoint that does not belong to this run, or lacks one of its parts."""
 
 
+class NotStoredError(CheckpointError):
+    """A step that was due in persistent storage and is not there.
+
+    The death of another host may be the reason.
+    """
+
+
 class OtherModelError(CheckpointError):
     """A checkpoint whose tree is not the one that was requested."""
 

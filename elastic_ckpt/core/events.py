@@ -53,6 +53,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "compiled_ahead": ("hosts", "secs"),
     "compile_ahead_failed": ("hosts", "why"),
     "step": ("step", "steps", "loss", "secs", "tokens", "learning_rate"),
+    "step_done": ("step",),
     "replicas_differ": ("step", "leaf", "hosts", "devices", "is_certain", "why"),
     "validated": ("step", "level", "findings", "secs"),
     "step_preserved": ("step", "why"),
@@ -64,6 +65,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "degraded": ("tier", "step", "cause", "why"),
     "storage_recovered": ("step", "cause", "steps", "secs"),
     "step_passed_over": ("step", "why"),
+    "went_back": ("step", "to_step"),
     "weights_loaded": ("path", "bytes", "step", "secs"),
     "weights_skipped": ("path", "step"),
     "restored_from": (

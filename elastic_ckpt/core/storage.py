@@ -82,7 +82,9 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
         raise
 
 
-def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> None:
+def write_atomic(
+    path: epath.PathLike, content: bytes | memoryview, *, mode: int = _MODE
+) -> None:
     """Writes `content` so that a reader gets all of it, or the previous content.
 
     Args:
@@ -91,7 +93,7 @@ def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> 
       mode: as for `atomic_path`; ignored in object stores.
     """
     if not is_local(path):
-        absolute(path).write_bytes(content)
+        absolute(path).write_bytes(bytes(content))
         return
     with atomic_path(path, mode=mode) as temporary:
         pathlib.Path(temporary).write_bytes(content)
@@ -208,10 +210,8 @@ def remove(path: epath.PathLike) -> None:
 
 
 def make_unique_directory(parent: epath.PathLike) -> str:
-    """Creates a new directory named after the time, below `parent` if it is local."""
+    """Creates a new directory named after the time, below a local directory."""
     stem = time.strftime("%Y%m%d-%H%M%S-")
-    if not is_local(parent):
-        return tempfile.mkdtemp(prefix=stem)
     return tempfile.mkdtemp(prefix=stem, dir=make_directory(parent))
 
 

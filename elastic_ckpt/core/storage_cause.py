@@ -26,6 +26,7 @@ class Cause(NamedTuple):
 FULL = Cause("full", "make room there, or keep fewer steps")
 READ_ONLY = Cause("read_only", "mount it so that it can be written to")
 REFUSED = Cause("refused", "check who may write there, and that credentials are valid")
+COMPONENT = Cause("component", "correct the component whose error this is")
 SLOW = Cause("slow", "save less often, or use faster storage")
 UNREACHABLE = Cause("unreachable", "bring it back: what waits is stored by itself")
 MISSING = Cause("missing", "check the path")
@@ -40,6 +41,8 @@ _SIGNS = tuple(
     for cause, signs in (
         (FULL, ("No space left", "quota exceeded", "bytes in .* are free; raise")),
         (READ_ONLY, ("Read-only file system",)),
+        # Whatever a component has waited for, it is not the storage of steps.
+        (COMPONENT, ("components were not written",)),
         (
             REFUSED,
             (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import cursors, rows
 
 Batch: TypeAlias = dict[str, jax.Array]
@@ -33,6 +33,21 @@ class End(enum.Enum):
     NEVER = "never"
     PADDED = "padded"
     DROPPED = "dropped"
+
+    @classmethod
+    def of(cls, value: End | str) -> End:
+        """The value itself, or that of a name.
+
+        Raises:
+          ConfigError: if there is none.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            names = ", ".join(repr(each.value) for each in cls)
+            raise errors.ConfigError(
+                f"end={value!r}; use ec.data.End or one of {names}"
+            ) from None
 
 
 class HostBatches(Protocol):
@@ -93,3 +108,35 @@ class ElasticData(Protocol):
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The batches of one host."""
+
+
+def check(data: Any, *, caller: str) -> None:
+    """Raises a ConfigError that names a way, if `data` is no `ElasticData`."""
+    if hasattr(data, "host_batches") and not isinstance(data, type):
+        return
+    kind = type(data)
+    found = f"{caller}: data is a {kind.__name__}"
+    if kind.__module__.partition(".")[0] == "grain":
+        raise errors.ConfigError(
+            f"{found} of Grain, whose position only its own number of hosts can load;"
+            " give ec.data.sharded(make_shard, num_shards=S, pipeline="
+            '"a name, version 1"), where make_shard(shard) returns the part'
+            " dataset[shard::S] of a MapDataset, with .to_iter_dataset() at its end"
+        )
+    raise errors.ConfigError(
+        f"{found}; give the result of ec.data.sharded(make_shard, num_shards=S) or of"
+        " ec.data.from_config(configuration)"
+    )
+
+
+def batch_size(value: Any, *, caller: str) -> int:
+    """A global batch size, checked to be an integer of any type.
+
+    Raises:
+      ConfigError: if it is not.
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise errors.ConfigError(
+            f"{caller}: global_batch_size={value!r}; give a whole number of rows"
+        )
+    return int(value)

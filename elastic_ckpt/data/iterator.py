@@ -125,8 +125,8 @@ class HostIterator:
                 raise errors.ConfigError(
                     f"changing batches from {self._global_batch_size} rows to"
                     f" {global_batch_size} moves logical shards {missing} between"
-                    " hosts; choose multiples of num_logical_shards, or change the size"
-                    " at a restart"
+                    " hosts; choose multiples of the number of logical shards, or"
+                    " change the size at a restart"
                 )
             return {shard: now.cursors[shard] for shard in shards}
 
@@ -211,8 +211,10 @@ class HostIterator:
         self._data, self._identity, self._rows = data, identity, loaded
         self._left_out = saved.left_out
 
-    def leave_out(self, directory: epath.PathLike) -> None:
+    def leave_out(self, directory: epath.PathLike | None) -> None:
         """Notes that all rows since the data state in `directory` were left out.
+
+        Without one these are all rows from the beginning.
 
         The position does not change: the run goes back to the step of that state, and
         continues with the rows that come next.
@@ -221,7 +223,11 @@ class HostIterator:
           DataError: if the state cannot be read, or is of another pipeline, or of a
             later position.
         """
-        saved, now = state.read(directory), self.get_state().data_state
+        now = self.get_state().data_state
+        if directory is None:
+            self._left_out = ((0, now.row),)
+            return
+        saved = state.read(directory)
         state.check_same_pipeline(saved, now.engine, now.pipeline)
         if saved.row > now.row:
             raise errors.DataError(
@@ -287,6 +293,12 @@ def _placed(
 
 
 def _check_fits(name: str, feature: np.ndarray) -> None:
+    if feature.dtype.kind in "OSU":
+        raise errors.DataError(
+            f"feature {name!r} has values such as {feature.flat[0]!r:.40}, and JAX"
+            " arrays hold numbers alone; leave it out in make_shard, or convert it to"
+            " numbers (ec.data.LocalBatches delivers bytes and text as they are)"
+        )
     # Without jax_enable_x64 JAX would keep only the low half of a large number.
     dtype = _NARROWED.get(feature.dtype)
     wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
@@ -309,7 +321,7 @@ class Batches:
       mesh: the training mesh.
       spec: the axes over which a batch is sharded; see `ec.batches`.
       global_batch_size: rows of a global batch, B.
-      read_ahead: how far each host reads ahead of the loop.
+      read_ahead: how far each host reads ahead of the loop, or a number of batches.
     """
 
     def __init__(
@@ -319,8 +331,10 @@ class Batches:
         mesh: Mesh,
         spec: PartitionSpec | None = None,
         global_batch_size: int,
-        read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
+        read_ahead: prefetch.ReadAhead | int = prefetch.TWO_BATCHES,
     ) -> None:
+        elastic_data.check(data, caller="Batches")
+        read_ahead = prefetch.ReadAhead.of(read_ahead)
         self._sharding = topology.batch_sharding(mesh, spec)
         compatibility.check_controllers(data, mesh)
         self._host = HostIterator(

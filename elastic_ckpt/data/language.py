@@ -20,6 +20,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import packing as packing_rows
 from elastic_ckpt.data import tokenizers
 from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data.sources import files
 
 Example = dict[str, np.ndarray]
 # A document's text, its tokens if it is already tokenized, or None.
@@ -65,6 +66,20 @@ class Documents:
     add_begin: bool = True
     add_end: bool = True
 
+    def __post_init__(self) -> None:
+        if self.tokenizer is None:
+            return
+        for field, key, token, what in (
+            ("add_begin", "add_bos", self.tokenizer.begin, "begins"),
+            ("add_end", "add_eos", self.tokenizer.end, "ends"),
+        ):
+            if getattr(self, field) and token is None:
+                raise errors.ConfigError(
+                    f"Documents: {field}=True ({key}=true in a configuration), but the"
+                    f" tokenizer has no token that {what} a text; set {key}=false, or"
+                    " use a tokenizer with such a token"
+                )
+
     @property
     def is_parallel(self) -> bool:
         """Whether several threads tokenise faster than one."""
@@ -78,8 +93,8 @@ class Documents:
         """
         if self.column not in element:
             raise errors.DataError(
-                f"a record has no column {self.column!r}, only {sorted(element)}; set"
-                " train_data_columns"
+                f"a record has no column {self.column!r}, only {sorted(element)}; name"
+                " the column (train_data_columns in a configuration)"
             )
         value = element[self.column]
         if value is None:
@@ -89,13 +104,15 @@ class Documents:
             if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
                 raise errors.DataError(
                     f"column {self.column!r} has {numbers.dtype}{list(numbers.shape)},"
-                    " not a list of tokens; set tokenize_train_data=true if it is text"
+                    " not a list of tokens; give a tokenizer if it is text"
+                    " (tokenize_train_data=true in a configuration)"
                 )
             return token_numbers.narrowed(numbers, place=f"column {self.column!r}")
         if not isinstance(value, str | bytes):
             raise errors.DataError(
                 f"column {self.column!r} has a {type(value).__name__}, not text; set"
-                " tokenize_train_data=false if these are tokens"
+                " tokenizer=None if these are tokens (tokenize_train_data=false in a"
+                " configuration)"
             )
         return value
 
@@ -214,6 +231,7 @@ def packed(
     length: int,
     seed: int,
     max_examples: int = 0,
+    features: Sequence[str] = (),
 ) -> grain.IterDataset:
     """Rows of `length` tokens with several examples each, by one of `PACKINGS`.
 
@@ -221,15 +239,34 @@ def packed(
     position numbers the tokens of an example from 0.
 
     Args:
-      parent: examples.
+      parent: examples: dicts of `inputs`, `targets` and `features`, each with a value a
+        token. An example with another feature is an error.
       packing: one of `PACKINGS`.
       length: tokens of a row.
       seed: the seed of the order in which a fitting packer yields rows.
       max_examples: the most examples in a row of a fitting packer; 0 sets no limit.
+      features: further features to pack, such as `("loss_mask",)`; 0 in padding.
+
+    Raises:
+      ConfigError: if `packing` is unknown, or `features` has a name of the result's.
     """
-    lengths = dict.fromkeys(_FEATURES, length)
+    more = files.names(features, argument="packed: features")
+    if packing not in PACKINGS:
+        raise errors.ConfigError(
+            f"packed: packing={packing!r}; choose one of {', '.join(PACKINGS)}"
+        )
+    clashing = {*_FEATURES, *_ROW_NAMES.values()} & {*more}
+    if clashing:
+        raise errors.ConfigError(
+            f"packed: features={more!r}: rows have {sorted(clashing)} in any case; name"
+            " only further features, or rename these"
+        )
+    parent = _WithFeatures(parent, more)
+    lengths = dict.fromkeys((*_FEATURES, *more), length)
     if packing == CONCAT_THEN_SPLIT:
-        rows = packing_rows.ConcatThenSplit(parent, features=_FEATURES, length=length)
+        rows = packing_rows.ConcatThenSplit(
+            parent, features=tuple(lengths), length=length
+        )
     else:
         packer = (
             experimental.FirstFitPackIterDataset
@@ -242,21 +279,72 @@ def packed(
             num_packing_bins=PACKING_BINS,
             seed=seed,
             max_sequences_per_bin=max_examples or None,
+            meta_features=more,
         )
-    return _MaxTextRows(rows)
+    return _MaxTextRows(rows, more)
+
+
+class _WithFeatures(grain.IterDataset[Example]):
+    """Checks that examples have the features to pack, and no others."""
+
+    passes_on = True
+
+    def __init__(self, parent: grain.IterDataset, more: tuple[str, ...]) -> None:
+        super().__init__(parent)
+        self._more = more
+
+    def __iter__(self) -> grain.DatasetIterator[Example]:
+        return _WithFeaturesIterator(iter(self._parent), self._more)
+
+
+class _WithFeaturesIterator(grain.DatasetIterator[Example]):
+    def __init__(self, parent: grain.DatasetIterator, more: tuple[str, ...]) -> None:
+        super().__init__(parent)
+        self._expected = dict.fromkeys((*_FEATURES, *more)).keys()
+
+    def __next__(self) -> Example:
+        example = next(self._parent)
+        if example.keys() != self._expected:
+            expected = ", ".join(self._expected)
+            raise errors.DataError(
+                f"an example to pack has the features {', '.join(sorted(example))};"
+                f" packed expects {expected}: name further ones in its features=, or"
+                " leave them out before"
+            )
+        if len({len(values) for values in example.values()}) > 1:
+            lengths = {name: len(values) for name, values in example.items()}
+            raise errors.DataError(
+                f"an example to pack has features of several lengths, {lengths}; give"
+                " each a value for each token of inputs"
+            )
+        return example
+
+    def get_state(self) -> dict[str, Any]:
+        return self._parent.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state)
 
 
 class _MaxTextRows(grain.IterDataset[Example]):
     """Renames the features of packed rows to MaxText's; ten times as fast as `map`."""
 
+    def __init__(self, parent: grain.IterDataset, more: tuple[str, ...]) -> None:
+        super().__init__(parent)
+        self._more = more
+
     def __iter__(self) -> grain.DatasetIterator[Example]:
-        return _MaxTextRowsIterator(iter(self._parent))
+        return _MaxTextRowsIterator(iter(self._parent), self._more)
 
 
 class _MaxTextRowsIterator(grain.DatasetIterator[Example]):
+    def __init__(self, parent: grain.DatasetIterator, more: tuple[str, ...]) -> None:
+        super().__init__(parent)
+        self._names = _ROW_NAMES | dict(zip(more, more, strict=True))
+
     def __next__(self) -> Example:
         row = next(self._parent)
-        return {name: row[packers] for packers, name in _ROW_NAMES.items()}
+        return {name: row[packers] for packers, name in self._names.items()}
 
     def get_state(self) -> dict[str, Any]:
         return self._parent.get_state()

@@ -15,11 +15,12 @@ class LeavingOut:
     """A component that is loaded in place of the data, whose position does not change.
 
     Attributes:
-      leave_out: receives the directory of the data state of a step, and notes that all
-        rows since then are left out; see `HostIterator.leave_out`.
+      leave_out: receives the directory of the data state of a step, or None for the
+        beginning, and notes that all rows since then are left out; see
+        `HostIterator.leave_out`.
     """
 
-    leave_out: Callable[[epath.Path], object]
+    leave_out: Callable[[epath.Path | None], object]
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Is not called: the data itself is saved."""

@@ -11,6 +11,7 @@ world of another size loads the states of all ranks together:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ class LocalBatches:
       agree: an all-reduce of a bool over the ranks, required if the data is finite:
         whether any rank has a row left or, if the data drops incomplete batches,
         whether all have.
-      read_ahead: how far a thread reads ahead; by default it does not.
+      read_ahead: how far a thread reads ahead, or a number of batches; by default it
+        does not.
     """
 
     def __init__(
@@ -51,8 +53,12 @@ class LocalBatches:
         num_ranks: int = 1,
         global_batch_size: int,
         agree: Callable[[bool], bool] | None = None,
-        read_ahead: prefetch.ReadAhead = prefetch.IN_CALLER,
+        read_ahead: prefetch.ReadAhead | int = prefetch.IN_CALLER,
     ) -> None:
+        elastic_data.check(data, caller="LocalBatches")
+        global_batch_size = elastic_data.batch_size(
+            global_batch_size, caller="LocalBatches"
+        )
         if not 0 <= rank < num_ranks:
             raise errors.ConfigError(
                 f"LocalBatches: rank={rank} of num_ranks={num_ranks}; ranks are"
@@ -75,7 +81,7 @@ class LocalBatches:
         self._placement = rows.Placement.in_order(
             rank, num_hosts=num_ranks, global_batch_size=global_batch_size
         )
-        self._read_ahead = read_ahead
+        self._read_ahead = prefetch.ReadAhead.of(read_ahead)
         self._rows = self._begin(data)
         self._at_end = False
 
@@ -178,6 +184,13 @@ class LocalBatches:
     ) -> None:
         """`set_state` under torchdata's name."""
         self.set_state(state_dict)
+
+    def at(self, saved: Mapping[str, Any]) -> LocalBatches:
+        """Another iterator over the same rows, at a state."""
+        other = copy.copy(self)
+        other._rows = other._begin(other._data)
+        other.set_state(saved)
+        return other
 
     def close(self) -> None:
         """Stops reading ahead."""

@@ -12,7 +12,9 @@ any resume.
 from __future__ import annotations
 
 import collections
+import copy
 import fractions
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -247,6 +249,13 @@ class _MixtureIterator(grain.DatasetIterator):
         self._read_again_until = max((stage[_UNTIL] for stage in past), default=0)
         self._state = state
         self._begin(0)
+        for name, saved in self._saved.items():
+            if any(SCHEDULE in part for part in _mixtures(saved)):
+                # A mixture in this one may not be read for long: check its state now.
+                part = iter(self._parts[name]) if name in self._parts else None
+                if part is not None and gone(saved, names(self._parts[name])):
+                    part.set_state(copy.deepcopy(saved))
+                    part.close()
 
     def close(self) -> None:
         for opened in self._opened.values():
@@ -344,6 +353,22 @@ def _continued(
 def _mixtures(state: Any) -> Iterator[dict[str, Any]]:
     # The states of mixtures in the state of a pipeline.
     return (part for part in cursors.parts(state) if TAKEN in part and "parts" in part)
+
+
+def gone(cursor: cursors.Cursor, names: Collection[str]) -> set[str]:
+    """The datasets by which a cursor reads elements again, without those in `names`."""
+    stages = itertools.chain.from_iterable(
+        part.get(SCHEDULE, ()) for part in _mixtures(cursor)
+    )
+    return {name for stage in stages for name in stage[_WEIGHTS]} - set(names)
+
+
+def names(made: grain.IterDataset) -> set[str]:
+    """The names of all datasets in the mixtures of a pipeline."""
+    mixtures = (
+        each for each in shard_steps.datasets(made) if isinstance(each, Mixture)
+    )
+    return {name for mixture in mixtures for name in mixture._parts}
 
 
 def taken(shard_cursors: Iterable[cursors.Cursor]) -> dict[str, int]:

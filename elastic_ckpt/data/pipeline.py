@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import grain
 import numpy as np
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
     datasets,
@@ -185,22 +186,37 @@ class LanguagePipeline:
 
 
 def from_config(
-    data: schema.DataSection, *, vocab_size: int = 0
+    data: schema.DataSection
+    | schema.Config
+    | Mapping[str, Any]
+    | str
+    | os.PathLike[str]
+    | None = None,
+    *,
+    vocab_size: int = 0,
+    **settings: Any,
 ) -> elastic_data.ElasticData:
     """The training data that a configuration describes.
 
     With `num_logical_shards` it is sharded, otherwise positional.
 
+        from_config("train.yml", num_logical_shards=64)
+        from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
+                    num_logical_shards=64)
+
     Args:
-      data: the configuration.
+      data: a configuration, a mapping with its keys, or the path of a YAML file of
+        them; keys of other than the data are checked, and have no effect.
       vocab_size: rows of the model's embedding; 0 if unknown. For a token without a
         row, JAX would silently use another row.
+      **settings: keys of the configuration, which take precedence.
 
     Raises:
-      ConfigError: if the engine does not support a setting, or the tokenizer has more
-        tokens than `vocab_size`.
+      ConfigError: if a key is unknown or its value invalid, if the engine does not
+        support a setting, or if the tokenizer has more tokens than `vocab_size`.
       DataError: if files are missing or not of their format.
     """
+    data = _section(data, settings)
     _check_vocabulary(data, vocab_size)
     if data.num_logical_shards:
         if data.grain_use_elastic_iterator:
@@ -217,6 +233,30 @@ def from_config(
             " each number of hosts that you will use, for example the global batch size"
         )
     return positional.from_config(data)
+
+
+def _section(data: Any, settings: dict[str, Any]) -> schema.DataSection:
+    # The configuration of `data` and `settings`; see `from_config`.
+    if isinstance(data, str | os.PathLike):
+        data = load.load(data).data
+    if isinstance(data, schema.Config):
+        data = data.data
+    if isinstance(data, schema.DataSection):
+        if not settings:
+            return data
+        given = vars(data)
+    elif data is None or isinstance(data, Mapping):
+        given = dict(data or {})
+    else:
+        raise errors.ConfigError(
+            f"from_config: got a {type(data).__name__}; give the path of a"
+            " configuration, a mapping of its keys, or keys as keyword arguments"
+        )
+    values = {
+        key: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for key, value in (given | settings).items()
+    }
+    return load.from_values(values, place="from_config").data
 
 
 def eval_from_config(

@@ -26,6 +26,13 @@ STEPS = "steps"
 _NAME = "pipeline"
 _NUM_SHARDS = "num_logical_shards"
 
+# The fields that add a token, and that token's field in `tokenizer`.
+_ADDED = {
+    "add_bos": "begin",
+    "add_begin": "begin",
+    "add_eos": "end",
+    "add_end": "end",
+}
 # Fields that list files.
 _FILE_LISTS = ("files", "grain_train_files")
 _MAX_SHOWN = 5
@@ -102,6 +109,7 @@ def _for_first_shard(value: Any) -> Any:
 
 def _changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:
     changed = []
+    before, now = _without_idle(before), _without_idle(now)
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
         if old == new:
@@ -117,6 +125,15 @@ def _changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:
         else:
             changed.append(f"{prefix}{key}: saved {_shown(old)}, now {_shown(new)}")
     return changed
+
+
+def _without_idle(description: Any) -> Any:
+    # Older programs accepted tokens that the tokenizer lacks, and added none.
+    tokenizer = description.get("tokenizer")
+    if not isinstance(tokenizer, dict):
+        return description
+    idle = {key for key, field in _ADDED.items() if tokenizer.get(field, 0) is None}
+    return {key: value for key, value in description.items() if key not in idle}
 
 
 def _dataset_changes(prefix: str, before: Any, now: Any, ends: bool) -> list[str]:

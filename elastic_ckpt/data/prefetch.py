@@ -38,6 +38,22 @@ class ReadAhead:
     max_bytes: int = 1 << 30
     warn_after_secs: float = 1.0
 
+    @classmethod
+    def of(cls, value: ReadAhead | int) -> ReadAhead:
+        """The value itself, or a number of batches with the other defaults.
+
+        Raises:
+          ConfigError: if it is neither.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise errors.ConfigError(
+                f"read_ahead={value!r}; give a number of batches, 0 or more, or an"
+                " ec.data.ReadAhead(batches=..., max_bytes=...)"
+            )
+        return cls(batches=value)
+
     def depth(self, batch_bytes: int) -> int:
         """The number of batches to read ahead if one takes `batch_bytes` on a host."""
         return min(self.batches, self.max_bytes // max(batch_bytes, 1))

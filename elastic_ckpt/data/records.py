@@ -139,6 +139,7 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
                 logging.warning("%s; skipped %d", element, element.num_records)
                 self._taken += element.num_records
                 self._skipped += element.num_records
+                _FRUITLESS.note_corrupt(element)
                 continue
             if RECORD in element:
                 raise errors.DataError(
@@ -240,6 +241,13 @@ class _Fruitless(threading.local):
     describe: Callable[[], str] | None = None
     num_records = 0
     num_units = 0
+    num_corrupt = 0
+    last_corrupt = ""
+
+    def note_corrupt(self, error: source.CorruptError) -> None:
+        """Counts corrupt records that are skipped."""
+        self.num_corrupt += error.num_records
+        self.last_corrupt = str(error).partition("; ")[0]
 
     def count(self, num_records: int, two_epochs: int, files: source.Source) -> None:
         """Counts the records of a unit that is opened."""
@@ -256,7 +264,7 @@ class _Fruitless(threading.local):
             raise errors.DataError(
                 f"{files.files[0]} and the {len(files.files) - 1} files after it:"
                 f" {self.num_records:,} records in a row made no example;"
-                f" {self.describe()}"
+                f" {self.describe()}{skipped_since()}"
             )
 
 
@@ -273,3 +281,15 @@ def row_is_due(describe: Callable[[], str] | None) -> None:
     """
     _FRUITLESS.describe = describe
     _FRUITLESS.num_records = _FRUITLESS.num_units = 0
+    if describe is not None:
+        _FRUITLESS.num_corrupt = 0
+
+
+def skipped_since() -> str:
+    """What this thread skipped as corrupt since `row_is_due`; empty if nothing."""
+    if not _FRUITLESS.num_corrupt:
+        return ""
+    return (
+        f"; {_FRUITLESS.num_corrupt:,} corrupt records were skipped, the last of them:"
+        f" {_FRUITLESS.last_corrupt}"
+    )

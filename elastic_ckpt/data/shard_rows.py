@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 from collections.abc import Mapping
@@ -23,10 +24,15 @@ from elastic_ckpt.data import (
 
 Rows = dict[str, np.ndarray]
 
-# Marks a JSON list that was a tuple.
+# Mark a JSON list that was a tuple, the pairs of a dict that JSON cannot hold, the
+# base64 of bytes, and the dtype, shape and base64 of an array.
 _TUPLE = "()"
+_DICT = "{}"
+_BYTES = "b''"
+_ARRAY = "array()"
 # The only field of the cursor of a shard that has ended: its pipeline's last state.
 _ENDED = "ended"
+_MARKS = frozenset({_TUPLE, _DICT, _BYTES, _ARRAY, _ENDED})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,7 +226,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         real = [row for row in drawn if row is not None]
         if self._zeros is None:
             example = real[0] if real else self._any()
-            self._zeros = {name: np.zeros_like(leaf) for name, leaf in example.items()}
+            self._zeros = {name: _zeros_like(leaf) for name, leaf in example.items()}
         filled = [self._zeros if row is None else row for row in drawn]
         mask = np.array([row is not None and not self._over for row in drawn])
         added = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
@@ -229,15 +235,30 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
     def _any(self) -> Any:
         # An example of any shard, for its shapes: the shards of this task have none.
         watched = filters.Filters()
+        records.row_is_due(watched.describe)
         for shard in range(self._task.batch.num_shards):
             made = self._task.make_shard(shard)
             watched.watch(made, endless=False)
             for example in made:
+                records.row_is_due(None)
                 return example
+        records.row_is_due(None)
         raise errors.DataError(
             f"none of the {self._task.batch.num_shards} logical shards has an example;"
-            f" {watched.describe()}"
+            f" {watched.describe()}{records.skipped_since()}"
         )
+
+
+def check_cursor(
+    make_shard: shard_steps.MakeShard, shard: int, cursor: cursors.Cursor
+) -> None:
+    """Moves a pipeline to a cursor; raises the errors of its iterators."""
+    opened = iter(make_shard(shard))
+    try:
+        content: Any = cursor
+        opened.set_state(from_json(content[_ENDED] if _is_end(cursor) else content))
+    finally:
+        opened.close()
 
 
 def _is_end(cursor: cursors.Cursor) -> bool:
@@ -259,7 +280,7 @@ def _stacked(examples: list[Any], *, added: set[str]) -> Rows:
     features = examples[0].keys()
     if all(example.keys() == features for example in examples):
         with contextlib.suppress(ValueError):
-            return {name: np.stack([e[name] for e in examples]) for name in features}
+            return {name: _stack([e[name] for e in examples]) for name in features}
     for name in {name: None for example in examples for name in example}:
         shapes = {np.shape(e[name]) if name in e else None for e in examples}
         if len(shapes) > 1:
@@ -268,7 +289,25 @@ def _stacked(examples: list[Any], *, added: set[str]) -> Rows:
                 f" {', '.join(sorted(map(str, shapes)))} (None: without it); pad or"
                 " pack them to one shape in make_shard"
             )
-    return {name: np.stack([e[name] for e in examples]) for name in features}
+    return {name: _stack([e[name] for e in examples]) for name in features}
+
+
+def _stack(leaves: list[Any]) -> np.ndarray:
+    return np.stack(
+        [leaf if isinstance(leaf, np.ndarray) else _array(leaf) for leaf in leaves]
+    )
+
+
+def _array(leaf: Any) -> np.ndarray:
+    # Bytes and text stay Python objects: NumPy's own types drop trailing NULs.
+    array = np.asarray(leaf)
+    return np.array(leaf, object) if array.dtype.kind in "SU" else array
+
+
+def _zeros_like(leaf: Any) -> Any:
+    if isinstance(leaf, bytes | str):
+        return type(leaf)()
+    return np.zeros_like(leaf)
 
 
 def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
@@ -282,8 +321,13 @@ def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
 def to_json(state: Any) -> Any:
     """A Grain state as a cursor, which `from_json` converts back to the state."""
     # Such states hold NumPy integers, and tuples that must not become lists, because
-    # Grain's concat-then-split compares them with tuples.
+    # Grain's concat-then-split compares them with tuples. Those of a user's iterator
+    # may hold anything.
     if isinstance(state, dict):
+        is_marked = len(state) == 1 and not _MARKS.isdisjoint(state)
+        if is_marked or not set(map(type, state)) <= {str}:
+            pairs = [[to_json(key), to_json(value)] for key, value in state.items()]
+            return {_DICT: pairs}
         # A fast path: most values are plain integers, and this runs for every row.
         return {
             key: value if type(value) is int else to_json(value)
@@ -293,14 +337,37 @@ def to_json(state: Any) -> Any:
         return {_TUPLE: [to_json(value) for value in state]}
     if isinstance(state, list):
         return [to_json(value) for value in state]
-    return state.item() if isinstance(state, np.generic) else state
+    if isinstance(state, bytes):
+        return {_BYTES: base64.b64encode(state).decode()}
+    if isinstance(state, np.ndarray) and not state.dtype.hasobject:
+        content = base64.b64encode(state.tobytes()).decode()
+        return {_ARRAY: [state.dtype.str, list(state.shape), content]}
+    if isinstance(state, np.generic):
+        state = state.item()
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    raise errors.DataError(
+        f"get_state of an iterator in make_shard returns a {type(state).__name__},"
+        f" {state!r:.60}, which cannot be saved; return dicts, lists, tuples, numbers,"
+        " text, bytes and NumPy arrays"
+    )
 
 
 def from_json(cursor: Any) -> Any:
     """The inverse of `to_json`: the Grain state of a cursor."""
     if isinstance(cursor, dict):
-        if cursor.keys() == {_TUPLE}:
-            return tuple(from_json(value) for value in cursor[_TUPLE])
+        if len(cursor) == 1 and not _MARKS.isdisjoint(cursor):
+            ((mark, content),) = cursor.items()
+            if mark == _TUPLE:
+                return tuple(from_json(value) for value in content)
+            if mark == _DICT:
+                return {from_json(key): from_json(value) for key, value in content}
+            if mark == _BYTES:
+                return base64.b64decode(content)
+            if mark == _ARRAY:
+                dtype, shape, encoded = content
+                array = np.frombuffer(base64.b64decode(encoded), np.dtype(dtype))
+                return array.reshape(shape).copy()
         return {key: from_json(value) for key, value in cursor.items()}
     if isinstance(cursor, list):
         return [from_json(value) for value in cursor]

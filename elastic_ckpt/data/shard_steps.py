@@ -12,6 +12,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +28,9 @@ MakeShard = Callable[[int], grain.IterDataset]
 
 # The field of a step that names it.
 STEP = "name"
+
+# How deep the attributes of two shards' datasets are compared.
+_MAX_DEPTH = 12
 
 # The attributes that determine the elements of Grain's datasets.
 _PACKER = (
@@ -156,6 +161,77 @@ def own_code(made: grain.IterDataset) -> list[str]:
     return [str(dataset) for dataset in datasets(made) if _settings(dataset) is None]
 
 
+def unsliced(first: Any, last: Any) -> list[str]:
+    """The sources that two shards read alike, as strings.
+
+    A shard has its part of a source if anything but a seed, from the source to the end
+    of its pipeline, depends on the shard.
+    """
+    if type(first) is not type(last) or _depends_on_shard(first, last):
+        return []
+    inputs = parents(first), parents(last)
+    if len(inputs[0]) != len(inputs[1]):
+        return []
+    if not inputs[0]:
+        is_empty = isinstance(first, grain.MapDataset) and not len(first)
+        return [] if is_empty else [str(first)]
+    return [each for pair in zip(*inputs, strict=True) for each in unsliced(*pair)]
+
+
+def _depends_on_shard(first: Any, last: Any) -> bool:
+    if isinstance(first, Step) and not first.runs_own_code:
+        # Of ours, only the first step of a pipeline reads a part of its records.
+        return not parents(first) and first.shard is not None
+    return not _alike(_unseeded(first), _unseeded(last))
+
+
+def _unseeded(dataset: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(dataset).items()
+        if name != "_parents" and "seed" not in name
+    }
+
+
+def _alike(one: Any, other: Any, depth: int = 0) -> bool:
+    # Whether two objects are certainly equal.
+    if one is other:
+        return True
+    if type(one) is not type(other) or depth > _MAX_DEPTH:
+        return False
+    alike = functools.partial(_alike, depth=depth + 1)
+    if isinstance(one, types.FunctionType):
+        cells = [
+            [cell.cell_contents for cell in each.__closure__ or ()]
+            for each in (one, other)
+        ]
+        given = [
+            [each.__code__, each.__defaults__, each.__kwdefaults__]
+            for each in (one, other)
+        ]
+        return alike(*cells) and alike(*given)
+    if isinstance(one, functools.partial):
+        return alike(
+            (one.func, one.args, one.keywords), (other.func, other.args, other.keywords)
+        )
+    if isinstance(one, types.MethodType):
+        return alike((one.__func__, one.__self__), (other.__func__, other.__self__))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            alike(value, other[key]) for key, value in one.items()
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
+        return alike(vars(one), vars(other))
+    try:
+        return bool(one == other)
+    except Exception:  # a comparison of the user's
+        return False
+
+
 def step_descriptions(
     made: grain.IterDataset | grain.MapDataset,
 ) -> list[dict[str, storage.Json]]:
@@ -165,7 +241,7 @@ def step_descriptions(
         inputs = ()
     before = step_descriptions(inputs[0]) if len(inputs) == 1 else []
     name = type(made).__name__
-    if _is_grains(made) and name in _GRAIN_PASSING:
+    if _passes_on(made):
         return before
     step: dict[str, storage.Json] = {STEP: name, **(_settings(made) or {})}
     if isinstance(made, Step):
@@ -192,7 +268,7 @@ def _settings(dataset: Any) -> dict[str, storage.Json] | None:
     if isinstance(dataset, Step):
         return None if dataset.runs_own_code else {}
     name = type(dataset).__name__
-    if _is_grains(dataset) and name in _GRAIN_PASSING:
+    if _passes_on(dataset):
         return {}
     if not _is_grains(dataset) or name not in _GRAIN_SETTINGS:
         return None
@@ -204,6 +280,13 @@ def _settings(dataset: Any) -> dict[str, storage.Json] | None:
     except (AttributeError, TypeError):
         # Another version of Grain, or a user's object.
         return None
+
+
+def _passes_on(dataset: Any) -> bool:
+    # Whether its elements are those of its parent.
+    if _is_grains(dataset):
+        return type(dataset).__name__ in _GRAIN_PASSING
+    return getattr(dataset, "passes_on", False)
 
 
 def _is_grains(dataset: Any) -> bool:

@@ -12,6 +12,7 @@ state is the same in both cases.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +25,9 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
     cursors,
     elastic_data,
+    mixing,
     pipeline_changes,
+    plan,
     readers,
     rows,
     shard_rows,
@@ -57,8 +60,9 @@ class ShardedData:
         must not have a feature of this name, or of that in `end`.
       num_shards: S, fixed for the whole run.
       pipeline: identifies `make_shard`, JSON; change it when the examples change.
-      end: how the data ends. If it does, batches have the feature `mask`, bool `[B]`:
-        rows of a shard that has ended are zeros, with the `example_id` of padding.
+      end: how the data ends, or the name of that, such as "padded". If it does, batches
+        have the feature `mask`, bool `[B]`: rows of a shard that has ended are zeros,
+        with the `example_id` of padding.
       num_workers: worker processes of each host that run its shards; 0 runs them in the
         host's own process. The state depends neither on this nor on the next attribute.
       per_worker_batches: batches that each worker process prepares in advance.
@@ -72,6 +76,7 @@ class ShardedData:
     per_worker_batches: int = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "end", elastic_data.End.of(self.end))
         if self.num_shards < 1:
             raise errors.ConfigError(
                 f"num_shards={self.num_shards}; use at least 1 logical shard"
@@ -124,6 +129,10 @@ class ShardedData:
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
+        if placement.host == 0:
+            _warn_of_discarded_rows(
+                self.num_shards, placement.num_hosts, len(placement.row_hosts)
+            )
         return _HostBatches(self, self._batch(placement.row_hosts), placement)
 
     def _batch(self, row_hosts: np.ndarray) -> rows.BatchRows:
@@ -154,7 +163,8 @@ def sharded(
 
     Raises:
       ConfigError: if S is missing or inconsistent, if `make_shard` reads another shard
-        than the requested one, or if `pipeline` is missing.
+        than the requested one, or a source as a whole for each shard, or if `pipeline`
+        is missing.
     """
     made = shard_steps.made_for(make_shard, 0)
     given = shard_steps.numbers_of_shards(made)
@@ -184,8 +194,36 @@ def sharded(
         pipeline=pipeline,
         **more,
     )
-    data.make_shard(0)
+    first, last = data.make_shard(0), data.make_shard(number - 1)
+    repeated = shard_steps.unsliced(first, last) if number > 1 else []
+    if repeated:
+        raise errors.ConfigError(
+            f"sharded: each of the {number} shards would read all of"
+            f" {', '.join(repeated)}, and batches would repeat every example"
+            f" {number} times; give each shard its part in make_shard, as in"
+            f" source[shard::{number}]"
+        )
     return data
+
+
+@functools.cache
+def _warn_of_discarded_rows(num_shards: int, num_hosts: int, size: int) -> None:
+    expected = plan.outlook(num_shards, num_hosts, size)
+    if expected.made_rows > size:
+        logging.warning(
+            "%d hosts with batches of %d rows from %d logical shards: hosts run the"
+            " same shards, make %d rows for a batch and discard %d; choose a number of"
+            " hosts that divides the shards, or batches of a multiple or a divisor of"
+            " them (`elastic-ckpt plan --shards %d --hosts %d --batches %d`)",
+            num_hosts,
+            size,
+            num_shards,
+            expected.made_rows,
+            expected.made_rows - size,
+            num_shards,
+            num_hosts,
+            size,
+        )
 
 
 class _HostBatches:
@@ -233,12 +271,28 @@ class _HostBatches:
         row_hosts = self._placement.row_hosts
         mine = rows.assign(self._batch, row_hosts, stream_row)[self._placement.host]
         start = dict(read(mine.shards.tolist()))
+        self._check_datasets(start)
         self.close()
         self._mine, self._cursors, self._stream_row = mine, start, stream_row
         self._error: str | None = None
 
+    def _check_datasets(self, start: cursors.Cursors) -> None:
+        # Refuses cursors that need a dataset that is gone before the first batch: the
+        # pipelines of shards are opened later.
+        names: set[str] | None = None
+        for shard, cursor in start.items():
+            if not mixing.gone(cursor, ()):
+                continue
+            if names is None:
+                names = mixing.names(self._data.make_shard(shard))
+            if mixing.gone(cursor, names):
+                shard_rows.check_cursor(self._data.make_shard, shard, cursor)
+
     def close(self) -> None:
         if self._reader:
+            if self._error is None:
+                # The state can still be taken, and reading can go on from it.
+                self._cursors.update(self._reader.changed())
             self._close_reader()
         self._reader = None
 

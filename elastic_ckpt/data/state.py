@@ -100,7 +100,12 @@ def check_same_pipeline(
     if saved.engine != engine:
         changed.insert(0, f'engine: saved "{saved.engine}", now "{engine}"')
     if changed:
+        grown = any(change.endswith(" is new") for change in changed)
+        route = (
+            "; to add files to a run, list those of before by name, and the new ones as"
+            " another dataset of a mixture (patterns,weight;patterns,weight)"
+        )
         raise errors.DataError(
             "the data state was saved by another pipeline (" + "; ".join(changed) + ");"
-            " set this back, or start a new run"
+            " set this back, or start a new run" + route * grown
         )

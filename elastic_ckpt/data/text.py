@@ -1,10 +1,15 @@
-"""Writes the text files below a directory as training files, one record for each."""
+"""Writes the text files below a directory as training files, one record for each.
+
+A file of JSON lines has a document on each line.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import io
 import itertools
+import json
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -19,48 +24,71 @@ _NOT_STDLIB = ("site-packages", "dist-packages")
 _ROW_GROUP_DOCUMENTS = 100
 # Files that are read from a bucket at once.
 _READERS = 16
+# Files with a JSON object on each line.
+_JSON_LINES = (".jsonl", ".ndjson")
+
+
+# The path of a file, and its lines.
+_Content = tuple[str, Iterable[bytes]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """The number of written documents, and of bytes of text in them."""
+    """What was written.
+
+    Attributes:
+      num_documents: the number of documents.
+      text_bytes: the bytes of text in them.
+      skipped: the files that are empty or not UTF-8.
+    """
 
     num_documents: int
     text_bytes: int
+    skipped: tuple[str, ...] = ()
 
 
-def write_arrayrecord(directory: str, file: str) -> Written:
+def write_arrayrecord(directory: str, file: str, *, column: str = "text") -> Written:
     """Writes each non-empty text file below `directory` as one record of `file`.
 
-    Records are in the order of the sorted relative paths, so the same tree gives the
-    same file. Files that are not UTF-8 are regarded as binary and skipped.
+    Of a file of JSON lines (`.jsonl`, `.ndjson`), each line's text is a record. Records
+    are in the order of the sorted relative paths, so the same tree gives the same file.
+    Files that are not UTF-8 are regarded as binary and skipped.
 
     Args:
-      directory: any directory, also in a bucket, or `python-stdlib` for the `.py` files
-        of the standard library of the running Python, or `python-stdlib/email` for a
-        part of it.
+      directory: any directory, also in a bucket, or one file of JSON lines, or
+        `python-stdlib` for the `.py` files of the standard library of the running
+        Python, or `python-stdlib/email` for a part of it.
       file: the ArrayRecord file to write, local or in a bucket; it appears whole or not
         at all.
+      column: the field of JSON lines that has the text.
 
     Raises:
-      DataError: if there is no such directory, or no text in it.
+      DataError: if there is no such directory, or no text in it, or a JSON line has no
+        text.
     """
-    return write(directory, file, file_type="arrayrecord")
+    return write(directory, file, file_type="arrayrecord", column=column)
 
 
-def write(directory: str, file: str, *, file_type: str) -> Written:
+def write(
+    directory: str, file: str, *, file_type: str, column: str = "text"
+) -> Written:
     """Like `write_arrayrecord`, for any of the file types that can be read."""
     if storage.is_local(directory):
-        counted = _Counted(map(pathlib.Path.read_bytes, _documents(directory)))
+        contents = _local_contents(directory)
     else:
-        counted = _Counted(_stored_contents(directory))
+        contents = _stored_contents(directory)
+    counted = _Counted(contents, column)
     with staged_file.staged_path(file) as temporary:
         _WRITERS[file_type](temporary, counted)
         if not counted.num_documents:
             raise errors.DataError(
                 f"{directory}: no text file in it; give a directory that has some"
             )
-    return Written(num_documents=counted.num_documents, text_bytes=counted.text_bytes)
+    return Written(
+        num_documents=counted.num_documents,
+        text_bytes=counted.text_bytes,
+        skipped=tuple(counted.skipped),
+    )
 
 
 def file_type(file: str) -> str | None:
@@ -69,18 +97,56 @@ def file_type(file: str) -> str | None:
 
 
 class _Counted:
-    """Iterates over the contents that are text, and counts them."""
+    """Iterates over the documents in files, and counts them."""
 
-    def __init__(self, contents: Iterable[bytes]) -> None:
+    def __init__(self, contents: Iterable[_Content], column: str) -> None:
         self._contents = contents
+        self._column = column
         self.num_documents = 0
         self.text_bytes = 0
+        self.skipped: list[str] = []
 
     def __iter__(self) -> Iterator[bytes]:
-        for content in filter(_is_text, self._contents):
-            self.num_documents += 1
-            self.text_bytes += len(content)
-            yield content
+        for name, lines in self._contents:
+            if name.lower().endswith(_JSON_LINES):
+                documents = _texts_of_lines(name, lines, self._column)
+            else:
+                documents = filter(_is_text, [b"".join(lines)])
+            before = self.num_documents
+            for document in documents:
+                self.num_documents += 1
+                self.text_bytes += len(document)
+                yield document
+            if self.num_documents == before:
+                self.skipped.append(name)
+
+
+def _texts_of_lines(name: str, lines: Iterable[bytes], column: str) -> Iterator[bytes]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{name}, line {number}"
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise errors.DataError(
+                f"{place}: not JSON ({error}); correct the line, or rename the file if"
+                " it is one text"
+            ) from None
+        found = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
+        text = fields.get(column) if isinstance(fields, dict) else None
+        if not isinstance(text, str):
+            raise errors.DataError(
+                f"{place}: no text in the field {column!r}, found {found}; choose the"
+                " field of the text with --column, which is column= in Python"
+            )
+        if text:
+            # JSON can put halves of surrogate pairs into a `str`.
+            yield (
+                text.encode("utf-16", "surrogatepass")
+                .decode("utf-16", "replace")
+                .encode()
+            )
 
 
 def _write_arrayrecord(path: str, texts: Iterable[bytes]) -> None:
@@ -119,16 +185,24 @@ _FILE_TYPES = {
 }
 
 
+def _local_contents(directory: str) -> Iterator[_Content]:
+    for path in _documents(directory):
+        with path.open("rb") as lines:
+            yield str(path), lines
+
+
 def _documents(directory: str) -> list[pathlib.Path]:
     first, _, part = directory.partition("/")
     if first == PYTHON_STDLIB:
         root, pattern = pathlib.Path(sysconfig.get_path("stdlib"), part), "*.py"
     else:
         root, pattern = pathlib.Path(directory).expanduser(), "*"
+    if root.is_file() and root.name.lower().endswith(_JSON_LINES):
+        return [root]
     if not root.is_dir():
         raise errors.DataError(
-            f"{root}: no such directory; give one that has text files, or"
-            f" {PYTHON_STDLIB!r} for Python's own sources"
+            f"{root}: no such directory; give one that has text files, a .jsonl file,"
+            f" or {PYTHON_STDLIB!r} for Python's own sources"
         )
     documents = []
     for path in root.rglob(pattern):
@@ -140,8 +214,11 @@ def _documents(directory: str) -> list[pathlib.Path]:
     return sorted(documents, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _stored_contents(directory: str) -> Iterator[bytes]:
+def _stored_contents(directory: str) -> Iterator[_Content]:
     # The content of each file below a directory in a bucket, likewise.
+    if directory.lower().endswith(_JSON_LINES):
+        yield directory, io.BytesIO(files.read(directory))
+        return
     names = [
         name
         for name in files.below(directory)
@@ -154,7 +231,8 @@ def _stored_contents(directory: str) -> Iterator[bytes]:
     with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
         for some in range(0, len(names), _READERS):
             paths = [f"{directory}/{name}" for name in names[some : some + _READERS]]
-            yield from readers.map(files.read, paths)
+            contents = readers.map(files.read, paths)
+            yield from zip(paths, map(io.BytesIO, contents), strict=True)
 
 
 def _is_text(content: bytes) -> bool:

@@ -164,12 +164,14 @@ def load(kind: str, path: str = "") -> Tokenizer:
     """
     if kind not in KINDS:
         raise errors.ConfigError(
-            f"tokenizer_type {kind!r} is unknown; set it to one of {', '.join(KINDS)}"
+            f"there is no kind {kind!r} of tokenizer (tokenizer_type in a"
+            f" configuration); it is one of {', '.join(KINDS)}"
         )
     if (kind == _BYTES) != (not path):
         remedy = f"set it to {_FILES[kind]}" if kind in _FILES else "leave it empty"
         raise errors.ConfigError(
-            f"tokenizer_path {path!r} does not fit tokenizer_type {kind!r}; {remedy}"
+            f"the path {path!r} does not fit a tokenizer of kind {kind!r}; {remedy}"
+            " (tokenizer_path and tokenizer_type in a configuration)"
         )
     if kind == _BYTES:
         return Bytes()
@@ -225,7 +227,7 @@ def _open(kind: str, path: str, content: bytes) -> _Opened:
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise errors.DataError(
             f"{path}: cannot be read as {_FILES[kind]} ({error}); restore the file"
-            " from a copy, or set tokenizer_type to its kind"
+            " from a copy, or name its kind (tokenizer_type in a configuration)"
         ) from None
 
 
@@ -357,8 +359,8 @@ def _read(kind: str, file: epath.Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise errors.DataError(
-            f"{file}: cannot be read ({error.strerror or error}); set tokenizer_path"
-            f" to {_FILES[kind]}"
+            f"{file}: cannot be read ({error.strerror or error}); name"
+            f" {_FILES[kind]} (tokenizer_path in a configuration)"
         ) from None
 
 

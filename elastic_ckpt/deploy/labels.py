@@ -16,6 +16,15 @@ def addition_for(config: schema.Config) -> addition.Addition:
     for secret in secrets:
         names.check_name("pod_image_pull_secrets", secret, dots=True)
     spec: addition.Object = {}
+    container: addition.Object = {}
+    if section.pod_security_context:
+        spec["securityContext"] = settings.mapping(
+            "pod_security_context", section.pod_security_context
+        )
+    if section.program_security_context:
+        container["securityContext"] = settings.mapping(
+            "program_security_context", section.program_security_context
+        )
     if secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in secrets]
     if section.host_network:
@@ -25,6 +34,7 @@ def addition_for(config: schema.Config) -> addition.Addition:
         labels=settings.mapping("pod_labels", section.pod_labels),
         annotations=settings.mapping("pod_annotations", section.pod_annotations),
         spec=spec,
+        container=container,
     )
 
 

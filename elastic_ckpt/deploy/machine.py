@@ -25,37 +25,88 @@ class Machine:
       limits: the resources of a host, which one pod takes.
       devices: JAX devices of a host; 0 if the configuration sets their number.
       hosts_per_slice: the number of hosts in a slice.
+      cpus: of a host; None if they are not known.
+      memory_gib: of a host; None if it is not known.
     """
 
     node_selector: dict[str, str]
     limits: dict[str, str]
     devices: int
     hosts_per_slice: int
+    cpus: int | None = None
+    memory_gib: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Accelerator:
     label: str
     chips: int
+    cpus: int
+    memory_gib: int
     devices_per_chip: int = 1
+    # Of slices; none of GPUs.
+    topologies: tuple[str, ...] = ()
 
 
+# Chips along each dimension, of the tables in GKE's "Plan TPUs in GKE" (2026). Larger
+# slices of three dimensions are made of cubes of 4x4x4.
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 _TPUS = {
-    "ct4p-hightpu-4t": _Accelerator(label="tpu-v4-podslice", chips=4),
-    "ct5lp-hightpu-4t": _Accelerator(label="tpu-v5-lite-podslice", chips=4),
-    "ct5lp-hightpu-8t": _Accelerator(label="tpu-v5-lite-podslice", chips=8),
-    "ct5p-hightpu-4t": _Accelerator(label="tpu-v5p-slice", chips=4),
-    "ct6e-standard-4t": _Accelerator(label="tpu-v6e-slice", chips=4),
-    "ct6e-standard-8t": _Accelerator(label="tpu-v6e-slice", chips=8),
-    "tpu7x-standard-4t": _Accelerator(label="tpu7x", chips=4, devices_per_chip=2),
+    "ct4p-hightpu-4t": _Accelerator(
+        label="tpu-v4-podslice", chips=4, cpus=240, memory_gib=407, topologies=_CUBIC
+    ),
+    "ct5lp-hightpu-4t": _Accelerator(
+        label="tpu-v5-lite-podslice",
+        chips=4,
+        cpus=112,
+        memory_gib=192,
+        topologies=_FLAT,
+    ),
+    "ct5lp-hightpu-8t": _Accelerator(
+        label="tpu-v5-lite-podslice",
+        chips=8,
+        cpus=224,
+        memory_gib=384,
+        topologies=("2x4",),
+    ),
+    "ct5p-hightpu-4t": _Accelerator(
+        label="tpu-v5p-slice", chips=4, cpus=208, memory_gib=448, topologies=_CUBIC
+    ),
+    "ct6e-standard-4t": _Accelerator(
+        label="tpu-v6e-slice", chips=4, cpus=180, memory_gib=720, topologies=_FLAT
+    ),
+    "ct6e-standard-8t": _Accelerator(
+        label="tpu-v6e-slice", chips=8, cpus=180, memory_gib=1440, topologies=("2x4",)
+    ),
+    "tpu7x-standard-4t": _Accelerator(
+        label="tpu7x",
+        chips=4,
+        cpus=224,
+        memory_gib=960,
+        devices_per_chip=2,
+        topologies=_CUBIC,
+    ),
 }
 _GPUS = {
-    "a2-highgpu-8g": _Accelerator(label="nvidia-tesla-a100", chips=8),
-    "a2-ultragpu-8g": _Accelerator(label="nvidia-a100-80gb", chips=8),
-    "a3-highgpu-8g": _Accelerator(label="nvidia-h100-80gb", chips=8),
-    "a3-megagpu-8g": _Accelerator(label="nvidia-h100-mega-80gb", chips=8),
-    "a3-ultragpu-8g": _Accelerator(label="nvidia-h200-141gb", chips=8),
-    "a4-highgpu-8g": _Accelerator(label="nvidia-b200", chips=8),
+    "a2-highgpu-8g": _Accelerator(
+        label="nvidia-tesla-a100", chips=8, cpus=96, memory_gib=680
+    ),
+    "a2-ultragpu-8g": _Accelerator(
+        label="nvidia-a100-80gb", chips=8, cpus=96, memory_gib=1360
+    ),
+    "a3-highgpu-8g": _Accelerator(
+        label="nvidia-h100-80gb", chips=8, cpus=208, memory_gib=1872
+    ),
+    "a3-megagpu-8g": _Accelerator(
+        label="nvidia-h100-mega-80gb", chips=8, cpus=208, memory_gib=1872
+    ),
+    "a3-ultragpu-8g": _Accelerator(
+        label="nvidia-h200-141gb", chips=8, cpus=224, memory_gib=2952
+    ),
+    "a4-highgpu-8g": _Accelerator(
+        label="nvidia-b200", chips=8, cpus=224, memory_gib=3968
+    ),
 }
 
 
@@ -67,6 +118,11 @@ def from_config(config: schema.Config) -> Machine:
         slices.
     """
     deploy, world = config.deploy, config.world
+    if deploy.machine_gpus and world.hardware != "gpu":
+        raise errors.ConfigError(
+            f"machine_gpus={deploy.machine_gpus} with hardware={world.hardware}: only"
+            " pods with hardware=gpu take GPUs; leave it out"
+        )
     if world.hardware == "tpu":
         tpu = _known(deploy.machine_type, _TPUS, "tpu")
         return Machine(
@@ -76,7 +132,9 @@ def from_config(config: schema.Config) -> Machine:
             },
             limits={"google.com/tpu": str(tpu.chips)},
             devices=tpu.chips * tpu.devices_per_chip,
-            hosts_per_slice=_hosts_of_topology(deploy, tpu.chips),
+            hosts_per_slice=_hosts_of_topology(deploy, tpu),
+            cpus=tpu.cpus,
+            memory_gib=tpu.memory_gib,
         )
     if deploy.topology:
         raise errors.ConfigError(
@@ -88,18 +146,36 @@ def from_config(config: schema.Config) -> Machine:
             f"hosts={world.hosts} do not divide into slices={world.slices}; set hosts,"
             " the hosts of all slices together, to a multiple"
         )
-    selector, limits, devices = {}, {}, 0
-    if world.hardware == "gpu":
-        gpu = _known(deploy.machine_type, _GPUS, "gpu")
-        selector, devices = {_GPU: gpu.label}, gpu.chips
-        limits = {"nvidia.com/gpu": str(gpu.chips)}
-    elif deploy.machine_type:
-        selector = {INSTANCE: deploy.machine_type}
+    hosts_per_slice = world.hosts // world.slices
+    selector = {INSTANCE: deploy.machine_type} if deploy.machine_type else {}
+    if world.hardware != "gpu":
+        return Machine(
+            node_selector=selector,
+            limits={},
+            devices=0,
+            hosts_per_slice=hosts_per_slice,
+        )
+    gpus = deploy.machine_gpus
+    if gpus and deploy.machine_type not in _GPUS:
+        return Machine(
+            node_selector=selector,
+            limits={deploy.gpu_resource: str(gpus)},
+            devices=gpus,
+            hosts_per_slice=hosts_per_slice,
+        )
+    gpu = _known(deploy.machine_type, _GPUS, "gpu")
+    if gpus > gpu.chips:
+        raise errors.ConfigError(
+            f"machine_gpus={gpus} with machine_type={deploy.machine_type}, which has"
+            f" {gpu.chips} GPUs; set machine_gpus to at most {gpu.chips}"
+        )
     return Machine(
-        node_selector=selector,
-        limits=limits,
-        devices=devices,
-        hosts_per_slice=world.hosts // world.slices,
+        node_selector={_GPU: gpu.label},
+        limits={deploy.gpu_resource: str(gpus or gpu.chips)},
+        devices=gpus or gpu.chips,
+        hosts_per_slice=hosts_per_slice,
+        cpus=gpu.cpus,
+        memory_gib=gpu.memory_gib,
     )
 
 
@@ -108,25 +184,43 @@ def _known(
 ) -> _Accelerator:
     if machine_type not in machines:
         near = difflib.get_close_matches(machine_type, machines, n=1, cutoff=0.0)
+        other = (
+            ""
+            if hardware == "tpu"
+            else ", or set machine_gpus to the number of GPUs of another machine"
+        )
         raise errors.ConfigError(
-            f"machine_type={machine_type!r} is no machine with hardware={hardware}; the"
-            f" nearest is {near[0]!r}; choose one of {', '.join(machines)}"
+            f"machine_type={machine_type!r} is no known machine with"
+            f" hardware={hardware}; the nearest is {near[0]!r}; choose one of"
+            f" {', '.join(machines)}{other}"
         )
     return machines[machine_type]
 
 
-def _hosts_of_topology(deploy: schema.DeploySection, chips: int) -> int:
+def _hosts_of_topology(deploy: schema.DeploySection, tpu: _Accelerator) -> int:
     # pathwaysutils counts the hosts of a slice in the same way.
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", deploy.topology):
+    topology = deploy.topology
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
         raise errors.ConfigError(
-            f"topology={deploy.topology!r} is not that of a TPU slice; write its chips"
-            " along each dimension, 4x4 or 2x2x4"
+            f"topology={topology!r} is not that of a TPU slice; write its chips along"
+            " each dimension, 4x4 or 2x2x4"
         )
-    total = math.prod(int(length) for length in deploy.topology.split("x"))
-    if total % chips:
+    lengths = [int(length) for length in topology.split("x")]
+    is_of_cubes = (
+        tpu.topologies == _CUBIC
+        and len(lengths) == 3
+        and lengths == sorted(lengths)
+        and not any(length % 4 for length in lengths)
+    )
+    if not is_of_cubes and topology not in tpu.topologies:
+        known = ", ".join(tpu.topologies)
+        larger = (
+            ", 4x4x4, or a larger one of multiples of 4 in ascending order"
+            if tpu.topologies == _CUBIC
+            else ""
+        )
         raise errors.ConfigError(
-            f"topology={deploy.topology} has {total} chips, which is no multiple of the"
-            f" {chips} chips of machine_type={deploy.machine_type}; choose the topology"
-            " of the node pool"
+            f"topology={topology} is none of machine_type={deploy.machine_type}, whose"
+            f" slices have {known}{larger}; choose the topology of the node pool"
         )
-    return total // chips
+    return math.prod(lengths) // tpu.chips

@@ -40,7 +40,11 @@ def to_yaml(objects: list[Object]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes multi-line text as a literal block."""
+    """Writes multi-line text as a literal block, and equal parts out in full."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        del data
+        return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

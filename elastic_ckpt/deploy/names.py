@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import quantity
 
 # RFC 1123, and RFC 1035, which requires a letter first: JobSet creates a service with
@@ -71,15 +71,6 @@ def check_image(key: str, value: str) -> None:
         raise errors.ConfigError(
             f"{key}={value!r} does not name an image and its version; push one"
             " (sidecar/README.md) and write registry/repository:tag"
-        )
-
-
-def check_remote(key: str, value: str) -> None:
-    """Raises a ConfigError unless `value` is a URL that every pod can reach."""
-    if storage.is_local(value):
-        raise errors.ConfigError(
-            f"{key}={value!r} is local to each pod and is deleted with it; set"
-            f" {key}=gs://bucket/path"
         )
 
 

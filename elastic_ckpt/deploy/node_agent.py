@@ -29,6 +29,16 @@ _VOLUME = "runs"
 _NODE_NAME = "NODE_NAME"
 # The memory of the agent itself: RAM disks count as that of the pods that write them.
 _MEMORY = "512Mi"
+# The largest value of classes that are not Kubernetes' own, which not every namespace
+# may use.
+_PRIORITY_CLASS: Object = {
+    "apiVersion": "scheduling.k8s.io/v1",
+    "kind": "PriorityClass",
+    # It belongs to no namespace.
+    "metadata": {"name": NAME},
+    "value": 10**9,
+    "description": "Agents of nodes, which serve the memory of runs.",
+}
 
 
 def documents(config: schema.Config) -> list[Object]:
@@ -42,7 +52,11 @@ def documents(config: schema.Config) -> list[Object]:
     names.check_image("node_agent_image", _image(config))
     if deploy.node_agent_size_limit:
         names.check_size("node_agent_size_limit", deploy.node_agent_size_limit)
-    return [*_access(config), _daemon_set(config, host)]
+    if deploy.node_agent_priority_class:
+        name = deploy.node_agent_priority_class
+        names.check_name("node_agent_priority_class", name, dots=True)
+        return [*_access(config), _daemon_set(config, host)]
+    return [*_access(config), _PRIORITY_CLASS, _daemon_set(config, host)]
 
 
 def _image(config: schema.Config) -> str:
@@ -105,9 +119,11 @@ def _daemon_set(config: schema.Config, host: machine.Machine) -> Object:
     added: Object = dict(scheduling.addition_for(config, "host").spec)
     # The agent runs wherever pods of runs do, whatever the nodes are reserved for.
     added["tolerations"] = [{"operator": "Exists"}]
-    secrets = labels.addition_for(config).spec.get("imagePullSecrets")
-    if secrets:
-        added["imagePullSecrets"] = secrets
+    added["priorityClassName"] = config.deploy.node_agent_priority_class or NAME
+    for field in ("imagePullSecrets", "securityContext"):
+        # The agent runs as the user of the pods, to whom the files of runs belong.
+        if value := labels.addition_for(config).spec.get(field):
+            added[field] = value
     addition.merge(pod, added)
     template: Object = {"metadata": {"labels": _labels(host)}, "spec": pod}
     if config.tiers.peer_tls_certificate:
@@ -144,7 +160,11 @@ def _container(config: schema.Config) -> Object:
         "terminationMessagePolicy": job.TERMINATION_MESSAGE_POLICY,
         "resources": {"requests": {"memory": _MEMORY}},
         "volumeMounts": [{"name": _VOLUME, "mountPath": directory}],
-    }
+    } | (
+        {"ports": [{"containerPort": config.deploy.node_agent_port}]}
+        if config.deploy.node_agent_port
+        else {}
+    )
 
 
 def _options(config: schema.Config) -> list[str]:
@@ -153,6 +173,7 @@ def _options(config: schema.Config) -> list[str]:
     limit = deploy.node_agent_size_limit
     options = {
         "--interface": "$(POD_IP)",
+        "--port": str(deploy.node_agent_port or ""),
         "--kubernetes-node": f"$({_NODE_NAME})",
         "--domain-labels": deploy.node_agent_domain_labels,
         "--remove-unused-after": str(secs) if secs else "",

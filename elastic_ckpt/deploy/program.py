@@ -14,7 +14,7 @@ import yaml
 
 from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import names, settings
+from elastic_ckpt.deploy import settings, volumes
 
 # The directory of the files in a pod.
 DIRECTORY = "/etc/elastic-ckpt"
@@ -34,7 +34,7 @@ def check(config: schema.Config) -> None:
     """Raises a ConfigError if several programs are set, or one cannot run in a pod."""
     check_one(config)
     if is_train(config) or config.deploy.maxtext:
-        names.check_remote("base_output_directory", config.run.base_output_directory)
+        volumes.check_shared(config)
 
 
 def check_one(config: schema.Config) -> None:

@@ -9,7 +9,8 @@ needs itself, and the scheduler places no other pod into their memory.
 from __future__ import annotations
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.deploy import addition, names, quantity, ram_disk
+from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import addition, machine, names, quantity, ram_disk
 
 _BACKUP_MEMORY = "4Gi"
 
@@ -42,7 +43,25 @@ def addition_for(config: schema.Config, pods: addition.Pods) -> addition.Additio
         resources["limits"] = {"memory": quantity.of_bytes(total)}
     if total:
         requests["memory"] = quantity.of_bytes(total)
+    if pods.role in ("host", "worker"):
+        _check_fit(config, cpus, total)
     return addition.Addition(container={"resources": resources} if requests else {})
+
+
+def _check_fit(config: schema.Config, cpus: float, memory_bytes: int) -> None:
+    host, machine_type = machine.from_config(config), config.deploy.machine_type
+    if host.memory_gib is not None and memory_bytes > host.memory_gib * 2**30:
+        raise errors.ConfigError(
+            f"a pod requests {quantity.of_bytes(memory_bytes)} of memory, that of its"
+            f" program and of all volumes in memory, and machine_type={machine_type}"
+            f" has {host.memory_gib}Gi; lower program_memory, sidecar_memory,"
+            " local_checkpoint_size_limit or shared_memory_size_limit"
+        )
+    if host.cpus is not None and cpus > host.cpus:
+        raise errors.ConfigError(
+            f"a pod requests {cpus:g} CPUs, and machine_type={machine_type} has"
+            f" {host.cpus}; lower program_cpus or sidecar_cpus"
+        )
 
 
 def memory_volumes(config: schema.Config, pods: addition.Pods) -> dict[str, str]:

@@ -38,6 +38,16 @@ def addition_for(config: schema.Config, role: addition.Role) -> addition.Additio
     pods = config.pods
     spec: dict[str, Any] = {}
     tolerations = settings.sequence("pod_tolerations", pods.pod_tolerations)
+    if pods.pod_unreachable_seconds >= 0:
+        tolerations += [
+            {
+                "key": f"node.kubernetes.io/{condition}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": pods.pod_unreachable_seconds,
+            }
+            for condition in ("unreachable", "not-ready")
+        ]
     if pods.pod_priority_class:
         spec["priorityClassName"] = pods.pod_priority_class
     if role not in ("head", "backup"):

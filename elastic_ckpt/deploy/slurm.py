@@ -47,8 +47,8 @@ def script(config: schema.Config) -> str:
     """
     _check(config)
     files = "".join(
-        f'on_each_node bash -c \'umask 077; mkdir -p "$1" && cat > "$1/$2"\' -'
-        f" \"$ram\" {name} <<'{_FILE_END}' || exit\n{text}{_FILE_END}\n"
+        f'on_each_node bash -c "$write" - "$ram" {name} <<\'{_FILE_END}\' || exit\n'
+        f"{text}{_FILE_END}\n"
         for name, text in program.files(config).items()
     )
     return _TEMPLATE.format(
@@ -281,7 +281,17 @@ on_each_node() {{
     --ntasks-per-node=1 "$@"
 }}
 
-# The program's files.
+# The program's files. Whoever owns the directory could change the steps in it.
+write='
+umask 077
+mkdir -p "$1" || exit
+if [ -L "$1" ] || [ ! -O "$1" ]; then
+  echo "$1 on $(hostname) belongs to $(stat -c %U "$1"): remove it there, or set" \\
+    "slurm_ram_directory to another RAM disk" >&2
+  exit 1
+fi
+cat > "$1/$2"
+'
 {files}
 # What a task does before the program.
 task=$(cat <<'{end}'
@@ -301,6 +311,16 @@ trap 'is_cancelled=1' TERM
 srun {srun} bash -c "$task" - "${{program[@]}}"
 code=$?
 
+keep_steps=$(cat <<'{end}'
+if [ -n "$(find "$1/steps" -name "manifest-*" -print -quit 2> /dev/null)" ]; then
+  echo "kept on $(hostname): $1, the steps in RAM. To continue from them:" >&2
+  echo "scontrol requeue $2 (on the nodes $3). Remove $1 if you do not." >&2
+else
+  rm -rf "$1"
+fi
+{end}
+)
+
 can_help=
 case $code in
   0) ;;
@@ -315,8 +335,15 @@ esac
 if [ -n "$can_help" ] && [ -z "$is_cancelled" ]; then
   scontrol requeue "$SLURM_JOB_ID"
 else
-  on_each_node rm -rf "$ram"
   rm -f "$failures"
+  case $code in
+    # Storage has all that was due there.
+    0 | 143) on_each_node rm -rf "$ram" ;;
+    # The nodes' RAM may have more. Only a job of this number finds it.
+    *)
+      on_each_node bash -c "$keep_steps" - "$ram" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
+      ;;
+  esac
 fi
 exit "$code"
 """

@@ -8,14 +8,20 @@ are those of the mount.
 
 from __future__ import annotations
 
+import os
+import pathlib
 import re
 from typing import Any
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.deploy import addition, settings
 
 _OF_MOUNT = ("readOnly", "subPath")
+# Sources that end with the pod, or hold files of Kubernetes.
+_LOCAL = frozenset(
+    ("emptyDir", "ephemeral", "configMap", "secret", "downwardAPI", "projected")
+)
 _GCSFUSE = "gcsfuse.csi.storage.gke.io"
 # It has GKE add the driver's sidecar to a pod ("Cloud Storage FUSE CSI driver", 2026).
 _GCSFUSE_ANNOTATION = "gke-gcsfuse/volumes"
@@ -56,6 +62,45 @@ def addition_for(config: schema.Config, pods: addition.Pods) -> addition.Additio
         spec={"volumes": volumes},
         container={"volumeMounts": mounts},
     )
+
+
+def check_shared(config: schema.Config) -> None:
+    """Raises a ConfigError unless the run's directory is one for all pods.
+
+    It is in a bucket, or on a shared file system that `pod_volumes` mounts.
+    """
+    directory = config.run.base_output_directory
+    if not storage.is_local(directory):
+        return
+    by_path = settings.mapping("pod_volumes", config.pods.pod_volumes)
+    mounted = [path for path in by_path if _is_above(path, directory)]
+    if not mounted:
+        raise errors.ConfigError(
+            f"base_output_directory={directory!r} is local to each pod and is deleted"
+            " with it; set base_output_directory=gs://bucket/path, or mount a shared"
+            " file system there: pod_volumes={/runs: {persistentVolumeClaim:"
+            " {claimName: runs}}} and base_output_directory=/runs"
+        )
+    path = max(mounted, key=len)
+    value = by_path[path]
+    source = _source(path, value)
+    for kind in _LOCAL.intersection(source):
+        raise errors.ConfigError(
+            f"base_output_directory={directory!r} is on the {kind} that pod_volumes"
+            f" mounts at {path}, which each pod has for itself; mount a shared file"
+            " system there, such as {persistentVolumeClaim: {claimName: runs}}"
+        )
+    if value.get("readOnly"):
+        raise errors.ConfigError(
+            f"base_output_directory={directory!r} is on {path}, which pod_volumes"
+            " mounts with readOnly: true; remove that"
+        )
+
+
+def _is_above(path: str, directory: str) -> bool:
+    # Whether a directory is on the volume at a path.
+    own = pathlib.PurePosixPath(os.path.normpath(directory))
+    return own.is_absolute() and own.is_relative_to(os.path.normpath(path))
 
 
 def _name(path: str) -> str:

@@ -9,10 +9,12 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.elastic.processes import Processes
     from elastic_ckpt.elastic.runtime import run
     from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
+    from elastic_ckpt.elastic.watch import Limits
     from elastic_ckpt.elastic.world import World
 
 __all__ = [
     "Cluster",
+    "Limits",
     "Pathways",
     "Policy",
     "Processes",

@@ -39,6 +39,8 @@ class Policy:
       batch: what stays the same.
       wait_secs: how long to wait for `min_slices` before the run ends.
       settle_secs: how long a slice has to be there before the run grows.
+      check_secs: how long to wait, after the hosts of a slice have died, for the check
+        that shows that nothing but its processes was lost.
       max_retries: how many worlds may be lost in a row without a new step.
       quarantine_failures: a slice that fails so often is not used again; 0 for never.
       quarantine_secs: within how long these failures have to be.
@@ -51,6 +53,7 @@ class Policy:
     batch: Batch = Batch.KEEP_GLOBAL
     wait_secs: float = 600.0
     settle_secs: float = 10.0
+    check_secs: float = 10.0
     max_retries: int = 10
     quarantine_failures: int = 0
     quarantine_secs: float = 3600.0
@@ -138,6 +141,8 @@ class Slices:
       quarantined: alive, and not to be used.
       failures: of all slices in this run; a cluster need not give `quarantined`.
       slow: the slices that have slow hosts.
+      checking: the slices whose hosts have just died, and that may be as sound as
+        before: they are being checked, and belong to `current` again if they are.
     """
 
     current: frozenset[int] = frozenset()
@@ -145,6 +150,7 @@ class Slices:
     quarantined: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
     slow: frozenset[int] = frozenset()
+    checking: frozenset[int] = frozenset()
 
     def usable(self, policy: Policy) -> list[int]:
         """The slices to train on, best first: those of the current world, then others.

@@ -20,22 +20,27 @@ class HostFailure:
       host: the host's number.
       message: the message for the user.
       is_ours: whether it is an ElasticCkptError, whose message has a remedy.
+      may_follow: whether the death of another host may have caused it, although it is
+        ours.
       is_replaced: whether it is a ReplacedError: another start continues the run.
       is_of_devices: whether JAX raised it, for devices that failed or are gone.
       is_signal: whether the process died by a signal.
       is_silent: whether it ended without reporting a failure.
       is_consequence: whether it died as hosts do when host 0 is gone.
+      is_hang: whether it was ended because it hangs.
       at_secs: the time, on the machine's monotonic clock.
     """
 
     host: int
     message: str
     is_ours: bool = False
+    may_follow: bool = False
     is_replaced: bool = False
     is_of_devices: bool = False
     is_signal: bool = False
     is_silent: bool = False
     is_consequence: bool = False
+    is_hang: bool = False
     at_secs: float
 
 
@@ -60,14 +65,14 @@ def silent_death(host: int, exit_code: int) -> HostFailure:
 def first_failure(failures: list[HostFailure]) -> HostFailure:
     """The failure that caused the others.
 
-    An ElasticCkptError is never a consequence of another host's death, and death by a
+    Most of our errors are never a consequence of another host's death, and death by a
     signal is never a consequence of an exception, unless JAX has aborted the host; nor
     is that of failed devices. Among equals the earliest is first.
     """
     return min(
         failures,
         key=lambda f: (
-            not f.is_ours,
+            not f.is_ours or f.may_follow,
             not f.is_signal or f.is_consequence,
             f.is_of_devices,
             f.is_consequence,
@@ -81,12 +86,21 @@ class WorldLostError(errors.RunError):
 
     Attributes:
       hosts: the hosts that died; empty if devices failed and all processes lived.
+      hung: those of them that were ended because they hung.
       at_secs: the time of the first failure, on the machine's monotonic clock.
     """
 
-    def __init__(self, message: str, *, hosts: frozenset[int], at_secs: float) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        hosts: frozenset[int],
+        hung: frozenset[int] = frozenset(),
+        at_secs: float,
+    ) -> None:
         super().__init__(message)
         self.hosts = hosts
+        self.hung = hung
         self.at_secs = at_secs
 
 

@@ -19,7 +19,7 @@ from multiprocessing import connection
 from typing import Any
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import host_load, watch
+from elastic_ckpt.elastic import host_load, termination, watch
 from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.member import Member
 
@@ -51,6 +51,7 @@ class HostChannel:
         self._load = host_load.HostLoad()
         self._phase = watch.TRAIN
         self._phase_secs = 0.0
+        self._has_stepped = False
         # The message with which this host leaves.
         self._left = b""
 
@@ -71,6 +72,13 @@ class HostChannel:
         if phase != self._phase or now_secs - self._phase_secs > _PHASE_SECS:
             self._phase, self._phase_secs = phase, now_secs
             self.send({"phase": phase})
+
+    def step(self) -> None:
+        """Reports that a step is done, and the phase begins once more."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.send({"stepped": True})
+        self.begin()
 
     def wait(self) -> None:
         """Returns when the world begins, which this host has joined.
@@ -94,7 +102,9 @@ class HostChannel:
     def _report_sigterm(self) -> None:
         # JAX handles the signal outside of Python, and does not name the host that got
         # it.
-        _call_after(signal.SIGTERM, lambda: self.send({"sigterm": True}), chain=True)
+        termination.call_after(
+            signal.SIGTERM, lambda: self.send({"sigterm": True}), chain=True
+        )
 
     @property
     def is_left(self) -> bool:
@@ -137,7 +147,7 @@ def run(
     # The supervisor asks for the stacks of hosts that hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # A fault, see `faults`.
-    _call_after(signal.SIGUSR2, _cut_off, chain=False)
+    termination.call_after(signal.SIGUSR2, _cut_off, chain=False)
     threading.Thread(
         target=channel.send_heartbeats, name="heartbeats", daemon=True
     ).start()
@@ -152,6 +162,7 @@ def run(
             host=member.host,
             message=str(error) if ours else summary,
             is_ours=ours,
+            may_follow=isinstance(error, errors.NotStoredError),
             is_replaced=isinstance(error, errors.ReplacedError),
             is_of_devices=_is_of_devices(error),
             at_secs=time.monotonic(),
@@ -185,23 +196,6 @@ def detach(log: str) -> None:
     # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log)
-
-
-def _call_after(
-    number: signal.Signals, call: Callable[[], object], *, chain: bool
-) -> None:
-    # Calls a function in a thread after each signal, whatever the main thread does.
-    # `faulthandler` runs before handlers outside of Python, and writes into a pipe.
-    reader, writer = os.pipe()
-    faulthandler.register(number, file=writer, all_threads=False, chain=chain)
-
-    def wait() -> None:
-        # The supervisor's end is closed when it is about to kill this process.
-        with contextlib.suppress(OSError):
-            while os.read(reader, 65536):
-                call()
-
-    threading.Thread(target=wait, name=f"await-{number.name}", daemon=True).start()
 
 
 def _cut_off() -> None:

@@ -39,6 +39,16 @@ def configure(world: schema.WorldSection, *, slot: int | None = None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def check_devices(hardware: str) -> None:
+    """Raises a RunError if JAX has fallen back to CPUs, as it does without CUDA."""
+    if hardware != "cpu" and jax.default_backend() == "cpu":
+        raise errors.RunError(
+            f"hardware={hardware}, but JAX finds CPUs alone on {socket.gethostname()}:"
+            f" {jax.local_devices()}; install the JAX of your accelerator (jax[cuda12])"
+            " and look at its driver, or set hardware=cpu"
+        )
+
+
 def gpus(slot: int, devices_per_host: int) -> range:
     """The GPUs of a host, numbered as CUDA_VISIBLE_DEVICES leaves them.
 

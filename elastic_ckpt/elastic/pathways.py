@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from pathwaysutils.elastic import elastic, manager
 
-from elastic_ckpt.core import errors, events, storage, topology
+from elastic_ckpt.core import errors, events, process, storage, topology
 from elastic_ckpt.elastic import faults, termination
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
 from elastic_ckpt.elastic.device_state import DeviceState
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
-from elastic_ckpt.elastic.world import World
+from elastic_ckpt.elastic.world import Steps, World
 from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices while there are too few.
@@ -41,7 +41,7 @@ class Pathways:
       poll_secs: between two checks of the slices that no world uses.
       grace_secs: the time limit to save and end after SIGTERM; then the process ends.
       ended: called before the process ends so.
-      emit: called when a slice is lost or comes back.
+      emit: called when a slice is lost or comes back; by default what `run` calls.
 
     Raises:
       ConfigError: if there are faults, and slices are not simulated, or a fault is of
@@ -56,7 +56,7 @@ class Pathways:
         poll_secs: float = 10.0,
         grace_secs: float = 60.0,
         ended: Callable[[], None] = lambda: None,
-        emit: events.Emit = events.nobody,
+        emit: events.Emit | None = None,
     ) -> None:
         self._manager = manager
         self._simulated = manager if isinstance(manager, SimulatedSlices) else None
@@ -64,15 +64,23 @@ class Pathways:
         self._faults = list(injected)
         self._grace_secs = grace_secs
         self._ended = ended
-        self._emit = emit
-        self._device_state = DeviceState(emit)
-        self._claimant = claims.new_claimant()
+        self._given_emit = emit
+        # That of the run, until it is known.
+        self._run_emit: events.Emit = events.nobody
+        self._device_state = DeviceState(self._emit)
+        self._claimant = claims.new_claimant(process.this())
         # By slice that is alive, since when.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         # The slices that were lost since they were last in a world.
         self._lost: set[int] = set()
         self._failures: list[Failure] = []
         manager.start_monitoring(poll_secs)
+
+    def __enter__(self) -> Pathways:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def devices_per_slice(self) -> int:
@@ -106,6 +114,7 @@ class Pathways:
         has_changed: Callable[[], Decision | None],
     ) -> bool:
         """See `Cluster`; runs in the main thread, and `train` as well."""
+        self._run_emit = emit
         slices = assignment.work.slices
         self._lost -= set(slices)
         self._set_active(slices, alive=frozenset(self._since))
@@ -140,6 +149,9 @@ class Pathways:
         """Ends the checks of slices."""
         self._manager.close()
 
+    def _emit(self, name: str, **fields: storage.Json) -> None:
+        (self._given_emit or self._run_emit)(name, **fields)
+
     def _train(
         self,
         train: TrainFunction,
@@ -153,6 +165,12 @@ class Pathways:
                 emit(name, **fields)
             if name == "world_claimed":
                 self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
+
+        steps = Steps(report)
+
+        def leave(step: int) -> bool:
+            steps.done(step)
+            return leaving(step)
 
         work = assignment.work
         of_slices = self._manager.slice_to_devices
@@ -168,8 +186,9 @@ class Pathways:
                     microbatches=work.accumulated,
                     device_state=self._device_state,
                     claimant=self._claimant,
-                    emit=report,
-                    is_leaving=leaving,
+                    emit=steps,
+                    is_leaving=leave,
+                    is_ending=leaving.for_others,
                     is_left=leaving.is_left,
                 )
             )
@@ -253,7 +272,11 @@ class _Leaving:
         self._is_stopped = self._is_stopped or self.is_ending(step)
         if self.step is None and self._is_stopped:
             self.step = step
-        elif self.step is None and (decided := self._has_changed()):
+        return self.for_others(step)
+
+    def for_others(self, step: int) -> bool:
+        """Whether to leave for other slices; before the first step, too."""
+        if self.step is None and (decided := self._has_changed()):
             self.step = step
             self._emit("world_leaving", slices=leaving_for(decided))
         return self.step is not None
@@ -266,8 +289,8 @@ class _Leaving:
 def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) -> None:
     if injected and simulated is None:
         raise errors.ConfigError(
-            "faults are injected into slices that are simulated alone, with"
-            " hardware=cpu; remove `faults`"
+            "faults are injected into SimulatedSlices alone (hardware=cpu in a"
+            " configuration); remove them"
         )
     of_slices = (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE)
     for fault in injected:

@@ -68,6 +68,7 @@ class ProcessWorld:
         self.hosts.run(watch, preempted)
         # The training may have ended before the hosts could leave.
         has_left = self.hosts.is_left and "world_left" in self._ends
+        has_left |= self.hosts.is_abandoned
         name = "world_left" if has_left else "run_stopped"
         if name in self._ends:
             emit(name, **self._ends[name])

@@ -18,16 +18,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import events, storage
+from elastic_ckpt.core import errors, events, process, storage
 from elastic_ckpt.elastic import (
     faults,
     host_failure,
+    host_start,
     injector,
     local_slices,
+    main_script,
     process_world,
     shadow_world,
     supervisor,
@@ -41,44 +44,194 @@ from elastic_ckpt.elastic.cluster import (
     leaving_for,
 )
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
-from elastic_ckpt.elastic.machines import followers, handover, slice_machines
+from elastic_ckpt.elastic.machines import (
+    followers,
+    handover,
+    places,
+    slice_machines,
+)
 from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices.
 _LOOK_SECS = 0.1
+_MOST_ABANDONED = 3
+# What hosts import, in the fork server.
+_HOST_IMPORTS = (
+    "elastic_ckpt.elastic.multicontroller",
+    "elastic_ckpt.elastic.world_host",
+    "elastic_ckpt.frontend.batches",
+    "elastic_ckpt.frontend.checkpointer",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfMachine:
+    """The part of one of several machines in a run.
+
+    Attributes:
+      place: of the machine.
+      slices: of the machine; closed by the cluster.
+      injected: faults, by their steps.
+      lost_secs: after which a machine without a sign is lost.
+      needs_majority: whether the run needs more than half of the machines.
+    """
+
+    place: places.Place
+    slices: local_slices.LocalSlices
+    injected: tuple[faults.Fault, ...]
+    lost_secs: float
+    needs_majority: bool
 
 
 class Processes:
     """Slices of host processes on this machine, and on those that follow it.
 
+    The script that makes one runs again in each host process, as a module: make it, and
+    call `run`, under `if __name__ == "__main__":`.
+
     Args:
-      hardware: the slices and hosts, and the devices of each host. A host that
-        simulates several slices is one slice here.
-      log_directory: the directory for the logs of each world's hosts.
-      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      slices: of the run, on all of its machines.
+      hosts_per_slice: the processes of each slice.
+      devices_per_host: of each process: CPU devices, or GPUs of its own.
+      hardware: `cpu` or `gpu`.
+      ram: the RAM disk of a machine; each slice has a directory there, which an agent
+        serves: `world.ram_directory`. None if hosts keep no checkpoints in memory.
+      run: the name of the run, of its directories in `ram`.
+      logs: the directory for what hosts print; by default `logs/<run>`.
+      jax_cache_dir: of JAX's compilation cache; empty for none.
+      machines: if there are several, the address of each, `host:port`, the same on
+        all; the slices are dealt to them in order.
+      machine: the number of this one; by default NODE_RANK, SLURM_NODEID or
+        JOB_COMPLETION_INDEX in the environment.
+      machine_timeout_secs: a machine that gives no sign for so long is lost.
+      needs_majority: whether the run continues only with more than half of the
+        machines; needed if they do not share persistent storage.
       injected: faults, by their steps.
-      limits: how long hosts may take to save and end after SIGTERM, and may hang.
-      emit: called when a slice is lost or comes back, and for faults.
+      limits: how long hosts may take.
+      emit: called when a slice is lost or comes back, and for faults; by default what
+        `run` calls.
+
+    Raises:
+      ConfigError: if the values do not fit together, or the script would make one in
+        each host process.
+      RunError: if the RAM disk cannot be served.
     """
 
     def __init__(
         self,
+        slices: int,
+        *,
+        hosts_per_slice: int = 1,
+        devices_per_host: int = 1,
+        hardware: str = "cpu",
+        ram: str | os.PathLike[str] | None = None,
+        run: str | None = None,
+        logs: str | os.PathLike[str] | None = None,
+        jax_cache_dir: str = "",
+        machines: Sequence[str] = (),
+        machine: int | None = None,
+        machine_timeout_secs: float = 10.0,
+        needs_majority: bool = False,
+        injected: Sequence[faults.Fault] = (),
+        limits: watch.Limits | None = None,
+        emit: events.Emit | None = None,
+    ) -> None:
+        main_script.check_guarded("ec.elastic.Processes")
+        counts = {
+            "slices": slices,
+            "hosts_per_slice": hosts_per_slice,
+            "devices_per_host": devices_per_host,
+        }
+        for name, number in counts.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise errors.ConfigError(
+                    f"Processes({name}={number!r}): it is a whole number from 1"
+                )
+        if hardware not in ("cpu", "gpu"):
+            raise errors.ConfigError(
+                f"Processes(hardware={hardware!r}): host processes are started on 'cpu'"
+                " and 'gpu'; for TPUs use ec.elastic.Pathways"
+            )
+        if run is not None and (not run or run != os.path.basename(run)):
+            raise errors.ConfigError(
+                f"Processes(run={run!r}): it is the name of a directory, such as 'x'"
+            )
+        if ram is not None and run is None:
+            raise errors.ConfigError(
+                f"Processes(ram={os.fspath(ram)!r}) needs the name of the run, that of"
+                " its directories there; add run='x'"
+            )
+        self._place = None
+        if machines:
+            self._place = places.place(
+                machines, machine, slices=slices, environment=os.environ
+            )
+        for key, directory in (("ram", ram), ("logs", logs)):
+            if directory is not None and not storage.is_local(directory):
+                raise errors.ConfigError(
+                    f"{key}={os.fspath(directory)!r} is not a directory of this"
+                    f" machine, on which host processes append to files; give {key} a"
+                    " local one (steps go to a bucket by ec.Persistent)"
+                )
+        memory = None
+        if ram is not None and run is not None:
+            memory = world_host.SliceMemory(directory=os.path.abspath(ram), run=run)
+        logs = os.path.abspath(logs or os.path.join("logs", run or ""))
+        for name, path in ("ram", ram), ("logs", logs):
+            if path is not None:
+                _check_writable(name, os.path.abspath(path))
+        supervisor.warm_up(_HOST_IMPORTS)
+        own = local_slices.LocalSlices(
+            schema.WorldSection(
+                hosts=slices * hosts_per_slice,
+                slices=slices,
+                devices_per_host=devices_per_host,
+                hardware=hardware,
+                jax_cache_dir=jax_cache_dir,
+            ),
+            log_directory=logs,
+            memory=memory,
+            limits=limits or watch.Limits(),
+            numbers=None if self._place is None else self._place.slices,
+            interface=(
+                host_start.LOOPBACK if self._place is None else self._place.interface
+            ),
+        )
+        self._machine_timeout_secs = machine_timeout_secs
+        self._needs_majority = needs_majority
+        self._start(own, None, injected, emit)
+        self._resources.callback(own.close)
+
+    @classmethod
+    def configured(
+        cls,
         hardware: schema.WorldSection,
         *,
         log_directory: str,
         memory: world_host.SliceMemory | None = None,
         injected: Sequence[faults.Fault] = (),
-        limits: watch.Limits | None = None,
-        emit: events.Emit = events.nobody,
-    ) -> None:
+        limits: watch.Limits,
+        emit: events.Emit,
+    ) -> Processes:
+        """The slices of this machine, for a run with a configuration.
+
+        Args:
+          hardware: the slices and hosts, and the devices of each host. A host that
+            simulates several slices is one slice here.
+          log_directory: the directory for the logs of each world's hosts.
+          memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+          injected: faults, by their steps.
+          limits: how long hosts may take to save and end after SIGTERM, and may hang.
+          emit: called when a slice is lost or comes back, and for faults.
+        """
         own = local_slices.LocalSlices(
-            hardware,
-            log_directory=log_directory,
-            memory=memory,
-            limits=limits or watch.Limits(),
+            hardware, log_directory=log_directory, memory=memory, limits=limits
         )
-        self._start(own, None, injected, emit)
-        self._resources.callback(own.close)
+        cluster = cls.__new__(cls)
+        cluster._place = None
+        cluster._start(own, None, injected, emit)
+        cluster._resources.callback(own.close)
+        return cluster
 
     @classmethod
     def of_machines(
@@ -98,6 +251,7 @@ class Processes:
           emit: called when a slice is lost or comes back.
         """
         cluster = cls.__new__(cls)
+        cluster._place = None
         cluster._start(own, others, injected, emit)
         return cluster
 
@@ -106,26 +260,32 @@ class Processes:
         own: local_slices.LocalSlices,
         others: followers.Followers | None,
         injected: Sequence[faults.Fault],
-        emit: events.Emit,
+        emit: events.Emit | None,
     ) -> None:
         self._own = own
         self._machines = slice_machines.SliceMachines(own, others)
         self._handover = handover.Handover(own, self._machines)
-        self._emit = emit
+        self._injected = injected
+        self._given_emit = emit
+        # That of the run, until it is known.
+        self._run_emit: events.Emit = events.nobody
         self._resources = contextlib.ExitStack()
-        self._claimant = claims.new_claimant()
+        # Of several machines any may continue the run.
+        self._claimant = claims.new_claimant(process.this() if others is None else None)
         self._injector = injector.Injector(
             injected,
             self._machines,
             gone=lambda number: self._since.pop(number, None),
             # Otherwise it is noted with its machine.
             returned=self._return if others is None else lambda _: None,
-            emit=emit,
+            emit=self._emit,
         )
         # By slice that is alive, since when.
         self._since = dict.fromkeys(self._machines.slices(), time.monotonic())
         # The slices that were lost since they were last in a world.
         self._lost: set[int] = set()
+        # Those whose hosts have died since, until they are checked.
+        self._crashed: set[int] = set()
         # The slices that are absent from when their hosts have left: preempted.
         self._leaving: set[int] = set()
         # The slices that have slow hosts, until they are replaced.
@@ -134,7 +294,15 @@ class Processes:
         self._training: frozenset[int] = frozenset()
         self._failures: list[Failure] = []
         self._prepared = process_world.Prepared()
+        # The worlds in a row that ended before a step, for others.
+        self._num_abandoned = 0
         self._step = 0
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def devices_per_slice(self) -> int:
@@ -149,6 +317,10 @@ class Processes:
         for verdict in [each for checker in checkers for each in checker.poll()]:
             if verdict.problem is not None:
                 self._refuse(verdict.slice, why=verdict.problem)
+            elif verdict.slice in self._crashed:
+                # Nothing but its processes was lost.
+                self._lost.discard(verdict.slice)
+            self._crashed.discard(verdict.slice)
         unsound = {each for checker in checkers for each in checker.unsound}
         present = {
             number: now_secs - since
@@ -160,6 +332,7 @@ class Processes:
             present_secs=present,
             failures=tuple(self._failures),
             slow=frozenset(self._slow),
+            checking=frozenset(self._crashed & unsound & self._since.keys()),
         )
 
     def run_world(
@@ -171,20 +344,27 @@ class Processes:
         has_changed: Callable[[], Decision | None],
     ) -> bool:
         """See `Cluster`; runs in the main thread."""
+        main_script.check_sent(train)
+        self._run_emit = emit
         slices = assignment.work.slices
         self._training = frozenset(slices)
         self._lost -= set(slices)
+        self._crashed.clear()
         self._injector.begin_world()
         has_trained = False
+        start_step = 0
         shadows = contextlib.ExitStack()
 
         def receive(name: str, **fields: storage.Json) -> None:
-            nonlocal has_trained
+            nonlocal has_trained, start_step
             emit(name, **fields)
-            if name == "step":
+            if name == "restored_from":
+                start_step = int(str(fields["step"]))
+            if name in ("step", "step_done"):
                 self._step = int(str(fields["step"]))
                 if not has_trained:
                     has_trained = True
+                    self._num_abandoned = 0
                     self._compile_ahead(assignment, shadows)
             elif name == "world_claimed":
                 self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
@@ -203,7 +383,12 @@ class Processes:
             if self._handover.began:
                 self._handover.look(running, decided, self._training)
                 return
-            if self._can_leave(running, train, assignment, decided) and running.leave():
+            if not self._can_leave(running, train, assignment, decided):
+                return
+            if self._may_abandon(decided) and running.abandon():
+                self._num_abandoned += 1
+                emit("world_leaving", slices=leaving_for(decided))
+            elif running.leave():
                 emit("world_leaving", slices=leaving_for(decided))
 
         preempted = functools.partial(self._begin_handover, has_changed=has_changed)
@@ -211,6 +396,8 @@ class Processes:
         try:
             with shadows, self._handover.of_lost_worlds():
                 is_over = world.run(receive, look, preempted)
+            if world.hosts.is_abandoned:
+                emit("world_left", step=start_step)
             self._handover.check(is_over=is_over)
             return is_over
         except host_failure.WorldLostError as error:
@@ -231,6 +418,22 @@ class Processes:
         """Ends the agents, and removes the executables."""
         self._prepared.discard()
         self._resources.close()
+
+    @property
+    def of_machine(self) -> OfMachine | None:
+        """What the supervisor of one of several machines needs; None for this alone."""
+        if self._place is None:
+            return None
+        return OfMachine(
+            place=self._place,
+            slices=self._own,
+            injected=tuple(self._injected),
+            lost_secs=self._machine_timeout_secs,
+            needs_majority=self._needs_majority,
+        )
+
+    def _emit(self, name: str, **fields: storage.Json) -> None:
+        (self._given_emit or self._run_emit)(name, **fields)
 
     def _compile_ahead(
         self, assignment: Assignment, shadows: contextlib.ExitStack
@@ -295,6 +498,8 @@ class Processes:
         for number in sorted(lost | gone):
             is_gone = number in gone
             self._lose(number, why="it is gone at the same time" if is_gone else why)
+        hung = {self._slice_of(host, slices) for host in error.hung}
+        self._crashed = lost - hung
 
     def _lose(self, number: int, *, why: str) -> None:
         self._lost.add(number)
@@ -380,6 +585,10 @@ class Processes:
         self._prepared.discard()
         return False
 
+    def _may_abandon(self, decided: Decision | None) -> bool:
+        # Slices that come and go all the time must not keep the run from training.
+        return isinstance(decided, Train) and self._num_abandoned < _MOST_ABANDONED
+
     def _note_hosts(
         self, running: supervisor.HostProcesses, slices: Sequence[int]
     ) -> None:
@@ -392,3 +601,16 @@ class Processes:
             number = self._slice_of(slow.host, slices)
             self._slow.add(number)
             self._emit("slow_host", slice=number, **dataclasses.asdict(slow))
+
+
+def _check_writable(name: str, path: str) -> None:
+    try:
+        storage.make_directory(path)
+    except OSError as error:
+        raise errors.ConfigError(
+            f"Processes({name}={path!r}): {error}; name a directory that can be written"
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise errors.ConfigError(
+            f"Processes({name}={path!r}) cannot be written; name another directory"
+        )

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic import machine_supervisor, processes
 from elastic_ckpt.elastic.cluster import (
     Assignment,
     Cluster,
@@ -36,6 +37,10 @@ from elastic_ckpt.elastic.decision import (
 )
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from elastic_ckpt.elastic.timeline import Timeline
+from elastic_ckpt.monitoring import progress
+
+# Steps between two lines about them, where standard output is no terminal.
+_LOG_PERIOD = 10
 
 
 def run(
@@ -45,7 +50,7 @@ def run(
     policy: Policy | Callable[[], Policy] | None = None,
     work: Work | None = None,
     compile_ahead: TrainFunction | None = None,
-    emit: events.Emit = events.nobody,
+    emit: events.Emit | None = None,
 ) -> None:
     """Trains on the slices that are there, until `train` returns.
 
@@ -58,21 +63,55 @@ def run(
       compile_ahead: compiles with `world.compiled` what `train` does, and writes
         nothing; picklable. It is called on every host of a shadow world, one slice
         smaller than the one that trains. None compiles when a world begins.
-      emit: called for each event of the run.
+      emit: called for each event of the run; by default they are printed.
 
     Raises:
+      ConfigError: if `train` cannot be sent to the hosts of the cluster.
       RunError: if `train` raised; if slices are missing for too long; or, with the
         first cause, if worlds are lost again and again without a new step.
       StoppedError: if the run was asked to end and did not within its time.
     """
-    timeline = Timeline(emit)
+    if emit is None:
+        with progress.Progress(_LOG_PERIOD) as shown:
+            run(
+                train,
+                cluster=cluster,
+                policy=policy,
+                work=work,
+                compile_ahead=compile_ahead,
+                emit=shown,
+            )
+        return
     fixed_policy = Policy() if policy is None or callable(policy) else policy
-    decisions = _Decisions(
-        cluster,
-        policy if callable(policy) else lambda: fixed_policy,
-        work or Work.of_any_rows(cluster.devices_per_slice),
-        timeline,
-    )
+    present_policy = policy if callable(policy) else lambda: fixed_policy
+    work = work or Work.of_any_rows(cluster.devices_per_slice)
+
+    def lead(cluster: Cluster, emit: events.Emit) -> None:
+        _run(train, cluster, present_policy, work, compile_ahead, emit)
+
+    if isinstance(cluster, processes.Processes) and cluster.of_machine is not None:
+        machine_supervisor.run(
+            cluster.of_machine,
+            train,
+            lead,
+            policy=present_policy(),
+            compile_ahead=compile_ahead,
+            emit=emit,
+        )
+    else:
+        lead(cluster, emit)
+
+
+def _run(
+    train: TrainFunction,
+    cluster: Cluster,
+    present_policy: Callable[[], Policy],
+    work: Work,
+    compile_ahead: TrainFunction | None,
+    emit: events.Emit,
+) -> None:
+    timeline = Timeline(emit)
+    decisions = _Decisions(cluster, present_policy, work, timeline)
     retries = _Retries(decisions.policy.max_retries, timeline)
     current: frozenset[int] = frozenset()
     for number in itertools.count(1):
@@ -191,13 +230,20 @@ def _await_slices(
     waiting_for = ""
     while True:
         waited_secs = time.monotonic() - began_secs
-        _, now = decisions.decide(current, waited_secs=waited_secs)
+        slices, now = decisions.decide(current, waited_secs=waited_secs)
         if isinstance(now, Train):
-            return now
+            is_smaller = len(now.slices) < len(current)
+            is_checked = bool(slices.checking - slices.quarantined)
+            left_secs = decisions.policy.check_secs - waited_secs
+            if not (is_smaller and is_checked and left_secs > 0):
+                return now
+            # One change, and not one now and one when the check has ended.
+            cluster.wait(left_secs)
+            continue
         if isinstance(now, Stop):
             raise errors.RunError(
                 f"{now.why}; bring slices back and start the run once more, or lower"
-                " elastic_min_slice_count"
+                " min_slices (elastic_min_slice_count in a configuration)"
             )
         if now.why != waiting_for:
             emit("waiting_for_slices", why=now.why, within_secs=now.within_secs)
@@ -216,7 +262,10 @@ class _Retries:
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Passes an event on."""
-        if name == "step" and int(str(fields["step"])) > self._newest_step:
+        if (
+            name in ("step", "step_done")
+            and int(str(fields["step"])) > self._newest_step
+        ):
             self._newest_step = int(str(fields["step"]))
             self._lost.clear()
         self._emit(name, **fields)

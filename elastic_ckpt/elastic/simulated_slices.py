@@ -37,7 +37,8 @@ class SimulatedSlices(manager.Manager):
         if left:
             raise errors.ConfigError(
                 f"{len(devices)} devices do not divide into slices={num_slices}; set"
-                " devices_per_host to a multiple of slices"
+                " jax_num_cpu_devices (devices_per_host in a configuration) to a"
+                " multiple of slices"
             )
         groups = {
             number: devices[number * each : (number + 1) * each]

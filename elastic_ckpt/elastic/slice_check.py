@@ -34,8 +34,6 @@ _ROUNDS = 16
 # A prime. Values below it have 8 bits, so that bfloat16 holds them, and the sum of
 # _SIZE products is below 2**24, so that float32 holds it.
 _MODULUS = 251
-# The phase of a check, whose time limit is learned.
-_PHASE = "check"
 # Between a check that failed and the next one: this, and then twice as long each time.
 _RETRY_SECS = 30.0
 _MOST_RETRY_SECS = 3600.0
@@ -109,7 +107,7 @@ class SliceChecks:
                 self._start(number)
         verdicts = []
         for number, check in list(self._checks.items()):
-            verdict = check.verdict(self._limits.limit_secs(_PHASE), now_secs=now_secs)
+            verdict = check.verdict(self._limits.check_secs, now_secs=now_secs)
             if verdict is not None:
                 self._checks.pop(number).close()
                 self._note(verdict, now_secs - check.began_secs, now_secs)
@@ -137,7 +135,7 @@ class SliceChecks:
     def _note(self, verdict: Verdict, secs: float, now_secs: float) -> None:
         times, _ = self._refused.pop(verdict.slice, (0, 0.0))
         if verdict.problem is None:
-            self._limits.learn(_PHASE, secs)
+            self._limits.learn_check(secs)
             return
         retry_secs = min(_RETRY_SECS * 2**times, _MOST_RETRY_SECS)
         self._refused[verdict.slice] = (times + 1, now_secs + retry_secs)
@@ -225,6 +223,7 @@ def run(
     from elastic_ckpt.elastic import multicontroller
 
     multicontroller.configure(hardware, slot=slot)
+    multicontroller.check_devices(hardware.hardware)
     import jax
 
     values = [compute(device) for device in jax.local_devices()]

@@ -38,6 +38,8 @@ from elastic_ckpt.elastic.member import Member
 # and if devices have failed, or JAX has ended the host. All hosts report soon then.
 _GRACE_SECS = 0.5
 _DEVICES_GRACE_SECS = 5.0
+# How long the deaths of hosts that are killed at the same time may be apart.
+_TOGETHER_SECS = 0.1
 # The longest time between two calls of `watch`.
 _WATCH_SECS = 0.1
 # How long hosts that hang have to write their stacks.
@@ -63,6 +65,8 @@ class HostProcesses:
 
     Attributes:
       is_left: whether the hosts were asked to leave, and not to end the run.
+      is_abandoned: whether they were ended before their first step, for another world.
+      has_stepped: whether a host has asked whether to leave after a step.
       is_running: whether a host has reported more than that it has joined.
       noticed: the hosts that got SIGTERM from others than this supervisor.
     """
@@ -78,10 +82,10 @@ class HostProcesses:
         machines: Sequence[host_start.HostMachine] | None = None,
     ) -> None:
         self._machines = machines or [host_start.ThisMachine()] * num_hosts
-        self._limits = limits = limits or hang_watch.Limits()
+        self._limits = limits = limits or hang_watch.unlimited()
         self._hangs = hang_watch.Watch(limits, num_hosts, now_secs=time.monotonic())
         self._slow = slow_hosts.SlowHosts(now_secs=time.monotonic())
-        self.is_left = False
+        self.is_left = self.is_abandoned = self.has_stepped = False
         self.noticed: set[int] = set()
         self._on_watch: Callable[[HostProcesses], None] = lambda _: None
         self._program = program
@@ -95,6 +99,8 @@ class HostProcesses:
         self._hosts: list[host_start.StartedHost] = []
         self._channels: dict[connection.Connection, int] = {}
         self._failures: list[HostFailure] = []
+        # The hosts that have sent a message.
+        self._heard: set[int] = set()
         self._reserved: host_start.Reserved | None = None
         # The hosts that wait for `run`, and since when hosts are prepared.
         self._ready: set[int] = set()
@@ -175,23 +181,28 @@ class HostProcesses:
             self.close()
         if self._failures:
             failure = host_failure.first_failure(self._failures)
-            if failure.is_silent:
-                self._emit("host_lost", host=failure.host, why=failure.message)
             lost = host_failure.lost_hosts(self._failures)
+            reported = {failure.host} | (lost or frozenset())
+            for each in self._failures:
+                if each.is_silent and each.host in reported:
+                    self._emit("host_lost", host=each.host, why=each.message)
+            if lost is not None and self._has_not_begun():
+                lost = None
             if lost is not None and self._is_stopping:
                 raise errors.StoppedError(
-                    f"{self._describe(failure)}\nafter SIGTERM to the run, so that its"
-                    " last step may not be saved"
+                    f"{self._describe(failure)}\nafter {termination.cause()} to the"
+                    " run, so that its last step may not be saved"
                 )
             if lost is not None:
                 raise host_failure.WorldLostError(
                     self._describe(failure),
                     hosts=lost,
+                    hung=frozenset(f.host for f in self._failures if f.is_hang),
                     at_secs=min(each.at_secs for each in self._failures),
                 )
             kind = errors.ReplacedError if failure.is_replaced else errors.RunError
             raise kind(self._describe(failure))
-        if self._channels:
+        if self._channels and not self.is_abandoned:
             raise errors.StoppedError(self._describe_stop())
 
     def leave(self) -> bool:
@@ -207,6 +218,22 @@ class HostProcesses:
         is_lost = self._is_preempted or bool(self.noticed)
         self._tell(host_process.LOSE_MEMORY if is_lost else host_process.LEAVE)
         self._terminate()
+        return True
+
+    def abandon(self) -> bool:
+        """Ends the hosts at once, for another world, if they have not done a step.
+
+        They have nothing to save, and may be about to compile for long.
+
+        Returns:
+          Whether they are ended; False if they have done a step, or memory is about to
+          be lost, of which they have to make copies.
+        """
+        is_needed = self.has_stepped or bool(self.noticed) or self._is_preempted
+        if is_needed or self._deadline_secs is not None:
+            return False
+        self.is_left = self.is_abandoned = True
+        self.end()
         return True
 
     def stop(self) -> None:
@@ -285,6 +312,7 @@ class HostProcesses:
         host = self._channels[channel]
         try:
             message = json.loads(channel.recv_bytes())
+            self._heard.add(host)
         except (EOFError, OSError):
             # The host has ended, without a message or in the middle of one.
             del self._channels[channel]
@@ -300,6 +328,8 @@ class HostProcesses:
             self._slow.note(host, load, phase=self._hangs.phase(host))
         elif "phase" in message:
             self._hangs.begin(host, message["phase"], now_secs=now_secs)
+        elif "stepped" in message:
+            self.has_stepped = True
         elif "ready" in message:
             self._ready.add(host)
         elif "sigterm" in message:
@@ -315,11 +345,14 @@ class HostProcesses:
     def _fail(self, failure: HostFailure) -> None:
         if not self._failures:
             is_of_others = failure.is_of_devices or failure.is_consequence
+            # What a host cannot import, others cannot, soon.
+            is_of_others |= failure.host not in self._heard
             secs = _DEVICES_GRACE_SECS if is_of_others else _GRACE_SECS
             self._deadline_secs = time.monotonic() + secs
         if failure.is_signal and not failure.is_consequence:
-            # Nothing else has caused it; the other hosts hang, or will.
-            self._deadline_secs = time.monotonic()
+            # Nothing else has caused it; the other hosts hang, or will, unless they
+            # died together.
+            self._deadline_secs = time.monotonic() + _TOGETHER_SECS
         self._failures.append(failure)
 
     def _find_hang(self) -> None:
@@ -341,6 +374,7 @@ class HostProcesses:
                     is_signal=bool(hang.hosts),
                     is_silent=bool(hang.hosts),
                     is_of_devices=not hang.hosts,
+                    is_hang=True,
                     at_secs=now_secs,
                 )
             )
@@ -358,17 +392,29 @@ class HostProcesses:
 
     def _describe_stop(self) -> str:
         if not self.is_running:
-            return "ended by SIGTERM before the first step"
+            return f"ended by {termination.cause()} before the first step"
         hosts = ", ".join(map(str, self._channels.values()))
         return (
             f"hosts {hosts} did not save and end within {self._grace_secs:g} s of"
-            " SIGTERM and were killed; raise termination_grace_period_seconds if saving"
-            " takes longer and the launcher waits for it"
+            f" {termination.cause()} and were killed; raise Limits.grace_secs (in a"
+            " configuration termination_grace_period_seconds) if saving takes longer"
+            " and the launcher waits for it"
         )
+
+    def _has_not_begun(self) -> bool:
+        # Whether no host could begin, which is no loss: another world would not either.
+        ended = {each.host for each in self._failures if not each.is_signal}
+        return len(ended) == self._num_hosts and not self._heard
 
     def _describe(self, failure: HostFailure) -> str:
         if failure.is_ours:
             return failure.message
+        if self._has_not_begun():
+            return (
+                f"no host process could begin: host {failure.host} {failure.message}."
+                " Each imports the program that starts the run, and what it printed is"
+                " on standard error"
+            )
         log = self._logs[failure.host]
         # A host that failed to start has no log.
         text = log.read_text(errors="replace") if log.exists() else ""

@@ -1,15 +1,17 @@
-"""SIGTERM: the run saves and ends after a step that all hosts agree on.
+"""SIGTERM or Ctrl-C: the run saves and ends after a step that all hosts agree on.
 
 Launchers send SIGTERM and some time later SIGKILL. In a world of several processes
 JAX's preemption service handles the signal on any host and chooses the step. A single
 process uses a `Notice`, and ends without saving when the time is over. The supervisor
 of a world also has a `Notice`: it forwards the signal, and kills the hosts when the
-time is over.
+time is over. Within `interruptible` a first Ctrl-C is a SIGTERM to this process, and a
+second one ends it at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -23,6 +25,75 @@ from elastic_ckpt.core import events
 
 # The exit status that a shell reports for a process ended by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
+
+
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+
+# The first line that `faulthandler` writes at a signal.
+_BEGIN_OF_STACK = b"Stack (most recent call first):"
+# Set by the first Ctrl-C.
+_interrupted = threading.Event()
+
+
+def exit_code() -> int:
+    """The exit status of a run that was asked to end."""
+    return INTERRUPTED_EXIT_CODE if _interrupted.is_set() else EXIT_CODE
+
+
+def cause() -> str:
+    """What has asked the run to end, for messages."""
+    return "Ctrl-C" if _interrupted.is_set() else "SIGTERM"
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Takes Ctrl-C while the block runs: the first as SIGTERM, the second at once.
+
+    It needs no turn of the main thread, which may compile or wait for a computation.
+    """
+
+    def interrupted() -> None:
+        if _interrupted.is_set():
+            os.write(2, b"elastic-ckpt: interrupted again, and ended at once\n")
+            # Processes that this one has started end with it.
+            os._exit(INTERRUPTED_EXIT_CODE)
+        _interrupted.set()
+        os.write(2, b"elastic-ckpt: saving and ending; Ctrl-C again ends at once\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    _interrupted.clear()
+    call_after(signal.SIGINT, interrupted, chain=False)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(signal.SIGINT)
+
+
+def call_after(
+    number: signal.Signals, call: Callable[[], object], *, chain: bool
+) -> None:
+    """Calls a function in a thread after each signal, whatever the main thread does.
+
+    Args:
+      number: of the signal.
+      call: the function.
+      chain: whether the handler of before is called, too.
+    """
+    # `faulthandler` runs before handlers outside of Python, and writes into a pipe.
+    reader, writer = os.pipe()
+    faulthandler.register(number, file=writer, all_threads=False, chain=chain)
+
+    def wait() -> None:
+        text = b""
+        # The supervisor's end is closed when it is about to kill this process.
+        with contextlib.suppress(OSError):
+            while piece := os.read(reader, 65536):
+                # A stack arrives in pieces.
+                *whole, text = (text + piece).split(_BEGIN_OF_STACK)
+                for _ in whole:
+                    call()
+
+    threading.Thread(target=wait, name=f"await-{number.name}", daemon=True).start()
 
 
 def grace_secs(section: schema.DeploySection) -> float:
@@ -162,11 +233,12 @@ def in_this_process(
 
     def expire() -> None:
         ended()
-        os._exit(EXIT_CODE)
+        os._exit(exit_code())
 
     def request() -> None:
         if not has_trained.is_set():
-            os.write(2, b"elastic-ckpt train: ended by SIGTERM before the first step\n")
+            text = f"elastic-ckpt train: ended by {cause()} before the first step\n"
+            os.write(2, text.encode())
             expire()
         emit("stop_requested", within_secs=grace_secs)
 

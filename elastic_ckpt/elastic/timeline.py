@@ -26,12 +26,16 @@ _ENDS = {
     "compiled": "compile",
     "executable_loaded": "compile",
     "step": "step",
+    "step_done": "step",
 }
+_STEPS = ("step", "step_done")
 PHASES = ("end", *dict.fromkeys(_ENDS.values()))
 
 
 class Timeline:
     """An `Emit` that adds the event `recovered` after the first step of a later world.
+
+    It is made when a run begins.
 
     Args:
       emit: called for each event.
@@ -46,6 +50,7 @@ class Timeline:
         # The seconds of each phase of the change under way; None if there is none.
         self._phases: dict[str, float] | None = None
         self._since = 0.0
+        self._began = clock()
         self._world = 0
         # When the hosts of this world were asked to leave; None if they were not.
         self._asked_secs: float | None = None
@@ -66,7 +71,9 @@ class Timeline:
         self._end_phase("end")
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Passes an event on."""
+        """Passes an event on; that of the end with the seconds of all worlds."""
+        if name == "run_finished":
+            fields["secs"] = self._clock() - self._began
         self._emit(name, **fields)
         if name == "world_started":
             self._world = int(str(fields["world"]))
@@ -75,13 +82,13 @@ class Timeline:
             self._asked_secs = self._clock()
         elif name == "run_started":
             self._start_step = int(str(fields["start_step"]))
-        elif name == "weights_loaded":
+        elif name in ("weights_loaded", "restored_from"):
             self._start_step = int(str(fields["step"]))
         if self._phases is not None and name in _ENDS:
             self._end_phase(_ENDS[name])
-            if name == "step":
+            if name in _STEPS:
                 self._recovered(self._phases)
-        if name == "step":
+        if name in _STEPS:
             self._newest_step = int(str(fields["step"]))
 
     def _end_phase(self, phase: str) -> None:

@@ -2,14 +2,17 @@
 
 Each host sends a heartbeat from a thread, and a note when its program begins a phase or
 a step. A host whose heartbeats stop is stopped, frozen or out of memory. If heartbeats
-go on and no host begins anything new, the world hangs in a phase: in a collective, a
-restore, a compilation. Then the host that is behind the others is the culprit, if there
-is one.
+go on and no host begins anything new in its time, the world hangs in a phase: in a
+collective, a restore, a compilation. Then the host that is behind the others is the
+culprit, if there is one.
 
-A phase may take `_PATIENCE` times the longest that the run has seen, at least
-`_LEAST_SECS`, and at most a bound that is configured; a phase that is not known yet may
-take as long as that bound. A training function that names no phases is in `TRAIN`,
-which may be anything, so nothing is learned from it. In `CLOSE` hosts wait for uploads.
+A host may take `_PATIENCE` times the longest that it has itself taken for a phase in
+this world, at least `_LEAST_SECS`, and at most a bound that is configured; for a phase
+that it has not ended yet it may take as long as that bound. What other hosts took says
+nothing: one of them may have found its program in a cache, or its data on its own disk.
+Nothing is learned from phases that differ each time (`_UNLIKE`). As long as one host is
+within its time the others wait for it, and nothing hangs. In `CLOSE` hosts wait for
+uploads, for any time.
 
 A host that does not reach host 0 (`REACH`) is lost. If most do not, host 0 is: it is
 host 0 that the others have lost.
@@ -29,6 +32,11 @@ REACH = "reach"
 JOIN = "join"
 TRAIN = "train"
 CLOSE = "close"
+COMPILE = "compile"
+RESTORE = "restore"
+# Of a training function that names no phases; of another program, or from a cache; from
+# RAM, or from storage.
+_UNLIKE = frozenset((TRAIN, COMPILE, RESTORE))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,34 +54,49 @@ class Hang:
 
 @dataclasses.dataclass(kw_only=True)
 class Limits:
-    """How long hosts may take; for phases, learned by all worlds of a run.
+    """How long hosts may take.
 
     Attributes:
-      most_secs: the bound for each phase.
-      heartbeat_secs: the longest time without a heartbeat.
+      most_secs: the longest that hosts may take without a step, or for a phase.
+      heartbeat_secs: a host that sends none for so long, stopped or frozen, is lost.
       grace_secs: for hosts to save and end after SIGTERM.
       compile_ahead_secs: for a shadow world, while another trains; 0 starts none.
-      longest_secs: of each phase that has ended, the longest.
+      longest_check_secs: of the checks of slices; None if there was none yet.
     """
 
-    most_secs: float = math.inf
-    heartbeat_secs: float = math.inf
+    most_secs: float = 600.0
+    heartbeat_secs: float = 30.0
     grace_secs: float = 60.0
     compile_ahead_secs: float = 0.0
-    longest_secs: dict[str, float] = dataclasses.field(default_factory=dict)
+    longest_check_secs: float | None = dataclasses.field(default=None, init=False)
 
-    def learn(self, phase: str, secs: float) -> None:
-        """Notes how long a phase took."""
-        self.longest_secs[phase] = max(secs, self.longest_secs.get(phase, 0.0))
+    def learn_check(self, secs: float) -> None:
+        """Notes how long the check of a sound slice of this machine took."""
+        self.longest_check_secs = max(secs, self.longest_check_secs or 0.0)
 
-    def limit_secs(self, phase: str) -> float:
-        """How long a phase may take, in seconds."""
-        if phase == CLOSE:
-            return math.inf
-        longest_secs = self.longest_secs.get(phase)
-        if math.isinf(self.most_secs) or longest_secs is None or phase == TRAIN:
+    @property
+    def check_secs(self) -> float:
+        """How long the check of a slice may take."""
+        return self._within(self.longest_check_secs)
+
+    def phase_secs(self, phase: str, longest_secs: float | None) -> float:
+        """How long a host may take for a phase.
+
+        Args:
+          phase: that it is in.
+          longest_secs: that it took for it before; None if it did not.
+        """
+        return self._within(None if phase in _UNLIKE else longest_secs)
+
+    def _within(self, longest_secs: float | None) -> float:
+        if math.isinf(self.most_secs) or longest_secs is None:
             return self.most_secs
         return min(self.most_secs, max(_LEAST_SECS, _PATIENCE * longest_secs))
+
+
+def unlimited(**limits: float) -> Limits:
+    """Limits of hosts that may hang for any time; otherwise as given."""
+    return Limits(most_secs=math.inf, heartbeat_secs=math.inf, **limits)
 
 
 class Watch:
@@ -93,6 +116,8 @@ class Watch:
         self._phases = dict.fromkeys(range(hosts), "start")
         self._counts = dict.fromkeys(range(hosts), 0)
         self._since_secs = dict.fromkeys(range(hosts), now_secs)
+        # By host and phase, the longest that it took.
+        self._longest_secs: dict[tuple[int, str], float] = {}
 
     def phase(self, host: int) -> str:
         """The phase that a host began last; empty if it has ended."""
@@ -104,7 +129,8 @@ class Watch:
 
     def begin(self, host: int, phase: str, *, now_secs: float) -> None:
         """Notes that a host begins a phase, or the same phase once more."""
-        self._limits.learn(self._phases[host], now_secs - self._since_secs[host])
+        ended, secs = (host, self._phases[host]), now_secs - self._since_secs[host]
+        self._longest_secs[ended] = max(secs, self._longest_secs.get(ended, 0.0))
         self._phases[host] = phase
         self._counts[host] += 1
         self._since_secs[host] = now_secs
@@ -144,14 +170,20 @@ class Watch:
                 hosts=frozenset(silent),
                 why=f"no heartbeat for {max(silent.values()):.0f} s, in {phases}",
             )
-        for host, since_secs in self._since_secs.items():
-            secs = now_secs - since_secs
-            if secs > self._limits.limit_secs(self._phases[host]):
-                return Hang(
-                    hosts=self.behind(),
-                    why=f"hangs in phase {self._phases[host]!r} for {secs:.0f} s",
-                )
-        return None
+        secs = {
+            host: now_secs - since_secs
+            for host, since_secs in self._since_secs.items()
+            if self._phases[host] != CLOSE
+        }
+        if not all(each > self._most_secs(host) for host, each in secs.items()):
+            # The others wait for the one that is within its time.
+            return None
+        hosts = self.behind()
+        host = min(hosts & secs.keys() or secs, default=None)
+        if host is None:
+            return None
+        why = f"hangs in phase {self._phases[host]!r} for {secs[host]:.0f} s"
+        return Hang(hosts=hosts, why=why)
 
     def behind(self) -> frozenset[int]:
         """The hosts that the others wait for; empty if all are equally far."""
@@ -162,3 +194,7 @@ class Watch:
         if all(self._phases[host] == REACH for host in behind):
             return behind if 2 * len(behind) <= len(self._counts) else frozenset([0])
         return behind
+
+    def _most_secs(self, host: int) -> float:
+        phase = self._phases[host]
+        return self._limits.phase_secs(phase, self._longest_secs.get((host, phase)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.core import events
+from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import watch
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class World:
       slice_name: the slice of this host.
       rows: of a global batch; 0 if the training function chooses it.
       devices: of the slices, if a single controller has more; None takes all.
-      ram_directory: the RAM disk of this host's slice; None if its machine has one RAM
-        disk.
+      ram_directory: of the run on the RAM disk of this host's slice, which the slice's
+        agent serves: `ec.Local(world.ram_directory)`. None if no agent does.
       microbatches: equal parts in which a device computes its rows of a batch, so that
         they fit into its memory; their gradients are summed.
       kept: the place of executables that outlive this world; None if there is none.
@@ -45,6 +46,8 @@ class World:
       emit: called for each event of the run.
       is_leaving: called with the number of steps done, after each step, on all hosts;
         returns whether to save and return now, the same on all hosts.
+      is_ending: as `is_leaving`, before the first step of this world, which may have to
+        be compiled for long.
       is_left: whether the hosts have agreed to leave, and the run continues in another
         world, so that copies and backups are left to that world.
       loses_memory: whether the memory of some host is lost when it has left, so that
@@ -65,6 +68,7 @@ class World:
     device_state: DeviceState | None = None
     emit: events.Emit = events.nobody
     is_leaving: Callable[[int], bool] = lambda _: False
+    is_ending: Callable[[int], bool] = lambda _: False
     is_left: Callable[[], bool] = lambda: False
     loses_memory: Callable[[], bool] = lambda: False
     begin: Callable[[str], None] = lambda _: None
@@ -125,9 +129,17 @@ class World:
     def checkpointer(
         self, tiers: Sequence[TierChoice], *, run: str | None = None
     ) -> Checkpointer:
-        """A checkpointer that all hosts of this world make; see `ec.Checkpointer`."""
-        from elastic_ckpt.frontend import checkpointer
+        """A checkpointer that all hosts of this world make; see `ec.Checkpointer`.
 
+        Raises:
+          ConfigError: if `Local` is not in `ram_directory`, which the agent serves.
+        """
+        from elastic_ckpt.frontend import checkpointer
+        from elastic_ckpt.tiers.choices import Local
+
+        for tier in tiers:
+            if isinstance(tier, Local) and self.ram_directory is not None:
+                self._check_served(os.fspath(tier.directory))
         return checkpointer.Checkpointer(
             tiers,
             mesh=self.mesh,
@@ -136,6 +148,16 @@ class World:
             world=self.of_run,
             emit=self.emit,
         )
+
+    def _check_served(self, directory: str) -> None:
+        served = self.ram_directory
+        assert served is not None
+        if os.path.abspath(directory) != os.path.abspath(served):
+            raise errors.ConfigError(
+                f"Local({directory!r}) is not where the agent of slice"
+                f" {self.slice_name} serves ({served}), so that other hosts would not"
+                " find its steps; use ec.Local(world.ram_directory, ...)"
+            )
 
     @property
     def of_run(self) -> RunWorld:
@@ -150,3 +172,25 @@ class World:
             is_left=is_left,
             loses_memory=self.loses_memory,
         )
+
+
+class Steps:
+    """Reports the steps of a training function that emits no `step` itself; an `Emit`.
+
+    Args:
+      emit: called for each event of the function.
+    """
+
+    def __init__(self, emit: events.Emit) -> None:
+        self._emit = emit
+        self._emits_steps = False
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        """Passes an event on."""
+        self._emits_steps |= name in ("run_started", "step")
+        self._emit(name, **fields)
+
+    def done(self, step: int) -> None:
+        """Notes the steps that are done; called after each."""
+        if not self._emits_steps:
+            self._emit("step_done", step=step)

@@ -11,7 +11,7 @@ from elastic_ckpt.core import events
 from elastic_ckpt.elastic import host_process, kept_executables, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.member import Member
-from elastic_ckpt.elastic.world import World
+from elastic_ckpt.elastic.world import Steps, World
 from elastic_ckpt.manifests import layout
 
 
@@ -32,7 +32,7 @@ class SliceMemory:
     tls_key: str | None = None
 
     def of_slice(self, number: int) -> str:
-        """The directory to which hosts of a slice add the run's name."""
+        """The RAM disk of a slice, which is lost with it."""
         return layout.slice_directory(self.directory, number)
 
     def root(self, number: int) -> str:
@@ -74,8 +74,8 @@ class Owned:
         return (slices[index] - self.first_slice) * hosts_per_slice + host_of_slice
 
     def ram_directory(self, number: int) -> str | None:
-        """The RAM disk of a slice; None if hosts keep nothing there."""
-        return None if self.memory is None else self.memory.of_slice(number)
+        """The run's directory on the RAM disk of a slice; None if there is none."""
+        return None if self.memory is None else self.memory.root(number)
 
 
 def run_host(
@@ -104,17 +104,22 @@ def run_host(
         grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
     )
     with multicontroller.joined(member, begin=channel.begin), agreed as is_leaving:
+        multicontroller.check_devices(hardware.hardware)
         channel.wait()
-        emit = channel if member.host == 0 else events.nobody
+        emit = steps = Steps(channel if member.host == 0 else events.nobody)
         emit("world_joined", world=assignment.number)
         channel.begin(watch.TRAIN)
         left: list[int] = []
 
-        def leave(step: int) -> bool:
-            channel.begin()
+        def is_ending(step: int) -> bool:
             if is_leaving(step):
                 left.append(step)
             return bool(left)
+
+        def leave(step: int) -> bool:
+            channel.step()
+            steps.done(step)
+            return is_ending(step)
 
         train(
             World(
@@ -128,6 +133,7 @@ def run_host(
                 claimant=assignment.claimant,
                 emit=emit,
                 is_leaving=leave,
+                is_ending=is_ending,
                 is_left=lambda: bool(left) and channel.is_left,
                 loses_memory=lambda: bool(left) and channel.loses_memory,
                 begin=channel.begin,

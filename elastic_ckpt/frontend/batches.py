@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from elastic_ckpt_sidecar import remote_iterator
 from jax.sharding import Mesh, PartitionSpec
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import topology
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import elastic_data, iterator, prefetch
 
 
@@ -23,7 +21,7 @@ def batches(
     spec: PartitionSpec | None = None,
     global_batch_size: int,
     colocated: bool | None = None,
-    **more: Any,
+    read_ahead: prefetch.ReadAhead | int = prefetch.TWO_BATCHES,
 ) -> iterator.Batches | remote_iterator.RemoteIterator:
     """The global batches of `data` on `mesh`, from wherever the rows are best read.
 
@@ -42,16 +40,36 @@ def batches(
         sizes of the axes that shard rows.
       colocated: whether workers in colocated Python read; by default if this process
         controls hosts other than its own.
-      **more: `read_ahead`, of either.
+      read_ahead: how far each host reads ahead of the loop, or a number of batches.
 
     Raises:
-      ConfigError: if `spec` does not fit the mesh, or the rows do not divide over their
-        axes. That another dim does not divide is raised with the first batch.
+      ConfigError: if `data` is not elastic data, such as a Grain dataset, if `spec`
+        does not fit the mesh, or if the rows do not divide over their axes. That
+        another dim does not divide is raised with the first batch.
     """
+    elastic_data.check(data, caller="ec.batches")
+    if not isinstance(mesh, Mesh):
+        raise errors.ConfigError(
+            f"ec.batches: mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh,"
+            ' such as jax.make_mesh((jax.device_count(),), ("data",))'
+        )
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise errors.ConfigError(
+            f"ec.batches: spec={spec!r}; give a jax.sharding.PartitionSpec, such as"
+            f" PartitionSpec({mesh.axis_names[0]!r})"
+        )
     if colocated is None:
         colocated = topology.is_single_controller(mesh)
     make = remote_iterator.RemoteIterator if colocated else iterator.Batches
-    return make(data, mesh=mesh, spec=spec, global_batch_size=global_batch_size, **more)
+    return make(
+        data,
+        mesh=mesh,
+        spec=spec,
+        global_batch_size=elastic_data.batch_size(
+            global_batch_size, caller="ec.batches"
+        ),
+        read_ahead=prefetch.ReadAhead.of(read_ahead),
+    )
 
 
 def configured_batches(

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from elastic_ckpt_sidecar import colocated_tiers, remote_hosts
 from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import checkpointer, factory
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
@@ -31,6 +32,8 @@ def Checkpointer(
     slice_name: str | None = None,
     world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
+    context: ocp.Context | None = None,
+    read_only: bool = False,
 ) -> checkpointer.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
 
@@ -45,11 +48,15 @@ def Checkpointer(
         hardware's; those of a single controller follow from its mesh.
       world: among those of the run, if there are several.
       emit: called for each event.
+      context: Orbax's, of all calls outside of a `with` block of another one.
+      read_only: reads beside a program that writes: the steps in persistent storage and
+        in the RAM of this machine. Nothing is written, and saving is an error.
 
     Raises:
       ConfigError: if the tiers do not fit together, or hosts differ in what they need
         to have in common.
-      RunError: if hosts cannot be reached, or a RAM disk is in use.
+      RunError: if hosts cannot be reached, a RAM disk is in use or has steps of another
+        run, or another program writes to the same storage.
     """
     chosen = Chosen.from_choices(tiers)
     mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
@@ -61,11 +68,16 @@ def Checkpointer(
             world=world,
             emit=emit,
             layouts=LAYOUTS,
+            context=context,
+            read_only=read_only,
         )
     peers = chosen.peers
     if peers is not None and peers.interface is None:
         peers = dataclasses.replace(peers, interface=addresses.of_the_head())
     run = run or factory.run_of(chosen)
+    chosen = dataclasses.replace(chosen, peers=peers)
+    if read_only:
+        chosen = chosen.for_reading()
     directory = chosen.ram_directory()
     hosts = remote_hosts.hosts_of(mesh)
     slices = topology.slices_of(mesh)
@@ -76,9 +88,11 @@ def Checkpointer(
             run=run,
             slice_name=slices[host.accelerators[0]],
             directory=directory,
-            chosen=dataclasses.replace(chosen, peers=peers),
+            chosen=chosen,
         )
         for number, host in enumerate(hosts)
     ]
     members = remote_hosts.RemoteHosts(hosts, choices)
-    return factory.over(members, chosen, world=world, emit=emit, layouts=LAYOUTS)
+    return factory.over(
+        members, chosen, world=world, emit=emit, layouts=LAYOUTS, context=context
+    )

@@ -12,6 +12,7 @@ from etils import epath
 from elastic_ckpt.core import errors
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.tiers.peers.agent import Address
+from elastic_ckpt.tiers.run_identity import Place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,9 @@ class Introduction:
       fresh_secret: for a run without one.
       agents: that this machine has noted; see `known_agents`.
       now_secs: the time, in seconds since 1970.
+      fresh_identity: the name of an identity, for a run without one.
+      disk: the RAM disk of the machine.
+      stored: the persistent storage, on host 0; None if there is none.
     """
 
     machine: str
@@ -31,6 +35,9 @@ class Introduction:
     fresh_secret: str
     agents: Mapping[str, Any]
     now_secs: float
+    fresh_identity: str
+    disk: Place
+    stored: Place | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,6 +260,7 @@ class SearchOutcome:
       needs: a step whose parts all hosts have to report first; None if the search is
         done.
       is_shared: whether host 0 keeps the parts of the step, and can deal them.
+      missing: that no tier has the step, or any step, a sentence; None if one has.
     """
 
     complete_step: CheckpointMetadata | None
@@ -263,6 +271,7 @@ class SearchOutcome:
     refusal: str | None = None
     needs: int | None = None
     is_shared: bool = False
+    missing: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,10 @@ from elastic_ckpt.host import (
 from elastic_ckpt.host.answers import BackedUp
 from elastic_ckpt.host.step_notes import OfBackup
 from elastic_ckpt.host.world import HostWorld, not_in_ram
-from elastic_ckpt.manifests import part_choices, uploads
+from elastic_ckpt.manifests import part_choices, search, uploads
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Contents
-from elastic_ckpt.manifests.part_message import PartMessage
 from elastic_ckpt.tiers.persistent import (
     arrange,
     claims,
@@ -109,12 +108,7 @@ class HostBackup:
 
     def offer(self, step: int, save: str) -> None:
         """Offers what this host has of a step in RAM."""
-        is_captured = (step, save) in self._world.captured
-        self._part_exchange.offer(
-            PartMessage()
-            if is_captured
-            else part_offers.of_save(self._world, step, save)
-        )
+        self._part_exchange.offer(part_offers.of_save(self._world, step, save))
 
     def contents(self, step: int, save: str) -> Contents:
         """The contents of a step in RAM.
@@ -243,13 +237,18 @@ class HostBackup:
         table = message.of_save(step, save)
         if table is None:
             raise errors.CheckpointError(not_in_ram(step, message.problems))
-        holdings = Holdings.from_offers(table.offers())
+        held = search.Step.from_offers(table.offers())
+        holdings = held.holdings
         if len(holdings.diverged):
             # A later reader could not detect the wrong one.
             raise errors.CheckpointError(
                 f"step {step} has different values at different hosts, such as"
                 f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
             )
+        if not held.complete:
+            # Storage would not take it, after an upload of all the rest.
+            why = "; ".join(message.problems) or "no host has them"
+            raise errors.CheckpointError(f"{held.problem()} ({why})")
         hosts = self._world.hosts
         shared = uploads.of_all_items(holdings, hosts)
         self._part_exchange.deal(

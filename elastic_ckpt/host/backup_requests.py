@@ -56,6 +56,15 @@ class GetSecsSinceBackup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GetSecsUntilPeersAreAsked:
+    """Asks how long a host still leaves peers alone that have failed, in seconds."""
+
+    def run(self, host: AnyHost) -> float:
+        """See `PeerClient.left_skipped_secs`."""
+        return host.tiers.world.client.left_skipped_secs()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ListStepsInRam:
     """Asks for the steps that are whole in RAM, and whether storage has them.
 

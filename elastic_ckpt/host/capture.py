@@ -66,10 +66,13 @@ class Shards(CapturedLeaf):
       kept: whether no other code changes the values, so that they need no copy.
       is_own: whether this host uploads a box if no RAM disk has the step; by default
         it uploads all of them.
+      group_of: the name of the hosts that hold a box; empty for this one alone, as all
+        are by default.
     """
 
     kept: bool
     is_own: Callable[[boxes.Box], bool] | None = None
+    group_of: Callable[[boxes.Box], str] | None = None
 
 
 Value = jax.Array | Whole | Shards

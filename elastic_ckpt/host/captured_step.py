@@ -1,19 +1,21 @@
 """A captured step as a source: a host uploads from it where no RAM disk has the step.
 
 It offers the host's share of the upload, as a RAM disk would. If several processes hold
-a box, one of them uploads it; the array's sharding decides which.
+a box, one of them uploads it; the array's sharding decides which. The digests of such
+boxes are compared between all of them before.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from elastic_ckpt.core import boxes, digest, errors
+from elastic_ckpt.core import boxes, digest, errors, storage
 from elastic_ckpt.host.capture import Shards, Value
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Offer
@@ -29,6 +31,7 @@ from elastic_ckpt.tiers.captured import Captured
 from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
 
 IsOwn = Callable[[int, boxes.Box], bool]
+GroupOf = Callable[[int, boxes.Box], str]
 
 
 class CapturedStep:
@@ -39,12 +42,14 @@ class CapturedStep:
       contents: of the whole step.
       files: of the components that this host wrote, with their contents.
       is_own: whether this host uploads a box, by the number of its leaf.
+      group_of: the name of the hosts that hold a box; empty if this one alone does.
       identity: the run, the training step, and which save of it.
       host: this one.
 
     Attributes:
       offer: the parts that this host uploads.
       chunk_shapes: of all leaves, by path, uploaded here or not.
+      shared: the digests of what other hosts hold too, by group, leaf and box.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class CapturedStep:
         files: Mapping[ComponentFile, bytes],
         *,
         is_own: IsOwn,
+        group_of: GroupOf = lambda *_: "",
         identity: tuple[str, int, str],
         host: Host,
     ) -> None:
@@ -62,6 +68,7 @@ class CapturedStep:
             file.path: np.frombuffer(content, np.uint8)
             for file, content in files.items()
         }
+        self.shared: dict[tuple[str, str, str], str] = {}
         fragments = []
         for number, part in enumerate(captured.parts):
             leaf = part.leaf
@@ -71,16 +78,24 @@ class CapturedStep:
                 chunk = layout.chunk_shape(part.shard_shape, item_bytes=item_bytes)
             self.chunk_shapes[leaf.path] = chunk
             for box, values in part.boxes:
-                if not is_own(number, box):
+                group, uploaded = group_of(number, box), is_own(number, box)
+                if not (group or uploaded):
                     continue
                 for piece in layout.cut(box, chunk):
+                    of_piece = values[boxes.relative(piece, box)]
+                    piece_digest = digest.values_digest(of_piece)
+                    if group:
+                        named = (group, leaf.path, str(piece))
+                        self.shared[named] = piece_digest.hex()
+                    if not uploaded:
+                        continue
                     file = layout.chunk_file(leaf.path, piece, chunk)
-                    self._values[file] = values[boxes.relative(piece, box)]
+                    self._values[file] = of_piece
                     fragments.append(
                         Fragment(
                             leaf=number,
                             box=piece,
-                            digest=digest.values_digest(self._values[file]),
+                            digest=piece_digest,
                             file=file,
                             offset=0,
                             stored_bytes=layout.num_bytes(piece, leaf.dtype),
@@ -98,6 +113,21 @@ class CapturedStep:
         )
         self.offer = Offer(tier="local", manifest=manifest)
 
+    def digests(self, under: tuple[str, ...]) -> dict[str, str]:
+        """Digests of what other hosts hold too, to be compared with theirs.
+
+        Args:
+          under: nothing, a group, or a group and a leaf of it.
+
+        Returns:
+          By group, by leaf, or by box.
+        """
+        rows: dict[str, dict[str, storage.Json]] = {}
+        for named, each in self.shared.items():
+            if named[: len(under)] == under:
+                rows.setdefault(named[len(under)], {})[" ".join(named)] = each
+        return {name: digest.json_digest(of) for name, of in rows.items()}
+
     def values(self, fragment: Fragment) -> np.ndarray:
         """Returns the captured values of a fragment, without a copy.
 
@@ -111,6 +141,20 @@ class CapturedStep:
                 " save another step, and have the memory of the machine checked"
             )
         return values
+
+    def content(self, file: ComponentFile) -> memoryview:
+        """Returns the content of a component's file, without a copy.
+
+        Raises:
+          CheckpointError: if it is not that of `offer` any more.
+        """
+        values = self._values[file.path]
+        if digest.values_digest(values) != file.digest:
+            raise errors.CheckpointError(
+                f"{file.path} changed in this host's memory after it was captured;"
+                " save another step, and have the memory of the machine checked"
+            )
+        return values.data
 
     @property
     def directory(self) -> str:
@@ -156,7 +200,7 @@ class Owners:
         # By number; whole ones are in every process. No array is kept, which may be
         # donated.
         self._leaves = [_placed(values[path]) for path in sorted(values)]
-        self._owners: dict[int, dict[boxes.Box, int]] = {}
+        self._owners: dict[int, dict[boxes.Box, tuple[int, str]]] = {}
 
     def is_own(self, leaf: int, box: boxes.Box) -> bool:
         """Whether this process uploads a box of a leaf; some are uploaded by several.
@@ -165,39 +209,60 @@ class Owners:
         those.
         """
         placed = self._leaves[leaf]
-        if callable(placed):
-            return placed(box)
         if placed == "whole":
             return leaf % self._num_hosts == self._number
-        if placed is None:
+        if isinstance(placed, Shards):
+            return placed.is_own is None or placed.is_own(box)
+        if placed.is_key:
             return True
+        return self._held(leaf, placed, box)[0] == self._number
+
+    def group_of(self, leaf: int, box: boxes.Box) -> str:
+        """The name of the hosts that hold a box; empty if this one alone does."""
+        placed = self._leaves[leaf]
+        if self._num_hosts == 1:
+            return ""
+        if placed == "whole":
+            return "all"
+        if isinstance(placed, Shards):
+            return "" if placed.group_of is None else placed.group_of(box)
+        return self._held(leaf, placed, box)[1]
+
+    def _held(self, leaf: int, placed: _Placed, box: boxes.Box) -> tuple[int, str]:
         if leaf not in self._owners:
-            self._owners[leaf] = _owners(*placed)
-        return self._owners[leaf][box] == self._number
+            self._owners[leaf] = _owners(placed)
+        # The numbers of a random key are its last dimension.
+        rank = len(placed.shape)
+        return self._owners[leaf][
+            boxes.Box(start=box.start[:rank], stop=box.stop[:rank])
+        ]
 
 
-_Placed = (
-    tuple[Sharding, tuple[int, ...]]
-    | Callable[[boxes.Box], bool]
-    | Literal["whole"]
-    | None
-)
+class _Placed(NamedTuple):
+    sharding: Sharding
+    shape: tuple[int, ...]
+    is_key: bool
 
 
-def _placed(value: Value) -> _Placed:
-    if isinstance(value, np.ndarray | np.generic | int | float):
-        return "whole"
+def _placed(value: Value) -> _Placed | Shards | Literal["whole"]:
     if isinstance(value, Shards):
-        return value.is_own
+        # Without its values.
+        return dataclasses.replace(value, boxes=())
     if not isinstance(value, jax.Array):
-        return None
+        return "whole"
     is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return None if is_key else (value.sharding, value.shape)
+    return _Placed(value.sharding, value.shape, is_key)
 
 
-def _owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, int]:
-    owners = {}
-    for number, (box, devices) in enumerate(boxes.holders(sharding, shape).items()):
+def _owners(placed: _Placed) -> dict[boxes.Box, tuple[int, str]]:
+    # By box, the process that uploads it, and the name of those that hold it.
+    sharding, owners = placed.sharding, {}
+    held = boxes.holders(sharding, placed.shape)
+    for number, (box, devices) in enumerate(held.items()):
         processes = sorted({device.process_index for device in devices})
-        owners[box] = processes[number % len(processes)]
+        group = ",".join(map(str, processes)) if len(processes) > 1 else ""
+        if sharding.is_fully_addressable:
+            # Each process has an array of its own.
+            group = "all"
+        owners[box] = processes[number % len(processes)], group
     return owners

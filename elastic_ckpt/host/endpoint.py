@@ -14,6 +14,7 @@ from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt.host.unjoined_host import HostInSlot, UnjoinedHost
 from elastic_ckpt.host.world import HostConfig, HostWorld
 from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.tiers.run_identity import Identity, Lines
 
 
 class HostTiers:
@@ -63,10 +64,17 @@ class HostEndpoint(Generic[TiersT]):
         assert isinstance(self._host, UnjoinedHost)
         return self._host.introduce()
 
-    def join(self, slots: Sequence[int], secret: str) -> JoinedHost:
+    def lines(self) -> Lines:
+        """See `UnjoinedHost.lines`."""
+        assert isinstance(self._host, UnjoinedHost)
+        return self._host.lines()
+
+    def join(
+        self, slots: Sequence[int], secret: str, identity: Identity | None
+    ) -> JoinedHost:
         """See `UnjoinedHost.join`."""
         assert isinstance(self._host, UnjoinedHost)
-        self._host = self._host.join(slots, secret)
+        self._host = self._host.join(slots, secret, identity)
         return self._host.joined
 
     def connect(self, hosts: Sequence[Host], agents: Mapping[str, Any]) -> None:

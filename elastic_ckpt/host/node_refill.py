@@ -62,6 +62,7 @@ def refill(root: str) -> replication.Taken | None:
     client = peer_client.PeerClient(
         secret.read(secret.path(root)),
         tls_ca=record.tls_ca,
+        timeout_secs=record.timeout_secs,
         max_bytes_per_sec=record.max_bytes_per_sec,
     )
     with contextlib.closing(client):

@@ -11,11 +11,15 @@
 
 All hosts finish one of these before any begins the next. A host reads at most `FAN_IN`
 messages of hosts below it and one of the host above it, however many hosts there are.
+
+`merge` and `pass_on` return the messages that could not be read. Their writers are
+alive, only their machines' agents do not answer: the driver asks the hosts themselves
+for these messages (`part_requests.ForwardMail`), delivers them, and repeats the call.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections.abc import Sequence
 from concurrent import futures
 from typing import Literal
@@ -42,6 +46,21 @@ def tree_of(num_hosts: int) -> HostTree:
     return HostTree(num_hosts=num_hosts, fan_in=FAN_IN)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Letter:
+    """A message of one host to another.
+
+    Attributes:
+      writer: the number of the host that has left it.
+      reader: the number of the host that it is for.
+      name: of the message.
+    """
+
+    writer: int
+    reader: int
+    name: str
+
+
 class PartExchange:
     """One host's part in exchanges of one kind, one at a time.
 
@@ -58,7 +77,13 @@ class PartExchange:
         self._host = host
         self._tree = tree_of(num_hosts)
         self._offered = PartMessage()
+        # What hosts below this one offer, as far as it was read.
+        self._read: dict[int, PartMessage] = {}
+        # On host 0, what all hosts offer.
+        self._merged: PartMessage | None = None
         self._own: PartMessage | None = None
+        # Why this host has no parts.
+        self._problem = "was not received"
 
     def offer(self, message: PartMessage) -> None:
         """Offers the parts that this host holds; drops the exchange before."""
@@ -67,20 +92,40 @@ class PartExchange:
         if self._host and not self._tree.children(self._host):
             self._post("offered", message)
 
-    def merge(self, level: int) -> None:
-        """Offers what is offered below this host, too, if it is on that level."""
-        if self._tree.level(self._host) == level and self._tree.children(self._host):
-            self._post("offered", self.merged())
-            self._offered = PartMessage()
+    def merge(self, level: int) -> tuple[Letter, ...]:
+        """Offers what is offered below this host, too, if it is on that level.
+
+        Returns:
+          The messages that could not be read; their parts are not offered.
+        """
+        children = self._tree.children(self._host)
+        if self._tree.level(self._host) != level or not children:
+            return ()
+        unread = [child for child in children if child not in self._read]
+        if not unread:
+            return ()
+        problems: dict[int, PartMessage] = {}
+        with futures.ThreadPoolExecutor(_THREADS, "offers") as pool:
+            for child, problem in zip(
+                unread, pool.map(self._read_offer, unread), strict=True
+            ):
+                if problem is not None:
+                    problems[child] = problem
+        read = self._read | problems
+        messages = [self._offered, *(read[child] for child in children)]
+        merged = PartMessage.merged(messages)
+        if self._host:
+            self._post("offered", merged)
+        else:
+            self._merged = merged
+        name = f"{self._kind}-offered"
+        return tuple(
+            Letter(writer=child, reader=self._host, name=name) for child in problems
+        )
 
     def merged(self) -> PartMessage:
-        """The parts that this host and those below it offer."""
-        children = self._tree.children(self._host)
-        if not children:
-            return self._offered
-        with futures.ThreadPoolExecutor(_THREADS, "offers") as pool:
-            messages = [self._offered, *pool.map(self._offered_by, children)]
-        return PartMessage.merged(messages)
+        """The parts that all hosts offer; on host 0."""
+        return self._offered if self._merged is None else self._merged
 
     def deal(self, tables: Sequence[PartTable]) -> None:
         """Gives the hosts below this one their parts, and keeps those of this host."""
@@ -98,47 +143,60 @@ class PartExchange:
         for child, message in zip(children, others, strict=True):
             self._post(f"parts-{child}", message)
 
-    def pass_on(self, level: int) -> None:
-        """Passes on what is for hosts below this one, if it is on that level.
+    def pass_on(self, level: int) -> tuple[Letter, ...]:
+        """Takes the parts of this host, if it is on that level, and of those below it.
 
-        If the host above cannot be reached, `received` fails on all of these hosts.
+        Returns:
+          The message with them if it could not be read. Then `received` fails on all of
+          these hosts.
         """
-        if self._tree.level(self._host) == level and self._tree.children(self._host):
-            with contextlib.suppress(ReadError, checked_json.UnreadableError):
-                self.deal(self._from_parent().tables)
+        parent = self._tree.parent(self._host)
+        is_on_level = self._tree.level(self._host) == level
+        if parent is None or not is_on_level or self._own is not None:
+            return ()
+        name = f"{self._kind}-parts-{self._host}"
+        try:
+            message = part_message.parse(self._mail.read(parent, name))
+        except (ReadError, checked_json.UnreadableError) as error:
+            self._problem = str(error)
+            return (Letter(writer=parent, reader=self._host, name=name),)
+        if self._tree.children(self._host):
+            self.deal(message.tables)
+        else:
+            self._own = message
+        return ()
 
     def received(self) -> Sequence[PartTable]:
         """The parts of this host.
 
         Raises:
-          UnreadableError: if the message is not one.
-          ReadError: if the host above cannot be reached.
+          ReadError: if they could not be read.
         """
         # The host above has read it.
         self._mail.remove(f"{self._kind}-offered")
         own, self._own = self._own, None
-        return (self._from_parent() if own is None else own).tables
+        if own is None:
+            raise ReadError(self._problem)
+        return own.tables
 
     def end(self) -> None:
         """Removes the messages of this host."""
-        self._own, self._offered = None, PartMessage()
+        self._own, self._merged, self._offered = None, None, PartMessage()
+        self._read = {}
+        self._problem = "was not received"
         self._mail.remove(f"{self._kind}-")
 
-    def _offered_by(self, child: int) -> PartMessage:
+    def _read_offer(self, child: int) -> PartMessage | None:
+        # Returns what is lacking if it cannot be read.
         try:
             content = self._mail.read(child, f"{self._kind}-offered")
-            return part_message.parse(content)
+            self._read[child] = part_message.parse(content)
+            return None
         except (ReadError, checked_json.UnreadableError) as error:
             below = len(self._tree.below(child)) - 1
             more = f" and of the {below} below it" if below else ""
             problem = f"the parts of host {child}{more}: the list {error}"
             return PartMessage(problems=(problem,), is_partial=True)
-
-    def _from_parent(self) -> PartMessage:
-        parent = self._tree.parent(self._host)
-        assert parent is not None
-        name = f"{self._kind}-parts-{self._host}"
-        return part_message.parse(self._mail.read(parent, name))
 
     def _post(self, name: str, message: PartMessage) -> None:
         self._mail.post(f"{self._kind}-{name}", part_message.to_bytes(message))

@@ -17,6 +17,7 @@ from elastic_ckpt.core import codec, storage
 from elastic_ckpt.host import (
     backup_requests,
     copy_requests,
+    part_requests,
     read_requests,
     save_requests,
     sharing_requests,
@@ -65,6 +66,14 @@ class Phases:
         return codec.decode(self._by_name[name], encoded["fields"], name=name)
 
 
+def channel(request: Request[Any, Any]) -> str:
+    """The name under which drivers gather the answers to a request.
+
+    It is that of its class, unless several threads send requests of one class.
+    """
+    return getattr(request, "channel", type(request).__name__)
+
+
 def decode_answer(request: Request[Any, AnswerT], encoded: storage.Json) -> AnswerT:
     """Decodes the answer to a request, which `codec.encode` encoded."""
     name = f"the answer to {type(request).__name__}"
@@ -110,5 +119,6 @@ PHASES = Phases(
         backup_requests,
         read_requests,
         sharing_requests,
+        part_requests,
     )
 )

@@ -208,7 +208,7 @@ class HostReader:
         directory = str(storage.make_directory(self._files() / component))
         for file, offers in files:
             _, _, name = file.path.partition("/")
-            storage.write_atomic(f"{directory}/{name}", reader.file(file, offers))
+            storage.write_atomic(f"{directory}/{name}", reader.content(file, offers))
         return directory
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class HostReader:
         world, own = self._world, self._world.own
         is_own = any((each.tier, each.host) == ("local", own.host.id) for each in bad)
         idle = idle_repair.dealt(bad, world.hosts, world.number)
-        if not (is_own or idle):
+        if world.is_read_only or not (is_own or idle):
             return []
         try:
             whole = self._whole(self._opened())

@@ -47,6 +47,21 @@ class HoldStep(OfWrittenStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DigestHeld(OfStep):
+    """Asks for digests of what several hosts hold of a step that is held.
+
+    Attributes:
+      under: see `CapturedStep.digests`.
+    """
+
+    under: tuple[str, ...]
+
+    def run(self, host: AnyHost) -> dict[str, str]:
+        """See `CapturedStep.digests`."""
+        return host.tiers.world.captured[self.step, self.save].digests(self.under)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CommitStep(OfWrittenStep):
     """Commits a host's part of a step."""
 

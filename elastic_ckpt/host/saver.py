@@ -6,6 +6,7 @@ A save goes through `capture`, `write`, `commit` (or `abandon`), `replicate`, `c
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from elastic_ckpt.manifests import layout, retention
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import ComponentFile, Contents
 from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import step_writer
 
 # If less is free on a RAM disk, components write to a staging directory at first.
@@ -137,6 +139,7 @@ class HostSaver:
             _contents(saving, written),
             {file: saving.contents[file.path] for file in files},
             is_own=saving.owners.is_own,
+            group_of=saving.owners.group_of,
             identity=(self._world.run, step, save),
             host=self._world.own.host,
         )
@@ -222,13 +225,23 @@ class HostSaver:
         return bool(saves)
 
     def _staging(self, step: int, save: str) -> epath.Path:
-        # Under one controller the path has to be the same on all hosts.
         if self._world.local_tier is None:
             own = self._world.disk.host_directory(self._world.own.slot)
             return own / "saving" / layout.step_directory(step, save)
-        name = f"elastic_ckpt-{self._world.run}-{self._world.own.slot}"
-        temporary = epath.Path(tempfile.gettempdir()) / name
-        return temporary / layout.step_directory(step, save)
+        # Under one controller the path has to be the same on all hosts, whose RAM disks
+        # have the same path; hosts of one machine have different ones, or slots. Others
+        # do not know the secret.
+        root = self._world.disk.root
+        name = hashlib.blake2b(
+            f"{root}.{self._world.own.slot}".encode(),
+            key=hashlib.sha256(secret.read(secret.path(root)).encode()).digest(),
+            digest_size=16,
+        ).hexdigest()
+        temporary = epath.Path(tempfile.gettempdir()) / f"elastic_ckpt-staging-{name}"
+        storage.make_private_directory(temporary)
+        staging = temporary / layout.step_directory(step, save)
+        storage.remove(staging)
+        return staging
 
     def _files(self, saving: _Saving) -> Written:
         names: dict[str, list[str]] = {name: [] for name in saving.components or ()}

@@ -18,7 +18,8 @@ from elastic_ckpt.host.answers import CheckpointMetadata, SearchOutcome
 from elastic_ckpt.host.step_sharing import StepSharing
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import line
-from elastic_ckpt.tiers import find, surveyed_ram
+from elastic_ckpt.tiers import find as tier_search
+from elastic_ckpt.tiers import surveyed_ram
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer, secret
 from elastic_ckpt.tiers.source import Tier
@@ -80,9 +81,12 @@ class StepSearch:
         step, without, save, own_line, is_shared = query
         tiers, foreign, recorded, out_of_reach = self._within_reach(ram_tiers)
         own = [] if own_line is None else [own_line]
-        looking = find.Search(tiers, lines=[*own, *recorded], without=set(without))
+        looking = tier_search.Search(
+            tiers, lines=[*own, *recorded], without=set(without)
+        )
         passed_over: Mapping[int, str] = {}
         refusal: str | None = None
+        missing: str | None = None
         chosen: FoundStep | None = None
         if step is None:
             outcome = looking.newest()
@@ -93,11 +97,16 @@ class StepSearch:
             newer = [each for each in counted[-1:] if [each] > numbers]
             foreign_step = newer[0] if newer else None
             refusal = outcome.refusal(max([*numbers, *newer], default=None))
+            if not (numbers or newer or passed_over or out_of_reach):
+                missing = f"{self._places()} has no checkpoints yet; save one first"
         elif step in foreign:
             foreign_step = step
+        elif looking.lacks(step):
+            foreign_step = None
+            missing = self._missing(step, looking, foreign, out_of_reach)
         else:
             foreign_step = None
-            of_save = find.of_save(tiers, step, save) if save else None
+            of_save = tier_search.of_save(tiers, step, save) if save else None
             chosen = of_save or looking.of_step(step)
         complete: CheckpointMetadata | None = None
         if foreign_step is not None:
@@ -114,12 +123,41 @@ class StepSearch:
             refusing=tuple(self._refusing(tiers)),
             refusal=refusal,
             is_shared=kept is not None,
+            missing=missing,
         )
+
+    def _missing(
+        self,
+        step: int,
+        looking: tier_search.Search,
+        foreign: Mapping[int, str],
+        out_of_reach: str | None,
+    ) -> str:
+        if out_of_reach is not None:
+            raise errors.CheckpointError(
+                f"step {step} is not in RAM, and {out_of_reach}"
+            )
+        newest = looking.newest().found_step
+        numbers = _counted(looking, foreign)
+        numbers += [] if newest is None else [newest.step.step]
+        if not numbers:
+            return f"there is no step {step}: {self._places()} has no checkpoints yet"
+        return (
+            f"step {step} is in no tier of {self._places()}; newest complete step is"
+            f" {max(numbers)}: restore it with step={max(numbers)}"
+        )
+
+    def _places(self) -> str:
+        # The directories of the tiers, for a message.
+        places = [] if self._world.root is None else [self._world.root.path]
+        if self._world.local_tier is not None:
+            places.append(self._world.disk.root)
+        return " or ".join(map(str, places))
 
     def complete_steps(self) -> list[CheckpointMetadata]:
         """The steps that are complete; see `HostReader.complete_steps`."""
         tiers, foreign, recorded, _ = self._within_reach(self._world.ram_tiers)
-        looking = find.Search(tiers, lines=recorded)
+        looking = tier_search.Search(tiers, lines=recorded)
         complete = [self._complete(each) for each in looking.complete_steps()]
         others = {each.step for each in complete}
         complete += [
@@ -202,7 +240,7 @@ def _refusing(tier: Tier) -> Sequence[str]:
     return tier.refusing if isinstance(tier, surveyed_ram.SurveyedRam) else ()
 
 
-def _counted(looking: find.Search, foreign: Mapping[int, str]) -> list[int]:
+def _counted(looking: tier_search.Search, foreign: Mapping[int, str]) -> list[int]:
     # The steps of Orbax alone that are not abandoned, ascending.
     return sorted(
         step for step, save in foreign.items() if not looking.line.abandons(step, save)

@@ -165,8 +165,9 @@ def check_same_model(
         shown = "; ".join(differing[:3])
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise errors.OtherModelError(
-            f"{what} is a checkpoint of another model ({shown}{more}); set the"
-            " model's keys back, or start a new run_name"
+            f"{what} is a checkpoint of another model ({shown}{more}); load it into the"
+            " model that saved it, or start a new run, in another directory (another"
+            " run_name in a configuration)"
         )
 
 

@@ -97,7 +97,10 @@ def upload_share(
         for item in batch.tolist():
             fragment = part(item)
             if isinstance(fragment, ComponentFile):
-                content = reader.file(fragment, holdings.holders(item))
+                if captured is not None:
+                    content = captured.content(fragment)
+                else:
+                    content = reader.content(fragment, holdings.holders(item))
                 uploading.write_file(fragment, content)
                 continue
             if captured is not None:

@@ -20,7 +20,7 @@ from elastic_ckpt.core import boxes, digest, errors, host_memory
 from elastic_ckpt.manifests import layout, read_plan
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.manifest import ComponentFile, Fragment, Leaf
-from elastic_ckpt.tiers.source import ReadError, Source
+from elastic_ckpt.tiers.source import ReadError, RemoteSource, SlowError, Source
 
 _REMEDY = (
     "restore it from a copy, bring back a host that has it, or restore an older step"
@@ -102,6 +102,10 @@ class VerifiedReader:
         self._fill(parts, into, name)
 
     def file(self, file: ComponentFile, offers: Sequence[Offer]) -> bytes:
+        """As `content`, in bytes."""
+        return self.content(file, offers).tobytes()
+
+    def content(self, file: ComponentFile, offers: Sequence[Offer]) -> memoryview:
         """The content of a component's file, from the first holder with a good one.
 
         Raises:
@@ -110,7 +114,7 @@ class VerifiedReader:
         content = np.empty(file.stored_bytes, np.uint8)
         place = (file.path, 0, file.digest)
         self._fill([(offer, file, place) for offer in offers], content, file.path)
-        return content.tobytes()
+        return content.data
 
     def _fill(
         self,
@@ -118,24 +122,41 @@ class VerifiedReader:
         into: np.ndarray,
         name: str,
     ) -> None:
-        tried = []
-        for offer, part, (file, offset, expected) in parts:
-            actual = digest.values_hash()
-            try:
-                self._sources[offer].read_into(file, offset, into.data, actual.update)
-            except ReadError as error:
-                why = str(error)
-            else:
-                if actual.digest() == expected:
-                    with self._lock:
-                        self._read_bytes[offer] += into.nbytes
-                    return
-                why = "is not what was saved: its digest differs"
-            bad = BadCopy(offer=offer, part=part, name=name, why=why)
-            tried.append(bad)
-            with self._lock:
-                self._bad.append(bad)
-        failures = "; ".join(f"at {_holder(bad.offer)} it {bad.why}" for bad in tried)
+        tried: dict[Offer, BadCopy] = {}
+        slow: dict[Offer, Source] = {}
+        asked = self._sources
+        while True:
+            for offer, part, (file, offset, expected) in parts:
+                if offer not in asked:
+                    continue
+                source = asked[offer]
+                actual = digest.values_hash()
+                try:
+                    source.read_into(file, offset, into.data, actual.update)
+                except ReadError as error:
+                    why = str(error)
+                    if isinstance(error, SlowError) and isinstance(
+                        source, RemoteSource
+                    ):
+                        slow[offer] = source.patiently()
+                else:
+                    if actual.digest() == expected:
+                        tried.pop(offer, None)
+                        with self._lock:
+                            self._read_bytes[offer] += into.nbytes
+                            self._bad += tried.values()
+                        return
+                    why = "is not what was saved: its digest differs"
+                tried[offer] = BadCopy(offer=offer, part=part, name=name, why=why)
+            if asked is slow or not slow:
+                break
+            # Nobody else has it.
+            asked = slow
+        with self._lock:
+            self._bad += tried.values()
+        failures = "; ".join(
+            f"at {_holder(offer)} it {bad.why}" for offer, bad in tried.items()
+        )
         raise errors.CheckpointError(
             f"step {parts[0][0].manifest.step}: no good copy of {name} is left"
             f" ({failures}); {_REMEDY}"

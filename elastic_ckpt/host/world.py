@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import errors
@@ -18,6 +19,8 @@ from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.peers import (
+    agent,
+    agent_process,
     agent_url,
     mailbox,
     peer,
@@ -26,6 +29,7 @@ from elastic_ckpt.tiers.peers import (
 )
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local, ram_disk
+from elastic_ckpt.tiers.ram.machine import find as find_machine
 from elastic_ckpt.tiers.source import ReadError, Source, Tier, merged
 
 
@@ -63,6 +67,7 @@ class HostWorld:
       hosts: all of the world, by number.
       client: of the agents of other machines.
       agents: their addresses, by machine; see `known_agents`.
+      service: of the agent of this machine; None if another host has started it.
 
     Attributes:
       run: the identity of the run.
@@ -76,6 +81,8 @@ class HostWorld:
       root: of persistent storage; None if there is none.
       persistent: the steps there; None if there is none.
       mail: of this host.
+      client: of the agents of other machines.
+      is_read_only: whether nothing is written, bad copies included.
       captured: the steps that this host backs up from the memory of their capture, by
         step and save.
       agent_urls: of the agents of all machines that are known, by machine, with their
@@ -90,7 +97,10 @@ class HostWorld:
         hosts: Sequence[Host],
         client: peer_client.PeerClient,
         agents: Mapping[str, Any],
+        service: agent.Service | None,
     ) -> None:
+        self._service = service
+        self._beside: agent_process.AgentBeside | None = None
         self.run = config.run
         self.number = config.number
         self.own = own
@@ -107,8 +117,14 @@ class HostWorld:
         if self.storage is not None:
             self.root = persistent_root.PersistentRoot.from_path(self.storage.directory)
             self.persistent = persistent_tier.PersistentTier(self.root, run=self.run)
+        self.is_read_only = config.chosen.is_read_only
+        # The RAM disk of a program that runs, or ran.
+        self._read_disk: ram_disk.RamDisk | None = None
+        read_ram = config.chosen.read_ram
+        if read_ram is not None and find_machine(read_ram) is not None:
+            self._read_disk = ram_disk.RamDisk(read_ram, run=self.run)
         self.captured: dict[tuple[int, str], CapturedStep] = {}
-        self._client = client
+        self.client = client
         self.agent_urls = {
             machine: agent_url.pinned(each["url"], each.get("certificate_sha256"))
             for machine, each in agents.items()
@@ -154,7 +170,9 @@ class HostWorld:
     @property
     def ram_tiers(self) -> list[Tier]:
         """The tiers in the memory of this machine and of others, as `tiers`."""
-        return [self.disk, peer.Peers([self.peer_at(url) for url in self._agents])]
+        peers = peer.Peers([self.peer_at(url) for url in self._agents])
+        read = [] if self._read_disk is None else [self._read_disk]
+        return [*read, self.disk, peers]
 
     @functools.cached_property
     def exchanges(self) -> Mapping[Kind, PartExchange]:
@@ -244,7 +262,50 @@ class HostWorld:
     def peer_at(self, url: str) -> peer.Peer:
         """The RAM disk of a machine whose agent is known, as it is now."""
         certificate = self._agents[url]
-        return peer.Peer(url, self._client, self.run, certificate_sha256=certificate)
+        return peer.Peer(
+            url,
+            self.client,
+            self.run,
+            certificate_sha256=certificate,
+            is_patient=True,
+        )
+
+    def serve_beside(self) -> str | None:
+        """Serves this machine's RAM by another agent: the present one does not answer.
+
+        What this host has does not depend on that agent, which may be stopped, or busy.
+
+        Returns:
+          The url of the new one; None if another host has to start it, or there is no
+          other port for it.
+        """
+        service = self._service
+        if self._beside is None and service is not None and not service.port:
+            try:
+                self._beside = agent_process.AgentBeside(service)
+            except errors.RunError as error:
+                logging.warning("%s", error)
+        return None if self._beside is None else self._beside.url
+
+    def use_agents(self, urls: Mapping[str, str]) -> None:
+        """Asks other agents from now on, by the ids of their machines."""
+        for machine, url in urls.items():
+            before = self._urls.get(machine)
+            if before is not None and before != url:
+                certificate = self._agents.get(before)
+                self._urls = {**self._urls, machine: url}
+                self._agents = {
+                    each: known
+                    for each, known in self._agents.items()
+                    if each != before
+                } | {url: certificate}
+                self.agent_urls[machine] = agent_url.pinned(url, certificate)
+
+    def close(self) -> None:
+        """Removes the messages of this host, and ends the agent that it has started."""
+        self.mail.remove("")
+        if self._beside is not None:
+            self._beside.close()
 
     def _endpoint_of(self, machine: str) -> peer_endpoint.Endpoint:
         if machine not in self._urls:
@@ -255,7 +316,7 @@ class HostWorld:
         """The agent at an address."""
         # Agents of idle machines that others have asked may be unknown here.
         certificate = self._agents.get(url)
-        return self._client.endpoint(url, certificate_sha256=certificate)
+        return self.client.endpoint(url, certificate_sha256=certificate)
 
     def _newest_save(self) -> int:
         saves = [save for *_, save in self.disk.all_saves() if save.isdecimal()]

@@ -9,6 +9,7 @@ from typing import Any
 from elastic_ckpt.host.answers import Introduction, JoinedHost
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.tiers.run_identity import Identity, Lines
 
 AnyHost = HostEndpoint[HostTiers]
 
@@ -23,20 +24,31 @@ class Introduce:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GetLines:
+    """Asks a host for the lines of what it finds, before it has a slot."""
+
+    def run(self, host: AnyHost) -> Lines:
+        """See `UnjoinedHost.lines`."""
+        return host.lines()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class JoinWorld:
     """Gives a host its slot, and the run's secret.
 
     Attributes:
       slots: of each host, by number.
       secret: of the run.
+      identity: of the run; None if it is not known.
     """
 
     slots: tuple[int, ...]
     secret: str
+    identity: Identity | None = None
 
     def run(self, host: AnyHost) -> JoinedHost:
         """See `UnjoinedHost.join`."""
-        return host.join(self.slots, self.secret)
+        return host.join(self.slots, self.secret, self.identity)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,15 @@
 """Runs the MaxText that is installed, unmodified, on our iterators.
 
-MaxText's trainer, checkpoints and resume stay in use. For the time of the run, six
-functions that MaxText looks up when it calls them are replaced, and two more on a host
+MaxText's trainer, checkpoints and resume stay in use. For the time of the run, nine
+functions that MaxText looks up when it calls them are replaced, and one more on a host
 of an elastic run (`maxtext_world`):
 
 * after it has read its configuration, our keys are taken out (`maxtext_config`)
 * when it makes Grain's iterators, it gets ours, in this process or in the sidecar
 * when it saves and restores an iterator, ours is passed to Orbax unchanged
 * when it makes its checkpointer, it gets ours if tiers are configured
+* when it may save a step, that is noted, because it ends without a save with the data
+* when it makes its logger of metrics, each step is reported to us (`maxtext_record`)
 
 A MaxText in which one of them is missing or changed is refused before the run.
 """
@@ -21,7 +23,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,13 +34,14 @@ from orbax import checkpoint
 
 from elastic_ckpt.checkpoint import components, configured_tiers
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import elastic_data, iterator, pipeline
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.frontend import checkpointer
 from elastic_ckpt.frontend.batches import configured_batches
 from elastic_ckpt.integrations import (
     maxtext_config,
+    maxtext_record,
     maxtext_seams,
     maxtext_tiers,
     maxtext_world,
@@ -56,6 +60,7 @@ def run(
     *,
     emit: events.Emit = events.nobody,
     world: World | None = None,
+    started: schema.Config | None = None,
 ) -> None:
     """Trains as `python -m maxtext.trainers.pre_train.train ARGUMENTS` does.
 
@@ -63,6 +68,7 @@ def run(
       arguments: of MaxText, with our keys among them.
       emit: called for each event of tiers of checkpoints.
       world: that this process has joined as a host; None if MaxText joins one itself.
+      started: the hosts and slices that the run was started with; by default one.
 
     Raises:
       ConfigError: if MaxText is missing, or of a version that this module does not
@@ -71,7 +77,10 @@ def run(
       SystemExit: if MaxText refuses its configuration.
     """
     maxtext_seams.check_installed()
-    with seams_taken(emit=emit, world=world) as taken:
+    explicit = maxtext_config.explicit_keys(arguments)
+    with seams_taken(
+        emit=emit, world=world, explicit=explicit, started=started
+    ) as taken:
         train = importlib.import_module(maxtext_seams.MAIN.module)
         try:
             app.run(train.main, argv=[str(train.__file__), *arguments])
@@ -90,24 +99,37 @@ def run(
 
 @contextlib.contextmanager
 def seams_taken(
-    *, emit: events.Emit = events.nobody, world: World | None = None
+    *,
+    emit: events.Emit = events.nobody,
+    world: World | None = None,
+    explicit: Collection[str] = (),
+    started: schema.Config | None = None,
 ) -> Iterator[Taken]:
     """Replaces MaxText's functions by ours, until the body ends; see `run`."""
     modules = {
         seam: importlib.import_module(seam.module) for seam in maxtext_seams.SEAMS
     }
     originals = {seam: getattr(modules[seam], seam.name) for seam in modules}
-    taken = Taken(originals, emit=emit, world=world)
+    taken = Taken(
+        originals,
+        emit=emit,
+        world=world,
+        explicit=explicit,
+        started=started or schema.Config(),
+    )
     ours: dict[maxtext_seams.Seam, Any] = {
         maxtext_seams.PREPARE: taken.prepare,
+        maxtext_seams.JOIN_WITH_REPLICATOR: _join,
         maxtext_seams.MAKE_TRAIN: taken.train_iterator,
         maxtext_seams.MAKE_EVAL: taken.evaluation_iterator,
         maxtext_seams.FOR_SAVE: taken.for_save,
         maxtext_seams.FOR_RESTORE: taken.for_restore,
         maxtext_seams.MAKE_CHECKPOINTER: taken.checkpoint_manager,
+        maxtext_seams.SAVE_STEP: taken.save_step,
+        maxtext_seams.MAKE_LOGGER: taken.metric_logger,
     }
-    if world is not None:
-        ours |= maxtext_world.functions(world, originals)
+    if taken.leaving is not None:
+        ours[maxtext_seams.REACHED_PREEMPTION] = taken.leaving.reached_preemption
     with contextlib.ExitStack() as stack:
         for seam, function in ours.items():
             stack.callback(setattr, modules[seam], seam.name, originals[seam])
@@ -122,6 +144,11 @@ class Taken:
       originals: the function of MaxText at each seam.
       emit: called for each event of tiers of checkpoints.
       world: see `run`.
+      explicit: the keys that a user has set.
+      started: see `run`.
+
+    Attributes:
+      leaving: whether the world is left; None without one.
     """
 
     def __init__(
@@ -130,18 +157,30 @@ class Taken:
         *,
         emit: events.Emit,
         world: World | None,
+        explicit: Collection[str] = (),
+        started: schema.Config,
     ) -> None:
         self._originals = originals
         self._emit = emit
+        self._started = started
+        self._began_secs = time.monotonic()
+        self._record: maxtext_record.RunRecord | None = None
+        self.leaving = None if world is None else maxtext_world.Leaving(world)
         self._world = world
+        self._explicit = explicit
         self._own = maxtext_config.Own(values={})
         self._made: dict[maxtext_seams.Seam, MaxTextIterator] = {}
         self._manager: maxtext_tiers.TieredManager | None = None
+        # Saves the state after the last step that was trained.
+        self._save_last: Callable[[], object] | None = None
+        self._num_steps = 0
 
     def prepare(self, raw_keys: dict[str, Any], *rest: Any, **more: Any) -> Any:
         """Takes our keys out of those that MaxText has read."""
         with _past_maxtext():
-            theirs, self._own = maxtext_config.divide(raw_keys)
+            theirs, self._own = maxtext_config.divide(
+                raw_keys, known=maxtext_seams.known_keys(), explicit=self._explicit
+            )
         return self._originals[maxtext_seams.PREPARE](theirs, *rest, **more)
 
     def train_iterator(
@@ -151,7 +190,16 @@ class Taken:
         del process_indices
         section = maxtext_config.train_section(config, self._own)
         _check_resumable(config)
-        return self._iterator(maxtext_seams.MAKE_TRAIN, config, section, global_mesh)
+        with _past_maxtext():
+            record = self._recorded(config)
+            record.describe(
+                maxtext_config.run_config(
+                    config, self._own, data=section, started=self._started
+                )
+            )
+        return self._iterator(
+            maxtext_seams.MAKE_TRAIN, config, section, global_mesh, record
+        )
 
     def evaluation_iterator(
         self, config: Any, global_mesh: Any, process_indices: Any
@@ -166,6 +214,8 @@ class Taken:
     ) -> Any:
         """Returns the object that Orbax saves as the iterator of a step."""
         if isinstance(data_iterator, MaxTextIterator):
+            with _past_maxtext():
+                data_iterator.sync_log()
             return data_iterator
         return self._originals[maxtext_seams.FOR_SAVE](
             step, data_iterator, expansion_factor_real_data
@@ -194,7 +244,16 @@ class Taken:
         )
 
     def checkpoint_manager(self, config: Any, mesh: Any, init_state_fn: Any) -> Any:
-        """Makes MaxText's checkpointer, over our tiers if these are configured."""
+        """Makes MaxText's checkpointer, over our tiers if these are configured.
+
+        It comes before the data, for which MaxText shards a batch over the devices.
+        """
+        with _past_maxtext():
+            maxtext_config.global_batch_size(config, num_devices=mesh.size)
+            if config.eval_interval > 0:
+                maxtext_config.global_batch_size(
+                    config, num_devices=mesh.size, evaluation=True
+                )
         if not (config.enable_multi_tier_checkpointing and config.enable_checkpointing):
             return self._originals[maxtext_seams.MAKE_CHECKPOINTER](
                 config, mesh, init_state_fn
@@ -206,7 +265,10 @@ class Taken:
                 over_tiers = self._world.checkpointer(tiers, run=config.run_name)
             else:
                 over_tiers = checkpointer.Checkpointer(
-                    tiers, mesh=mesh, run=config.run_name, emit=self._emit
+                    tiers,
+                    mesh=mesh,
+                    run=config.run_name,
+                    emit=self._recorded(config).emit,
                 )
         self._manager = maxtext_tiers.TieredManager(
             over_tiers,
@@ -219,22 +281,93 @@ class Taken:
             # MaxText skips a step that is there already.
             guard=functools.partial(_past_maxtext, except_for=(FileExistsError,)),
         )
-        emit = self._emit if self._world is None else self._world.emit
-        self._manager.validate(chosen.validation, emit)
+        self._manager.validate(chosen.validation, self._recorded(config).emit)
         return self._manager
+
+    def save_step(
+        self,
+        checkpoint_manager: Any,
+        state: Any,
+        config: Any,
+        data_iterator: Any,
+        step: Any = None,
+    ) -> None:
+        """Saves a step if it is due; without a number it is the last one.
+
+        MaxText ends without a save when the data ends, so what it would save is noted.
+        """
+        save = functools.partial(
+            self._originals[maxtext_seams.SAVE_STEP],
+            checkpoint_manager,
+            state,
+            config,
+            data_iterator,
+        )
+        is_wanted = checkpoint_manager is not None
+        self._save_last = None
+        if step is not None:
+            self._num_steps = int(step) + 1
+        if is_wanted and step is not None and config.save_checkpoint_on_completion:
+            self._save_last = save
+        save(step)
+
+    def _data_ended(self) -> None:
+        # In place of the next batch: the state after the last step is still there.
+        save, self._save_last = self._save_last, None
+        if self._num_steps and self._record is not None:
+            self._record.data_ended(self._num_steps)
+        if save is None:
+            return
+        if self._manager is not None:
+            self._manager.end()
+        save()
+
+    def metric_logger(
+        self, config: Any, learning_rate_schedule: Any, start_step: int = 0
+    ) -> Any:
+        """Makes MaxText's logger of metrics, which reports each step to us, too."""
+        if self.leaving is not None:
+            self.leaving.last_step = config.steps - 1
+        make = maxtext_record.reporting_logger(
+            self._originals[maxtext_seams.MAKE_LOGGER], self._recorded(config)
+        )
+        return make(config, learning_rate_schedule, start_step)
 
     def close(self) -> None:
         """Closes the iterators that MaxText had last, and a checkpointer of ours."""
-        for made in self._made.values():
-            made.close()
-        if self._manager is not None:
-            self._manager.close()
+        try:
+            for made in self._made.values():
+                made.close()
+            if self._manager is not None:
+                self._manager.close()
+        except Exception as error:
+            if self._record is not None:
+                self._record.abandon(error)
+            raise
+        if self._record is not None:
+            self._record.close(secs=time.monotonic() - self._began_secs)
 
     def abandon(self, error: BaseException) -> None:
         """Ends what would hold up this process, whose run has failed."""
         if self._manager is not None:
             self._manager.abandon(error)
+        if self._record is not None:
+            self._record.abandon(error)
         _leave_others_at_once()
+
+    def _recorded(self, config: Any) -> maxtext_record.RunRecord:
+        # Only once MaxText has its devices is it known which host keeps the record.
+        if self._record is None:
+            world = self._world
+            self._record = maxtext_record.RunRecord(
+                config,
+                world=topology.present(slices=max(1, config.num_slices))
+                if world is None
+                else world.topology,
+                emit=self._emit if world is None else world.emit,
+                is_supervised=world is not None,
+            )
+        return self._record
 
     def _iterator(
         self,
@@ -242,6 +375,7 @@ class Taken:
         config: Any,
         section: schema.DataSection,
         mesh: Any,
+        record: maxtext_record.RunRecord | None = None,
     ) -> MaxTextIterator:
         if section.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
@@ -262,7 +396,12 @@ class Taken:
             global_batch_size=rows,
         )
         # After an elastic event MaxText comes again; the old one's slices are gone.
-        self._made[seam] = MaxTextIterator(batches, elastic=config.elastic_enabled)
+        self._made[seam] = MaxTextIterator(
+            batches,
+            elastic=config.elastic_enabled,
+            ended=_nothing if evaluation else self._data_ended,
+            record=record,
+        )
         return self._made[seam]
 
 
@@ -272,19 +411,41 @@ class MaxTextIterator:
     Args:
       batches: `iterator.Batches` or `RemoteIterator`.
       elastic: whether MaxText answers lost slices itself.
+      ended: called when there is no next batch.
+      record: of the run, if it trains on these batches.
     """
 
-    def __init__(self, batches: Any, *, elastic: bool) -> None:
+    def __init__(
+        self,
+        batches: Any,
+        *,
+        elastic: bool,
+        ended: Callable[[], object] = lambda: None,
+        record: maxtext_record.RunRecord | None = None,
+    ) -> None:
         self._batches = batches
+        self._record = record
         self._elastic = elastic
+        self._ended = ended
 
     def __iter__(self) -> MaxTextIterator:
         return self
 
     def __next__(self) -> elastic_data.Batch:
         with _past_maxtext(except_for=self._left_to_maxtext()):
-            batch = next(self._batches)
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._ended()
+                raise
+            if self._record is not None:
+                self._record.take(batch)
         return {name: batch[name] for name in FEATURES}
+
+    def sync_log(self) -> None:
+        """Writes the log of the steps so far, before the last of them is saved."""
+        if self._record is not None:
+            self._record.sync()
 
     def reset(self) -> None:
         """Goes to the beginning; MaxText does so before each evaluation."""
@@ -345,6 +506,27 @@ def _past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[N
         raise
     except Exception as error:
         raise _PastMaxText(error) from error
+
+
+def _join(
+    local_checkpoint_directory: Any,
+    *,
+    jax_initialization_timeout_seconds: int = 900,
+    use_colocated_python: bool = False,
+    **settings: Any,
+) -> None:
+    # With tiers on TPUs MaxText joins by Orbax, which waits for what GKE's replicator
+    # writes to the RAM disk. Our tiers have no replicator, and JAX finds the hosts. The
+    # controller of Pathways joins nothing.
+    del local_checkpoint_directory, settings
+    if not use_colocated_python:
+        jax.distributed.initialize(
+            initialization_timeout=jax_initialization_timeout_seconds
+        )
+
+
+def _nothing() -> None:
+    """An evaluation ends with its data."""
 
 
 def _leave_others_at_once() -> None:

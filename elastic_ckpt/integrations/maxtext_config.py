@@ -8,8 +8,10 @@ support. So `divide` takes our keys out of its configuration before it is checke
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.config import elastic_section, load, schema
@@ -93,13 +95,17 @@ SHARED_KEYS = (
 # And those that are read in another way.
 READ_KEYS = (
     "async_checkpointing",
+    "base_output_directory",
     "checkpoint_dir",
+    "checkpoint_period",
     "enable_checkpointing",
+    "enable_single_controller",
     "eval_data_columns",
     "eval_per_device_batch_size",
     "global_batch_size_to_load",
     "global_batch_size_to_load_eval",
     "max_num_checkpoints_to_keep",
+    "num_slices",
     "per_device_batch_size",
     "run_name",
     "save_checkpoint_on_completion",
@@ -112,6 +118,12 @@ READ_KEYS = (
 )
 
 PLACE = "MaxText's configuration"
+# The key `maxtext` of a run that has been started.
+RUN_BY_MAXTEXT = "{}"
+# A line of MaxText's own file.
+_BASE = re.compile(r"(^|/)base\.yml, line \d+$")
+_DATASET = "dataset_type"
+_SYNTHETIC = "synthetic"
 _TOKENIZER = "tokenizer_type"
 _BYTES = "bytes"
 _IN_SIDECAR = "colocated_python_data_input"
@@ -158,23 +170,79 @@ class Own:
     in_sidecar: bool = False
 
 
-def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
+def explicit_keys(arguments: Sequence[str]) -> set[str]:
+    """The keys that a user has set: in MaxText's arguments, or in a file of theirs.
+
+    MaxText's own base.yml sets every key.
+
+    Args:
+      arguments: of MaxText; a YAML file may be first.
+
+    Raises:
+      ConfigError: if the file cannot be read, or is no YAML.
+    """
+    named = [each for each in arguments[:1] if "=" not in each]
+    keys = {each.partition("=")[0] for each in arguments[len(named) :]}
+    places = load.origins(named[0]) if named else {}
+    keys |= {key for key, place in places.items() if not _BASE.search(place)}
+    return keys
+
+
+def check_known(given: Iterable[str], known: Collection[str]) -> None:
+    """Checks that keys are of MaxText or ours.
+
+    Args:
+      given: the keys.
+      known: those of MaxText.
+
+    Raises:
+      ConfigError: names the first that is not, and the nearest of both.
+    """
+    for key in given:
+        if key not in known and key not in OWN_KEYS:
+            near = difflib.get_close_matches(key, [*known, *OWN_KEYS], n=1, cutoff=0.0)
+            raise errors.ConfigError(
+                f"{PLACE}: unknown key {key!r}, of neither MaxText nor elastic_ckpt;"
+                f" did you mean {near[0]!r}?"
+            )
+
+
+def divide(
+    raw_keys: Mapping[str, Any],
+    *,
+    known: Collection[str] | None = None,
+    explicit: Collection[str] = (),
+) -> tuple[dict[str, Any], Own]:
     """Divides the keys that MaxText has read into MaxText's and ours.
 
     MaxText sees grain, and neither its elastic iterator nor colocated Python: for these
     it has checks that do not hold for ours.
 
+    Args:
+      raw_keys: with their values.
+      known: the keys that MaxText has; None if it checks them itself.
+      explicit: see `explicit_keys`.
+
     Raises:
-      ConfigError: if another pipeline is asked for, or the shards are not chosen.
+      ConfigError: if another pipeline is asked for, the shards are not chosen, or a key
+        is of neither program.
     """
+    if known is not None:
+        check_known(raw_keys, known)
     theirs = dict(raw_keys)
     values = {"grain_record_format": "tf_example"}
     values |= {key: theirs.pop(key) for key in OWN_KEYS if key in theirs}
     if theirs.get(_TOKENIZER) == _BYTES:
         values[_TOKENIZER] = theirs.pop(_TOKENIZER)
-    dataset_type = theirs.get("dataset_type", "synthetic")
-    # `synthetic` is the default in MaxText's base.yml, so the user has not set it.
-    if dataset_type not in ("grain", "synthetic"):
+    dataset_type = theirs.get(_DATASET, _SYNTHETIC)
+    if dataset_type == _SYNTHETIC and _DATASET in explicit:
+        raise errors.ConfigError(
+            f"{PLACE}: {_DATASET}={_SYNTHETIC} is made up by MaxText, and has no state;"
+            f" leave it out to train on {maxtext_files.TRAIN.key}, or run MaxText"
+            " itself"
+        )
+    # It is the default in MaxText's base.yml.
+    if dataset_type not in ("grain", _SYNTHETIC):
         files_key = maxtext_files.TRAIN
         kind = maxtext_files.KINDS.get(str(dataset_type))
         location = kind and maxtext_files.location(files_key, kind, theirs)
@@ -184,12 +252,18 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
             else f"grain, and {files_key.key} to ArrayRecord, Parquet or TFRecord files"
         )
         raise errors.ConfigError(
-            f"{PLACE}: dataset_type={dataset_type} is read by MaxText alone; set it to"
+            f"{PLACE}: {_DATASET}={dataset_type} is read by MaxText alone; set it to"
             f" {remedy}"
+        )
+    if theirs.get("elastic_enabled") and not theirs.get("enable_single_controller"):
+        raise errors.ConfigError(
+            f"{PLACE}: elastic_enabled=true needs hosts: set hosts and slices to those"
+            " that this program starts here, or enable_single_controller=true under"
+            " Pathways, where MaxText itself answers lost slices"
         )
     in_sidecar = theirs.get(_IN_SIDECAR, False)
     theirs |= {
-        "dataset_type": "grain",
+        _DATASET: "grain",
         "grain_use_elastic_iterator": False,
         _IN_SIDECAR: False,
     }
@@ -266,6 +340,38 @@ def tiers_config(config: Any, own: Own) -> schema.Config:
         "run_name": config.run_name,
     }
     return load.from_values(values, place=PLACE)
+
+
+def run_config(
+    config: Any, own: Own, *, data: schema.DataSection, started: schema.Config
+) -> schema.Config:
+    """What a run of MaxText keeps of its configuration, for verbs that read the run.
+
+    Args:
+      config: has MaxText's keys as attributes.
+      own: what was taken out of it.
+      data: of its training.
+      started: the hosts and slices that the program was started with.
+    """
+    tiers = tiers_config(config, own)
+    return dataclasses.replace(
+        started,
+        run=dataclasses.replace(
+            started.run,
+            run_name=config.run_name,
+            base_output_directory=config.base_output_directory,
+            steps=config.steps,
+        ),
+        data=data,
+        tiers=tiers.tiers,
+        checkpoint=dataclasses.replace(
+            tiers.checkpoint,
+            enable_checkpointing=config.enable_checkpointing,
+            checkpoint_period=config.checkpoint_period,
+            save_checkpoint_on_completion=config.save_checkpoint_on_completion,
+        ),
+        deploy=dataclasses.replace(started.deploy, maxtext=RUN_BY_MAXTEXT),
+    )
 
 
 def global_batch_size(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.application import journal, local_world
 from elastic_ckpt.config import load, schema
-from elastic_ckpt.core import errors, events
+from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.integrations import maxtext_config, maxtext_seams
 
@@ -83,7 +84,14 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
                 f"{maxtext_config.PLACE}: {key}={given[key]} with hosts={world.hosts}:"
                 f" {remedy}"
             )
-    rows = config.data.per_device_batch_size * world.hosts * world.devices_per_host
+    num_devices = world.hosts * world.devices_per_host
+    rows = config.data.per_device_batch_size * num_devices
+    if rows < num_devices or round(rows) % num_devices:
+        raise errors.ConfigError(
+            f"{maxtext_config.PLACE}: per_device_batch_size="
+            f"{config.data.per_device_batch_size:g} makes a global batch of {rows:g}"
+            f" rows, which {num_devices} devices cannot share; set it to a whole number"
+        )
     data = dataclasses.replace(config.data, global_batch_size=round(rows))
     # Its own program is compiled ahead, MaxText's is not.
     elastic = dataclasses.replace(config.elastic, elastic_compile_ahead_seconds=0.0)
@@ -99,7 +107,8 @@ def in_world(
       rows: of a global batch.
       num_devices: of the world.
       microbatches: equal parts in which a device computes its rows.
-      ram_directory: the RAM disk of this host's slice; None for the configured one.
+      ram_directory: of the run on the RAM disk of this host's slice; None for the
+        configured one.
     """
     settings: dict[str, Any] = {
         "per_device_batch_size": rows // (num_devices * microbatches),
@@ -111,7 +120,8 @@ def in_world(
         "enable_autocheckpoint": True,
     }
     if ram_directory is not None:
-        settings["local_checkpoint_directory"] = ram_directory
+        # To which the name of the run is added.
+        settings["local_checkpoint_directory"] = os.path.dirname(ram_directory)
     return [f"{key}={value}" for key, value in settings.items()]
 
 
@@ -138,6 +148,8 @@ def run(
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
     maxtext_seams.check_installed()
+    given = maxtext_config.explicit_keys(arguments)
+    maxtext_config.check_known(given, maxtext_seams.known_keys())
     local_world.check(config)
     supervisor.warm_up([_HOST_PROGRAM, maxtext_seams.MAIN.module])
     with journal.kept(config, emit) as kept:
@@ -163,6 +175,18 @@ def train_maxtext(
             left_at.append(step)
         return bool(left_at)
 
+    done = [config.run.steps]
+
+    def emit(name: str, **fields: storage.Json) -> None:
+        # MaxText numbers its steps from 0.
+        if name == "run_started":
+            done[0] = int(str(fields["start_step"]))
+        elif name == "step":
+            done[0] = int(str(fields["step"])) + 1
+        elif name == "data_ended":
+            done[0] = int(str(fields["step"]))
+        world.emit(name, **fields)
+
     world.begin("prepare")
     changing = in_world(
         rows=config.data.global_batch_size,
@@ -172,11 +196,12 @@ def train_maxtext(
     )
     maxtext.run(
         [*arguments, *changing],
-        emit=world.emit,
-        world=dataclasses.replace(world, is_leaving=is_leaving),
+        emit=emit,
+        world=dataclasses.replace(world, emit=emit, is_leaving=is_leaving),
+        started=config,
     )
     if left_at:
         world.emit("run_stopped", step=left_at[-1], saved=True)
     else:
         secs = time.monotonic() - began_secs
-        world.emit("run_finished", step=config.run.steps, secs=secs)
+        world.emit("run_finished", step=done[0], secs=secs)

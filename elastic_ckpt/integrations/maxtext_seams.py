@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Collection
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +22,7 @@ _INPUT = "maxtext.input_pipeline.input_pipeline_interface"
 _CHECKPOINTING = "maxtext.common.checkpointing"
 _METRICS = "maxtext.common.metric_logger"
 _ITERATOR_STATE = "maxtext.common.grain_utility"
+_MAX_UTILS = "maxtext.utils.max_utils"
 _TRAIN_UTILS = "maxtext.utils.train_utils"
 
 
@@ -47,6 +49,12 @@ PREPARE = Seam(
     name="_prepare_for_pydantic",
     parameters=("raw_keys",),
     caller=(_CONFIG, "_initialize_pydantic"),
+)
+JOIN_WITH_REPLICATOR = Seam(
+    module=_MAX_UTILS,
+    name="initialize_multi_tier_checkpointing",
+    parameters=("local_checkpoint_directory",),
+    caller=(_MAX_UTILS, "maybe_initialize_jax_distributed_system"),
 )
 MAKE_TRAIN = Seam(
     module=_INPUT,
@@ -78,6 +86,12 @@ MAKE_CHECKPOINTER = Seam(
     parameters=("config", "mesh", "init_state_fn"),
     caller=(_TRAIN_UTILS, "setup_train_loop"),
 )
+SAVE_STEP = Seam(
+    module=_CHECKPOINTING,
+    name="maybe_save_checkpoint",
+    parameters=("checkpoint_manager", "state", "config", "data_iterator", "step"),
+    caller=(_TRAIN, "training_loop_iteration"),
+)
 REACHED_PREEMPTION = Seam(
     module=_CHECKPOINTING,
     name="reached_preemption",
@@ -93,11 +107,13 @@ MAKE_LOGGER = Seam(
 SEAMS = (
     MAIN,
     PREPARE,
+    JOIN_WITH_REPLICATOR,
     MAKE_TRAIN,
     MAKE_EVAL,
     FOR_SAVE,
     FOR_RESTORE,
     MAKE_CHECKPOINTER,
+    SAVE_STEP,
     REACHED_PREEMPTION,
     MAKE_LOGGER,
 )
@@ -128,10 +144,14 @@ def check_installed() -> None:
             if seam.name not in getattr(caller, "__code__", _nothing.__code__).co_names:
                 caller = ".".join(seam.caller)
                 _refuse(version, f"does not call {seam.name} in {caller}")
-    known = getattr(_lookup(_CONFIG_TYPES, "MaxTextConfig"), "model_fields", {})
-    missing = sorted(set(maxtext_config.MAXTEXT_KEYS) - set(known))
+    missing = sorted(set(maxtext_config.MAXTEXT_KEYS) - set(known_keys()))
     if missing:
         _refuse(version, f"has no key {', '.join(missing)}")
+
+
+def known_keys() -> Collection[str]:
+    """The keys of the MaxText that is installed."""
+    return getattr(_lookup(_CONFIG_TYPES, "MaxTextConfig"), "model_fields", {}).keys()
 
 
 def _lookup(module: str, name: str) -> Any:

@@ -53,6 +53,8 @@ class TieredManager:
         self._data = data
         self._last_step = last_step
         self._has_ended = False
+        # Whether what is saved next is the last, because the data has ended.
+        self._is_ending = False
         self._guard = guard
         self._validation: validation_schedule.ValidationSchedule | None = None
         # MaxText reads this attribute, which it sets on Orbax's.
@@ -73,6 +75,10 @@ class TieredManager:
             section, emit, preserve=preserve
         )
 
+    def end(self) -> None:
+        """Saves what is saved next to every tier, also a step that RAM has already."""
+        self._is_ending = True
+
     @property
     def directory(self) -> epath.Path:
         """The directory of backups; newer steps may be in RAM alone."""
@@ -81,6 +87,9 @@ class TieredManager:
     @property
     def latest(self) -> Any:
         """The newest complete step of all tiers, which has a `step`."""
+        if self._is_ending:
+            # MaxText would leave out a step that is there.
+            return None
         with self._guard():
             return self._checkpointer.latest
 
@@ -96,6 +105,8 @@ class TieredManager:
 
     def should_save(self, step: int) -> bool:
         """Whether a tier is due at `step`."""
+        if self._is_ending:
+            return True
         with self._guard():
             return self._checkpointer.should_save(step)
 
@@ -103,6 +114,10 @@ class TieredManager:
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> Any:
         """As `Checkpointer.save_checkpointables_async`."""
+        if self._is_ending:
+            self._is_ending, self._last_step = False, step
+            latest = self._checkpointer.latest
+            options["overwrite"] = latest is not None and latest.step == step
         self._has_ended = step == self._last_step
         is_last = self._has_ended or self._checkpointer.is_left
         options["force"] = options.get("force", False) or is_last

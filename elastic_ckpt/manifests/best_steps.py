@@ -1,4 +1,4 @@
-"""The best steps by a metric: a preservation policy beside Orbax's.
+"""The best steps by a metric: their names, and a preservation policy beside Orbax's.
 
 Unlike Orbax's `BestN` it ranks NaN and infinite metrics behind all others, and it does
 not keep every step that was never evaluated.
@@ -7,9 +7,10 @@ not keep every step that was never evaluated.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_ckpt.core import errors
 
@@ -65,3 +66,76 @@ class BestN:
         if not math.isfinite(value):
             return None
         return -value if self.higher_is_better else value
+
+
+class Ranked(Protocol):
+    """A saved step that has metrics."""
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        ...
+
+    @property
+    def metrics(self) -> Any:
+        """By name; None if there are none."""
+        ...
+
+
+class Source(Protocol):
+    """A checkpointer, ours or Orbax's."""
+
+    @property
+    def checkpoints(self) -> Sequence[Ranked]:
+        """The complete steps, ascending."""
+        ...
+
+
+def best_step(
+    checkpointer: Source, *, metric: str = "eval_loss", higher_is_better: bool = False
+) -> int | None:
+    """The best complete step by a metric that was saved or recorded with it.
+
+    Every process of the world calls it, as `checkpoints`.
+
+    Args:
+      checkpointer: whose `checkpoints` are ranked.
+      metric: its name.
+      higher_is_better: False for a loss.
+
+    Returns:
+      The training step, the oldest of equal ones; None if no step has the metric, or
+      only NaN or infinite ones.
+    """
+    policy = BestN(1, metric=metric, higher_is_better=higher_is_better)
+    steps = checkpointer.checkpoints
+    best = policy.should_preserve(steps)
+    return next(
+        (e.step for e, is_best in zip(steps, best, strict=True) if is_best), None
+    )
+
+
+def with_evaluations(
+    steps: Sequence[Any], evaluated: Mapping[int, Mapping[str, Any]]
+) -> list[Any]:
+    """Saved steps with the metrics that were recorded for them, before or after a save.
+
+    Args:
+      steps: ascending, dataclasses with `step` and `metrics`.
+      evaluated: recorded metrics by training step: they count for the saved step of
+        this number, otherwise for the newest before; the nearest counts.
+    """
+    ranked = []
+    for each, after in itertools.zip_longest(steps, steps[1:]):
+        nearest = min(
+            (n for n in evaluated if n >= each.step and (not after or n < after.step)),
+            default=None,
+        )
+        if nearest is None:
+            ranked.append(each)
+            continue
+        recorded, saved = dict(evaluated[nearest]), dict(each.metrics or {})
+        is_own = nearest == each.step
+        metrics = {**saved, **recorded} if is_own else {**recorded, **saved}
+        ranked.append(dataclasses.replace(each, metrics=metrics))
+    return ranked

@@ -61,14 +61,25 @@ _COUNTED = {
     "run_failed": metrics.FAILURES,
 }
 
+_OF_STEPS = {
+    "step": metrics.TRAIN_STEPS,
+    "loss": metrics.TRAIN_LOSS,
+    "secs": metrics.TRAIN_STEP,
+    "tokens": metrics.TRAIN_TOKENS,
+    "learning_rate": metrics.TRAIN_LEARNING_RATE,
+}
+
 
 def _record_step(fields: Mapping[str, storage.Json]) -> None:
-    values = {name: float(str(value)) for name, value in fields.items()}
-    metrics.TRAIN_STEPS.record(values["step"])
-    metrics.TRAIN_LOSS.record(values["loss"])
-    metrics.TRAIN_STEP.record(values["secs"])
-    metrics.TRAIN_TOKENS.record(values["tokens"])
-    metrics.TRAIN_LEARNING_RATE.record(values["learning_rate"])
-    if values["secs"] > 0:
-        metrics.TRAIN_STEP_RATE.record(1 / values["secs"])
-        metrics.TRAIN_TOKEN_RATE.record(values["tokens"] / values["secs"])
+    # A loop of the user's own may not report them all.
+    values = {
+        name: float(str(value)) for name, value in fields.items() if value is not None
+    }
+    for name, metric in _OF_STEPS.items():
+        if name in values:
+            metric.record(values[name])
+    secs, tokens = values["secs"], values.get("tokens")
+    if secs > 0:
+        metrics.TRAIN_STEP_RATE.record(1 / secs)
+        if tokens is not None:
+            metrics.TRAIN_TOKEN_RATE.record(tokens / secs)

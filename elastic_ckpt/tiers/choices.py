@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -33,11 +35,18 @@ class TlsFiles:
       certificate: of this machine's agent.
       key: of that certificate.
       authority: certificates of those who may sign agents' certificates.
+
+    Raises:
+      ConfigError: if one is not a path.
     """
 
     certificate: str
     key: str
     authority: str
+
+    def __post_init__(self) -> None:
+        for name in ("certificate", "key", "authority"):
+            _check_path(self, name, "/etc/tls/agent.pem")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +64,7 @@ class Local:
         has.
 
     Raises:
-      ConfigError: if the directory is in a bucket.
+      ConfigError: if a setting is of another kind, or the directory is in a bucket.
     """
 
     directory: str | os.PathLike[str]
@@ -65,6 +74,11 @@ class Local:
     limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        _check_path(self, "directory", "/dev/shm/run")
+        _check_count(self, "every", 1)
+        if self.limit_bytes is not None:
+            _check_count(self, "limit_bytes", 1)
+        _check_keep(self)
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
                 f"the RAM disk of a host is on its machine, not at {self.directory};"
@@ -94,11 +108,14 @@ class Peers:
       secret_file: with the run's secret, which backup hosts have, too; None lets the
         hosts choose one.
       max_bytes_per_sec: of copies to this host.
+      timeout_secs: a peer that sends nothing for so long fails, and is left alone for
+        three times as long. Where nobody else has what it has, hosts wait for it as
+        long, at the end of a run too.
       tls: encrypts what is sent.
 
     Raises:
-      ConfigError: if `known` or `backups` has something else than URLs of agents, or
-        backup hosts could not know the secret.
+      ConfigError: if a setting is of another kind, `known` or `backups` has something
+        else than URLs of agents, or backup hosts could not know the secret.
     """
 
     copies: int = 2
@@ -111,13 +128,28 @@ class Peers:
     backups: tuple[str, ...] = ()
     secret_file: str | None = None
     max_bytes_per_sec: float | None = None
+    timeout_secs: float = 10.0
     tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
+        _check_count(self, "copies", 0)
+        _check_count(self, "port", 0, most=65535)
+        _check_kind(self, "assume_data_parallelism", bool, "True or False")
+        _check_kind(self, "domain", str, 'a text such as "zone;rack"')
+        _check_kind(self, "domains", Mapping, 'a mapping such as {"rack": "r7"}')
+        if self.interface is not None:
+            _check_path(self, "interface", "10.0.0.7")
+        if self.secret_file is not None:
+            _check_path(self, "secret_file", "/etc/secrets/run")
+        if self.max_bytes_per_sec is not None:
+            _check_positive(self, "max_bytes_per_sec")
+        _check_positive(self, "timeout_secs")
+        if self.tls is not None:
+            _check_kind(self, "tls", TlsFiles, "TlsFiles(certificate, key, authority)")
         for name, urls in (("known", self.known), ("backups", self.backups)):
-            if isinstance(urls, str):
+            if isinstance(urls, str) or not isinstance(urls, Sequence):
                 raise errors.ConfigError(
-                    f"Peers({name}={urls!r}) is one string; give a tuple of URLs"
+                    f"Peers({name}={urls!r}) is no tuple; give a tuple of URLs"
                 )
             for url in urls:
                 agent_url.check(
@@ -139,14 +171,16 @@ class Persistent:
 
     Attributes:
       directory: a local path, an NFS mount or an object store.
-      every: steps between two saves.
+      every: steps between two saves. One that is due at a step that is not saved is
+        made with the next step that is.
       every_minutes: between two saves: beside a local tier, of the next step that is
         saved there.
       save_decision_policy: Orbax's.
       keep: Orbax's preservation policy; by default all steps.
 
     Raises:
-      ConfigError: if none or several of the three are given, or one is not positive.
+      ConfigError: if none or several of the three are given, or a setting is of another
+        kind.
     """
 
     directory: epath.PathLike
@@ -157,22 +191,27 @@ class Persistent:
     keep: PreservationPolicy | None = None
 
     def __post_init__(self) -> None:
-        given = {
-            name: value
+        _check_path(self, "directory", "gs://bucket/run")
+        _check_keep(self)
+        given = [
+            name
             for name in ("every", "every_minutes", "save_decision_policy")
-            if (value := getattr(self, name)) is not None
-        }
+            if getattr(self, name) is not None
+        ]
         if len(given) != 1:
             raise errors.ConfigError(
                 f"Persistent({os.fspath(self.directory)!r}) has"
                 f" {', '.join(given) or 'no interval'}; give one of every=STEPS,"
                 " every_minutes=MINUTES and save_decision_policy=POLICY"
             )
-        for name, value in given.items():
-            if name != "save_decision_policy" and not value > 0:
-                raise errors.ConfigError(
-                    f"Persistent({name}={value!r}): give a positive number"
-                )
+        if self.every is not None:
+            _check_count(self, "every", 1)
+        if self.every_minutes is not None:
+            _check_positive(self, "every_minutes")
+        if self.save_decision_policy is not None and not callable(
+            getattr(self.save_decision_policy, "should_save", None)
+        ):
+            raise _refused(self, "save_decision_policy", "one of Orbax's")
 
 
 TierChoice = Local | Peers | Persistent
@@ -186,19 +225,38 @@ class Chosen:
       local: the local tier; without it there is a persistent one, and no peers.
       peers: the peer tier.
       persistent: the persistent tier.
+      is_read_only: whether nothing is written, so that another program may write.
+      read_ram: the directory of a RAM disk that is only read; None if there is none.
     """
 
     local: Local | None
     peers: Peers | None
     persistent: Persistent | None
+    is_read_only: bool = False
+    read_ram: str | None = None
 
     @classmethod
     def from_choices(cls, tiers: Sequence[TierChoice]) -> Chosen:
         """The tiers by their kinds.
 
         Raises:
-          ConfigError: if they do not fit together.
+          ConfigError: if they are no tiers, or do not fit together.
         """
+        if isinstance(tiers, TierChoice):
+            raise errors.ConfigError(
+                f"{type(tiers).__name__}(...) is one tier; give a list of tiers, such"
+                f" as [{type(tiers).__name__}(...)]"
+            )
+        if isinstance(tiers, str) or not isinstance(tiers, Sequence):
+            raise errors.ConfigError(
+                f"{tiers!r} is no list of tiers; give [Local(...), Persistent(...)]"
+            )
+        for tier in tiers:
+            if not isinstance(tier, TierChoice):
+                raise errors.ConfigError(
+                    f"{tier!r} among the tiers is none; give Local(...), Peers(...) and"
+                    " Persistent(...), at most one of each"
+                )
         local = _only([tier for tier in tiers if isinstance(tier, Local)])
         peers = _only([tier for tier in tiers if isinstance(tier, Peers)])
         persistent = _only([tier for tier in tiers if isinstance(tier, Persistent)])
@@ -207,7 +265,23 @@ class Chosen:
                 "without a local tier a checkpointer has a persistent one, and no"
                 " peers; add Local(directory)"
             )
+        if local is not None and persistent is not None:
+            _check_apart(local, persistent)
         return cls(local=local, peers=peers, persistent=persistent)
+
+    def for_reading(self) -> Chosen:
+        """The same tiers for a program that reads beside the one that writes.
+
+        It takes no slot of the RAM disk, and asks no peers.
+        """
+        read_ram = None if self.local is None else os.fspath(self.local.directory)
+        return Chosen(
+            local=None,
+            peers=None,
+            persistent=self.persistent,
+            is_read_only=True,
+            read_ram=read_ram,
+        )
 
     @property
     def run(self) -> str:
@@ -229,3 +303,69 @@ def _only(tiers: Sequence[T]) -> T | None:
             f"there are two tiers {type(tiers[0]).__name__}; give one of each kind"
         )
     return tiers[0] if tiers else None
+
+
+def _refused(choice: Any, name: str, wanted: str) -> errors.ConfigError:
+    kind, value = type(choice).__name__, getattr(choice, name)
+    return errors.ConfigError(f"{kind}({name}={value!r}): give {wanted}")
+
+
+def _check_path(choice: Any, name: str, example: str) -> None:
+    value = getattr(choice, name)
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not (isinstance(path, str) and path.strip()):
+        raise _refused(choice, name, f"one such as {example}")
+
+
+def _check_count(
+    choice: Any, name: str, least: int, *, most: int | None = None
+) -> None:
+    # An integer of any type becomes an int.
+    value = getattr(choice, name)
+    try:
+        count = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least or (most is not None and count > most):
+        wanted = f"an integer from {least}" + ("" if most is None else f" to {most}")
+        raise _refused(choice, name, wanted)
+    object.__setattr__(choice, name, count)
+
+
+def _check_positive(choice: Any, name: str) -> None:
+    value = getattr(choice, name)
+    try:
+        is_positive = not isinstance(value, bool | str) and 0 < float(value) < math.inf
+    except (TypeError, ValueError):
+        is_positive = False
+    if not is_positive:
+        raise _refused(choice, name, "a positive number")
+
+
+def _check_kind(choice: Any, name: str, kind: type, wanted: str) -> None:
+    if not isinstance(getattr(choice, name), kind):
+        raise _refused(choice, name, wanted)
+
+
+def _check_keep(choice: Local | Persistent) -> None:
+    keep = choice.keep
+    if keep is not None and not callable(getattr(keep, "should_preserve", None)):
+        raise _refused(
+            choice,
+            "keep",
+            "one of Orbax's preservation_policies, such as LatestN(3)",
+        )
+
+
+def _check_apart(local: Local, persistent: Persistent) -> None:
+    if not storage.is_local(persistent.directory):
+        return
+    ram, stored = (
+        os.path.realpath(os.fspath(tier.directory)) for tier in (local, persistent)
+    )
+    if os.path.commonpath([ram, stored]) == ram:
+        raise errors.ConfigError(
+            f"Persistent({stored!r}) is inside of Local({ram!r}), and would be lost"
+            " with this memory; give another directory (base_output_directory in a"
+            " configuration)"
+        )

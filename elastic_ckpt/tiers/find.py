@@ -122,6 +122,10 @@ class Search:
         looks = [self._look(step, abandoned=False) for step in self._steps()]
         return [found_step for found_step, *_ in looks if found_step is not None]
 
+    def lacks(self, step: int) -> bool:
+        """Whether all tiers can be read, and none has anything of `step`."""
+        return step not in self._steps() and not _offers(self._tiers, step).problems
+
     def of_step(self, step: int) -> FoundStep:
         """The complete save of `step`, the last of several.
 

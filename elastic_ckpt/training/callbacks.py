@@ -37,7 +37,8 @@ class Action(enum.Enum):
     """The action of a run on a finding.
 
     WARN: goes on. ROLLBACK: goes back to a good step, and leaves out the data since
-    then. STOP: saves, and ends. ABORT: ends without a save.
+    then. STOP: saves, and ends; at a divergence the last good step stays the newest.
+    ABORT: ends without a save.
     """
 
     WARN = "warn"
@@ -73,11 +74,14 @@ class Finding:
       since: the first step that is bad, counted from 1: steps saved before it was
         computed are good if they are two steps older, as its loss is that of the state
         before.
+      is_divergence: whether the states since then are bad: a run that stops then leaves
+        the last good step as the newest, and does not save the present one.
     """
 
     action: Action
     why: str
     since: int
+    is_divergence: bool = False
 
 
 class Callback(Protocol):
@@ -125,6 +129,8 @@ class Callbacks:
         emit: events.Emit = events.nobody,
     ) -> None:
         self._callbacks = dict(callbacks or {})
+        for name, callback in self._callbacks.items():
+            _check(name, callback)
         self._required = frozenset(required)
         unknown = sorted(self._required - self._callbacks.keys())
         if unknown:
@@ -246,6 +252,28 @@ def stronger(first: Finding | None, second: Finding) -> Finding:
     findings = [f for f in (first, second) if f is not None]
     strongest = max(findings, key=lambda f: list(Action).index(f.action))
     return dataclasses.replace(strongest, since=min(f.since for f in findings))
+
+
+_METHODS = ("after_step", "after_evaluation", "get_state", "set_state")
+
+
+def _check(name: object, callback: object) -> None:
+    if not isinstance(name, str):
+        raise errors.ConfigError(
+            f"a callback has the name {name!r}, a {type(name).__name__}, and its state"
+            " is saved under a text; name it by a text"
+        )
+    if isinstance(callback, type):
+        raise errors.ConfigError(
+            f"the callback {name!r} is a class; give an object of it"
+        )
+    missing = [each for each in _METHODS if not callable(getattr(callback, each, None))]
+    if missing:
+        raise errors.ConfigError(
+            f"the callback {name!r}, a {type(callback).__name__}, has no"
+            f" {', '.join(missing)}; give it the methods of"
+            " elastic_ckpt.training.callbacks.Callback"
+        )
 
 
 def _state(name: str, callback: Callback) -> storage.Json:

@@ -42,7 +42,12 @@ def of_run(
         _imported(section.training_callbacks)(config),
         own,
     ):
-        twice = sorted(callbacks.keys() & more.keys())
+        if not isinstance(more, Mapping):
+            raise errors.ConfigError(
+                f"training_callbacks={section.training_callbacks!r} returned a"
+                f" {type(more).__name__}; return a dict of callbacks by name"
+            )
+        twice = sorted(map(str, callbacks.keys() & more.keys()))
         if twice:
             raise errors.ConfigError(
                 f"there are two callbacks of the name {twice[0]!r}; their states are"

@@ -228,6 +228,7 @@ class Detector:
             action=self._action,
             why=f"{why}, since step {self._since}",
             since=self._since,
+            is_divergence=True,
         )
 
     def after_evaluation(self, step: int, loss: float) -> None:

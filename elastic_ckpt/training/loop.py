@@ -56,7 +56,7 @@ class Ended:
       step: the number of steps that are done.
       is_stopped: whether it was stopped before its last step.
       finding: of a callback, because of which it ended; None if none did. Its last step
-        is saved if the action is to stop.
+        is saved if the action is to stop, and it is no divergence.
     """
 
     state: train_step.TrainState
@@ -87,6 +87,9 @@ class Loop:
         compiling, because a collective on CPU fails if a host is more than 30 s late.
       is_stopping: called after each step; returns whether to save and end now, the same
         on all hosts.
+      is_ending: as `is_stopping`, before the first batch and the first step.
+      is_left: called then; whether the run continues in another world, which needs no
+        save if no step was done. Otherwise the loop ends after its first step.
     """
 
     program: train_step.Program
@@ -102,6 +105,8 @@ class Loop:
     begin: Callable[[str], None] = lambda _: None
     barrier: Callable[[], object] = lambda: None
     is_stopping: Callable[[int], bool] = lambda _: False
+    is_ending: Callable[[int], bool] = lambda _: False
+    is_left: Callable[[], bool] = lambda: False
 
     def run(
         self, state: train_step.TrainState, *, start_step: int, steps: int
@@ -116,6 +121,10 @@ class Loop:
         recorder = _Recorder(self.log, self.emit, steps, self.callbacks)
         done, saved = start_step, -1
         stopping = False
+        # Before it compiles, and before its first step.
+        is_ending = done < steps and self.is_ending(done)
+        if is_ending and self.is_left():
+            return Ended(state=state, step=done, is_stopped=True)
         step = self.program.step
         while done < steps and not stopping and self.callbacks.decision is None:
             self.begin("step")
@@ -131,6 +140,10 @@ class Loop:
                 break
             if is_new_shape:
                 step = self._compiled(done + 1, state, batch)
+            if done == start_step and not is_ending:
+                is_ending = self.is_ending(done)
+                if is_ending and self.is_left():
+                    return Ended(state=state, step=done, is_stopped=True)
             state, report = step(state, batch)
             recorder.take(done, report)
             if done == start_step:
@@ -139,7 +152,7 @@ class Loop:
             if self.evaluation and self.evaluation.is_due(done):
                 recorder.catch_up()
                 self._evaluate(self.evaluation, done, state)
-            stopping = done < steps and self.is_stopping(done)
+            stopping = done < steps and (self.is_stopping(done) or is_ending)
             last = done == steps
             saver = self.saver
             saving = saver and (stopping or saver.is_due(done, last=last))
@@ -148,10 +161,12 @@ class Loop:
                 recorder.catch_up()
                 if self.callbacks.decision is None:
                     self._save(done, state, last=last or stopping)
-                    saved = done
+                    # If the data ends here, other tiers lack it.
+                    saved = done if last or stopping else -1
         recorder.catch_up()
         finding = self.callbacks.decision
-        # A run that was already complete may lack its last checkpoint in storage.
+        # A run that was complete already, or whose data has ended, may lack its last
+        # checkpoint in storage.
         if done not in (0, saved) and self._is_end_due(done, finding):
             self._validate(done, state, recorder, is_saving=True)
             self._save(done, state, last=True)
@@ -167,12 +182,12 @@ class Loop:
             self.saver.record(step, {evaluation.METRIC: loss})
 
     def _is_end_due(self, step: int, finding: Finding | None) -> bool:
-        # Whether to save the step with which the loop ends.
+        # Whether to save the step with which the loop ends; a bad one is not.
         if self.saver is None:
             return False
         if finding is None:
             return self.saver.is_due(step, last=True)
-        return finding.action is Action.STOP
+        return finding.action is Action.STOP and not finding.is_divergence
 
     def _validate(
         self,

@@ -30,14 +30,23 @@ def choose(
     *,
     rollbacks: int,
     section: DivergenceSection,
+    began_at: int = 0,
+    first_due: int = 0,
 ) -> int:
     """The step to go back to.
+
+    If no step is left that was saved two steps before the first bad one, that is the
+    step right before it: its state is good if the batch was bad. If this has failed, or
+    there is none, it is step 0, the initial state, unless an older step was saved once
+    and is gone.
 
     Args:
       finding: what a callback has found.
       saved: the steps that are complete.
       rollbacks: how often the run has gone back before.
       section: how far to go back, and how often.
+      began_at: the step at which the run began, or to which it went back last.
+      first_due: the first step that a run saves; 0 if it cannot begin anew.
 
     Raises:
       DivergedError: if it has gone back too often, or no good step is left.
@@ -48,9 +57,14 @@ def choose(
             f"{finding.why}, and the run has gone back {rollbacks} times"
             f" (divergence_max_rollbacks={most}); look for the cause, or raise it"
         )
-    step = good_step(
-        saved, since=finding.since, margin=section.divergence_rollback_steps
-    )
+    margin = section.divergence_rollback_steps
+    step = good_step(saved, since=finding.since, margin=margin)
+    if step is None:
+        has_failed = rollbacks > 0 and began_at == finding.since - 1
+        before = [] if has_failed else saved
+        step = good_step(before, since=finding.since + 1, margin=margin)
+    if step is None and first_due and finding.since - 2 - margin < first_due:
+        step = 0
     if step is None:
         raise errors.DivergedError(
             f"{finding.why}, and no step from before is left to go back to: complete"

@@ -17,6 +17,7 @@ import dataclasses
 import json
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
@@ -123,10 +124,20 @@ class StepLog:
     def append(self, step: int, report: train_step.StepReport) -> float:
         """Logs `step`, waiting until it is computed, and returns its loss."""
         loss = float(report.loss)
-        ids = example_id.joined(np.asarray(report.example_id))
-        rows = np.asarray(report.row_digests)
-        self._log.append(step_record.line(step, loss, ids, rows, detail=self._detail))
+        self.append_rows(step, loss, report.example_id, report.row_digests)
         return loss
+
+    def append_rows(
+        self,
+        step: int,
+        loss: float | None,
+        example_ids: jax.Array,
+        row_digests: jax.Array,
+    ) -> None:
+        """Logs `step`, given the ids and digests of its rows as in `StepReport`."""
+        ids = example_id.joined(np.asarray(example_ids))
+        rows = np.asarray(row_digests)
+        self._log.append(step_record.line(step, loss, ids, rows, detail=self._detail))
 
     def sync(self) -> str | None:
         """Makes every step so far durable; called before a checkpoint is saved.
@@ -137,7 +148,10 @@ class StepLog:
 
         Raises:
           OSError: if a disk took them, and cannot be flushed: none may be left.
+          RunError: if the file was removed meanwhile.
         """
+        if isinstance(self._log, append_log.AppendLog):
+            self._log.check()
         try:
             self._log.sync()
         except bucket_clients.failures() as error:

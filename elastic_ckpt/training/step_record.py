@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class StepRecord:
 
     Attributes:
       step: its number, from 0.
-      loss: over the global batch, before the update.
+      loss: over the global batch, before the update; NaN if it was not logged.
       digest: of ids and tokens in row order, `core.digest.batch_digest`; 32 hex digits,
         16 in versions 1 to 4.
       num_rows: of the global batch.
@@ -50,13 +51,18 @@ class StepRecord:
 
 
 def line(
-    step: int, loss: float, ids: np.ndarray, row_digests: np.ndarray, *, detail: str
+    step: int,
+    loss: float | None,
+    ids: np.ndarray,
+    row_digests: np.ndarray,
+    *,
+    detail: str,
 ) -> dict[str, storage.Json]:
     """The line of a step, at most 2,000 bytes.
 
     Args:
       step: its number.
-      loss: over its batch.
+      loss: over its batch; None if it is not known.
       ids: example ids in row order, uint64 `[rows]`.
       row_digests: of the tokens of the rows, uint32 `[rows]`.
       detail: `PROOF` lists the ids, or has digests of blocks of rows if the ids take
@@ -68,6 +74,8 @@ def line(
         "digest": digest.batch_digest(ids, row_digests, num_bytes=_DIGEST_BYTES),
         "rows": len(ids),
     }
+    if loss is None:
+        del fields["loss"]
     if detail == PROOF:
         runs = id_runs.encode(ids)
         if runs is not None:
@@ -95,7 +103,7 @@ def parse(line: dict[str, Any], *, attempt: int) -> StepRecord:
     digests = batch_digests.parse(line, num_rows) if "blocks" in line else None
     return StepRecord(
         step=line["step"],
-        loss=line["loss"],
+        loss=line.get("loss", math.nan),
         digest=line["digest"],
         num_rows=num_rows,
         attempt=attempt,

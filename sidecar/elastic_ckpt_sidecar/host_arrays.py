@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
@@ -47,7 +46,7 @@ class HostArrays:
         self._layouts: dict[int, list[Group]] = {}
         self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
         # Made by the first save that a RAM disk does not hold.
-        self._uploaders: dict[tuple[int, str], dict[boxes.Box, int]] = {}
+        self._holders: dict[tuple[int, str], dict[boxes.Box, tuple[int, str]]] = {}
         self._held: dict[str, _Held] = {}
         self._kept: set[str] = set()
         self._dtypes: dict[str, str] = {}
@@ -168,21 +167,24 @@ class HostArrays:
             shard_shape=group.sharding(leaf).shard_shape(leaf.shape),
             boxes=tuple(listed),
             kept=kept,
-            is_own=functools.partial(self._is_own, layout, group, leaf),
+            is_own=lambda box: (
+                self._holders_of(layout, group, leaf, box)[0] in self._own
+            ),
+            group_of=lambda box: self._holders_of(layout, group, leaf, box)[1],
         )
 
-    def _is_own(
+    def _holders_of(
         self, layout: int, group: Group, leaf: PlacedLeaf, box: boxes.Box
-    ) -> bool:
-        # One of the hosts that hold a box uploads it: that of the device chosen here.
+    ) -> tuple[int, str]:
+        # The device whose host uploads a box, and the name of the devices that hold it.
         key = (layout, leaf.path)
-        if key not in self._uploaders:
+        if key not in self._holders:
             devices_of = boxes.holders(group.sharding(leaf), leaf.shape)
-            self._uploaders[key] = {
-                held: devices[number % len(devices)].id
+            self._holders[key] = {
+                held: (devices[number % len(devices)].id, _named(devices))
                 for number, (held, devices) in enumerate(devices_of.items())
             }
-        return self._uploaders[key][box] in self._own
+        return self._holders[key][box]
 
     def _on_devices(
         self, group: Group, leaf: PlacedLeaf, values: Mapping[boxes.Box, np.ndarray]
@@ -195,6 +197,11 @@ class HostArrays:
                 part = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
             made.append(_put(part, device))
         return made
+
+
+def _named(devices: Sequence[jax.Device]) -> str:
+    ids = sorted(device.id for device in devices)
+    return ",".join(map(str, ids)) if ids[1:] else ""
 
 
 def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLeaf:

@@ -118,6 +118,10 @@ class RemoteHosts:
         """See `Hosts`; this process is the only driver."""
         return [value]
 
+    def are_leaving(self, error: BaseException) -> bool:
+        """See `Hosts`; the hosts may be gone with the devices."""
+        return not isinstance(error, jax.errors.JaxRuntimeError)
+
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
         groups, values = self._arrays.to_save(captured_leaves(trees))

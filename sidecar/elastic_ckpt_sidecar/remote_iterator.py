@@ -162,10 +162,10 @@ class RemoteIterator:
     def leaving_out(self) -> leaving_out.LeavingOut:
         """See `iterator.Batches.leaving_out`."""
 
-        def leave_out(directory: epath.Path) -> None:
+        def leave_out(directory: epath.Path | None) -> None:
             self._in_turn(
                 self._worker.leave_out,
-                directory=str(directory),
+                directory="" if directory is None else str(directory),
                 batches=self._workers.num_taken,
             )
             self._begin_anew()

@@ -148,7 +148,7 @@ class _HostWorker:
         content = messages.decode(call)
         host = self._on(call)
         self._go_back_to(content["batches"])
-        host.leave_out(content["directory"])
+        host.leave_out(content["directory"] or None)
         return call
 
     @failures.reported

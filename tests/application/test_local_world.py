@@ -61,6 +61,11 @@ def test_hosts_are_started_on_cpus_and_gpus(tmp_path):
         checked(tmp_path, hardware="tpu")
 
 
+def test_a_ram_disk_is_a_directory_of_the_machine(tmp_path):
+    with pytest.raises(errors.ConfigError, match="='gs://b/ram' is no directory of"):
+        checked(tmp_path, local_checkpoint_directory="gs://b/ram")
+
+
 def test_nothing_is_compiled_ahead_where_shadow_worlds_have_no_devices(tmp_path):
     path = runs.write_config(tmp_path, "", elastic_enabled=True, hosts=2, slices=2)
     for hardware, secs in (("cpu", 600.0), ("gpu", 0.0)):
@@ -93,3 +98,11 @@ def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
     multicontroller.configure(hardware, slot=2)
     assert updates["jax_platforms"] == "cuda,cpu"
     assert updates["jax_cuda_visible_devices"] == "8,9,10,11"
+
+
+@pytest.mark.parametrize("hardware", ["gpu", "tpu"])
+def test_a_host_without_its_accelerators_does_not_compute_on_cpus(hardware):
+    multicontroller.check_devices("cpu")
+    problem = f"hardware={hardware}, but JAX finds CPUs alone on .* set hardware=cpu"
+    with pytest.raises(errors.RunError, match=problem):
+        multicontroller.check_devices(hardware)

@@ -1,18 +1,11 @@
-"""The place of a machine among those of a run, and the end of its leader."""
-
-import json
-import threading
-import time
-import types
+"""The place of a machine among those of a run."""
 
 import pytest
 
 from elastic_ckpt.application import machine_run
 from elastic_ckpt.config import load
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic.machines import follower, followers
+from elastic_ckpt.core import errors
 from tests import runs
-from tests.elastic.machines import test_several_machines
 
 
 def place(directory, environment=None, **settings):
@@ -56,49 +49,3 @@ def test_the_number_of_a_machine_is_that_of_its_launcher_unless_it_is_set(tmp_pa
 def test_places_that_cannot_work_are_refused(tmp_path, settings, message):
     with pytest.raises(errors.ConfigError, match=message):
         place(tmp_path, **{"elastic_machine": 0, **settings})
-
-
-def ended(directory, monkeypatch, error):
-    """The end of the leader's run with an error, and what the other machine gets."""
-    path = runs.write_config(directory, str(directory / "corpus"))
-    values, slices, received = {}, types.SimpleNamespace(), []
-    slices.numbers, slices.interface, slices.agents = (0,), "127.0.0.1", []
-
-    def follow():
-        listener = json.loads(values[followers.LISTENER])
-        members = test_several_machines.Members(1, values)
-        link = follower.connected(members, slices, listener, leader._configured)
-        received.append(link.receive())
-        link.cut()
-
-    def run(_, others, emit):
-        emit("leader_found", machine=0, leader=0)
-        following = threading.Thread(target=follow)
-        following.start()
-        while not others.all():
-            others.poll()
-            time.sleep(0.01)
-        try:
-            raise error
-        finally:
-            resources.append(following)
-
-    resources = []
-    members = test_several_machines.Members(0, values)
-    leader = machine_run._Machine(load.load(path), None, slices, members, events.nobody)
-    monkeypatch.setattr(machine_run._Machine, "_run", run)
-    with pytest.raises(type(error)):
-        leader.lead()
-    for each in resources:
-        each.join()
-    return received
-
-
-def test_machines_follow_the_leader_that_has_replaced_theirs(tmp_path, monkeypatch):
-    error = errors.ReplacedError("another start has continued it")
-    assert ended(tmp_path, monkeypatch, error) == [{"replaced": True}]
-
-
-def test_machines_end_with_a_run_that_fails(tmp_path, monkeypatch):
-    (message,) = ended(tmp_path, monkeypatch, errors.RunError("a host is gone"))
-    assert message["failure"] == "a host is gone"

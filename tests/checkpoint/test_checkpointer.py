@@ -14,7 +14,8 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory, schedule
+import elastic_ckpt as ec
+from elastic_ckpt.checkpoint import factory, schedule, summary
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.host import backlog
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
@@ -158,10 +159,27 @@ def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
     checkpointer = make(storage(tmp_path, every=4), every=3)
     due = [step for step in range(1, 13) if checkpointer.should_save(step)]
     assert due == [3, 4, 6, 8, 9, 12]
-    assert checkpointer.save_async(5, {"n": 1}) is None
-    assert checkpointer.save_async(5, {"n": 1}, force=True).result()
-    assert not checkpointer.should_save(4)
-    assert checkpointer.save_async(4, {"n": 1}, force=True) is None
+    assert checkpointer.save_async(2, {"n": 1}) is None
+    assert checkpointer.save_async(2, {"n": 1}, force=True).result()
+    assert not checkpointer.should_save(1)
+    assert checkpointer.save_async(1, {"n": 1}, force=True) is None
+
+
+@pytest.mark.parametrize("has_ram", [True, False])
+def test_a_backup_that_is_due_is_made_at_the_first_step_that_is_saved(
+    make, tmp_path, has_ram
+):
+    if has_ram:
+        checkpointer = make(storage(tmp_path, every=6), every=4)
+    else:
+        checkpointer = ec.Checkpointer([ec.Persistent(tmp_path / "steps", every=6)])
+    with checkpointer:
+        # The loop saves no other step, as MaxText with its local_checkpoint_period.
+        for step in range(4, 41, 4):
+            checkpointer.save(step, {"n": step})
+            checkpointer.wait()
+    stored = [8, 12, 20, 24, 32, 36]
+    assert sorted(map(int, summary.steps(tmp_path / "steps"))) == stored
 
 
 def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
@@ -303,7 +321,7 @@ def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
 
 
 def test_of_nothing_nothing_is_told(make):
-    with pytest.raises(errors.CheckpointError, match="no step is complete"):
+    with pytest.raises(errors.CheckpointError, match="has no checkpoints yet"):
         make().metadata()
 
 
@@ -354,7 +372,7 @@ def test_what_was_saved_after_a_restore_is_not_mixed_with_what_was_before(make):
     checkpointer = make(keep=ocp.training.preservation_policies.PreserveAll())
     for step in (1, 2, 3):
         checkpointer.save(step, {"w": jnp.full(4, step)})
-    checkpointer.load(1, {"w": jnp.zeros(4, jnp.int32)})
+    checkpointer.load(1, {"w": jnp.zeros(4, jnp.int32)}, go_back=True)
     assert checkpointer.latest.step == 1
     assert checkpointer.save(2, {"w": jnp.full(4, 20)})
     restored = checkpointer.load(2, {"w": jnp.zeros(4, jnp.int32)})

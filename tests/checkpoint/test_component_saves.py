@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import pathlib
 import threading
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.components import patterns
 from elastic_ckpt.core import host_memory
 from elastic_ckpt.tiers.choices import Local, Persistent
 
@@ -201,3 +203,29 @@ def test_a_component_that_hangs_fails_its_step_alone(
     assert files_below(tmp_path) == []
     slot = tmp_path / "ram" / "hosts" / "0"
     assert [p.name[0] for p in slot.iterdir() if p.is_dir()] == ["2"]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_component_costs_one_copy_of_its_values(make, stored):
+    checkpointer = make(stored=stored)
+    part = patterns.Global({"lr": 0.1})
+    assert checkpointer.save_checkpointables(1, {"part": part})
+    checkpointer.wait()
+    values = np.arange(2**23, dtype=np.float64)
+    part.state = {"values": values}
+
+    def cost(call):
+        tracemalloc.start()
+        try:
+            call()
+            checkpointer.wait()
+            return tracemalloc.get_traced_memory()[1] / values.nbytes
+        finally:
+            tracemalloc.stop()
+
+    # Files are written and read in pieces of 16 MiB at most.
+    most = 1 + 2**24 / values.nbytes + 0.1
+    assert cost(lambda: checkpointer.save_checkpointables(2, {"part": part})) < most
+    part.state = None
+    assert cost(lambda: checkpointer.load_checkpointables(2, {"part": part})) < most
+    assert (part.state["values"] == values).all()

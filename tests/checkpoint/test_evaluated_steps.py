@@ -73,7 +73,7 @@ def test_what_a_line_recorded_that_the_run_left_does_not_count(tmp_path):
         ec.preserve(tmp_path / "steps" / "1")
         checkpointer.record_metrics(2, {"loss": 0.1})
         tiered_steps.save(checkpointer, 2)
-        checkpointer.load_checkpointables(1, {"state": None})
+        checkpointer.load(1, go_back=True)
         checkpointer.record_metrics(2, {"loss": 0.7})
         tiered_steps.save(checkpointer, 2)
         assert checkpointer.evaluations() == {2: {"loss": 0.7}}
@@ -220,3 +220,26 @@ def test_a_step_that_is_read_is_not_removed_until_then(tmp_path):
         assert stored(tmp_path) == [6]
         leases_left = list((tmp_path / "steps" / leases.DIRECTORY).iterdir())
         assert leases_left == []
+
+
+def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
+    with opened(tmp_path, keep=None) as checkpointer:
+        assert ec.best_step(checkpointer, metric="loss") is None
+        for step in (2, 4, 6):
+            tiered_steps.save(checkpointer, step, metrics={"lr": step})
+        checkpointer.record_metrics(4, {"loss": 0.3, "lr": 9})
+        # Of the newest step before it, unless one is nearer.
+        checkpointer.record_metrics(5, {"loss": 0.1})
+        checkpointer.record_metrics(7, {"loss": 0.2})
+        expected = [{"lr": 2}, {"loss": 0.3, "lr": 9}, {"loss": 0.2, "lr": 6}]
+        assert [each.metrics for each in checkpointer.checkpoints] == expected
+        assert ec.best_step(checkpointer, metric="loss") == 6
+        assert ec.best_step(checkpointer, metric="loss", higher_is_better=True) == 4
+        ec.record_metrics(tmp_path / "steps" / "2", {"loss": 0.05})
+        assert ec.best_step(checkpointer, metric="loss") == 2
+    with opened(tmp_path, keep=None) as checkpointer:
+        tiered_steps.save(checkpointer, 8)
+        assert [each.metrics for each in checkpointer.checkpoints][1] == expected[1]
+        assert ec.best_step(checkpointer, metric="loss") == 2
+    with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
+        assert ec.best_step(orbax, metric="lr") == 2

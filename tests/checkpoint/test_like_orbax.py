@@ -1,15 +1,19 @@
 """Trees of all kinds: the same calls give the same with Orbax's checkpointer and ours.
 
-Our checkpointer saves and loads each tree that Orbax saves and loads. If Orbax refuses
-a tree or loses a leaf, ours raises in the call and names the leaf.
+Our checkpointer saves and loads each tree that Orbax saves and loads, whichever of the
+two saved it. If Orbax refuses a tree or loses a leaf, ours raises in the call and names
+the leaf.
 """
 
 import collections
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as v0
 import pytest
+from google.protobuf import struct_pb2
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
@@ -45,6 +49,55 @@ MORE_TREES = {
 }
 
 
+LEAVES = [
+    lambda n: jnp.arange(n + 1.0),
+    lambda n: jnp.full((2, n), n, jnp.bfloat16),
+    lambda n: jnp.arange(n) > 2,
+    lambda n: jnp.int8(n),
+    lambda n: jnp.full((n, 1), 1j, jnp.complex64),
+    lambda n: np.arange(n, dtype=np.uint64) + 2**63,
+    lambda n: np.asfortranarray(np.arange(6.0).reshape(2, 3)) / n,
+    lambda n: np.array(n % 2 == 0),
+    lambda n: np.arange(3 * n)[::3],
+    jax.random.key,
+    lambda n: jax.random.split(jax.random.key(n), (n, 2)),
+    lambda n: jax.random.key(n, impl="rbg"),
+    lambda n: n % 2 == 0,
+    lambda n: -n,
+    lambda n: 1 / n,
+    lambda n: "x" * n,
+    lambda _: None,
+    lambda _: {},
+    lambda _: [],
+    lambda _: (),
+]
+
+
+def random_tree(seed):
+    """A tree of some depth, with leaves and nodes of the kinds that Orbax saves."""
+    generator = random.Random(seed)
+
+    def node(depth):
+        if generator.random() < depth / 4:
+            return generator.choice(LEAVES)(generator.randint(1, 5))
+        children = [node(depth + 1) for _ in range(generator.randint(1, 4))]
+        kind = generator.choice(["dict", "list", "tuple", "named", "numbered"])
+        if kind == "dict":
+            return {f"k{n}": child for n, child in enumerate(children)}
+        if kind == "numbered":
+            return {3 * n: child for n, child in enumerate(children)}
+        if kind == "named":
+            return Point(children[0], children[-1])
+        return children if kind == "list" else tuple(children)
+
+    return {"all": node(0), "one": jnp.ones(2)}
+
+
+MORE_TREES |= {f"random {seed}": random_tree(seed) for seed in range(29)}
+# A few of the random ones are among the default tests.
+LONG = {f"random {seed}" for seed in range(5, 29)}
+
+
 def bits(tree):
     """A tree as plain containers, its leaves as type, dtype, shape, bytes and place."""
 
@@ -67,8 +120,8 @@ def bits(tree):
 def make(tmp_path):
     made = []
 
-    def make(local="ram"):
-        tiers = [Local(tmp_path / local), Persistent(tmp_path / "steps", every=1)]
+    def make(local="ram", steps="steps"):
+        tiers = [Local(tmp_path / local), Persistent(tmp_path / steps, every=1)]
         made.append(factory.Checkpointer(tiers, run="run"))
         return made[-1]
 
@@ -90,7 +143,16 @@ def stock(tmp_path):
     return load
 
 
-@pytest.mark.parametrize("name", [*TREES, *MORE_TREES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *TREES,
+        *(
+            pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
+            for name in MORE_TREES
+        ),
+    ],
+)
 def test_a_tree_comes_back_as_from_orbax(name, make, stock, tmp_path):
     tree = TREES[name]() if name in TREES else MORE_TREES[name]
     checkpointer = make()
@@ -105,6 +167,10 @@ def test_a_tree_comes_back_as_from_orbax(name, make, stock, tmp_path):
     assert (bits(from_storage.load()), bits(from_storage.load(1, tree))) == expected
     with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
         assert (bits(orbax.load()), bits(orbax.load(1, tree))) == expected
+    of_orbax = make("third ram", "stock")
+    assert (bits(of_orbax.load()), bits(of_orbax.load(1, tree))) == expected
+    metadata = of_orbax.metadata(1).metadata
+    assert bits(of_orbax.load(1, metadata)) == expected[0]
 
 
 def test_orbax_loads_a_tree_of_arrays_without_elements_alone(make, tmp_path):
@@ -179,6 +245,25 @@ def test_a_checkpointable_that_cannot_be_a_directory_is_refused(name, make):
         checkpointer.save_checkpointables(1, {name: {"w": jnp.ones(2)}})
     with pytest.raises(errors.CheckpointError, match="nothing to save"):
         checkpointer.save_checkpointables(1, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (jnp.ones(2), "got a ArrayImpl"),
+        (np.ones(2), "got a ndarray"),
+        ([jnp.ones(2)], "got a list"),
+        ({1: jnp.ones(2)}, r"got a mapping with the keys \[1\]"),
+    ],
+)
+def test_checkpointables_are_given_by_name(given, found, make):
+    checkpointer = make()
+    for verb, alone in (("save", r"save\(step, tree\)"), ("load", r"load\(step, tree")):
+        call = getattr(checkpointer, f"{verb}_checkpointables")
+        message = rf"{verb}_checkpointables takes .* by name, .*{found}; {alone}"
+        with pytest.raises(errors.CheckpointError, match=message):
+            call(1, given)
+    assert checkpointer.save(1, {"w": jnp.ones(2)})
 
 
 @pytest.mark.parametrize(
@@ -263,7 +348,9 @@ def test_leaves_are_restored_in_the_forms_that_orbax_takes(change, make, stock):
     asked = {**ASKED, **CHANGES[change]}
     checkpointer = make()
     checkpointer.save(1, SAVED)
-    assert bits(checkpointer.load(1, asked)) == stock(SAVED, asked)
+    expected = stock(SAVED, asked)
+    assert bits(checkpointer.load(1, asked)) == expected
+    assert bits(make("other ram", "stock").load(1, asked)) == expected
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -276,6 +363,8 @@ def test_a_part_is_restored_as_orbax_does(part, make, tmp_path):
         stock.save(1, SAVED)
         expected = bits(stock.load(1, PARTS[part]))
     assert bits(checkpointer.load(1, PARTS[part], partial=True)) == expected
+    of_orbax = make("other ram", "stock")
+    assert bits(of_orbax.load(1, PARTS[part], partial=True)) == expected
 
 
 @pytest.mark.parametrize(
@@ -288,6 +377,15 @@ def test_a_form_that_orbax_does_not_restore_is_refused(why, asked, make, stock):
     with pytest.raises(errors.CheckpointError, match=why):
         checkpointer.load(1, asked)
     assert bits(checkpointer.load(1, ASKED)) == stock(SAVED, ASKED)
+
+
+def test_a_key_is_of_the_generator_that_it_was_saved_with(make, stock):
+    saved, asked = (
+        {"k": jax.random.key(3, impl=impl)} for impl in ("rbg", "unsafe_rbg")
+    )
+    checkpointer = make()
+    checkpointer.save(1, saved)
+    assert bits(checkpointer.load(1, asked)) == stock(saved, asked) == bits(saved)
 
 
 def test_checkpointables_are_chosen_as_in_orbax(make, tmp_path):
@@ -303,3 +401,68 @@ def test_checkpointables_are_chosen_as_in_orbax(make, tmp_path):
             assert bits(checkpointer.load_checkpointables(1, chosen)) == expected
     with pytest.raises(errors.CheckpointError, match="has no parts"):
         checkpointer.load_checkpointables(1, {"none": None})
+
+
+def by_orbax(directory, **saving):
+    context = ocp.Context()
+    for option, value in saving.items():
+        setattr(context.array.saving, option, value)
+    with ocp.training.Checkpointer(directory, context=context) as checkpointer:
+        checkpointer.save(1, SAVED)
+
+
+def by_orbax_v0(directory, **arguments):
+    with v0.CheckpointManager(directory) as manager:
+        manager.save(1, args=v0.args.Composite(**arguments))
+
+
+FORMATS = {
+    "without OCDBT": lambda path: by_orbax(path, use_ocdbt=False),
+    "zarr 2": lambda path: by_orbax(path, use_zarr3=False),
+    "zarr 2 without OCDBT": lambda path: by_orbax(
+        path, use_zarr3=False, use_ocdbt=False
+    ),
+    "uncompressed": lambda path: by_orbax(path, use_compression=False),
+    "by Orbax v0": lambda path: by_orbax_v0(path, state=v0.args.PyTreeSave(SAVED)),
+    "by Orbax v0, with JSON": lambda path: by_orbax_v0(
+        path, state=v0.args.PyTreeSave(SAVED), more=v0.args.JsonSave({"a": [1, None]})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_formats_that_orbax_writes_are_read(name, make, tmp_path):
+    FORMATS[name](tmp_path / "steps")
+    checkpointer = make()
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        for wanted in (None, {"state": None}, {"state": ASKED}):
+            expected = bits(stock.load_checkpointables(1, wanted))
+            assert bits(checkpointer.load_checkpointables(1, wanted)) == expected
+
+
+def test_a_message_that_orbax_saved_is_read_by_its_class(make, tmp_path):
+    message = struct_pb2.Struct()
+    message["a"] = 5
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save_checkpointables(1, {"state": {"b": True}, "config": message})
+    asked = {"state": {"b": False}, "config": struct_pb2.Struct}
+    loaded = make().load_checkpointables(1, asked)
+    assert loaded == {"state": {"b": True}, "config": message}
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"b": b"", "s": str}, "cannot be read as it is requested .*; compare the req"),
+        ({"b": str, "s": str}, r"b: saved \[3\], now a text"),
+        ({"b": jnp.ones(3), "s": 1}, "s: saved a text, now a number"),
+        ({"b": jax.ShapeDtypeStruct((), np.float32), "s": str}, r"b: saved \[3\], now"),
+    ],
+)
+def test_a_good_step_of_orbax_is_not_blamed_for_a_wrong_request(
+    asked, why, make, tmp_path
+):
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save(1, {"b": jnp.ones(3), "s": "x"})
+    with pytest.raises(errors.CheckpointError, match=why):
+        make().load(1, asked)

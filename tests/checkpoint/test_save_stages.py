@@ -7,6 +7,7 @@ import pytest
 
 from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.core import errors
 from elastic_ckpt.host import answers, backup_requests, save_requests
 from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.host.backup_requests import BackUpStep
@@ -296,6 +297,31 @@ def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
     assert [each["step"] for name, each in emitted if name == "backed_up"][-1:] == [2]
 
 
+@pytest.mark.parametrize("stage", [WriteStep, BackUpStep])
+def test_a_host_that_is_missing_is_named_at_the_end(stages, emitted, stage):
+    missing = "host 0 waited for 1 (BackUpStep) for 14 s; look at the log of the host"
+
+    def fail(_):
+        raise errors.RunError(missing)
+
+    made, _ = stages({stage: fail})
+    response = made.begin(saving(1, back_up=True))
+    remedy = "start the run once more while the hosts' RAM has the step"
+    if stage is WriteStep:
+        with pytest.raises(errors.RunError, match="waited for 1"):
+            response.result()
+        assert reasons(emitted, "local") == [(1, missing)]
+        remedy = (
+            "save it again: no tier has it, and a start goes on from the newest step"
+            " that was saved"
+        )
+    with pytest.raises(errors.CheckpointError) as caught:
+        made.end()
+    assert str(caught.value) == (
+        f"step 1 was due in persistent storage and is not there: {missing}; {remedy}"
+    )
+
+
 def test_what_cannot_be_described_is_given_up_on_all_hosts(
     stages, emitted, monkeypatch
 ):
@@ -310,3 +336,32 @@ def test_what_cannot_be_described_is_given_up_on_all_hosts(
         save_requests.AbandonStep(step=1, save=SAVE)
     ]
     assert save(made, 2)
+
+
+@pytest.mark.parametrize("left_secs", [0.0, 0.01])
+def test_the_last_backup_waits_until_peers_that_failed_are_asked_again(
+    stages, emitted, left_secs
+):
+    asked = []
+
+    def left(request):
+        asked.append(request)
+        return left_secs
+
+    made, _ = stages(
+        {
+            backup_requests.GetChunkShapes: lambda _: (
+                {"n": ()} if asked and left_secs else "step 1 lacks parts of 3 leaves"
+            ),
+            backup_requests.GetSecsUntilPeersAreAsked: left,
+        }
+    )
+    made.begin(saving(1, back_up=True)).result()
+    if left_secs:
+        made.end()
+        assert [fields["step"] for name, fields in emitted if name == "backed_up"] == [
+            1
+        ]
+    else:
+        with pytest.raises(errors.CheckpointError, match="lacks parts of 3 leaves"):
+            made.end()

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import schedule
@@ -53,6 +55,40 @@ def due(made, steps, secs_a_step=1.0, clock=None):
 def test_steps_are_counted(make):
     assert due(make(every=3), range(1, 10)) == [3, 6, 9]
     assert due(make(Local("/ram", every=2), every=3), range(1, 7)) == [2, 3, 4, 6]
+
+
+@given(
+    period=st.integers(1, 12),
+    every=st.integers(1, 12),
+    start=st.integers(0, 40),
+    backup=st.booleans(),
+)
+def test_a_backup_that_is_due_is_made_at_the_first_saved_step(
+    period, every, start, backup
+):
+    # MaxText saves at multiples of its period alone.
+    chosen = Chosen.from_choices(
+        [Local("/ram", every=period), Persistent("/p", every=every)]
+    )
+    made = schedule.Schedule(chosen, schedule.BackupClock(), agree=lambda *a: a)
+    made.go_on_from([Step(start)] if backup else [])
+    newest = start if backup else 0
+    for step in range(newest + 1, newest + 100):
+        if step % period == 0:
+            was_due = any(each % every == 0 for each in range(newest + 1, step + 1))
+            is_due = made.is_backup_due(Step(step), is_saving=False)
+            assert is_due == was_due
+            made.note_save(Step(step), back_up=is_due)
+            newest = step if is_due else newest
+
+
+def test_going_back_begins_to_count_again(make):
+    made = make(Local("/ram", every=4), every=6)
+    assert due(made, [4, 8, 12]) == [4, 8, 12]
+    made.go_on_from([Step(4)])
+    assert [made.is_backup_due(Step(s), is_saving=False) for s in (5, 8)] == [
+        *(False, True)
+    ]
 
 
 @pytest.mark.parametrize("secs", [0.5, 1.0, 20.0, 300.0])

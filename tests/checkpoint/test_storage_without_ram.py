@@ -2,6 +2,9 @@
 
 import errno
 import os
+import pathlib
+import shutil
+import stat
 
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -17,6 +20,7 @@ from tests.checkpoint.test_checkpointer import (  # noqa: F401
     state,
     storage,
 )
+from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -68,7 +72,7 @@ def test_the_next_step_is_stored_if_a_due_one_could_not_be(
     monkeypatch,
 ):
     recorded = RecordedEvents()
-    checkpointer = make(storage(tmp_path, every=2), emit=recorded, **TOO_SMALL)
+    checkpointer = make(storage(tmp_path, every=4), emit=recorded, **TOO_SMALL)
     write = files.write_atomic
 
     def fail(target, content, **options):
@@ -77,13 +81,13 @@ def test_the_next_step_is_stored_if_a_due_one_could_not_be(
         write(target, content, **options)
 
     monkeypatch.setattr(files, "write_atomic", fail)
-    assert not save(checkpointer, 2)
+    assert not save(checkpointer, 4)
     monkeypatch.undo()
-    assert save(checkpointer, 3)
-    assert not save(checkpointer, 5)
-    assert [each["step"] for each in recorded.named("backed_up")] == [3]
+    assert save(checkpointer, 5)
+    assert not save(checkpointer, 6)
+    assert [each["step"] for each in recorded.named("backed_up")] == [5]
     checkpointer.close()
-    check(make(storage(tmp_path, every=2), local="other"), 3)
+    check(make(storage(tmp_path, every=4), local="other"), 5)
 
 
 def test_a_step_goes_to_ram_again_when_it_fits(make, tmp_path, monkeypatch):  # noqa: F811
@@ -112,3 +116,44 @@ def test_components_write_elsewhere_while_the_ram_disk_is_all_but_full(
     assert save(checkpointer, 1)
     check(checkpointer, 1)
     assert not list((tmp_path / "elsewhere").rglob("count"))
+
+
+class Witness:
+    """A component that notes the directory of the host, and who may read it."""
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            (path / "part").write_text("part")
+            self.directory = pathlib.Path(os.fspath(path)).parents[1]
+            self.mode = stat.S_IMODE(self.directory.stat().st_mode)
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            assert [each.name for each in directory.iterdir()] == ["part"]
+
+        return read()
+
+
+def test_hosts_of_a_machine_write_elsewhere_in_private_directories_of_their_own(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    witnesses = []
+    # Two slices of one run, and one of another run that has its name.
+    for slice_ram in ("slice-0", "slice-1", "slice-0"):
+        shutil.rmtree(tmp_path / slice_ram, ignore_errors=True)
+        with tiered_steps.checkpointer(tmp_path / slice_ram) as opened:
+            witnesses.append(Witness())
+            assert opened.save_checkpointables(1, {"data": witnesses[-1]})
+            assert opened.load_checkpointables(1, {"data": Witness()})
+    assert {witness.directory.parent for witness in witnesses} == {
+        tmp_path / "elsewhere"
+    }
+    assert len({witness.directory for witness in witnesses}) == 3
+    assert {witness.mode for witness in witnesses} == {0o700}
+    assert not os.listdir(tmp_path / "elsewhere")

@@ -1,6 +1,7 @@
 """Our checkpointer has all that Orbax's has, under the same names."""
 
 import inspect
+import pathlib
 
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -11,12 +12,18 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.host.answers import CheckpointMetadata
 from elastic_ckpt.tiers.choices import Local, Persistent
 
-THEIRS = {
+MEMBERS = {
     name: member
     for name, member in vars(ocp.training.Checkpointer).items()
-    # Members that Orbax itself deprecates are left out.
-    if not name.startswith("_") and not hasattr(member, "__deprecated__")
+    if not name.startswith("_")
 }
+# Orbax's former names, by what they are called now.
+FORMER = {
+    name: name.replace("_pytree", "").replace("pytree_", "")
+    for name, member in MEMBERS.items()
+    if hasattr(member, "__deprecated__")
+}
+THEIRS = {name: member for name, member in MEMBERS.items() if name not in FORMER}
 
 
 @pytest.mark.parametrize("name", sorted(THEIRS))
@@ -47,6 +54,17 @@ def test_what_orbax_has_is_there(name):
         for parameters in (wanted, ours_takes)
     ]
     assert positional[0] == positional[1]
+
+
+def test_former_names_are_those_that_are_known():
+    assert sorted(FORMER) == [
+        "load_pytree",
+        "load_pytree_async",
+        "pytree_metadata",
+        "save_pytree",
+        "save_pytree_async",
+    ]
+    assert set(FORMER.values()) <= THEIRS.keys()
 
 
 def test_a_step_has_what_one_of_orbax_has():
@@ -139,3 +157,133 @@ def test_listing_waits_for_nothing_and_starts_nothing(both, monkeypatch):
     monkeypatch.setattr(ours._steps.stages, "wait_for_commit", pytest.fail)
     assert [each.step for each in ours.checkpoints] == [1]
     monkeypatch.undo()
+
+
+def test_former_names_do_what_the_present_ones_do(both):
+    ours, _ = both
+    assert ours.save_pytree(1, {"n": 1}, metrics={"loss": 0.5})
+    assert ours.save_pytree_async(2, {"n": 2}, custom_metadata={"a": 1}).result()
+    ours.wait()
+    assert ours.load_pytree() == {"n": 2}
+    assert ours.load_pytree(1, {"n": 0}) == {"n": 1}
+    assert ours.load_pytree_async(1).result() == {"n": 1}
+    assert ours.pytree_metadata(1).metadata == {"n": 0}
+    assert ours.pytree_metadata().custom_metadata == {"a": 1}
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_metadata_without_a_name_are_of_the_tree_that_orbax_takes(both):
+    for checkpointer in both:
+        checkpointer.save_checkpointables(1, {"b": {"y": 1}, "a": {"x": 1}})
+        checkpointer.save_checkpointables(2, {"a": {"x": 1}, "state": {"n": 1}})
+        checkpointer.wait()
+        assert checkpointer.metadata(1).metadata == {"x": 0}
+        assert checkpointer.metadata(2).metadata == {"n": 0}
+
+
+def partial():
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    return context
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_a_context_has_parts_loaded(both, tmp_path):
+    ours, theirs = both
+    tree, part = {"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 0}}
+    for checkpointer in both:
+        checkpointer.save(1, tree)
+        checkpointer.wait()
+    with partial():
+        assert theirs.load(1, part) == {"b": {"d": 3}}
+    with partial():
+        # Also in the thread of a load in the background.
+        assert ours.load(1, part) == {"b": {"d": 3}}
+        assert ours.load_pytree(1, part) == {"b": {"d": 3}}
+        assert ours.load_async(1, part).result() == {"b": {"d": 3}}
+        response = ours.load_checkpointables_async(1, {"state": part})
+    assert response.result() == {"state": {"b": {"d": 3}}}
+    with pytest.raises(errors.CheckpointError, match="another model"):
+        ours.load(1, part)
+    # A context of the checkpointer, and one of a block, which counts before it.
+    for directory in ("ours", "theirs"):
+        tiers = [Persistent(tmp_path / directory, every=1)]
+        with factory.Checkpointer(tiers, context=partial()) as checkpointer:
+            assert checkpointer.load(1, part) == {"b": {"d": 3}}
+            with ocp.Context(), pytest.raises(errors.CheckpointError, match="another"):
+                checkpointer.load(1, part)
+
+
+SAVING = {
+    "array.saving.use_zarr3": False,
+    "array.saving.use_ocdbt": False,
+    "array.saving.use_compression": False,
+    "array.saving.storage_options.dtype": "bfloat16",
+    "array.saving.scoped_storage_options_creator": print,
+    "array.saving.array_metadata_store": None,
+    "file.path_class": pathlib.Path,
+    "multiprocessing.primary_host": None,
+    "multiprocessing.active_processes": {0},
+    "asynchronous.post_finalization_callback": print,
+    "file.path_permission_mode": 0o750,
+    "checkpointables.registry": ocp.handlers.local_registry(
+        include_global_registry=False
+    ),
+}
+LOADING = {
+    "array.loading.enable_padding_and_truncation": True,
+    "array.loading.raise_array_data_missing_error": False,
+    "checkpoint_layout": ocp.options.CheckpointLayout.SAFETENSORS,
+}
+TUNING = {
+    "memory.write_concurrent_bytes": 2**20,
+    "array.saving.use_replica_parallel": False,
+    "array.saving.ocdbt_target_data_file_size": 2**20,
+    "asynchronous.timeout_secs": 5,
+    "multiprocessing.barrier_sync_key_prefix": "mine",
+    "array.loading.use_load_and_broadcast": False,
+}
+
+
+def context_with(option, value):
+    context = ocp.Context()
+    *groups, last = option.split(".")
+    options = context
+    for group in groups:
+        options = getattr(options, group)
+    setattr(options, last, value)
+    return context
+
+
+@pytest.mark.parametrize("option", [*SAVING, *LOADING])
+def test_an_option_that_would_be_ignored_is_refused_by_name(option, both):
+    ours, _ = both
+    assert ours.save(1, {"n": 1})
+    calls = []
+    if option not in LOADING or option == "checkpoint_layout":
+        calls += [lambda: ours.save(2, {"n": 2}), lambda: ours.save_async(2, {"n": 2})]
+    if option in LOADING:
+        calls += [lambda: ours.load(1), lambda: ours.load_async(1)]
+    context = context_with(option, {**SAVING, **LOADING}[option])
+    for call in calls:
+        with context, pytest.raises(errors.CheckpointError, match=f"has {option}.*="):
+            call()
+    assert ours.save(2, {"n": 2})
+
+
+@pytest.mark.parametrize("option", TUNING)
+def test_an_option_that_tunes_orbax_is_taken(option, both):
+    ours, _ = both
+    with context_with(option, TUNING[option]):
+        assert ours.save(1, {"n": 1})
+        assert ours.load(1) == {"n": 1}
+        assert ours.delete(1)
+
+
+def test_deleted_files_go_nowhere_else(both):
+    ours, _ = both
+    assert ours.save(1, {"n": 1})
+    option = "deletion.gcs_deletion_options.todelete_full_path"
+    with context_with(option, "trash"), pytest.raises(errors.CheckpointError) as caught:
+        ours.delete(1)
+    assert f"{option}='trash'" in str(caught.value)

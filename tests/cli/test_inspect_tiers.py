@@ -265,3 +265,15 @@ def test_it_shows_the_line_of_a_run_and_the_one_that_was_abandoned(tmp_path):
     assert "step 3: complete\n" in abandoned
     # Each is verified where it lies.
     assert "PASSED" in runs.verb("verify", *roots)
+
+
+def test_a_step_that_the_run_went_back_to_is_saved_again(tmp_path):
+    roots = (tmp_path / "ram", tmp_path / "steps")
+    with tiered_steps.checkpointer(*roots) as checkpointer:
+        tiered_steps.save(checkpointer, 2, 4, 6)
+        checkpointer.load_checkpointables(4, {"data": tiered_steps.Cursors()})
+        tiered_steps.save(checkpointer, 4, overwrite=True)
+    printed = runs.verb("inspect", "--all", *roots)
+    line, _ = printed.split("abandoned, since")
+    assert "step 4: complete, saved again\n" in line
+    assert "goes on from step 3" not in printed

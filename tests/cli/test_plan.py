@@ -36,7 +36,7 @@ def test_it_says_what_hosts_exchange_and_what_they_discard():
         "  host 0 reads shards 0, 2, 4, ... 6 in all\n"
         "  host 1 reads shards 1, 3, 5, ... 6 in all\n"
         "8 hosts, batches of 16: striped, rows identical to those of one host; 64 rows"
-        " are made for each 16\n"
+        " are made for each 16, and 48 are discarded\n"
         "  host 0 reads shards 0-1, 4-5, 8-9\n"
         "  host 7 reads shards 2-3, 6-7, 10-11\n"
     )

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from elastic_ckpt.cli import progress
 from elastic_ckpt.core import events
+from elastic_ckpt.monitoring import progress
 
 RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {
@@ -214,7 +214,11 @@ def test_a_thread_breaks_silences_while_it_is_open(monkeypatch):
 @pytest.mark.parametrize(
     ("event", "fields", "line"),
     [
-        ("run_failed", {"why": "x"}, "the run failed after step 7; "),
+        (
+            "run_failed",
+            {"why": "x"},
+            "the run failed after step 7; once its cause is removed, ",
+        ),
         (
             "run_stopped",
             {"saved": False},
@@ -227,6 +231,9 @@ def test_a_thread_breaks_silences_while_it_is_open(monkeypatch):
 def test_the_end_says_what_the_same_command_does(event, fields, line, has_saved):
     stream = io.StringIO()
     shown = progress.Progress(1, stream)
+    shown("run_started", **STARTED)
+    stream.truncate(0)
+    stream.seek(0)
     shown("save_started", step=4)
     if has_saved:
         shown("saved", step=4, secs=1.0)
@@ -234,8 +241,27 @@ def test_the_end_says_what_the_same_command_does(event, fields, line, has_saved)
     if has_saved or fields.get("saved"):
         line += "the same command continues it from the newest complete step"
     else:
-        line += "nothing was saved, and the same command begins anew"
+        line += "the same command starts it at step 0, for nothing was saved"
     assert stream.getvalue() == f"{line}\n"
+
+
+def test_a_run_that_is_refused_again_and_again_is_not_said_to_begin():
+    stream = io.StringIO()
+    progress.Progress(1, stream)("run_failed", step=0, why="x")
+    assert stream.getvalue() == (
+        "the run failed before it began; once its cause is removed, the same command"
+        " starts it\n"
+    )
+
+
+def test_a_run_that_fails_before_it_has_restored_its_steps_is_said_to_have_them():
+    stream = io.StringIO()
+    shown = progress.Progress(1, stream)
+    shown("run_started", **STARTED | {"start_step": 3})
+    shown("run_failed", step=3, why="x")
+    assert stream.getvalue().endswith(
+        "the same command continues it from the newest complete step\n"
+    )
 
 
 def test_standard_output_is_that_of_the_time_when_it_is_made():

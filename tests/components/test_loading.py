@@ -119,3 +119,72 @@ def test_doubled_names_are_named():
     with pytest.raises(errors.ConfigError, match=r"called \['a', 'b'\]"):
         loading.named(pairs)
     assert loading.named(pairs[:2]) == {"b": 1, "a": 2}
+
+
+class Taking(Refusing):
+    """An object that does not take one of the states that it may be given."""
+
+    def __init__(self, value, *, refused=None):
+        self.value, self._refused = {"value": [value]}, refused
+
+    def get_state(self):
+        return self.value
+
+    def set_state(self, state):
+        self.value["value"][:] = state["value"]
+        if state["value"] == [self._refused]:
+            raise ValueError(f"not {state}")
+
+
+class Batches:
+    """A checkpointable of another class, which moves when it is loaded."""
+
+    position = 0
+    raises = False
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            (path / "position").write_text("7")
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            if self.raises:
+                raise ValueError("no such rows")
+            self.position = int((directory / "position").read_text())
+
+        return read()
+
+
+@pytest.mark.parametrize("kind", ["ours", "orbax"])
+@pytest.mark.parametrize("failing", ["a", "z", "batches"])
+def test_a_strict_load_that_fails_has_set_none(tmp_path, kind, failing):
+    opened = (
+        factory.Checkpointer([Persistent(tmp_path / "steps", every=1)])
+        if kind == "ours"
+        else ocp.training.Checkpointer(tmp_path / "stock")
+    )
+    with opened:
+        parts = {n: patterns.Global(Taking("saved")) for n in ("a", "z")}
+        parts |= {"plain": patterns.Global({"lr": 1}), "batches": Batches()}
+        opened.save_checkpointables(4, parts)
+        wanted = {
+            name: patterns.Global(
+                Taking("before", refused="saved" if name == failing else None)
+            )
+            for name in ("a", "z")
+        }
+        wanted |= {"plain": patterns.Global({"lr": 0}), "batches": Batches()}
+        wanted["batches"].raises = failing == "batches"
+        with pytest.raises(errors.CheckpointError, match=f"'{failing}' cannot be"):
+            loading.load(opened, wanted)
+        for name in ("a", "z"):
+            assert wanted[name].state.value == {"value": ["before"]}
+        assert wanted["plain"].state == {"lr": 0}
+        assert wanted["batches"].position == 0
+        summary = loading.load(opened, wanted, strict=False)
+        assert list(summary.failed) == [failing]
+        assert wanted["plain"].state == {"lr": 1}
+        assert wanted["batches"].position == (7 if failing != "batches" else 0)

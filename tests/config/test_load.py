@@ -135,3 +135,32 @@ def test_the_column_may_be_a_list_of_one_as_maxtext_writes_it(tmp_path):
 def test_a_configuration_survives_the_way_through_its_values():
     config = schema.Config(run=schema.RunSection(run_name="x", steps=3))
     assert load.from_values(keys.values(config), place="here") == config
+
+
+@pytest.mark.parametrize("text", ["off", "no", "Off", '"off"'])
+def test_off_of_yaml_is_the_text_for_keys_that_have_it(tmp_path, text):
+    path = write(tmp_path / "run.yml", f"divergence_action: {text}\n")
+    assert load.load(path).divergence.divergence_action == "off"
+    config = load.load(path, [f"divergence_action={text}"])
+    assert config.divergence.divergence_action == "off"
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("adam_b1=1.0", "adam_b1 is below 1, not 1.0"),
+        ("adam_b2=1", "adam_b2 is below 1, not 1"),
+        ("adam_b2=.inf", "adam_b2 is a finite number, not inf"),
+        ("learning_rate=inf", "learning_rate is a finite number, not 'inf'"),
+        ("adam_eps=.nan", "adam_eps is at least 0, not nan"),
+        ("divergence_slow_smoothing=1", "divergence_slow_smoothing is below 1, not 1"),
+        ("head_dim=15", "head_dim is a multiple of 2, not 15"),
+        ("divergence_action=true", "divergence_action takes text, not True"),
+        ("run_name=7", 'run_name takes text, not 7; put it in quotes (run_name: "7")'),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_in_one_line(tmp_path, setting, problem):
+    with pytest.raises(errors.ConfigError) as caught:
+        load.load(write(tmp_path / "a.yml", ""), [setting])
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)

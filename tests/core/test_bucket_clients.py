@@ -101,7 +101,7 @@ def test_a_run_that_is_out_of_reach_is_one_clear_error(failure, away):
     away(failure)
     for verb in ("inspect", "verify"):
         output = runs.verb(verb, "gs://bucket/run", code=1)
-        assert output.startswith(f"elastic-ckpt {verb}: gs://bucket/run/config.json")
+        assert output.startswith(f"elastic-ckpt {verb}: gs://bucket/run cannot be read")
         assert "cannot be read" in output
         assert len(output.splitlines()) == 1
 

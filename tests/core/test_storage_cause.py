@@ -30,6 +30,8 @@ from elastic_ckpt.core import storage_cause
         (OSError(errno.EIO, os.strerror(errno.EIO)), "unreachable"),
         (OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), "missing"),
         ("is not what was saved: its digest differs", "damaged"),
+        ("host 1: components were not written: Connection refused", "component"),
+        ("host 1: components were not written: No space left on device", "full"),
         ("step 401 has 503 boxes at 403 hosts", "other"),
     ],
 )

@@ -56,17 +56,39 @@ def loader(
     make=stateful_dataloader.StatefulDataLoader,
     batch_size=None,
     num_workers,
+    **more,
 ):
     rows = local_batches.LocalBatches(
         dataset(), rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
     )
     return make(
-        torch_dataset.TorchDataset(rows), batch_size=batch_size, num_workers=num_workers
+        torch_dataset.TorchDataset(rows),
+        batch_size=batch_size,
+        num_workers=num_workers,
+        **more,
     )
 
 
 def tokens(batch):
     return np.asarray(batch["tokens"]).tolist()
+
+
+def together(loaders, one):
+    """The next three batches of a world equal those of `one`."""
+    batches = [iter(made) for made in loaders]
+    for _ in range(3):
+        whole = [row for rank in batches for row in tokens(next(rank))]
+        assert whole == tokens(next(one))
+
+
+def merged(loaders):
+    """The position, and the cursors of all shards, of a world's datasets."""
+    states = [made.dataset.state_dict() for made in loaders]
+    found = {}
+    for state in states:
+        assert state["position"] == states[0]["position"]
+        found |= state["cursors"]
+    return states[0]["position"], found
 
 
 def main():
@@ -84,29 +106,38 @@ def main():
         again.load_state_dict(saved)
         batches = iter(again)
         assert [tokens(next(batches)) for _ in range(4)] == expected
+        # Its dataset tells the position, before the first batch too.
+        alone = loader(0, 1, num_workers=num_workers)
+        alone.load_state_dict(saved)
+        position = alone.dataset.state_dict()["position"]
+        assert position == {"stream_row": 3 * SIZE}
+        assert again.dataset.state_dict()["position"] == {"stream_row": 7 * SIZE}
         print(f"{num_workers} workers: resumed in the middle of a buffer")
 
     # Two ranks save, three go on: the states of the datasets are merged.
-    ranks = [iter(loader(rank, 2, num_workers=0)) for rank in range(2)]
-    one = iter(loader(0, 1, num_workers=0))
-    for _ in range(3):
-        whole = [row for rank in ranks for row in tokens(next(rank))]
-        assert whole == tokens(next(one))
-    loaders = [loader(rank, 2, num_workers=0) for rank in range(2)]
-    states = []
-    for made in loaders:
-        batches = iter(made)
-        for _ in range(3):
-            next(batches)
-        states.append(made.dataset.state_dict())
-    three = [loader(rank, 3, num_workers=0) for rank in range(3)]
-    for made in three:
-        made.dataset.load_state_dict(json.loads(json.dumps(states)))
-    batches = [iter(made) for made in three]
-    for _ in range(3):
-        whole = [row for rank in batches for row in tokens(next(rank))]
-        assert whole == tokens(next(one))
-    print("2 ranks, then 3: the batches of one")
+    for num_workers in (0, 1):
+        one = iter(loader(0, 1, num_workers=0))
+        # The worker's state comes with each second batch, or with each.
+        two = [
+            loader(rank, 2, num_workers=num_workers, snapshot_every_n_steps=2 - rank)
+            for rank in range(2)
+        ]
+        three = [loader(rank, 3, num_workers=num_workers) for rank in range(3)]
+        begin = [made.dataset.state_dict() for made in two]
+        together(two, one)
+        states = [made.dataset.state_dict() for made in two]
+        for made in three:
+            made.dataset.load_state_dict(json.loads(json.dumps(states)))
+        assert merged(three) == merged(two)
+        together(three, one)
+        assert merged(three) != merged(two)
+        # Going back, also while the workers of before still run.
+        for made in two:
+            made.dataset.load_state_dict(begin)
+        assert [made.dataset.state_dict() for made in two] == begin
+        together(two, iter(loader(0, 1, num_workers=0)))
+        assert [made.dataset.state_dict() for made in two] == states
+        print(f"{num_workers} workers: 2 ranks, then 3: the batches of one")
 
     for num_workers in (0, 1):
         passes = loader(0, 1, dataset=finite, num_workers=num_workers)

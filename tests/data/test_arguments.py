@@ -47,6 +47,12 @@ def test_files_that_are_no_names_are_refused(make, files, message):
         make(files=files)
 
 
+@pytest.mark.parametrize("make", [*SOURCES, POSITIONAL])
+def test_a_file_is_named_once(make):
+    with refused(r"^\w+: files has 'b' twice; name it once"):
+        make(files=("a", "b", "c", "b"))
+
+
 @pytest.mark.parametrize("make", SOURCES)
 def test_a_single_text_is_not_a_list_of_columns(make):
     with refused(rf"^{make.__name__}: columns='text' is a single name"):
@@ -172,11 +178,30 @@ def batch(make_shard):
     ],
 )
 def test_rows_that_make_no_batch_are_named(row, message):
-    def make_shard(_):
-        return grain.MapDataset.range(9).map(row).to_iter_dataset(pipelines.IN_CALLER)
+    def make_shard(shard):
+        numbers = grain.MapDataset.range(shard % 2, 9 + shard)
+        return numbers.map(row).to_iter_dataset(pipelines.IN_CALLER)
 
     with refused(message, errors.DataError):
         batch(make_shard)
+
+
+@pytest.mark.parametrize("value", ["text", b"bytes\0", ["a", "b"], None])
+def test_a_feature_that_is_no_numbers_is_named(value):
+    def make_shard(shard):
+        rows = grain.MapDataset.range(shard, 100).map(lambda _: {"caption": value})
+        return rows.to_iter_dataset(pipelines.IN_CALLER)
+
+    batches = iterator.Batches(
+        sharded(make_shard),
+        mesh=topology.mesh_of(topology.present(2)),
+        global_batch_size=8,
+    )
+    with refused(
+        "feature 'caption' has values such as .*, and JAX arrays hold numbers alone;",
+        errors.DataError,
+    ):
+        next(batches)
 
 
 @pytest.mark.parametrize("value", [2**40, -(2**31) - 1])

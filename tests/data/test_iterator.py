@@ -242,8 +242,8 @@ def test_a_size_that_moves_shards_between_hosts_is_refused_and_changes_nothing(
             host.resize(16)
         assert str(refused.value) == (
             f"changing batches from 24 rows to 16 moves logical shards {next(missing)}"
-            " between hosts; choose multiples of num_logical_shards, or change the size"
-            " at a restart"
+            " between hosts; choose multiples of the number of logical shards, or"
+            " change the size at a restart"
         )
         assert host.get_state() == before
         host.resize(36)

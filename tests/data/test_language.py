@@ -231,6 +231,52 @@ def plain(state):
     )
 
 
+def masked(sizes, packing, length, **more):
+    """Packed rows of examples that also have a mask, which equals their targets."""
+    parent = examples(sizes, length=length, truncate=False)
+    with_mask = parent.map(lambda row: row | {"loss_mask": row["targets"] * 10})
+    return language.packed(with_mask, packing=packing, length=length, seed=3, **more)
+
+
+@pytest.mark.parametrize("packing", language.PACKINGS)
+def test_further_features_are_packed_like_the_tokens(packing):
+    sizes = [5, 3, 7, 2, 9, 4]
+    packed_rows = list(masked(sizes, packing, 8, features=("loss_mask",)))
+    plain_rows = rows(sizes, packing, 8)
+    for row, expected in zip(packed_rows, plain_rows, strict=True):
+        np.testing.assert_array_equal(row["loss_mask"], row["targets"] * 10)
+        assert row.keys() == expected.keys() | {"loss_mask"}
+        for name, values in expected.items():
+            np.testing.assert_array_equal(row[name], values)
+            assert row[name].dtype == values.dtype
+
+
+@pytest.mark.parametrize("packing", language.PACKINGS)
+def test_a_feature_that_packing_would_drop_is_refused(packing):
+    message = r"has the features inputs, loss_mask, targets; packed expects inputs, ta"
+    with pytest.raises(errors.DataError, match=f"{message}.* in its features="):
+        list(masked([5, 3], packing, 8))
+
+
+@pytest.mark.parametrize("packing", language.PACKINGS)
+def test_a_feature_of_another_length_is_refused(packing):
+    parent = examples([5, 3], length=8, truncate=True).map(
+        lambda row: row | {"loss_mask": row["targets"][1:]}
+    )
+    made = language.packed(
+        parent, packing=packing, length=8, seed=1, features=["loss_mask"]
+    )
+    with pytest.raises(errors.DataError, match=r"several lengths, {.*'loss_mask': 3}"):
+        list(made)
+
+
+def test_arguments_of_packing_that_cannot_be_are_refused():
+    with pytest.raises(errors.ConfigError, match="packing='best'; choose one of first"):
+        masked([5], "best", 8)
+    with pytest.raises(errors.ConfigError, match=r"rows have \['inputs_position'\] in"):
+        masked([5], "first_fit", 8, features=("inputs_position",))
+
+
 @pytest.mark.parametrize("packing", language.PACKINGS)
 @pytest.mark.parametrize("sizes", [[], [0], [1, 0, 1]])
 def test_documents_without_a_pair_make_no_row(packing, sizes):
@@ -255,14 +301,18 @@ def test_a_text_begins_and_ends_with_its_tokens_unless_told_otherwise():
     assert tokens_of(language.Documents(), {"text": "ab"}).dtype == np.int32
 
 
-def test_a_tokenizer_without_begin_and_end_adds_none():
+def test_a_token_that_the_tokenizer_lacks_is_not_left_out_in_silence():
     class Plain:
         begin, end = None, None
 
         def encode_batch(self, texts):
             return tokenizers.Bytes().encode_batch(texts)
 
-    assert text_tokens("ab", tokenizer=Plain()) == [100, 101]
+    plain = {"tokenizer": Plain(), "add_begin": False, "add_end": False}
+    assert text_tokens("ab", **plain) == [100, 101]
+    for field, key in (("add_begin", "add_bos"), ("add_end", "add_eos")):
+        with pytest.raises(errors.ConfigError, match=f"{field}=True .*; set {key}=fal"):
+            text_tokens("ab", **plain | {field: True})
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
@@ -287,23 +337,23 @@ def test_a_record_without_a_value_has_no_tokens(documents):
         (
             TOKENS,
             {"tokens": np.zeros(2)},
-            r"float64\[2\], not a list of tokens; set tok",
+            r"float64\[2\], not a list of tokens; give a tok",
         ),
         (
             TOKENS,
             {"tokens": np.zeros((2, 2), int)},
             r"int64\[2, 2\], not a list of tok",
         ),
-        (TOKENS, {"tokens": "text"}, r"<U4\[\], not a list of tokens; set tokenize_tr"),
+        (TOKENS, {"tokens": "text"}, r"<U4\[\], not a list of tokens; give a tok"),
         (
             language.Documents(),
             {"text": np.zeros(2)},
-            "column 'text' has a ndarray, not text; set tokenize_train_data=false",
+            "column 'text' has a ndarray, not text; set tokenizer=None",
         ),
         (
             language.Documents(),
             {"text": 3},
-            "column 'text' has a int, not text; set tokenize_train_data=false",
+            "column 'text' has a int, not text; set tokenizer=None",
         ),
     ],
 )

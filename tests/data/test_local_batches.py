@@ -1,5 +1,6 @@
 """The iterator for loops without JAX, with both spellings of a state."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -16,8 +17,10 @@ from elastic_ckpt.data import (
     elastic_data,
     example_id,
     local_batches,
+    mixing,
     positional,
     sharded_data,
+    shuffling,
 )
 from tests import pipelines
 
@@ -73,6 +76,138 @@ def test_both_spellings_mean_the_same():
     (other,) = world(data(), 1)
     other.set_state(through_text(saved))
     assert next_rows([other]) == expected
+
+
+@pytest.mark.parametrize("pipeline", pipelines.ALL)
+def test_a_closed_iterator_has_its_state_and_goes_on(pipeline):
+    (one,), (other,) = world(data(pipeline), 1), world(data(pipeline), 1)
+    for _ in range(3):
+        next(one)
+        next(other)
+    expected = one.get_state()
+    other.close()
+    assert other.get_state() == expected
+    assert next_rows([other]) == next_rows([one])
+
+
+class Stepping(grain.IterDataset):
+    """A user's own dataset, whose iterator has a state with whatever it needs."""
+
+    def __init__(self, shard):
+        super().__init__()
+        self._shard = shard
+
+    def __iter__(self):
+        return SteppingIterator(self._shard)
+
+
+class SteppingIterator(grain.DatasetIterator):
+    def __init__(self, shard):
+        super().__init__()
+        self._state = {
+            "number": shard,
+            1: {"a": 2, (3, "b"): [4]},
+            "key": b"\x00\xff",
+            "seen": {b"one": 1},
+            "generator": np.random.RandomState(shard).get_state(legacy=False),
+            "()": {"()": [1]},
+            "none": {},
+        }
+
+    def __next__(self):
+        self._state["number"] += NUM_SHARDS
+        return {"tokens": np.array(self._state["number"])}
+
+    def get_state(self):
+        return dict(self._state)
+
+    def set_state(self, state):
+        assert repr(state | {"number": 0}) == repr(self._state | {"number": 0})
+        self._state = state
+
+
+class Ended(SteppingIterator):
+    """One whose state looks as if its shard had ended."""
+
+    def get_state(self):
+        return {"ended": self._state["number"]}
+
+    def set_state(self, state):
+        self._state["number"] = state["ended"]
+
+
+@pytest.mark.parametrize("iterator", [SteppingIterator, Ended])
+def test_a_state_of_a_users_iterator_comes_back_as_it_was(iterator, monkeypatch):
+    monkeypatch.setattr(Stepping, "__iter__", lambda self: iterator(self._shard))
+    own = sharded_data.sharded(Stepping, num_shards=NUM_SHARDS, pipeline="own")
+    (one,), (other,) = world(own, 1), world(own, 1)
+    for _ in range(2):
+        next(one)
+        other.set_state(through_text(one.get_state()))
+        assert next_rows([one]) == next_rows([other])
+
+
+def test_a_state_that_cannot_be_saved_is_named(monkeypatch):
+    monkeypatch.setattr(SteppingIterator, "get_state", lambda _: {"seen": {1, 2}})
+    own = sharded_data.sharded(Stepping, num_shards=NUM_SHARDS, pipeline="own")
+    (one,) = world(own, 1)
+    next(one)
+    with pytest.raises(
+        errors.DataError, match=r"returns a set, \{1, 2\}, which cannot"
+    ):
+        one.get_state()
+
+
+def mixed(*names, nested=False, removed=None):
+    """Packed rows of a mixture, perhaps in another one, in which examples wait."""
+
+    def part(name, shard):
+        first = 1000 * (1 + "abc".index(name))
+        drawn = grain.MapDataset.range(first + shard, first + 900, NUM_SHARDS)
+        rows = drawn.repeat().map(lambda n: {"tokens": np.full(3, n)})
+        return rows.to_iter_dataset(pipelines.IN_CALLER)
+
+    def make_shard(shard):
+        parts = {name: part(name, shard) for name in names if name != removed}
+        group = mixing.Mixture(parts, dict.fromkeys(parts, 1), shard=shard)
+        if nested:
+            outer = {"in": group, "c": part("c", shard)}
+            group = mixing.Mixture(outer, {"in": 1, "c": 1}, shard=shard)
+        return shuffling.WindowShuffle(group, window_size=20, seed=shard)
+
+    return sharded_data.sharded(make_shard, num_shards=NUM_SHARDS, pipeline="mixed")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_dataset_that_is_gone_and_still_needed_is_refused_at_load(nested):
+    (one,) = world(mixed("a", "b", nested=nested), 1)
+    next(one)
+    saved = through_text(one.get_state())
+    (other,) = world(mixed("a", "b", nested=nested, removed="b"), 1)
+    expected = next_rows(world(mixed("a", "b", nested=nested, removed="b"), 1))
+    with pytest.raises(errors.DataError, match="dataset b is gone, but examples of it"):
+        other.set_state(saved)
+    assert next_rows([other]) == expected
+
+
+def test_hosts_that_discard_rows_say_so_before_the_first(caplog):
+    make_shard = functools.partial(pipelines.plain, num_shards=64)
+    fine, costly = (
+        sharded_data.sharded(make_shard, num_shards=64, pipeline="plain")
+        for _ in range(2)
+    )
+    for num_ranks in (2, 4):
+        local_batches.LocalBatches(fine, num_ranks=num_ranks, global_batch_size=32)
+    assert not caplog.records
+    for _ in range(2):
+        local_batches.LocalBatches(costly, num_ranks=3, global_batch_size=48)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "3 hosts with batches of 48 rows from 64 logical shards: hosts run the same"
+        " shards, make 144 rows for a batch and discard 96; choose a number of hosts"
+        " that divides the shards, or batches of a multiple or a divisor of them"
+        " (`elastic-ckpt plan --shards 64 --hosts 3 --batches 48`)"
+    )
 
 
 def test_the_positional_engine_has_the_same_states(corpus):
@@ -226,6 +361,63 @@ def test_data_that_ends_can_be_read_again():
     assert list(other) == []
     other.reset()
     assert list(map(row_bytes, other)) == first
+
+
+# Images whose last bytes are NULs, and texts likewise.
+BLOBS = [b"\x89PNG\0\0", b"JFIF", b"\0", b"", b"GIF\0", b"a", b"\0\0a\0", b"b" * 9]
+
+
+def blobs(shard):
+    drawn = grain.MapDataset.range(shard, len(BLOBS), 2)
+    examples = drawn.map(
+        lambda n: {
+            "image": BLOBS[n],
+            "text": BLOBS[n].decode("latin1"),
+            "parts": [BLOBS[n], b"\0"],
+            "maybe": BLOBS[n] if n % 2 else None,
+            "number": n,
+        }
+    )
+    return examples.to_iter_dataset(pipelines.IN_CALLER)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_bytes_and_text_are_delivered_as_they_are(num_workers):
+    ends = sharded_data.sharded(
+        blobs,
+        num_shards=2,
+        pipeline="blobs",
+        end="padded",
+        num_workers=num_workers,
+    )
+    one = local_batches.LocalBatches(ends, global_batch_size=6)
+    rows = collections.defaultdict(list)
+    for batch in one:
+        assert batch["image"].dtype == batch["text"].dtype == object
+        assert batch["number"].dtype == np.int64
+        for name, feature in batch.items():
+            rows[name] += feature[batch["mask"]].tolist()
+        padding = batch["image"][~batch["mask"]].tolist()
+        assert padding == [b""] * len(padding)
+    one.close()
+    order = np.argsort(rows["number"]).tolist()
+    assert [rows["image"][n] for n in order] == BLOBS
+    assert [rows["text"][n].encode("latin1") for n in order] == BLOBS
+    assert [rows["parts"][n] for n in order] == [[blob, b"\0"] for blob in BLOBS]
+    assert [rows["maybe"][n] for n in order[1::2]] == BLOBS[1::2]
+
+
+@pytest.mark.parametrize("end", elastic_data.End)
+def test_the_end_may_be_given_by_its_name(end):
+    assert data("finite", end=end.value).end is end
+
+
+@pytest.mark.parametrize("end", ["PADDED", "pad", None, True])
+def test_an_end_that_there_is_none_of_is_refused(end):
+    with pytest.raises(
+        errors.ConfigError, match=f"end={end!r}; use ec.data.End or one of 'never', 'pa"
+    ):
+        data("finite", end=end)
 
 
 def row_bytes(batch):

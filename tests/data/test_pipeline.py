@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     elastic_data,
@@ -50,6 +50,98 @@ def tokens(file_format, parts, **settings):
 
 def refused(match, error=errors.ConfigError):
     return pytest.raises(error, match=match)
+
+
+def test_a_configuration_may_be_a_mapping_a_path_or_keywords(corpus, tmp_path):
+    expected = pipeline.from_config(section(corpus))
+    keys = {"max_target_length": LENGTH, "num_logical_shards": 4}
+    path = tmp_path / "config.yml"
+    path.write_text(
+        f"base_config: base.yml\ngrain_train_files: {corpus}\n"
+        f"max_target_length: {LENGTH}\nsteps: 7\n"
+    )
+    for actual in (
+        pipeline.from_config({"grain_train_files": corpus, "steps": 7, **keys}),
+        pipeline.from_config(grain_train_files=pathlib.Path(corpus), **keys),
+        pipeline.from_config(path, num_logical_shards=4),
+        pipeline.from_config(str(path), num_logical_shards=4),
+        pipeline.from_config(load.load(path), num_logical_shards=4),
+        pipeline.from_config(section(corpus, num_logical_shards=8), **keys),
+    ):
+        assert actual == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys", "message"),
+    [
+        ([{"num_shards": 4}], {}, "from_config: unknown key 'num_shards'; the nearest"),
+        ([], {"packing": "yes"}, "from_config: packing takes true or false, not 'yes'"),
+        ([7], {}, "from_config: got a int; give the path of a configuration, a map"),
+        (["none.yml"], {}, "none.yml: no such configuration file"),
+    ],
+)
+def test_keys_that_cannot_be_are_named(arguments, keys, message):
+    with refused(message):
+        pipeline.from_config(*arguments, **keys)
+
+
+@pytest.mark.parametrize(
+    "drop_remainder", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_data_of_which_all_is_corrupt_says_so(tmp_path, drop_remainder):
+    file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 8))
+    content = pathlib.Path(file).read_bytes()
+    pathlib.Path(file).write_bytes(content.replace(b"text ", b"te\xff\xff "))
+    data = pipeline.from_config(
+        section(file, grain_file_type="parquet", corrupt_records="skip"),
+        num_epoch=1,
+        drop_remainder=drop_remainder,
+    )
+    batches = local_batches.LocalBatches(data, global_batch_size=4)
+    message = r"none of the 4 logical shards has an .*; 8 corrupt records were skipped"
+    with refused(rf"{message}, the last of them: .*/a, row group 0,", errors.DataError):
+        next(batches)
+    # An endless run does not read it for ever.
+    batches = local_batches.LocalBatches(
+        pipeline.from_config(
+            section(file, grain_file_type="parquet", corrupt_records="skip")
+        ),
+        global_batch_size=4,
+    )
+    with refused("in a row made no example; .* corrupt records we", errors.DataError):
+        next(batches)
+
+
+def test_a_glob_that_matches_more_files_names_the_way_to_add_them(tmp_path):
+    config = {
+        "grain_train_files": f"{tmp_path}/*.parquet",
+        "grain_file_type": "parquet",
+        "num_logical_shards": 4,
+        "max_target_length": 8,
+    }
+    corpora.write_parquet(tmp_path / "a.parquet", corpora.documents(0, 40))
+    batches = local_batches.LocalBatches(
+        pipeline.from_config(config), global_batch_size=4
+    )
+    next(batches)
+    saved = batches.get_state()
+    corpora.write_parquet(tmp_path / "b.parquet", corpora.documents(40, 80))
+    grown = local_batches.LocalBatches(
+        pipeline.from_config(config), global_batch_size=4
+    )
+    with refused(
+        "b.parquet is new.*; to add files to a run, list those of before by name, and"
+        " the new ones as another dataset of a mixture",
+        errors.DataError,
+    ):
+        grown.set_state(saved)
+    # That way works.
+    lists = f"{tmp_path}/a.parquet,1;{tmp_path}/b.parquet,1"
+    added = local_batches.LocalBatches(
+        pipeline.from_config(config, grain_train_files=lists), global_batch_size=4
+    )
+    added.set_state(saved)
+    next(added)
 
 
 def test_without_logical_shards_the_engine_is_the_positional_one(corpus):

@@ -1,6 +1,7 @@
 import collections
 import dataclasses
 import itertools
+import shutil
 
 import cloudpickle
 import numpy as np
@@ -280,4 +281,5 @@ def test_the_identity_names_whatever_changes_the_examples(corpus, data):
     assert differing(shuffle_seed=8) == {"data_shuffle_seed"}
     assert differing(max_target_length=17) == {"max_target_length"}
     assert differing(shuffle=False) == {"enable_data_shuffling"}
-    assert differing(files=(corpus, corpus)) == {"grain_train_files"}
+    copy = shutil.copy(corpus, f"{corpus}_2")
+    assert differing(files=(corpus, copy)) == {"grain_train_files"}

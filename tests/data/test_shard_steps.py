@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 import re
+import shutil
 
 import cloudpickle
 import grain
@@ -102,11 +103,12 @@ def test_other_settings_are_one_error_that_names_them(files, saved, change, mess
     [
         ((1, 0), "the files are in another order"),
         ((0,), "b is gone"),
-        ((0, 1, 0), "a is new"),
+        ((0, 1, 2), "a2 is new"),
     ],
     ids=["reordered", "dropped", "added"],
 )
 def test_other_files_are_one_error_that_names_them(files, saved, change, message):
+    files = (*files, shutil.copy(files[0], f"{files[0]}2"))
     with refused(re.escape(f"(Records.files: {message})"), errors.DataError):
         worlds.World(made(tuple(files[n] for n in change)), 2, NUM_SHARDS).read(saved)
 
@@ -193,13 +195,15 @@ def test_what_is_no_pipeline_is_named():
 
 
 def test_a_pipeline_that_reads_another_shard_is_refused_when_it_is_made(files):
-    always_first = sharded_data.sharded(lambda _: rows_of(files, 0))
+    second_as_first = sharded_data.sharded(
+        lambda shard: rows_of(files, 0 if shard == 1 else shard)
+    )
     with refused(
         r"make_shard\(1\) of 4 shards has Records\(shard=0 of 4\); give its shard="
     ):
-        next(worlds.World(always_first, 1, NUM_SHARDS).hosts[0])
+        next(worlds.World(second_as_first, 1, NUM_SHARDS).hosts[0])
     with refused(r"make_shard\(3\) of 4 shards has Records\(shard=0 of 4\)"):
-        always_first.identity()
+        sharded_data.sharded(lambda _: rows_of(files, 0))
     with refused(r"make_shard\(0\) of 4 shards has Records\(shard=1 of 4\)"):
         sharded_data.sharded(lambda shard: rows_of(files, shard + 1))
 
@@ -228,6 +232,18 @@ def test_of_a_mixture_weights_may_change_and_settings_of_its_datasets_may_not(fi
     ]
 
 
+@pytest.mark.parametrize(("key", "field"), [("add_bos", "begin"), ("add_end", "end")])
+def test_a_token_that_the_tokenizer_lacks_may_be_given_up(key, field):
+    def described(value, token):
+        return {"tokenizer": {"kind": "huggingface", field: token}, key: value}
+
+    between = pipeline_changes.between
+    assert between(described(True, None), described(False, None)) == []
+    assert between(described(True, 3), described(False, 3)) == [
+        f"{key}: saved true, now false"
+    ]
+
+
 def test_a_dataset_of_another_name_and_the_same_files_is_refused(files):
     def identity(name):
         def make_shard(shard):
@@ -253,7 +269,7 @@ def kept(shard):
 
 # Each step of Grain's that has settings, by one of them.
 GRAINS = {
-    "range": lambda _, n: grain.MapDataset.range(n).to_iter_dataset(),
+    "range": lambda shard, n: grain.MapDataset.range(shard, n).to_iter_dataset(),
     "shuffle": lambda shard, n: ranged(shard).seed(n).shuffle().to_iter_dataset(),
     "slice": lambda shard, n: ranged(shard)[n:].to_iter_dataset(),
     "repeat": lambda shard, n: ranged(shard).repeat(n).to_iter_dataset(),
@@ -288,12 +304,89 @@ def test_the_settings_of_grains_own_steps_need_no_name_and_are_compared(name):
     assert pipeline_changes.between(one.identity(), other.identity()) != []
 
 
+class Lines:
+    """A user's source of lines, which it opens itself."""
+
+    def __init__(self, path, first=0):
+        self._path, self._first = path, first
+
+    def __len__(self):
+        return 60 - self._first
+
+    def __getitem__(self, number):
+        return {"x": np.array(self._first + number)}
+
+
+def is_of(shard, row):
+    return row["x"] % NUM_SHARDS == shard
+
+
+LISTED = [{"x": np.array(number)} for number in range(60)]
+NAMED = grain.MapDataset.range(60).map(lambda n: {"x": np.array(n)})
+# Pipelines of which each shard reads all examples, and those that the user meant.
+WHOLE = {
+    "range": lambda _: NAMED,
+    "a list": lambda _: grain.MapDataset.source(LISTED),
+    "another list": lambda _: grain.MapDataset.source([dict(x) for x in LISTED]),
+    "own source": lambda _: grain.MapDataset.source(Lines("a")),
+    "seeded": lambda shard: grain.MapDataset.source(Lines("a")).seed(shard).shuffle(),
+    "repeated": lambda shard: NAMED.shuffle(seed=shard).repeat(2).map(dict),
+    "filtered": lambda _: NAMED.filter(functools.partial(is_of, 1)),
+}
+SLICED = {
+    "range": lambda shard: NAMED[shard::NUM_SHARDS],
+    "repeated": lambda shard: NAMED.shuffle(seed=7)[shard::NUM_SHARDS].repeat(2),
+    "a list": lambda shard: grain.MapDataset.source(LISTED[shard::NUM_SHARDS]),
+    "own source": lambda shard: grain.MapDataset.source(Lines("a", shard)),
+    "own paths": lambda shard: grain.MapDataset.source(Lines(f"part-{shard}")),
+    "filtered": lambda shard: NAMED.filter(functools.partial(is_of, shard)),
+    "filtered by a closure": lambda shard: NAMED.filter(lambda x: is_of(shard, x)),
+    "mapped": lambda shard: NAMED.map(lambda row, own=shard: row | {"own": own}),
+}
+
+
+def grains(make, shard):
+    return make(shard).to_iter_dataset(pipelines.IN_CALLER)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_source_that_is_not_sliced_by_shard_is_refused(name):
+    with refused(
+        rf"each of the {NUM_SHARDS} shards would read all of .*Dataset.*repeat every"
+        rf" example {NUM_SHARDS} times; give each shard its part .*::{NUM_SHARDS}\]"
+    ):
+        sharded_data.sharded(
+            functools.partial(grains, WHOLE[name]),
+            num_shards=NUM_SHARDS,
+            pipeline="whole",
+        )
+    sharded_data.sharded(
+        functools.partial(grains, WHOLE[name]), num_shards=1, pipeline="whole"
+    )
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_a_source_that_is_sliced_in_any_way_is_accepted(name):
+    sharded_data.sharded(
+        functools.partial(grains, SLICED[name]), num_shards=NUM_SHARDS, pipeline="own"
+    )
+
+
+def test_a_dataset_of_a_mixture_that_is_not_sliced_is_refused(files):
+    def make_shard(shard):
+        parts = {"web": rows_of(files, shard), "own": grains(WHOLE["a list"], shard)}
+        return ec_data.Mixture(parts, {"web": 1, "own": 1}, shard=shard)
+
+    with refused("would read all of SourceMapDataset"):
+        sharded_data.sharded(make_shard, pipeline="mixed")
+
+
 def test_a_batch_function_and_a_source_of_the_user_are_own_code():
     def batched(shard):
         return kept(shard).batch(2, batch_fn=np.stack)
 
-    def sourced(_):
-        return grain.MapDataset.source([1, 2, 3]).to_iter_dataset()
+    def sourced(shard):
+        return grain.MapDataset.source([1, 2, 3][shard:]).to_iter_dataset()
 
     for make_shard, name in ((batched, "BatchIterDataset"), (sourced, "Source")):
         with refused(f"your own code, {name}"):

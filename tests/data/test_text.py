@@ -2,12 +2,13 @@ import functools
 import pathlib
 
 import grain
+import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import records, text
 from elastic_ckpt.data.sources import arrayrecord, parquet, tfrecord
-from tests import runs
+from tests import corpora, runs
 
 
 def read(file):
@@ -27,7 +28,71 @@ def test_each_text_file_is_a_record_in_the_order_of_the_paths(tmp_path):
     out = tmp_path / "out" / "texts.array_record"
     written = text.write_arrayrecord(str(tree), str(out))
     assert read(out) == ["erstes Stück".encode(), b"second"]
-    assert written == text.Written(num_documents=2, text_bytes=13 + 6)
+    skipped = tuple(str(tree / name) for name in ("binary", "empty", "latin"))
+    assert written == text.Written(num_documents=2, text_bytes=13 + 6, skipped=skipped)
+
+
+LINES = """{"text": "one\\nline", "id": 1}
+
+{"id": 2, "text": ""}
+{"text": "with \\u0000 and \\ud800"}
+{"text": "äöü"}"""
+TEXTS = [b"one\nline", "with \0 and \ufffd".encode(), "äöü".encode()]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.NDJSON"])
+def test_each_line_of_json_is_a_document(tmp_path, name):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / name).write_text(LINES)
+    (tmp_path / "tree" / "b.txt").write_text(LINES)
+    out = tmp_path / "out"
+    written = text.write_arrayrecord(str(tmp_path / "tree"), str(out))
+    assert read(out) == [*TEXTS, LINES.encode()]
+    assert written.num_documents == 4
+    text.write_arrayrecord(str(tmp_path / "tree" / name), str(out))
+    assert read(out) == TEXTS
+
+
+def test_json_lines_in_a_bucket_are_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_text(LINES)
+    uri = corpora.upload(str(tmp_path / "a.jsonl"), tmp_path.name)
+    for place in (uri, uri.rpartition("/")[0]):
+        text.write_arrayrecord(place, str(tmp_path / "out"))
+        assert read(tmp_path / "out") == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"body": "x", "id": 1}',
+            r"no text in the field 'text', found \['body', 'id'",
+        ),
+        ('{"text": 7}', r"no text in the field 'text', found \['text'\]; choose the f"),
+        ('["text"]', "no text in the field 'text', found list; .* --column"),
+        ('{"text": "x"', "not JSON .*; correct the line, or rename the file"),
+        ("\udcff", "not JSON .*; correct the line, or rename the file"),
+    ],
+)
+def test_a_json_line_without_a_text_is_named_and_nothing_is_written(
+    tmp_path, line, message
+):
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"text": "x"}}\n{line}\n', errors="surrogateescape")
+    with pytest.raises(errors.DataError, match=f"a.jsonl, line 2: {message}"):
+        text.write_arrayrecord(str(file), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_verb_names_the_column_of_json_lines_and_what_it_skipped(tmp_path):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    (tmp_path / "tree" / "b.txt.gz").write_bytes(b"\x1f\x8b\0")
+    out = tmp_path / "out.parquet"
+    output = runs.verb("data", tmp_path / "tree", out, "--column", "body")
+    assert "2 documents, 6 bytes of text, as parquet" in output
+    assert "without 1 files that are empty or not UTF-8 text, such as" in output
+    assert pq.read_table(out).column("text").to_pylist() == ["one", "two"]
 
 
 def test_the_standard_library_is_found_and_packages_are_not_taken_for_it(tmp_path):

@@ -268,7 +268,7 @@ def test_a_file_in_a_bucket_is_read_from_there(kind, tmp_path):
 
 def test_a_missing_file_is_named_with_what_is_wanted(kind, tmp_path):
     missing = tmp_path / "nowhere"
-    with pytest.raises(errors.DataError, match=f"{missing}: .*set tokenizer_path to"):
+    with pytest.raises(errors.DataError, match=f"{missing}: .*name a"):
         tokenizers.load(kind, str(missing))
 
 
@@ -281,7 +281,7 @@ def test_a_file_of_another_kind_is_refused(kind, tmp_path):
     foreign = [content for other, content in CONTENTS.items() if other != kind]
     for content in [*foreign, b"", b"{}", b"[]", b"\xff\xfe\x00", TEXT.encode()]:
         path = written(tmp_path, kind, content)
-        with pytest.raises(errors.DataError, match=f"{path}.*set tokenizer_type to"):
+        with pytest.raises(errors.DataError, match=f"{path}.*name its kind"):
             tokenizers.load(kind, path)
 
 

@@ -46,7 +46,8 @@ def test_loaders_resume_where_they_were_or_are_refused(
     expected = [
         "0 workers: resumed in the middle of a buffer",
         "1 workers: resumed in the middle of a buffer",
-        "2 ranks, then 3: the batches of one",
+        "0 workers: 2 ranks, then 3: the batches of one",
+        "1 workers: 2 ranks, then 3: the batches of one",
         "0 workers: each pass over data that ends is whole",
         "1 workers: each pass over data that ends is whole",
         "a plain loader: resumed",

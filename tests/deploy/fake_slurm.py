@@ -5,6 +5,7 @@ stand for, again when the script has requeued the job. `srun` starts the tasks, 
 SIGTERM to them, and ends with the highest of their statuses.
 """
 
+import contextlib
 import os
 import pathlib
 import re
@@ -92,6 +93,15 @@ def _children(pid):
     return [int(child) for child in _read(pid).split()]
 
 
+def signal_all(pids):
+    """Sends SIGTERM to processes and to all that they have started, as Slurm does."""
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            below = _children(pid)
+            os.kill(pid, signal.SIGTERM)
+            signal_all(below)
+
+
 def _read(pid):
     return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
@@ -123,9 +133,8 @@ def _srun(arguments):
         )
         for number in range(nodes * on_node)
     ]
-    signal.signal(
-        signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks]
-    )
+    # All processes of a task get the signal, whoever has started them.
+    signal.signal(signal.SIGTERM, lambda *_: signal_all([task.pid for task in tasks]))
     for task in tasks:
         task.stdin.write(text)
         task.stdin.close()

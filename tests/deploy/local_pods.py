@@ -1,9 +1,9 @@
 """The pods of a generated JobSet as process groups of this machine.
 
-Each pod is at a loopback address. The text of the ConfigMap and the variables of the
-container are those of the manifest; only values that this machine lacks are replaced:
-the names of pods and the URL of the bucket. A pod that is killed loses its RAM disk.
-Backup hosts are pods, too, with RAM disks apart from the others.
+Each pod is at a loopback address, and the run is in a bucket of an emulator. The text
+of the ConfigMap and the variables of the container are those of the manifest; only the
+names of pods, which this machine lacks, are replaced. A pod that is killed loses its
+RAM disk. Backup hosts are pods, too, with RAM disks apart from the others.
 """
 
 import os
@@ -11,21 +11,21 @@ import re
 import signal
 import subprocess
 
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import load
+from elastic_ckpt.core import storage
 from elastic_ckpt.deploy import backup_hosts, manifest, supervisors
 from tests import runs
 from tests.deploy import jobsets
 from tests.multiprocess import backup_hosts as started_backups
 from tests.multiprocess import supervisors as started_supervisors
 
-_BUCKET = "gs://bucket/runs"
-
 
 class Pods(started_supervisors.Supervisors):
     """The pods of an elastic run, by their numbers.
 
     Args:
-      config: of the run, whose files are in its own directory.
+      config: of the run, which is in a bucket.
       ram: the RAM disk of all pods, which have a directory for each slice there.
 
     Attributes:
@@ -34,9 +34,10 @@ class Pods(started_supervisors.Supervisors):
 
     def __init__(self, config, ram):
         self.directory, self.ram = config.parent, ram
-        self.run = self.directory / "tiny"
-        chosen = [f"base_output_directory={_BUCKET}", "docker_image=registry/image:1"]
-        built = manifest.documents(load.load(config, chosen))
+        loaded = load.load(config, ["docker_image=registry/image:1"])
+        self.run = storage.absolute(run_directory.path_of(loaded))
+        assert not storage.is_local(self.run)
+        built = manifest.documents(loaded)
         jobs = {
             each["name"]: each["template"]["spec"]
             for each in jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
@@ -45,7 +46,7 @@ class Pods(started_supervisors.Supervisors):
         (self._container,) = job["template"]["spec"]["containers"]
         names = f"tiny-{supervisors.REPLICATED_JOB}-0-%d.tiny:{supervisors.PORT}"
         numbers = range(job["completions"])
-        replaced = {_BUCKET: str(self.directory)} | {
+        replaced = {
             names % n: started_supervisors.free_address(self._ip(n)) for n in numbers
         }
         self.backups = []
@@ -114,7 +115,8 @@ class Pods(started_supervisors.Supervisors):
         program, verb, directory, *words = container["command"]
         assert (program, verb) == ("elastic-ckpt", "agent")
         # It is below a volume of the pod.
-        (volume,) = (each["mountPath"] for each in container["volumeMounts"])
+        mounts = [each["mountPath"] for each in container["volumeMounts"]]
+        (volume,) = (each for each in mounts if directory.startswith(f"{each}/"))
         addresses = {}
         for number in range(job["completions"]):
             local = {"$(POD_IP)": self._ip(10 + number), str(port): "0"}

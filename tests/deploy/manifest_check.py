@@ -40,7 +40,7 @@ FREE_KEYS = {
         f"{_OF_JOBSET}/jobset-name",
         f"{_OF_JOBSET}/replicatedjob-name",
     },
-    "limits": {"cpu", "memory", "google.com/tpu", "nvidia.com/gpu"},
+    "limits": {"cpu", "memory", "amd.com/gpu", "google.com/tpu", "nvidia.com/gpu"},
     "matchLabels": {
         "app.kubernetes.io/instance",
         "app.kubernetes.io/name",

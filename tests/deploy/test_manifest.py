@@ -1,3 +1,4 @@
+import json
 import sys
 import types
 
@@ -160,15 +161,22 @@ def test_every_machine_of_every_hardware_makes_a_manifest_without_problems(hardw
         "tpu": machine._TPUS,
     }
     for machine_type in machines[hardware]:
-        topology = "4x4" if hardware == "tpu" else ""
-        built = documents(
-            TPU,
-            f"hardware={hardware}",
-            f"machine_type={machine_type}",
-            f"topology={topology}",
-            "hosts=4",
-        )
+        chosen = [f"machine_type={machine_type}", "topology=", "hosts=4"]
+        if hardware == "tpu":
+            chosen = largest_slice(machine_type)
+        built = documents(TPU, f"hardware={hardware}", *chosen)
         assert manifest_check.problems(built) == []
+
+
+def largest_slice(machine_type):
+    """The settings of a slice of TPU machines; those of one host are alone."""
+    topology = machine._TPUS[machine_type].topologies[-1]
+    return [
+        f"machine_type={machine_type}",
+        f"topology={topology}",
+        f"slices={1 if topology == '2x4' else 2}",
+        "global_batch_size=1024",
+    ]
 
 
 def test_tpu_machines_are_what_pathwaysutils_takes_them_for():
@@ -178,11 +186,7 @@ def test_tpu_machines_are_what_pathwaysutils_takes_them_for():
     assert machine._TPUS.keys() == {name for name in labels if "-" in name}
     for name, tpu in machine._TPUS.items():
         assert tpu.label == labels[name]
-        setting = [
-            f"machine_type={name}",
-            "topology=4x4x4",
-            "global_batch_size=256",
-        ]
+        setting = largest_slice(name)
         ours, theirs = (replicated_job(kind, *setting) for kind in (TPU, PATHWAYS))
         assert ours[1]["completions"] == theirs[1]["completions"]
         assert ours[2]["nodeSelector"] == theirs[2]["nodeSelector"]
@@ -221,14 +225,15 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
         (TPU, "local_checkpoint_size_limit=64GB", "write 64Gi or 512Mi"),
         (TPU, "shared_memory_size_limit=many", "='many' is not an amount of memory"),
         (TPU, "machine_type=ct6e-standard-4", "the nearest is 'ct6e-standard-4t'"),
-        (TPU, "machine_type=a3-highgpu-8g", "is no machine with hardware=tpu"),
+        (TPU, "machine_type=a3-highgpu-8g", "is no known machine with"),
         (TPU, "topology=", "topology='' is not that of a TPU slice"),
         (TPU, "topology=4x", "topology='4x' is not that"),
-        (
-            TPU,
-            "topology=3x3",
-            "has 9 chips, which is no multiple of the 4 chips",
-        ),
+        (TPU, "topology=3x3", "3x3 is none of machine_type=ct6e-standard-4t, whose"),
+        (TPU, "topology=4x2", "slices have 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16;"),
+        (TPU, "topology=4x4x4", "4x4x4 is none of machine_type=ct6e-standard-4t"),
+        (TPU, "machine_gpus=8", "only pods with hardware=gpu take GPUs"),
+        (GPU, "machine_gpus=9", "machine_type=a3-highgpu-8g, which has 8 GPUs"),
+        (GPU, "machine_type=p5.48xlarge", "or set machine_gpus to the number of GPUs"),
         (TPU, "topology=2x2", "slices=2 of topology=2x2 .* have one host each"),
         (TPU, "global_batch_size=100", "100"),
         (TPU, "colocated_python_data_input=true", "set devices_per_host=4"),
@@ -251,9 +256,131 @@ def test_a_value_that_cannot_run_is_refused_with_what_to_set(name, override, mes
         documents(name, override)
 
 
+CUBES = ("2x2x2", "2x4x4", "4x4x4", "4x4x8", "8x8x16", "16x16x24")
+
+
+@pytest.mark.parametrize("topology", [*CUBES, "2x4", "4x2x4", "4x4x6", "3x4x4"])
+def test_a_slice_of_three_dimensions_has_the_topology_of_one_that_can_be_had(topology):
+    chosen = [f"topology={topology}", "slices=2", "global_batch_size=24576"]
+    chosen.append("machine_type=ct5p-hightpu-4t")
+    if topology in CUBES:
+        _, job, _ = replicated_job(TPU, *chosen)
+        chips = [int(length) for length in topology.split("x")]
+        assert job["completions"] * 4 == chips[0] * chips[1] * chips[2]
+    else:
+        with pytest.raises(errors.ConfigError, match="or a larger one of multiples of"):
+            documents(TPU, *chosen)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        (GPU, ["program_memory=1793Gi"], "1873Gi of memory.*a3-highgpu-8g has 1872Gi"),
+        (TPU, ["local_checkpoint_size_limit=705Gi"], "721Gi .* has 720Gi; lower"),
+        (PATHWAYS, ["sidecar_memory=1Ti"], "has 720Gi"),
+        (GPU, ["program_cpus=209"], "209 CPUs, and machine_type=.* has 208"),
+        (PATHWAYS, ["sidecar_cpus=181"], "181 CPUs, and machine_type=.* has 180"),
+    ],
+)
+def test_a_pod_requests_no_more_than_its_machine_has(name, settings, problem):
+    with pytest.raises(errors.ConfigError, match=problem):
+        documents(name, *settings)
+
+
+def test_a_pod_may_request_all_that_its_machine_has():
+    assert documents(GPU, "program_memory=1792Gi", "program_cpus=208")
+    # The head has another machine.
+    assert documents(PATHWAYS, "program_memory=1Ti", "program_cpus=500")
+
+
+def test_gpus_of_any_machine_are_had_by_keys_alone():
+    everywhere = ["machine_type=", "machine_gpus=4", "pod_node_selector={pool: a}"]
+    *_, pods = replicated_job(GPU, *everywhere)
+    assert pods["nodeSelector"] == {"pool": "a"}
+    assert pods["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    aws = ["machine_type=p5.48xlarge", "machine_gpus=8", "devices_per_host=8"]
+    aws.append("hosts=2")
+    for chosen in (aws, [*aws, "elastic_enabled=true"]):
+        built = documents(GPU, *chosen)
+        assert manifest_check.problems(built) == []
+        *_, pods = replicated_job(GPU, *chosen)
+        assert pods["nodeSelector"] == {
+            "node.kubernetes.io/instance-type": "p5.48xlarge"
+        }
+        assert pods["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    *_, pods = replicated_job(GPU, "machine_gpus=2")
+    assert pods["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    amd = ["machine_type=", "machine_gpus=8", "gpu_resource=amd.com/gpu"]
+    *_, pods = replicated_job(GPU, *amd)
+    assert pods["containers"][0]["resources"]["limits"] == {"amd.com/gpu": "8"}
+
+
+SHARED = {
+    "a claim": ("persistentVolumeClaim", {"claimName": "runs"}),
+    "NFS": ("nfs", {"server": "10.0.0.2", "path": "/runs"}),
+    "Lustre": (
+        "csi",
+        {"driver": "lustre.csi.storage.gke.io", "volumeAttributes": {}},
+    ),
+    "one that nodes mount": ("hostPath", {"path": "/mnt/lustre"}),
+    "a bucket": ("gcsfuse", "my-bucket"),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("name", [GPU, TPU, PATHWAYS])
+def test_a_run_may_be_on_a_shared_file_system(name, kind):
+    source, value = SHARED[kind]
+    volume = json.dumps({"/runs": {source: value}})
+    built = documents(
+        name,
+        f"pod_volumes={volume}",
+        "base_output_directory=/runs/all",
+        "pathways_gcs_location=gs://bucket/pathways",
+    )
+    assert manifest_check.problems(built) == []
+    (text,) = only("ConfigMap", built)["data"].values()
+    assert yaml.safe_load(text)["base_output_directory"] == "/runs/all"
+
+
+@pytest.mark.parametrize(
+    ("volumes", "directory", "problem"),
+    [
+        ({}, "/runs", "local to each pod .* or mount a shared file system there"),
+        ({"/run": {"nfs": {}}}, "/runs", "is local to each pod"),
+        ({"/runs": {"nfs": {}}}, "runs", "is local to each pod"),
+        ({"/runs": {"nfs": {}}}, "/runs/../tmp", "is local to each pod"),
+        ({"/runs": {"emptyDir": {}}}, "/runs/a", "on the emptyDir .* for itself"),
+        (
+            {"/runs": {"nfs": {}}, "/runs/a": {"emptyDir": {}}},
+            "/runs/a/b",
+            "on the emptyDir that pod_volumes mounts at /runs/a,",
+        ),
+        ({"/runs": {"nfs": {}, "readOnly": True}}, "/runs", "readOnly: true; remove"),
+    ],
+)
+def test_a_run_that_would_be_lost_with_a_pod_is_refused(volumes, directory, problem):
+    with pytest.raises(errors.ConfigError, match=problem):
+        documents(
+            GPU,
+            f"pod_volumes={json.dumps(volumes)}",
+            f"base_output_directory={directory}",
+        )
+
+
+def test_a_manifest_has_no_anchors():
+    # A Service and its monitor have the same labels, for example.
+    metrics = ["prometheus_port=9400", "prometheus_interface=0.0.0.0"]
+    for name in CONFIGS:
+        built = documents(name, "metrics_monitor=service_monitor", *metrics)
+        text = manifest.to_yaml(built)
+        for token in yaml.scan(text):
+            assert not isinstance(token, yaml.AnchorToken | yaml.AliasToken)
+
+
 def test_every_key_of_the_section_changes_some_manifest():
     other = {
-        "machine_type": "ct6e-standard-8t",
+        "machine_type": "ct5lp-hightpu-4t",
         "topology": "4x8",
         "pathways_gcs_location": "gs://b/c",
         "local_checkpoint_volume": "node_agent",
@@ -262,8 +389,11 @@ def test_every_key_of_the_section_changes_some_manifest():
         "manifest_patches": "[{kind: JobSet, patch: {spec: {suspend: true}}}]",
     }
     for key, value in keys.values(schema.Config()).items():
-        # Those of nodes, restarts and backup hosts have separate tests.
-        elsewhere = ("node_agent_", "restart_strategy", "in_place_", "backup_")
+        # Those of nodes, restarts, backup hosts and GPUs have separate tests.
+        elsewhere = (
+            *("node_agent_", "restart_strategy", "in_place_", "backup_"),
+            *("machine_gpus", "gpu_resource"),
+        )
         if keys.keys()[key][0] != "deploy" or key.startswith(elsewhere):
             continue
         if isinstance(value, int):

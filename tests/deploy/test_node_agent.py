@@ -82,6 +82,28 @@ def test_the_agents_have_their_image_and_directory():
     assert [volume["hostPath"]["path"] for volume in pod["volumes"]] == ["/ram"]
 
 
+def test_the_port_and_the_priority_of_the_agents_are_those_of_their_keys():
+    documents = agents("node_agent_port=8477", "node_agent_priority_class=system")
+    assert manifest_check.problems(documents) == []
+    pod = pod_of(documents)
+    assert pod["priorityClassName"] == "system"
+    assert "PriorityClass" not in [each["kind"] for each in documents]
+    (container,) = pod["containers"]
+    parser = argparse.ArgumentParser()
+    agent_verb.add_arguments(parser)
+    assert parser.parse_args(container["command"][2:]).port == 8477
+    assert container["ports"] == [{"containerPort": 8477}]
+
+
+def test_pods_of_runs_do_not_evict_the_agents():
+    documents = agents("pod_priority_class=low")
+    assert manifest_check.problems(documents) == []
+    own = jobsets.only("PriorityClass", documents)
+    # The most that Kubernetes lets users have.
+    assert own["value"] == 10**9
+    assert pod_of(documents)["priorityClassName"] == own["metadata"]["name"]
+
+
 def test_without_limits_the_agent_keeps_all():
     none = ["node_agent_hours_unused=0", "node_agent_size_limit="]
     (container,) = pod_of(agents(*none))["containers"]
@@ -107,6 +129,11 @@ def test_the_agents_run_on_the_nodes_of_the_runs_and_keep_their_addresses():
     }
     assert {"operator": "Exists"} in pod["tolerations"]
     assert pod["hostNetwork"]
+
+
+def test_the_agents_run_as_the_user_of_the_pods():
+    pod = pod_of(agents("pod_security_context={runAsUser: 1000}"))
+    assert pod["securityContext"] == {"runAsUser": 1000}
 
 
 def test_certificates_are_mounted_for_the_agent():
@@ -156,6 +183,7 @@ def test_the_ram_disk_of_a_pod_is_the_volume_of_its_key(name, volume, source):
         (["local_checkpoint_volume=empty_dir"], "needs nothing of the nodes"),
         (["node_agent_size_limit=much"], "not an amount"),
         (["node_agent_image=agent"], "does not name an image"),
+        (["node_agent_priority_class=A"], "not a valid"),
         (["node_agent_directory=runs"], "cannot be mounted"),
     ],
 )

@@ -29,6 +29,17 @@ NODES = {
     }
 }
 TOKEN = {"secretKeyRef": {"name": "hub", "key": "token"}}
+UNREACHABLE = [
+    {
+        "key": f"node.kubernetes.io/{condition}",
+        "operator": "Exists",
+        "effect": "NoExecute",
+        "tolerationSeconds": 30,
+    }
+    for condition in ("unreachable", "not-ready")
+]
+USER = {"runAsUser": 1000, "fsGroup": 1000}
+LOCK = {"capabilities": {"add": ["IPC_LOCK"]}}
 CLAIM = {"persistentVolumeClaim": {"claimName": "texts"}}
 # Key: the value, where it arrives, and as what, in the pods of which roles.
 SETTINGS = {
@@ -79,6 +90,9 @@ SETTINGS = {
         [{"name": "user-data", "mountPath": "/data", "readOnly": True}],
         ALL,
     ),
+    "pod_unreachable_seconds": (30, "spec.tolerations", UNREACHABLE, ALL),
+    "pod_security_context": (USER, "spec.securityContext", USER, ALL),
+    "program_security_context": (LOCK, "container.securityContext", LOCK, ALL),
     "pod_startup_probe": (PROBE, "container.startupProbe", PROBE, PROGRAMS),
     "pod_liveness_probe": (PROBE, "container.livenessProbe", PROBE, PROGRAMS),
     "host_network": (True, "spec.dnsPolicy", "ClusterFirstWithHostNet", ALL),

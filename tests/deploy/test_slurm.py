@@ -1,6 +1,7 @@
 """The batch script for Slurm, run with an `srun` of ours."""
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -180,6 +181,26 @@ def test_a_job_is_requeued_if_another_start_can_help(
     assert len([*ram.iterdir()]) == has_next
 
 
+def test_steps_in_ram_outlive_the_last_failure(config, tmp_path, ram):
+    """The error of a run that fails says to start it again while RAM has the step."""
+    file = '"$ELASTIC_CKPT_LOCAL/hosts/0/1-0/manifest-0.json"'
+    write = f'mkdir -p "$(dirname {file})" && touch {file}; exit 1'
+    text = script(config, shell(write))
+    for start in range(2):
+        code, output = ended(fake_slurm.start(text, tmp_path, starts=start))
+        assert code == 1
+    assert fake_slurm.requeued(tmp_path) == 1
+    directory = ram / f"tiny-{fake_slurm.JOB_ID}"
+    assert f"{directory}, the steps in RAM" in output
+    assert f"scontrol requeue {fake_slurm.JOB_ID}" in output
+    # Such a start has as many tries as the first one, and finds the steps.
+    assert ended(fake_slurm.start(text, tmp_path, starts=2))[0] == 1
+    assert fake_slurm.requeued(tmp_path) == 2
+    found = script(config, shell(f"test -e {file}"))
+    assert ended(fake_slurm.start(found, tmp_path, starts=3)) == (0, "")
+    assert not [*ram.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -209,6 +230,57 @@ def test_what_cannot_run_there_is_refused(config, changes, message):
 
 def test_the_verb_writes_it(config):
     assert runs.verb("manifest", "--slurm", config) == script(config)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["{}", "--slurm", "slurm_time=12:00:00", "max_restarts=3"],
+        ["{}", "slurm_time=12:00:00", "--slurm", "max_restarts=3"],
+        ["--slurm", "{}", "slurm_time=12:00:00", "max_restarts=3"],
+        ["{}", "max_restarts=2", "--slurm", "slurm_time=12:00:00", "max_restarts=3"],
+    ],
+    ids=" ".join,
+)
+def test_the_verb_takes_keys_before_and_after_its_options(config, arguments):
+    expected = script(config, slurm_time="12:00:00", max_restarts=3)
+    words = [word.format(config) for word in arguments]
+    assert runs.verb("manifest", *words) == expected
+
+
+@pytest.mark.parametrize("word", ["--slrum", "slurm_time", "-x=1"])
+def test_a_word_after_the_options_that_is_no_key_is_refused(config, word):
+    with pytest.raises(SystemExit) as ended:
+        runs.verb("manifest", config, "--slurm", word)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("time", ["12:00:00", "12:30", "1-12:00:00", "'12:00:00'"])
+def test_a_time_needs_no_quotes(config, time):
+    settings = json.loads(config.read_text())
+    options = f"slurm_time: {time}\nslurm_options: {{begin: 16:00:00}}\n"
+    config.write_text("".join(f"{k}: {v}\n" for k, v in settings.items()) + options)
+    chosen = fake_slurm.options(script(config))
+    assert chosen["time"] == time.strip("'")
+    assert chosen["begin"] == "16:00:00"
+    assert fake_slurm.options(script(config, slurm_time=time))["time"] == chosen["time"]
+
+
+def test_a_ram_directory_of_another_user_is_refused(config, tmp_path, ram):
+    place = ram / f"tiny-{fake_slurm.JOB_ID}"
+    # Nobody, or what a link of anybody leads to.
+    if os.geteuid() == 0:
+        place.mkdir()
+        os.chown(place, 65534, 65534)
+    else:
+        place.symlink_to("/usr")
+    before = set(place.iterdir())
+    code, output = ended(fake_slurm.start(script(config, shell("exit 0")), tmp_path))
+    assert code == 1
+    assert f"{place} on " in output
+    assert "set slurm_ram_directory to another RAM disk" in output
+    assert set(place.iterdir()) == before
+    assert not fake_slurm.requeued(tmp_path)
 
 
 @pytest.mark.slow(minutes=1.5)

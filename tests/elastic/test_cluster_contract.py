@@ -11,7 +11,6 @@ import threading
 import jax
 import pytest
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision, faults, pathways, processes, simulated_slices
 from elastic_ckpt.elastic.cluster import Assignment
@@ -67,8 +66,9 @@ class Case:
 
 def of_processes(case, listed):
     return processes.Processes(
-        schema.WorldSection(hosts=2, slices=2, devices_per_host=4),
-        log_directory=str(case.directory / "logs"),
+        slices=2,
+        devices_per_host=4,
+        logs=case.directory / "logs",
         injected=listed,
         emit=case.emit,
     )

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import schema
-from elastic_ckpt.elastic import faults, world_host
+from elastic_ckpt.elastic import faults
 from tests import conftest, shared_memory
 from tests.elastic import tiny_loop
 
@@ -19,9 +18,11 @@ FAULTS = faults.parse(
 
 def of_processes(directory, ram, emit):
     return ec.elastic.Processes(
-        schema.WorldSection(hosts=2, slices=2, devices_per_host=4),
-        log_directory=str(directory / "logs"),
-        memory=world_host.SliceMemory(directory=ram, run="tiny"),
+        slices=2,
+        devices_per_host=4,
+        ram=ram,
+        run="tiny",
+        logs=directory / "logs",
         injected=FAULTS,
         emit=emit,
     )

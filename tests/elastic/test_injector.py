@@ -83,9 +83,10 @@ def test_a_slow_host_is_named_with_its_phase_and_left_out(
 ):
     monkeypatch.setattr(slow_hosts, "WINDOW_SECS", 3.0)
     recorded = Recorded()
-    cluster = processes.Processes(
+    cluster = processes.Processes.configured(
         schema.WorldSection(hosts=3, slices=3, devices_per_host=1),
         log_directory=str(tmp_path / "logs"),
+        limits=watch.unlimited(),
         injected=[faults.Fault(kind=kind, target=1, at_step=3) for kind in kinds],
         emit=recorded,
     )
@@ -123,9 +124,10 @@ def test_a_slice_that_is_cut_off_is_the_one_that_is_lost(tmp_path, monkeypatch, 
     listed = [
         faults.Fault(kind=faults.Kind.CUT_OFF, target=lost, at_step=3),
     ]
-    cluster = processes.Processes(
+    cluster = processes.Processes.configured(
         schema.WorldSection(hosts=3, slices=3, devices_per_host=1),
         log_directory=str(tmp_path / "logs"),
+        limits=watch.unlimited(),
         injected=listed,
         emit=recorded,
     )
@@ -165,7 +167,7 @@ def test_a_host_that_is_started_without_a_network_is_named(
         num_hosts=3,
         log_directory=tmp_path,
         emit=Recorded(),
-        limits=watch.Limits(),
+        limits=watch.unlimited(),
         machines=machines,
     )
     hosts.prepare()

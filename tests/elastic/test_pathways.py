@@ -138,3 +138,23 @@ def test_faults_that_one_process_cannot_have_are_refused():
         pathways.Pathways(slices, injected=[hang])
     with pytest.raises(errors.ConfigError, match="do not divide into slices=3"):
         simulated_slices.SimulatedSlices(3)
+
+
+def test_a_world_that_is_to_end_is_left_before_its_first_step(cluster):
+    left = []
+
+    def train(world):
+        left.append((world.is_ending(4), world.is_left()))
+
+    over = cluster.run_world(
+        train,
+        Assignment(
+            number=1,
+            work=decision.Train(slices=(0, 1), spares=(), rows=0, accumulated=1),
+        ),
+        emit=cluster.emit,
+        has_changed=lambda: True,
+    )
+    assert left == [(True, True)]
+    assert not over
+    assert ("world_left", {"step": 4}) in cluster.events

@@ -38,7 +38,7 @@ def test_a_prepared_world_is_taken_if_its_hosts_are_those(tmp_path, assignment, 
         print,
         Assignment(number=2, work=work(0, 1)),
         log_directory=tmp_path,
-        limits=watch.Limits(),
+        limits=watch.unlimited(),
         machines=[host_start.ThisMachine()] * 2,
     )
     assert prepared.is_for(assignment) == is_for

@@ -24,12 +24,16 @@ class ScriptedCluster:
         self.lost = set()
         self.failures = []
         self.waited = []
+        self.checking = set()
+        # What the checks of slices whose hosts have died have shown, by slice.
+        self.checked = []
 
     def slices(self, current):
         return decision.Slices(
             current=current - self.lost,
             present_secs=dict(self.present),
             failures=tuple(self.failures),
+            checking=frozenset(self.checking),
         )
 
     def run_world(self, train, assignment, *, emit, has_changed):
@@ -42,6 +46,12 @@ class ScriptedCluster:
 
     def wait(self, secs):
         self.waited.append(secs)
+        if self.checked:
+            number, is_sound = self.checked.pop(0)
+            self.checking.discard(number)
+            if is_sound:
+                self.present[number] = 0.0
+                self.lost.discard(number)
 
     def close(self):
         pass
@@ -65,6 +75,18 @@ def loses(*numbers, returned_secs=None, step=None):
         lost = frozenset(numbers)
         at_secs = time.monotonic()
         raise WorldLostError(f"the loss of {numbers}", hosts=lost, at_secs=at_secs)
+
+    return world
+
+
+def crashes(number, *, is_sound=None):
+    """The hosts of a slice die; None for a check that takes longer than is waited."""
+
+    def world(cluster):
+        cluster.checking.add(number)
+        if is_sound is not None:
+            cluster.checked.append((number, is_sound))
+        loses(number)(cluster)
 
     return world
 
@@ -236,3 +258,25 @@ def test_without_retries_a_run_ends_when_a_slice_is_preempted():
     cluster = ScriptedCluster(range(2), [preempts(1)])
     run(cluster, min_slices=2, max_retries=0)
     assert cluster.decided is None
+
+
+def test_a_slice_that_passes_its_check_after_a_crash_costs_one_change():
+    cluster = ScriptedCluster(range(4), [crashes(1, is_sound=True), ends])
+    events = []
+    run(cluster, events, check_secs=600)
+    assert cluster.ran == [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3))]
+    assert not named(events, "waiting_for_slices")
+
+
+@pytest.mark.parametrize(("is_sound", "check_secs"), [(False, 600), (None, 0.01)])
+def test_a_slice_that_does_not_pass_in_time_is_left_out(is_sound, check_secs):
+    cluster = ScriptedCluster(range(4), [crashes(1, is_sound=is_sound), ends])
+    run(cluster, check_secs=check_secs)
+    assert cluster.ran[1] == (2, (0, 2, 3))
+
+
+def test_a_spare_replaces_a_slice_that_crashed_at_once():
+    cluster = ScriptedCluster(range(4), [crashes(1, is_sound=True), ends])
+    run(cluster, max_slices=3, check_secs=600)
+    assert cluster.ran[1] == (2, (0, 2, 3))
+    assert not cluster.waited

@@ -17,13 +17,13 @@ class Run:
     def __init__(self, directory, *, budget_secs):
         self.events = []
         self.gate = directory / "gate"
-        self.processes = processes.Processes(
+        self.processes = processes.Processes.configured(
             # A program that JAX's cache has is not kept.
             schema.WorldSection(
                 hosts=2, slices=2, jax_cache_dir=str(directory / "jax_cache")
             ),
             log_directory=str(directory / "logs"),
-            limits=watch.Limits(compile_ahead_secs=budget_secs),
+            limits=watch.unlimited(compile_ahead_secs=budget_secs),
             emit=self.emit,
         )
 

@@ -1,5 +1,6 @@
 """Slices that came back compute a known number before they are used."""
 
+import contextlib
 import multiprocessing
 import time
 
@@ -44,7 +45,7 @@ def checks(tmp_path):
         schema.WorldSection(devices_per_host=2),
         hosts_per_slice=2,
         log_directory=str(tmp_path),
-        limits=watch.Limits(),
+        limits=watch.unlimited(),
     )
     yield checks
     checks.close()
@@ -78,6 +79,20 @@ def test_a_sound_slice_passes_and_a_broken_one_is_checked_again(checks, monkeypa
     assert not checks.unsound
 
 
+def test_a_slice_whose_devices_are_gone_does_not_pass_on_cpus(tmp_path):
+    checks = slice_check.SliceChecks(
+        schema.WorldSection(hardware="gpu"),
+        hosts_per_slice=1,
+        log_directory=str(tmp_path),
+        limits=watch.Limits(),
+    )
+    with contextlib.closing(checks):
+        checks.begin(0)
+        assert "its host 0 failed in the check; see" in verdict(checks).problem
+    (log,) = tmp_path.iterdir()
+    assert "hardware=gpu, but JAX finds CPUs alone" in log.read_text()
+
+
 def hang(*_):
     time.sleep(3600)
 
@@ -101,7 +116,7 @@ def test_the_processes_of_a_check_have_the_devices_of_the_slice(tmp_path):
         hosts_per_slice=2,
         first_slice=4,
         log_directory=str(tmp_path),
-        limits=watch.Limits(),
+        limits=watch.unlimited(),
     )
     assert checks._slots(5) == range(2, 4)
 

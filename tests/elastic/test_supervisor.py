@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -125,6 +126,29 @@ def test_a_host_that_dies_without_a_report_leaves_an_event(tmp_path, how, why):
     assert recorded.events == ([("host_lost", {"host": 1, "why": why})] if why else [])
 
 
+def test_all_hosts_that_die_together_are_reported(tmp_path, monkeypatch):
+    # However slow this machine is.
+    monkeypatch.setattr(supervisor, "_TOGETHER_SECS", 600)
+    recorded = RecordedEvents()
+    world = supervisor.HostProcesses(
+        sleep, num_hosts=2, log_directory=tmp_path, emit=recorded
+    )
+
+    def kill_both(running):
+        if [name for name, _ in recorded.events].count("save_started") == 2:
+            running.send_signal([0, 1], signal.SIGKILL)
+
+    with pytest.raises(host_failure.WorldLostError) as lost:
+        world.run(kill_both)
+    assert lost.value.hosts == {0, 1}
+    why = "killed by SIGKILL"
+    assert sorted(
+        fields["host"]
+        for name, fields in recorded.events
+        if name == "host_lost" and fields["why"] == why
+    ) == [0, 1]
+
+
 class Clock:
     """The time; `stand_still` has it go by at once."""
 
@@ -152,7 +176,7 @@ def test_hosts_are_not_lost_after_the_supervisor_stood_still(tmp_path, monkeypat
         num_hosts=2,
         log_directory=tmp_path,
         emit=RecordedEvents(),
-        limits=watch.Limits(most_secs=900.0),
+        limits=watch.Limits(most_secs=900.0, heartbeat_secs=900.0),
     ).run(clock.stand_still)
 
 
@@ -173,7 +197,7 @@ def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path):
         num_hosts=2,
         log_directory=tmp_path,
         emit=emit,
-        limits=watch.Limits(grace_secs=0.2),
+        limits=watch.unlimited(grace_secs=0.2),
     )
     with pytest.raises(
         errors.StoppedError, match=r"hosts 0, 1 did not save and end within 0\.2 s"
@@ -232,7 +256,7 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path):
         num_hosts=2,
         log_directory=tmp_path,
         emit=emit,
-        limits=watch.Limits(grace_secs=600),
+        limits=watch.unlimited(grace_secs=600),
     ).run()
     first, second = [fields for name, fields in recorded.events if name == "saved"]
     # It may be the first one that they ask about.
@@ -342,6 +366,8 @@ def test_the_first_failure_is_ours_then_a_signal_then_the_earliest():
     assert host_failure.first_failure([late, early]) == early
     assert host_failure.first_failure([early, killed, late]) == killed
     assert host_failure.first_failure([early, killed, ours]) == ours
+    not_stored = dataclasses.replace(ours, may_follow=True)
+    assert host_failure.first_failure([not_stored, killed]) == killed
     aborted = failure(4, 0.5, is_signal=True, is_consequence=True)
     devices = failure(5, 0.2, is_of_devices=True)
     assert host_failure.first_failure([devices, aborted, early]) == early

@@ -125,3 +125,32 @@ def test_what_is_started_in_the_block_holds_the_signal_until_it_is_released():
     with child:
         assert child.stdout.read() == "True\n"
     assert child.returncode == -signal.SIGTERM
+
+
+COUNTED = """
+import os, signal, threading, time
+from elastic_ckpt.elastic import termination
+
+def deep(frames):
+    if frames:
+        return deep(frames - 1)
+    for number in range(3):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert counted.acquire(timeout=600)
+
+counted = threading.Semaphore(0)
+calls = []
+termination.call_after(
+    signal.SIGUSR1, lambda: (calls.append(1), counted.release()), chain=False
+)
+deep(90)
+time.sleep(0.2)
+print(len(calls))
+"""
+
+
+def test_each_signal_is_one_call_however_deep_the_stack_is():
+    ended = subprocess.run(
+        [sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "3\n"

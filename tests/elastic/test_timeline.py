@@ -34,7 +34,7 @@ def test_each_phase_has_its_seconds(program, secs):
         (0.125, "world_started", {"world": 2, "slices": [0, 2, 3], "spares": []}),
         (1.0, "world_joined", {"world": 2}),
         (0.5, "run_started", {"start_step": 10, **STARTED}),
-        (0.25, "restored_from", {}),
+        (0.25, "restored_from", {"step": 10}),
         (secs, program, {"step": 11, "secs": secs}),
         (0.0625, "step", {"step": 11, **STEP}),
     ):
@@ -97,3 +97,31 @@ def test_a_run_that_goes_on_from_another_checkpoint_loses_the_steps_since_that()
         line.begin()
     (recovered,) = [fields for name, fields in emitted if name == "recovered"]
     assert (recovered["steps_lost"], recovered["restore_secs"]) == (3, 0.5)
+
+
+def test_the_steps_of_a_loop_of_ones_own_are_counted_from_the_one_restored():
+    emitted = []
+    line = timeline.Timeline(lambda name, **fields: emitted.append((name, fields)))
+    line("world_started", world=1, slices=[0, 1], spares=[])
+    line("step_done", step=12)
+    line.begin(since_secs=0.0)
+    line("world_started", world=2, slices=[0], spares=[])
+    line("restored_from", step=10)
+    line("step_done", step=11)
+    (recovered,) = [fields for name, fields in emitted if name == "recovered"]
+    assert recovered["steps_lost"] == 2
+
+
+def test_a_run_that_is_finished_took_the_time_of_all_its_worlds():
+    clock, emitted = Clock(), []
+    line = timeline.Timeline(
+        lambda name, **fields: emitted.append((name, fields)), clock=clock
+    )
+    line("world_started", world=1, slices=[0, 1], spares=[])
+    clock.secs += 45.0
+    line.begin()
+    line("world_started", world=2, slices=[0], spares=[])
+    clock.secs += 15.0
+    # As the last world counts it.
+    line("run_finished", step=150, secs=14.8)
+    assert emitted[-1] == ("run_finished", {"step": 150, "secs": 60.0})

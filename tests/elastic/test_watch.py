@@ -109,15 +109,56 @@ def test_a_host_that_has_not_started_is_the_culprit_if_the_others_wait_for_it(wo
     assert world.hang.hosts == {0}
 
 
-def test_a_later_world_knows_the_phases_of_an_earlier_one(limits):
+def test_a_host_that_compiles_is_not_judged_by_one_that_had_the_program(world):
+    # A warm cache on host 0.
+    world.begins("compile")
+    world.passes(1)
+    world.begins(watch.TRAIN, hosts=(0,))
+    world.passes(598)
+    assert world.hang is None
+    world.passes(3)
+    assert world.hang.hosts == {1, 2}
+    assert world.hang.why == "hangs in phase 'compile' for 602 s"
+
+
+@pytest.mark.parametrize("phase", ["start", "prepare", "restore", "compile", "step"])
+def test_a_host_is_judged_by_no_other_host_and_no_other_world(limits, phase):
     first = World(limits)
-    first.begins("restore")
+    first.begins(phase)
     first.passes(1)
-    first.begins("step")
+    first.begins("evaluate")
+    # Its slice may have lost its memory, its machine may be new.
     second = World(limits)
-    second.begins("restore")
-    second.passes(61)
-    assert "phase 'restore'" in second.hang.why
+    second.begins(phase)
+    second.passes(1)
+    second.begins("evaluate", hosts=(0,))
+    second.passes(598)
+    assert second.hang is None
+    second.passes(3)
+    assert second.hang.hosts == {1, 2}
+
+
+def test_hosts_that_wait_in_a_step_have_the_time_of_the_one_that_compiles(world):
+    for _ in range(3):
+        world.begins("step")
+        world.passes(1)
+    world.begins("compile", hosts=(1,))
+    world.begins("step", hosts=(0, 2))
+    world.passes(599)
+    assert world.hang is None
+    world.passes(2)
+    assert world.hang is not None
+
+
+@pytest.mark.parametrize("phase", ["compile", "restore"])
+def test_a_program_is_not_judged_by_another_one_nor_storage_by_memory(world, phase):
+    world.begins(phase)
+    world.passes(1)
+    world.begins("step")
+    world.passes(1)
+    world.begins(phase)
+    world.passes(599)
+    assert world.hang is None
 
 
 def test_nothing_is_learned_from_a_training_that_names_no_phases(world):

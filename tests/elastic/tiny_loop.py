@@ -24,9 +24,7 @@ def train(world, *, directory, ram, corpus, last_world, least_steps):
     add = jax.jit(lambda sum, batch: sum + batch["inputs"].sum(), out_shardings=whole)
     state = {"sum": jax.device_put(np.zeros((), np.int32), whole)}
     tiers = [
-        ec.Local(
-            f"{world.ram_directory}/tiny" if world.ram_directory else ram, every=2
-        ),
+        ec.Local(world.ram_directory or ram, every=2),
         ec.Peers(),
         ec.Persistent(str(directory / "storage"), every=20),
     ]

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.host import backup
 from elastic_ckpt.manifests import holdings, uploads
-from elastic_ckpt.tiers.peers import agent, peer_client, peer_endpoint
+from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.faults import spoilt_files
 from tests.multiprocess import tier_worlds
@@ -23,13 +23,6 @@ from tests.multiprocess import tier_worlds
 # The file with the ballast, in a slot without a process.
 _BALLAST = "hosts/9/1-0/ballast"
 _MOMENT_SECS = 0.01
-
-
-def impatient():
-    """Shortens the time that this process waits for peers."""
-    peer_client.PeerClient.__init__.__kwdefaults__["timeout_secs"] = 5.0
-    peer_endpoint.RETRY_SECS = (0.0, 0.05)
-    peer_endpoint.SKIPPED_SECS = 0.1
 
 
 def train(
@@ -47,7 +40,6 @@ def train(
       sharded: whether the state is sharded.
       wrong: a step and a host, of which one bit is wrong then.
     """
-    impatient()
     own = topology.this_host()
     for step in steps:
         if step in happens:

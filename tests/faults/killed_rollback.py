@@ -9,10 +9,10 @@ import re
 import signal
 
 from elastic_ckpt.application import journal, local_world, training_files
-from elastic_ckpt.cli import progress
 from elastic_ckpt.config import load
 from elastic_ckpt.core import storage, topology
 from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.monitoring import progress
 from elastic_ckpt.training import rollback
 
 _WRITERS = ("write_atomic", "rename", "create", "remove")
@@ -23,7 +23,10 @@ def _wrap(name, kill, *, pattern, moment):
 
     @functools.wraps(original)
     def wrapped(*arguments, **keywords):
-        paths = [os.fspath(each) for each in arguments if not isinstance(each, bytes)]
+        contents = (bytes, memoryview)
+        paths = [
+            os.fspath(each) for each in arguments if not isinstance(each, contents)
+        ]
         is_here = re.search(pattern, " > ".join([name, *paths]))
         if is_here and moment == "before":
             kill()

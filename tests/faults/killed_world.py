@@ -8,10 +8,10 @@ import os
 import signal
 
 from elastic_ckpt.application import journal, local_world, training_files
-from elastic_ckpt.cli import progress
 from elastic_ckpt.config import load
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.monitoring import progress
 
 
 def _wrap(owner, name, kill, *, before, condition=None):

@@ -24,13 +24,19 @@ def the_truth(path, body):
 
 
 @contextlib.contextmanager
-def instead_of(root, *, lie=the_truth, late_secs=0.0):
-    """Announces itself as the agent of the RAM disk `root`, while the block lasts."""
+def instead_of(root, *, lie=the_truth, late_secs=lambda: 0.0):
+    """Announces itself as the agent of the RAM disk `root`, while the block lasts.
+
+    Args:
+      root: of the RAM disk.
+      lie: changes the values.
+      late_secs: how long a response takes, asked for each.
+    """
     true = agent.find(root)
     behind = urllib.parse.urlsplit(true.url)
 
     def respond(connection, request):
-        time.sleep(late_secs)
+        time.sleep(late_secs())
         line, *lines = request.decode().split("\r\n")
         method, path, _ = line.split()
         received = dict(each.split(": ", 1) for each in lines if each)

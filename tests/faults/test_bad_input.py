@@ -55,7 +55,10 @@ def test_no_run_name(trained):
 
 def test_missing_data(trained):
     message = refuse(trained, "grain_train_files=/nowhere/*.array_record")
-    assert "/nowhere/*.array_record matches no file; write one with" in message
+    assert (
+        "/nowhere/*.array_record matches no file; check the path, or write one with"
+        in message
+    )
 
 
 def test_a_pattern_is_not_taken_for_a_file_to_write(trained, tmp_path):

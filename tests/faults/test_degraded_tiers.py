@@ -70,13 +70,6 @@ def steps(events, name):
     return [each["step"] for each in events if each["event"] == name]
 
 
-def is_told(event, step, why):
-    """Whether an event reports that a step is degraded, with the reason."""
-    return (
-        event["event"] == "degraded" and event["step"] == step and why in event["why"]
-    )
-
-
 def degraded(events, tier):
     """By step, why that tier was degraded."""
     reasons = {}
@@ -86,6 +79,7 @@ def degraded(events, tier):
     return reasons
 
 
+@pytest.mark.slow
 def test_what_goes_bad_before_a_backup_is_told_and_put_right(
     world, restored, ram, tmp_path
 ):
@@ -114,6 +108,7 @@ def test_what_goes_bad_before_a_backup_is_told_and_put_right(
     assert event["persistent_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_storage_is_gone_for_a_while_and_the_backup_is_made_later(
     world, restored, tmp_path
 ):
@@ -139,6 +134,7 @@ def test_storage_is_gone_for_a_while_and_the_backup_is_made_later(
     restored(6, persistent=storage)
 
 
+@pytest.mark.slow
 def test_the_ram_disk_of_a_machine_is_full_for_a_while(world, restored, ram):
     root = ram.directory(0)
     fill = functools.partial(
@@ -204,7 +200,7 @@ def test_a_host_that_fails_ends_its_world_with_its_error(ram, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_peer_hangs_for_a_while(world, restored, ram):
+def test_an_agent_hangs_for_a_while_and_its_host_does_without(world, restored, ram):
     root = ram.directory(1)
     events = world(
         9,
@@ -213,21 +209,21 @@ def test_a_peer_hangs_for_a_while(world, restored, ram):
             3: functools.partial(degraded_loop.stop_agent, root),
             7: functools.partial(
                 degraded_loop.in_turn,
-                # The step that was copied last survives a loss, a later one does not.
-                functools.partial(degraded_loop.expect_steps, ram.directory(0), [2, 6]),
+                # It has its copies, or an older one would be there too.
+                functools.partial(degraded_loop.expect_steps, ram.directory(0), [6]),
                 functools.partial(degraded_loop.continue_agent, root),
             ),
         },
+        timeout_secs=3.0,
     )
     assert steps(events, "saved") == list(range(1, 10))
-    reasons = degraded(events, "peer")
-    assert 3 in reasons
-    assert any("cannot be read: http://127.0.0.1" in why for why in reasons[3])
-    # While copies of the third step wait for the peer, others are saved.
-    hung = next(
-        n for n, each in enumerate(events) if is_told(each, 3, "cannot be read")
+    # While copies wait for the agent, and for another one, steps are saved.
+    first = next(
+        n
+        for n, each in enumerate(events)
+        if each["event"] == "replicated" and each["step"] > 2
     )
-    assert steps(events[:hung], "saved")[-1] > 3
+    assert steps(events[:first], "saved")[-1] > 3
     assert steps(events, "replicated")[-1] == 9
     restored(9)
     ram.lose(2)
@@ -237,7 +233,7 @@ def test_a_peer_hangs_for_a_while(world, restored, ram):
 @pytest.mark.slow
 def test_a_peer_that_answers_late_holds_up_copies_and_no_step(world, restored, ram):
     ram.start_agents(range(4))
-    with middleman.instead_of(ram.directory(1), late_secs=0.2):
+    with middleman.instead_of(ram.directory(1), late_secs=lambda: 0.2):
         events = world(6, paced=False)
         restored(6, [0, 2, 3])
     assert steps(events, "saved") == [1, 2, 3, 4, 5, 6]

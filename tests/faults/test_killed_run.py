@@ -40,7 +40,7 @@ def kill_at(point, occurrence, config, hosts, victim="all"):
         assert (lost["host"], lost["why"]) == (victim, "killed by SIGKILL")
         (failed,) = runs.events(run, "run_failed")
         assert failed["why"] == f"host {victim} failed: killed by SIGKILL"
-        assert "; the same command continues it from the newest" in killed.stdout
+        assert "the same command continues it from the newest" in killed.stdout
 
 
 def continue_and_audit(config, run, hosts):

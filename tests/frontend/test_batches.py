@@ -1,5 +1,6 @@
 """Any mesh, any spec: in one process whose devices are those of the mesh."""
 
+import grain
 import jax
 import numpy as np
 import pytest
@@ -128,3 +129,49 @@ def test_what_does_not_fit_is_named_before_the_first_step(
 ):
     with pytest.raises(errors.ConfigError, match=message):
         first_batch(packed(), mesh_of(**axes), spec, size, colocated)
+
+
+NUMBERS = grain.MapDataset.range(8).map(lambda n: {"x": np.array(n)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"data": NUMBERS},
+            r"data is a MapMapDataset of Grain, .*ec.data.sharded\(mak",
+        ),
+        ({"data": NUMBERS.to_iter_dataset()}, "IterDataset of Grain, .* by|ec.data.sh"),
+        ({"data": iter(NUMBERS.to_iter_dataset())}, "Iterator of Grain, .*ec.data.sha"),
+        ({"data": [{"x": 1}]}, r"data is a list; give the result of ec.data.sharded"),
+        ({"data": pipelines.packed}, "data is a function; give the result of ec.data"),
+        ({"data": None}, "data is a NoneType; give the result of ec.data.sharded"),
+        ({"read_ahead": "2"}, "read_ahead='2'; give a number of batches, 0 or more"),
+        ({"read_ahead": -1}, "read_ahead=-1; give a number of batches, 0 or more, or"),
+        ({"read_ahead": True}, "read_ahead=True; give a number of batches, 0 or more"),
+        ({"mesh": [1, 2]}, "mesh is a list; give a jax.sharding.Mesh, such as jax.mak"),
+        ({"spec": "data"}, r"spec='data'; .*PartitionSpec, such as PartitionSpec\('da"),
+        ({"global_batch_size": 8.0}, "global_batch_size=8.0; give a whole number of"),
+        ({"global_batch_size": "8"}, "global_batch_size='8'; give a whole number of"),
+    ],
+)
+def test_likely_mistakes_are_one_line_that_names_a_way(arguments, message):
+    given = {"data": packed(), "mesh": mesh_of(data=2), "global_batch_size": 8}
+    with pytest.raises(errors.ConfigError, match=message):
+        ec.batches(**given | arguments)
+    if not arguments.keys() & {"mesh", "spec"}:
+        given = {"data": packed(), "global_batch_size": 8}
+        with pytest.raises(errors.ConfigError, match=message):
+            ec.data.LocalBatches(**given | arguments)
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2, ec.data.ReadAhead(batches=1)])
+def test_a_number_of_batches_may_be_read_ahead(read_ahead):
+    batches = ec.batches(
+        packed(),
+        mesh=mesh_of(data=2),
+        global_batch_size=np.int64(8),
+        read_ahead=read_ahead,
+    )
+    assert next(batches)["tokens"].shape == (8, 10)
+    batches.close()

@@ -39,6 +39,9 @@ class Box:
             raise ReadError(f"cannot be read: host {host} has no {name}")
         return content
 
+    def deliver(self, host, name, content):
+        self._office.posted[host, name] = content
+
     def remove(self, prefix):
         posted = self._office.posted
         for key in [key for key in posted if key[0] == self._host]:

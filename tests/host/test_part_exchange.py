@@ -46,14 +46,14 @@ def exchanged(num_hosts, *, lost=()):
     for each in lost:
         del office.posted[each]
     depth = part_exchange.tree_of(num_hosts).depth
-    for level in range(depth - 1, 0, -1):
+    for level in range(depth - 1, -1, -1):
         for parts in all_parts:
             parts.merge(level)
     message = all_parts[0].merged()
     hosts = [offer.host for offer in offers]
     placed, tables = copies.placed_parts(message, hosts, POLICY)
     all_parts[0].deal(tables)
-    for level in range(1, depth):
+    for level in range(1, depth + 1):
         for parts in all_parts:
             parts.pass_on(level)
     return placed, [parts.received() for parts in all_parts], office

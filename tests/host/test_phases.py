@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import pkgutil
 import typing
 
 import pytest
@@ -11,13 +12,15 @@ from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
+import elastic_ckpt.host
 from elastic_ckpt.core import codec
 from elastic_ckpt.host import phases
 
 MODULES = [
     *(
-        f"elastic_ckpt.host.{part}_requests"
-        for part in ("world", "save", "copy", "backup", "read", "sharing")
+        f"elastic_ckpt.host.{module.name}"
+        for module in pkgutil.iter_modules(elastic_ckpt.host.__path__)
+        if module.name.endswith("_requests")
     ),
     array_requests.__name__,
 ]
@@ -39,6 +42,8 @@ def values(kind):
         return st.lists(values(arguments[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, arguments))
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
     if origin is not None and issubclass(origin, typing.Mapping):
         return st.dictionaries(st.text(), values(arguments[1]), max_size=3)
     if arguments:

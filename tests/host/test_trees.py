@@ -137,6 +137,6 @@ def test_a_step_of_another_model_is_refused_and_a_part_of_one_is_not():
         trees.check(other, contents, step=3)
     assert str(caught.value) == (
         "step 3 is a checkpoint of another model (state/c: saved nothing, now [];"
-        " state/w: saved [8, 8], now [8, 4]); set the model's keys back, or start a new"
-        " run_name"
+        " state/w: saved [8, 8], now [8, 4]); load it into the model that saved it, or"
+        " start a new run, in another directory (another run_name in a configuration)"
     )

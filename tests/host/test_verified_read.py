@@ -146,3 +146,43 @@ def test_what_is_read_lies_in_memory_of_its_own():
     first[...] = 0
     assert second.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
     assert not np.shares_memory(first, second)
+
+
+class Slow(Memory):
+    """A host that answers those alone who wait."""
+
+    def __init__(self, offer, *, is_patient=False):
+        super().__init__(offer)
+        self._offer = offer
+        self._is_patient = is_patient
+
+    directory = "slow"
+
+    def size(self, file):
+        raise NotImplementedError(file)
+
+    def read_into(self, file, offset, into, on_piece):
+        if not self._is_patient:
+            raise source.SlowError("timed out")
+        super().read_into(file, offset, into, on_piece)
+
+    def patiently(self):
+        return Slow(self._offer, is_patient=True)
+
+
+def test_a_slow_holder_is_waited_for_where_nobody_else_has_a_part():
+    whole = boxes.whole(SHAPE)
+    contents, sources = saved(3)
+    slow, *_ = sources
+    sources[slow] = Slow(slow)
+    (values,), reader = read(contents, sources, [("w", whole)])
+    assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
+    assert not reader.bad
+    # With another holder, nobody waits.
+    contents, sources = saved(3, copies=2)
+    slow, *_ = sources
+    sources[slow] = Slow(slow)
+    (values,), reader = read(contents, sources, [("w", whole)])
+    assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
+    assert {bad.offer for bad in reader.bad} == {slow}
+    assert slow not in reader.read_bytes

@@ -13,23 +13,40 @@ FIELDS = {fields!r}
 class MaxTextConfig:
     model_fields = dict.fromkeys(FIELDS)
 """,
+    "utils/max_utils.py": """
+def initialize_multi_tier_checkpointing(local_checkpoint_directory, **settings):
+    raise AssertionError("it waits for GKE's replicator")
+
+def maybe_initialize_jax_distributed_system(raw_keys):
+    for is_single_controller in raw_keys.get("joins", ()):
+        initialize_multi_tier_checkpointing(
+            local_checkpoint_directory=raw_keys["local_checkpoint_directory"],
+            run_name=raw_keys["run_name"],
+            jax_initialization_timeout_seconds=7,
+            **({{"use_colocated_python": True}} if is_single_controller else {{}}),
+        )
+""",
     "configs/pyconfig.py": """
 import sys
 import types as python_types
 
 from maxtext.configs import types
+from maxtext.utils import max_utils
 
 def _prepare_for_pydantic(raw_keys, config_class=types.MaxTextConfig):
     for key in raw_keys:
         if key not in config_class.model_fields:
             raise ValueError(f"{{key!r}} is unknown")
+    if raw_keys["vocab_size"] < 0:
+        raise ValueError("vocab_size is negative")
     if raw_keys.get("grain_use_elastic_iterator") and raw_keys.get("packing"):
         raise ValueError("the elastic iterator does not pack")
     return raw_keys
 
 def _initialize_pydantic(argv):
-    raw_keys = types.FIELDS | argv
-    return python_types.SimpleNamespace(**_prepare_for_pydantic(raw_keys))
+    raw_keys = _prepare_for_pydantic(types.FIELDS | argv)
+    max_utils.maybe_initialize_jax_distributed_system(raw_keys)
+    return python_types.SimpleNamespace(**raw_keys)
 
 def initialize(argv):
     try:
@@ -46,6 +63,8 @@ def make_grain_eval_iterator(config, global_mesh, process_indices):
     raise AssertionError("MaxText's own iterator")
 
 def create_data_iterator(config, mesh):
+    assert config.global_batch_size_to_load % mesh.size == 0, "IndivisibleError"
+    assert config.global_batch_size_to_load_eval % mesh.size == 0, "IndivisibleError"
     train = make_grain_train_iterator(config, mesh, [0])
     if config.eval_interval <= 0:
         return train, None
@@ -69,6 +88,11 @@ def reached_preemption(checkpoint_manager, step):
 
 def _handle_post_checkpoint_preemption(checkpoint_manager, step):
     return reached_preemption(checkpoint_manager, step)
+
+def maybe_save_checkpoint(checkpoint_manager, state, config, data_iterator, step=None):
+    if step is None or checkpoint_manager.should_save(step):
+        if checkpoint_manager.latest is None or checkpoint_manager.latest.step != state:
+            save_checkpoint(checkpoint_manager, state, data_iterator)
 
 def save_checkpoint(checkpoint_manager, step, data_iterator):
     iterator = grain_utility.for_save(step, data_iterator, -1)
@@ -114,9 +138,21 @@ from maxtext.configs import pyconfig
 from maxtext.utils import train_utils
 
 BATCHES = []
+# Whether steps are saved as they are due, and not the last one alone.
+SAVES_STEPS = False
 
 def train_loop(config):
     return metric_logger.MetricLogger(config, None)
+
+def training_loop_iteration(config, checkpointer, train, step):
+    try:
+        BATCHES.append(next(train))
+    except Exception as error:
+        print("Training stopped:", error)
+        return False
+    if SAVES_STEPS:
+        checkpointing.maybe_save_checkpoint(checkpointer, step, config, train, step)
+    return True
 
 def main(argv):
     pairs = (argument.split("=", 1) for argument in argv[1:])
@@ -129,10 +165,7 @@ def main(argv):
         step = checkpointing.load_state_if_possible(checkpointer, train)
     BATCHES.clear()
     for step in range(step, config.steps):
-        try:
-            BATCHES.append(next(train))
-        except Exception as error:
-            print("Training stopped:", error)
+        if not training_loop_iteration(config, checkpointer, train, step):
             return
     if evaluation:
         evaluation.reset()
@@ -152,6 +185,8 @@ FIELDS = settings.DEFAULTS | {
     "colocated_python_data_input": False,
     "dataset_type": "synthetic",
     "grain_use_elastic_iterator": False,
+    # How hosts join, if it is by the replicator: whether there is one controller.
+    "joins": (),
     "steps": 3,
 }
 

@@ -47,6 +47,7 @@ def files(tmp_path):
 
 def arguments(files, **settings):
     keys = {
+        "base_output_directory": f"{files}/runs",
         "checkpoint_dir": f"{files}/checkpoints",
         "grain_train_files": f"{files}/texts",
         "grain_worker_count": 0,
@@ -203,6 +204,17 @@ def test_its_own_functions_are_back_afterwards(install, files):
         assert function.__module__ == seam.module
 
 
+def test_its_hosts_join_without_the_replicator_of_gke(install, files, monkeypatch):
+    joined = []
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda **settings: joined.append(settings)
+    )
+    install()
+    # The second is the controller of Pathways, which joins nothing.
+    trained(files, joins=[False, True])
+    assert joined == [{"initialization_timeout": 7}]
+
+
 def test_iterators_of_its_own_are_saved_and_restored_as_before(install):
     install()
     with maxtext.seams_taken():
@@ -230,6 +242,23 @@ def test_the_end_of_the_data_is(install, files, capsys):
     assert rows == 60
 
 
+# RAM has the last step already, or it does not.
+@pytest.mark.parametrize("period", [1, 100])
+def test_the_last_step_of_data_that_ends_is_in_every_tier(
+    install, files, capsys, period
+):
+    install(train=("SAVES_STEPS = False", "SAVES_STEPS = True"))
+    ends = {"steps": 1000, "num_epoch": 1, "packing": False}
+    with shared_memory.directory("maxtext") as ram:
+        chosen = tiers(ram, local_checkpoint_period=period)
+        last = len(trained(files, **ends, **chosen)) - 1
+        assert f"the data ended after step {last + 1}" in capsys.readouterr().out
+        assert (files / "checkpoints" / str(last) / "items").exists()
+        assert trained(files, **ends, **chosen) == []
+        shutil.rmtree(f"{ram}/first")
+        assert trained(files, **ends, **chosen) == []
+
+
 def test_a_lost_slice_is_left_to_maxtext_s_elastic_mode_alone():
     class Lost:
         def __next__(self):
@@ -252,9 +281,65 @@ def test_our_refusals_are_not_printed_as_maxtext_s(install, files, capsys):
 def test_its_own_refusals_end_as_it_wants(install, files, capsys):
     install()
     with pytest.raises(SystemExit) as ended:
-        main.main(arguments(files, grain_tran_files="x"))
+        main.main(arguments(files, vocab_size=-1))
     assert ended.value.code == 2
-    assert "'grain_tran_files' is unknown" in capsys.readouterr().out
+    assert "vocab_size is negative" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"grain_tran_files": "x"},
+            "unknown key 'grain_tran_files'.*grain_train_files",
+        ),
+        (
+            {"num_logical_shard": 8},
+            "unknown key 'num_logical_shard'.*num_logical_shards",
+        ),
+        ({"dataset_type": "synthetic"}, "dataset_type=synthetic is made up by MaxText"),
+        ({"elastic_enabled": True}, "elastic_enabled=true needs hosts"),
+        (
+            # MaxText shards its batch over the devices before it asks for the data.
+            {"global_batch_size_to_load": 13, "per_device_batch_size": 6.5},
+            "per_device_batch_size=6.5 makes a global batch of 13 rows",
+        ),
+        (
+            {
+                "eval_interval": 1,
+                "global_batch_size_to_load_eval": 13,
+                "eval_per_device_batch_size": 6.5,
+            },
+            "eval_per_device_batch_size=6.5 makes a global batch of 13 rows",
+        ),
+    ],
+)
+def test_a_likely_mistake_is_one_line(install, files, capsys, settings, message):
+    install()
+    assert main.main(arguments(files, **settings)) == errors.CONFIG_EXIT_CODE
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert re.search(message, line)
+
+
+def test_a_ram_directory_that_cannot_be_made_is_named_with_its_key(
+    install, files, capfd
+):
+    install()
+    settings = tiers("/proc/x", multi_tier_checkpointing_backup_interval_steps=2)
+    assert main.main(arguments(files, **settings)) == 1
+    (line,) = printed_lines(capfd)
+    assert re.search("/proc/x.* cannot be made .*local_checkpoint_directory", line)
+
+
+def test_a_pattern_without_files_names_no_key_that_maxtext_refuses(
+    install, files, capsys
+):
+    install()
+    assert main.main(arguments(files, grain_train_files="/absent/*")) == 1
+    line = capsys.readouterr().err
+    assert "grain_train_files: /absent/* matches no file" in line
+    assert "text_directory" not in line
 
 
 def test_a_vocabulary_that_is_too_small_is_refused_before_the_first_step(

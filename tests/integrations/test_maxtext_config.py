@@ -16,8 +16,11 @@ DEFAULTS = {
     "dataset_path": "",
     "eval_dataset_name": "c4/en:3.1.0",
     "eval_split": "validation",
+    "hf_eval_files": "",
     "hf_eval_split": "",
     "hf_path": "",
+    "hf_train_files": "",
+    "enable_single_controller": False,
     "train_split": "train",
     "elastic_enabled": False,
     "elastic_max_retries": 10,
@@ -41,6 +44,9 @@ DEFAULTS = {
     "max_num_checkpoints_to_keep": None,
     "multi_tier_checkpointing_backup_interval_minutes": None,
     "multi_tier_checkpointing_backup_interval_steps": None,
+    "base_output_directory": "",
+    "checkpoint_period": 4,
+    "num_slices": 1,
     "run_name": "first",
     "save_checkpoint_on_completion": True,
     "steps": 3,
@@ -404,3 +410,64 @@ def test_a_model_without_a_row_for_every_token_is_refused():
     maxtext_config.check_vocabulary(config(), 32000)
     with refused("vocab_size=32000, but the tokenizer has 32001 tokens; set .* 32001"):
         maxtext_config.check_vocabulary(config(), 32001)
+
+
+def test_a_misspelt_key_is_named_with_the_nearest_of_both_programs():
+    known = {"steps", "packing", "num_epoch"}
+    raw = {"num_logical_shards": 12, "steps": 5}
+    maxtext_config.divide(raw, known=known)
+    for wrong, near in {
+        "num_logical_shard": "num_logical_shards",
+        "pack": "packing",
+        "peer_copie": "peer_copies",
+    }.items():
+        with refused(f"unknown key '{wrong}', of neither .* did you mean '{near}'"):
+            maxtext_config.divide({**raw, wrong: 1}, known=known)
+
+
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_synthetic_data_that_was_asked_for_is_not_taken_for_files(tmp_path, is_in_file):
+    arguments = ["dataset_type=synthetic", "steps=5"]
+    if is_in_file:
+        (tmp_path / "base.yml").write_text("dataset_type: synthetic\nsteps: 1\n")
+        path = tmp_path / "mine.yml"
+        path.write_text("base_config: base.yml\ndataset_type: synthetic\nx: [1]\n")
+        arguments = [str(path), "steps=5"]
+    raw = {"num_logical_shards": 12, "dataset_type": "synthetic"}
+    explicit = maxtext_config.explicit_keys(arguments)
+    with refused("dataset_type=synthetic is made up by MaxText.*grain_train_files"):
+        maxtext_config.divide(raw, explicit=explicit)
+    # It is the default of MaxText's own file.
+    (tmp_path / "base.yml").write_text("dataset_type: synthetic\n")
+    (tmp_path / "other.yml").write_text("base_config: base.yml\nsteps: 3\n")
+    files = [f"{tmp_path}/{name}.yml" for name in ("base", "other")]
+    for arguments in ([], ["steps=5"], *([file, "steps=5"] for file in files)):
+        explicit = maxtext_config.explicit_keys(arguments)
+        assert maxtext_config.divide(raw, explicit=explicit)
+
+
+def test_elastic_training_needs_hosts_or_pathways():
+    raw = {"num_logical_shards": 12, "elastic_enabled": True}
+    with refused("elastic_enabled=true needs hosts: set hosts and slices"):
+        maxtext_config.divide(raw)
+    assert maxtext_config.divide({**raw, "enable_single_controller": True})
+
+
+@pytest.mark.parametrize(
+    ("settings", "location"),
+    [
+        (
+            {"hf_path": "parquet", "hf_train_files": "/data/c4/*.parquet"},
+            "to /data/c4/*.parquet",
+        ),
+        ({"hf_path": "json", "hf_train_files": "/d/*.json"}, "to ArrayRecord, Parquet"),
+        ({"hf_path": "parquet"}, "to ArrayRecord, Parquet"),
+        ({"hf_path": "allenai/c4"}, "to hf://datasets/allenai/c4/**/*train*.parquet"),
+    ],
+)
+def test_the_files_of_another_pipeline_are_named_only_if_they_were_given(
+    settings, location
+):
+    raw = {"num_logical_shards": 12, "dataset_type": "hf", **settings}
+    with refused(re.escape(location)):
+        maxtext_config.divide(raw)

@@ -47,6 +47,14 @@ def test_without_hosts_maxtext_starts_alone():
             ["hosts=2", *RUN, "gradient_accumulation_steps=2"],
             "gradient_accumulation_steps=2 with hosts=2: leave it out; fewer",
         ),
+        (
+            ["hosts=2", *RUN[:2], "per_device_batch_size=6.5"],
+            "per_device_batch_size=6.5 makes a global batch of 13 rows, which 2",
+        ),
+        (
+            ["hosts=2", *RUN[:2], "per_device_batch_size=0.5"],
+            "per_device_batch_size=0.5 makes a global batch of 1 rows, which 2 devices",
+        ),
         (["hosts=two", *RUN], "hosts takes a whole number, not 'two'"),
     ],
 )
@@ -57,7 +65,7 @@ def test_settings_that_cannot_be_followed_are_refused(given, message):
 
 def test_fewer_devices_take_as_many_rows_in_more_parts():
     settings = maxtext_elastic.in_world(
-        rows=24, num_devices=3, microbatches=2, ram_directory="/ram/slice-1"
+        rows=24, num_devices=3, microbatches=2, ram_directory="/ram/slice-1/tiny"
     )
     assert "per_device_batch_size=4" in settings
     assert "gradient_accumulation_steps=2" in settings
@@ -68,7 +76,8 @@ def test_fewer_devices_take_as_many_rows_in_more_parts():
 
 def test_maxtext_does_not_see_the_keys_of_hosts():
     keys = {"hosts": 4, "slices": 2, "faults": "", "num_logical_shards": 8}
-    theirs, own = maxtext_config.divide({**keys, "elastic_enabled": True})
+    pathways = {"elastic_enabled": True, "enable_single_controller": True}
+    theirs, own = maxtext_config.divide({**keys, **pathways})
     assert not set(keys) & set(theirs)
     assert theirs["elastic_enabled"]
     assert own.values["num_logical_shards"] == 8

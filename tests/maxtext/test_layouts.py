@@ -1,5 +1,7 @@
-"""The shipped layouts of MaxText, against its own converters, both ways."""
+"""The shipped layouts of MaxText, against its own converters, and by its logits."""
 
+import json
+import re
 import subprocess
 
 import jax
@@ -7,12 +9,16 @@ import numpy as np
 import pytest
 
 from elastic_ckpt import universal
+from elastic_ckpt.cli import main
 from elastic_ckpt.universal import shipped_layouts
-from tests.maxtext import environment
+from tests.maxtext import environment, small_models
+from tests.universal import safetensors_files
 from tests.universal.formats.fragment_values import values_of
 
 pytestmark = pytest.mark.slow(minutes=1)
 
+# Of Hugging Face's Transformers, by `hf_logits`.
+HF_LOGITS = environment.ROOT / "tests/golden/hf_logits.npz"
 LAYOUTS = {
     "llama3.1-8b": "hf_llama_to_maxtext",
     "qwen3-0.6b": "hf_qwen3_to_maxtext",
@@ -22,21 +28,34 @@ LAYOUTS = {
 }
 
 
+# What has to be chosen.
+CHOSEN = {"llama3.1-8b": {"interleave": 2}}
+
+
+def load(model):
+    return shipped_layouts.load(LAYOUTS[model], sizes=CHOSEN.get(model))
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     """The directory in which MaxText has converted each model and its conversion."""
     environment.set_up()
     directory = tmp_path_factory.mktemp("converted")
+    run("tests.maxtext.conversion", directory)
+    return directory
+
+
+def run(module, *arguments):
+    """Runs a module in MaxText's environment."""
     python = environment.ENVIRONMENT / "bin/python"
     ended = subprocess.run(
-        [python, "-m", "tests.maxtext.conversion", directory],
+        [python, "-m", module, *arguments],
         cwd=environment.ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-5000:]
-    return directory
 
 
 def read(path):
@@ -66,7 +85,7 @@ def assert_loads(path, layout, expected):
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_parameters_for_maxtext_are_those_of_its_converter(converted, model):
-    layout = shipped_layouts.load(LAYOUTS[model])
+    layout = load(model)
     expected = read(converted / model / "maxtext.safetensors")
     expected.pop("step")
     assert_loads(converted / model / "hf", layout, expected)
@@ -74,7 +93,40 @@ def test_parameters_for_maxtext_are_those_of_its_converter(converted, model):
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_parameters_from_maxtext_are_those_of_its_converter(converted, model):
-    layout = shipped_layouts.load(LAYOUTS[model]).inverse()
+    layout = load(model).inverse()
     expected = read(converted / model / "hf_again")
     assert expected.keys() == read(converted / model / "hf").keys()
     assert_loads(converted / model / "maxtext.safetensors", layout, expected)
+
+
+@pytest.mark.slow(minutes=2)
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("form", ["", "_unscanned"])
+def test_maxtext_computes_the_logits_of_hugging_face(tmp_path, form):
+    environment.set_up()
+    for name, (_, _, (layout, sizes)) in small_models.MODELS.items():
+        source = tmp_path / "hf" / name
+        source.mkdir(parents=True)
+        config = json.dumps(small_models.hf_config(name))
+        (source / "config.json").write_text(config)
+        tensors = small_models.tensors(name)
+        safetensors_files.write(source / "model.safetensors", tensors)
+        given = [source, tmp_path / name / "0", "--rules", layout + form]
+        for size, number in sizes.items():
+            given += ["--size", f"{size}={number}"]
+        assert main.main(["convert", *map(str, given)]) == 0
+    run("tests.maxtext.logits", tmp_path, form, *small_models.MODELS)
+    for name, expected in np.load(HF_LOGITS).items():
+        made = np.load(tmp_path / f"{name}.npy")
+        np.testing.assert_allclose(made, expected, rtol=0, atol=5e-4, err_msg=name)
+
+
+def test_every_model_of_the_page_is_among_those_whose_logits_are_compared():
+    page = (environment.ROOT / "configs/layouts/README.md").read_text()
+    rows = re.findall(r"^\| `(hf_\w+)` \|.*?\|.*?\|(.*?)\|", page, re.MULTILINE)
+    named = {each.strip() for _, models in rows for each in models.split(",")}
+    assert named == {
+        *("LLaMA 2", "3", "3.1", "3.3"),
+        *("Mixtral", "Qwen 2.5", "Qwen 3", "Qwen 3 with experts"),
+    }
+    assert len(small_models.MODELS) == len(named)

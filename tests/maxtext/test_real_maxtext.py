@@ -1,10 +1,13 @@
 """The MaxText of PyPI, unmodified, on one host and on others, continued from each."""
 
+import argparse
 import re
 import shutil
 
 import pytest
 
+import elastic_ckpt as ec
+from elastic_ckpt.cli import audit, report, scale, status
 from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
 
@@ -225,6 +228,24 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
         logs = maxtext.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
         check_is_part_of(whole, logs, begin=begin, end=steps)
         begin = steps
+    check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in stages])
+
+
+def check_verbs(maxtext, name, *, hosts):
+    """The verbs that read a run's directory take this one."""
+    directory = str(maxtext.checkpoints(name).parent)
+    audited = audit.outcome_of(directory)
+    assert audited.passed, audited
+    assert list(audited.hosts) == hosts
+    assert audited.num_row_identical_steps == audited.num_steps == STEPS
+    shown = status.collect(directory)
+    assert (shown.phase, shown.progress.steps) == ("finished", STEPS)
+    assert shown.progress.loss is not None
+    assert {each.tier: each.step for each in shown.tiers}["persistent"] == STEPS - 1
+    recorded = report.collect(directory, has_audit=False)
+    assert sum(len(each.losses) for each in recorded.attempts) >= STEPS
+    with pytest.raises(ec.ElasticCkptError, match="elastic_enabled=true"):
+        scale.run(argparse.Namespace(run=directory, slices=1, no_wait=True))
 
 
 def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
@@ -236,7 +257,8 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
             "local_checkpoint_directory": ram,
             "local_checkpoint_period": 2,
             "local_checkpoint_size_limit": "64Mi",
-            "multi_tier_checkpointing_backup_interval_steps": 4,
+            # MaxText saves no step 3: that backup is made at step 4.
+            "multi_tier_checkpointing_backup_interval_steps": 3,
             "async_checkpointing": True,
         }
         for (steps, num_hosts), source in zip(
@@ -251,7 +273,13 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
                 (restored,) = re.findall(r"^restored step .*", log, re.MULTILINE)
                 assert restored.startswith(f"restored step {begin - 1}: ")
                 assert source in restored
+            else:
+                stored = maxtext.checkpoints(name).iterdir()
+                numbers = {int(each.name) for each in stored if each.name.isdigit()}
+                # Of backups that wait for another one, the newest is made.
+                assert numbers & {4, 8}
             begin = steps
+        check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in STAGES])
 
 
 def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
@@ -369,3 +397,6 @@ def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext):
         assert seen
         assert seen == expected[begin : begin + len(seen)]
     assert begin + len(seen) == steps
+    audited = audit.outcome_of(str(run))
+    assert audited.passed, audited
+    assert list(audited.hosts) == hosts

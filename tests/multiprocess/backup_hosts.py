@@ -3,11 +3,10 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 
-from tests import runs
+from tests import process_tree, runs
 
 # Far more than it takes, also on a slow machine.
 WAIT_SECS = 600
@@ -52,9 +51,7 @@ class BackupHost:
 
     def kill(self):
         """Kills it with its agent; the RAM disk stays."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        process_tree.kill(self._process)
 
     def start_again(self, *, is_empty=False):
         """Starts it at the same address, after its RAM disk was lost or not.

@@ -3,8 +3,6 @@
 Each has its own address, and leads a process group, which is killed or stopped as one.
 """
 
-import contextlib
-import os
 import shutil
 import signal
 import socket
@@ -15,7 +13,7 @@ from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import working_directory
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.training import step_log
-from tests import runs
+from tests import process_tree, runs
 from tests.multiprocess import test_elastic_run
 
 # Far more than it takes, also on a slow machine.
@@ -97,18 +95,16 @@ class Supervisors:
     def kill(self, number):
         """Kills all processes of a machine, whose memory is lost with it."""
         machine = self.started.pop(number)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(machine.pid, signal.SIGKILL)
-        machine.wait()
+        process_tree.kill(machine)
         memory = layout.slice_directory(self.ram, number)
         shutil.rmtree(memory, ignore_errors=True)
 
     def freeze(self, number):
         """Stops all processes of a machine, until `wake`."""
-        os.killpg(self.started[number].pid, signal.SIGSTOP)
+        process_tree.send(process_tree.of(self.started[number].pid), signal.SIGSTOP)
 
     def wake(self, number):
-        os.killpg(self.started[number].pid, signal.SIGCONT)
+        process_tree.send(process_tree.of(self.started[number].pid), signal.SIGCONT)
 
     def ended(self, number, *, may=()):
         """The exit code of a machine, once it has ended, and its output."""
@@ -125,13 +121,19 @@ class Supervisors:
 
     def worlds(self):
         """The slices of each world, without those of leaders that were replaced."""
-        events = run_directory.read_events(str(self.run))
-        return [each["slices"] for each in events if each["event"] == "world_started"]
+        return [each["slices"] for each in self.events("world_started")]
 
     def leaders(self):
         """The leaders, in turn."""
-        events = run_directory.read_events(str(self.run))
-        return [each["leader"] for each in events if each["event"] == "leader_found"]
+        return [each["leader"] for each in self.events("leader_found")]
+
+    def events(self, name):
+        """The events of a name; in a bucket they appear some time after the start."""
+        try:
+            events = run_directory.read_events(str(self.run))
+        except FileNotFoundError:
+            return []
+        return [each for each in events if each["event"] == name]
 
     def wait_until(self, is_so, *, may=()):
         """Waits; only machines that `may` end do so meanwhile."""
@@ -148,7 +150,7 @@ class Supervisors:
         def is_trained():
             # A log has a temporary name at first.
             logs = list((self.run / step_log.DIRECTORY).glob("*.jsonl"))
-            if not logs or self.worlds()[-1] != slices:
+            if not logs or self.worlds()[-1:] != [slices]:
                 return False
             last = step_log.read(self.run)[-1]
             return last.hosts == len(slices) and len(last.records) >= steps

@@ -138,18 +138,14 @@ def test_a_run_goes_back_to_the_same_step_twice(tmp_path):
     assert outcome["num_left_out"] == 13 * ROWS
 
 
-@pytest.mark.parametrize(
-    ("action", "saved"), [("stop", [4, 8, 12, 16]), ("abort", [4, 8, 12])]
-)
-def test_a_run_that_diverges_ends_with_a_save_or_without(
+@pytest.mark.parametrize(("action", "saved"), [("stop", [4, 8]), ("abort", [4, 8, 12])])
+def test_a_run_that_diverges_ends_with_its_last_good_step_or_as_it_is(
     tmp_path, spoilt, action, saved
 ):
     config = configured(tmp_path / action, spoilt, steps=22, divergence_action=action)
     output = trained(config, code=1)
-    kept = "" if action == "stop" else "not "
-    assert (
-        f"the run was ended after step 16, which is {kept}saved: loss_above" in output
-    )
+    assert "the run was ended after step 16, which is not saved: loss_above" in output
+    assert f"; the newest step is {saved[-1]}" in output
     assert runs.saved_steps(config.parent / "tiny") == saved
     (failed,) = runs.events(config.parent / "tiny", "run_failed")
     assert "the smoothed loss is" in failed["why"]
@@ -160,3 +156,39 @@ def test_a_run_that_may_not_go_back_any_more_ends(tmp_path, spoilt):
     output = trained(config, code=1)
     assert "not saved: loss_above_best" in output
     assert "the run has gone back 0 times (divergence_max_rollbacks=0)" in output
+
+
+@pytest.mark.parametrize(
+    ("noisy", "period", "to"),
+    [
+        # Right after the first save; right before it; and before any save.
+        (range(8, 11), 8, 8),
+        (range(7, 10), 8, 0),
+        (range(7, 10), 100, 0),
+    ],
+)
+@pytest.mark.slow(minutes=0.3)
+def test_a_run_that_diverges_at_its_first_save_goes_on_without_the_data(
+    tmp_path, noisy, period, to
+):
+    corpus = written(tmp_path / "texts.array_record", noisy)
+    config = configured(
+        tmp_path / "first",
+        corpus,
+        divergence_patience_steps=2,
+        checkpoint_period=period,
+    )
+    # The second start continues from wherever the first one went back to.
+    for steps in (10, 16):
+        trained(config, f"steps={steps}")
+    run = config.parent / "tiny"
+    (event,) = runs.events(run, "rolled_back")
+    assert event["to_step"] == to
+    ids = [number for record in runs.steps(run) for number in record.ids]
+    read = to + event["rows"] // ROWS
+    assert read > max(noisy) - 1
+    expected = [*range(to * ROWS), *range(read * ROWS, (read + 16 - to) * ROWS)]
+    assert ids == expected
+    outcome = json.loads(runs.verb("audit", run, "--json"))
+    assert outcome["passed"], outcome
+    assert outcome["num_left_out"] == event["rows"]

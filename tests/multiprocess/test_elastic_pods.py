@@ -1,4 +1,7 @@
-"""Hosts in pods of a generated manifest fail, and pods and their RAM disks stay."""
+"""Hosts in pods of a generated manifest fail, and pods and their RAM disks stay.
+
+The runs are in buckets, as those of the shipped manifests.
+"""
 
 import os
 
@@ -17,12 +20,13 @@ def memory_of(pods, number):
     return machine.find(os.path.join(directory, "tiny"))
 
 
-def configured(tmp_path, corpus, ram, **settings):
+def configured(tmp_path, corpus, ram, bucket, **settings):
     """A run of two pods that has nothing in storage before its end."""
     return test_elastic_run.configured(
         tmp_path,
         corpus,
         ram,
+        base_output_directory=bucket,
         hosts=2,
         slices=2,
         steps=1_000_000,
@@ -36,7 +40,7 @@ def configured(tmp_path, corpus, ram, **settings):
 
 def restores(pods):
     """How many worlds have restored a step."""
-    return len(runs.events(pods.run, "restored_from"))
+    return len(pods.events("restored_from"))
 
 
 def await_next_world(pods, before):
@@ -45,12 +49,13 @@ def await_next_world(pods, before):
     pods.train_on([0, 1])
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow(minutes=1.5)
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_hosts_of_the_generated_pods_fail_and_the_pods_and_their_memory_stay(
-    tmp_path, corpus
+    tmp_path, corpus, bucket
 ):
     with shared_memory.directory("pods") as ram:
-        config = configured(tmp_path, corpus, ram)
+        config = configured(tmp_path, corpus, ram, bucket)
         with local_pods.Pods(config, ram) as pods:
             pods.train_on([0, 1])
             supervisors = {number: pod.pid for number, pod in pods.started.items()}
@@ -77,9 +82,10 @@ def test_hosts_of_the_generated_pods_fail_and_the_pods_and_their_memory_stay(
             assert "PASSED" in runs.verb("audit", pods.run)
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow(minutes=1.5)
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_all_pods_of_hosts_are_lost_and_the_backup_pods_of_the_manifest_have_the_step(
-    tmp_path, corpus
+    tmp_path, corpus, bucket
 ):
     secret_file = tmp_path / "secret"
     secret_file.write_text("the-secret-of-this-run\n")
@@ -88,6 +94,7 @@ def test_all_pods_of_hosts_are_lost_and_the_backup_pods_of_the_manifest_have_the
             tmp_path,
             corpus,
             ram,
+            bucket,
             peer_copies=0,
             peer_secret_file=str(secret_file),
             backup_hosts=2,
@@ -99,7 +106,7 @@ def test_all_pods_of_hosts_are_lost_and_the_backup_pods_of_the_manifest_have_the
                 pods.kill(number)
             for number in (0, 1):
                 pods.start(number)
-            pods.wait_until(lambda: runs.events(pods.run, "restored_from"))
+            pods.wait_until(lambda: pods.events("restored_from"))
             pods.stop()
             (restored,) = runs.events(pods.run, "restored_from")
             assert restored["step"] >= step

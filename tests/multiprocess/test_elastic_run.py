@@ -137,6 +137,8 @@ def test_a_process_that_is_killed_is_taken_in_again(tmp_path, corpus, ram):
     (restored,) = runs.events(run, "restored_from")
     assert restored["persistent_bytes"] == 0
     assert "PASSED" in runs.verb("audit", run)
+    # The memory of all slices is there after the end.
+    assert re.search(r"(?m)^in RAM +step \d+", runs.verb("status", run))
 
 
 @pytest.mark.slow(minutes=1)

@@ -69,7 +69,7 @@ def test_ram_alone_is_enough_on_any_number_of_hosts(ram, tmp_path):
     steps = tmp_path / "steps"
     options = {"persistent": str(steps), "copies": 1}
     on(ram, range(3), saved([STEP], sharded=True), tmp_path, **options)
-    shutil.rmtree(steps)
+    shutil.rmtree(steps / str(STEP))
     for num_hosts in (3, 1, 2, 4):
         events = on(ram, range(num_hosts), load, tmp_path, **options)
         read = read_bytes(events)

@@ -8,6 +8,7 @@ from concurrent import futures
 import pytest
 
 from tests import runs, shared_memory
+from tests.deploy import fake_slurm
 from tests.multiprocess import outer_launcher
 
 
@@ -29,7 +30,7 @@ def stopped(config, *settings, everybody=False):
             if line.startswith(at):
                 at = "never again"
                 if everybody:
-                    os.killpg(started.pid, signal.SIGTERM)
+                    fake_slurm.signal_all([started.pid])
                 else:
                     started.terminate()
     return output, started.returncode
@@ -44,6 +45,58 @@ def check_saved(run, output, code):
     assert runs.saved_steps(run)[-1] == step
     assert f"stopped after step {step}, which is saved; the same command" in output
     return step
+
+
+@pytest.mark.slow(minutes=0.3)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_first_ctrl_c_saves_like_sigterm(tmp_path, corpus, hosts):
+    run = tmp_path / "tiny"
+    with shared_memory.directory("interrupted") as ram:
+        config = runs.write_config(
+            tmp_path,
+            corpus,
+            checkpoint_period=1000,
+            enable_multi_tier_checkpointing=True,
+            local_checkpoint_directory=ram,
+            local_checkpoint_period=1000,
+            multi_tier_checkpointing_backup_interval_steps=1000,
+        )
+        output, at = "", "step "
+        with start(config, f"hosts={hosts}", leads_group=True) as started:
+            for line in started.stdout:
+                output += line
+                if line.startswith(at):
+                    at = "never again"
+                    # As a terminal does: to every process of the group.
+                    os.killpg(started.pid, signal.SIGINT)
+    assert started.returncode == 128 + signal.SIGINT, output
+    assert "stopped after step" in output, output
+    event = runs.events(run, "run_stopped")[-1]
+    assert event["saved"] is True
+    assert runs.saved_steps(run)[-1] == event["step"]
+    assert "saving and ending; Ctrl-C again ends at once" in output
+    assert f"stopped after step {event['step']}, which is saved" in output
+
+
+@pytest.mark.slow(minutes=0.3)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus, hosts):
+    config = runs.write_config(
+        tmp_path,
+        corpus,
+        checkpoint_period=1000,
+        training_callbacks="tests.multiprocess.stuck:callbacks",
+    )
+    output, at = "", "step "
+    with start(config, f"hosts={hosts}", leads_group=True) as started:
+        for line in started.stdout:
+            output += line
+            if line.startswith(at) or "saving and ending" in line:
+                at = "never again"
+                os.killpg(started.pid, signal.SIGINT)
+    assert started.returncode == 128 + signal.SIGINT, output
+    assert "interrupted again, and ended at once" in output
+    assert runs.saved_steps(tmp_path / "tiny") == []
 
 
 @pytest.mark.slow(minutes=1)
@@ -110,8 +163,8 @@ def test_a_run_that_cannot_save_says_so(tmp_path, corpus):
     (event,) = runs.events(tmp_path / "tiny", "run_stopped")
     assert event["saved"] is False
     assert (
-        f"stopped after step {event['step']}, which was NOT saved; nothing was saved,"
-        " and the same command begins anew" in output
+        f"stopped after step {event['step']}, which was NOT saved; the same command"
+        " starts it at step 0, for nothing was saved" in output
     )
 
 

@@ -104,11 +104,13 @@ def tiers(
     limit_bytes=None,
     **peers,
 ):
-    """The tiers of a host."""
-    chosen = [
-        choices.Local(directory, keep=keep, limit_bytes=limit_bytes),
-        choices.Peers(copies=copies, **peers),
-    ]
+    """The tiers of a host; without a directory in RAM it has storage alone."""
+    chosen = []
+    if directory is not None:
+        chosen += [
+            choices.Local(directory, keep=keep, limit_bytes=limit_bytes),
+            choices.Peers(copies=copies, **peers),
+        ]
     if persistent:
         chosen.append(choices.Persistent(persistent, every=every))
     return chosen

@@ -121,14 +121,20 @@ def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options
 
 
 def tiers_of(
-    directory, *, copies=2, persistent=None, limit_bytes=None, storage_alone=False
+    directory,
+    *,
+    copies=2,
+    persistent=None,
+    limit_bytes=None,
+    storage_alone=False,
+    **peers,
 ):
     """The tiers of a host."""
     if storage_alone:
         return [choices.Persistent(persistent, every=1)]
     chosen = [
         choices.Local(directory, limit_bytes=limit_bytes),
-        choices.Peers(copies=copies),
+        choices.Peers(copies=copies, **peers),
     ]
     if persistent:
         chosen.append(choices.Persistent(persistent, every=1))

@@ -5,6 +5,7 @@ import itertools
 import json
 import signal
 import threading
+import time
 
 import hypothesis
 import pytest
@@ -435,13 +436,44 @@ class TestPatience:
                     read(hasty, silent.url)
             assert silent.num_connections == 1
 
-    def test_a_peer_is_asked_again_after_a_while(self, client, monkeypatch):
-        monkeypatch.setattr(peer_endpoint, "SKIPPED_SECS", 0.0)
+    def test_a_peer_is_asked_again_after_a_while(self, hasty):
         answers = iter([b"nothing of HTTP\r\n", answer(b"[]")])
         with ScriptedPeer(lambda c, _: c.sendall(next(answers))) as better:
             for is_wrong in (True, False):
-                tier = peer.Peer(better.url, client, served.RUN)
+                tier = peer.Peer(better.url, hasty, served.RUN)
                 assert bool(tier.offers(30).problems) == is_wrong
+                while (secs := hasty.left_skipped_secs()) > 0:
+                    time.sleep(secs)
+
+    def test_who_has_nobody_else_to_ask_waits_for_a_peer_that_is_slow(self, hasty):
+        may_answer = threading.Event()
+
+        def respond(connection, request):
+            del request
+            may_answer.wait()
+            connection.sendall(answer(b"[]"))
+
+        with ScriptedPeer(respond) as slow:
+            endpoint = hasty.endpoint(slow.url)
+            with pytest.raises(source.SlowError, match="timed out"):
+                endpoint.read("/v1/steps", most_bytes=9)
+            with pytest.raises(source.SlowError, match="is left alone for"):
+                endpoint.read("/v1/steps", most_bytes=9)
+            may_answer.set()
+            tier = peer.Peer(slow.url, hasty, served.RUN, is_patient=True)
+            assert not tier.offers(30).problems
+            # It is there again, for everybody.
+            assert endpoint.read("/v1/steps", most_bytes=9) == b"[]"
+
+    def test_nobody_waits_twice_for_a_peer_that_hangs(self, hasty):
+        with ScriptedPeer(lambda *_: None) as silent:
+            endpoint = hasty.endpoint(silent.url)
+            secs = 4 * SHORT_SECS
+            with pytest.raises(source.SlowError, match=f"timed out in {secs:.1f} s"):
+                endpoint.read("/v1/steps", most_bytes=9, is_patient=True)
+            with pytest.raises(source.SlowError, match="is left alone for"):
+                endpoint.read("/v1/steps", most_bytes=9, is_patient=True)
+            assert silent.num_connections == 1
 
     @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 206 OK\r\n", None])
     def test_a_peer_that_sends_byte_by_byte_fails(self, begin, hasty):

@@ -208,3 +208,21 @@ def test_a_run_has_the_configured_callbacks_and_those_of_python():
 def test_a_function_that_cannot_be_imported_is_named(name):
     with pytest.raises(errors.ConfigError, match=f"training_callbacks='{name}'"):
         configured(training_callbacks=name)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({7: Counter()}, "a callback has the name 7, a int"),
+        (
+            {"mine": object()},
+            "'mine', a object, has no after_step, after_evaluation, get",
+        ),
+        ({"mine": Counter}, "'mine' is a class; give an object of it"),
+    ],
+)
+def test_a_callback_that_is_none_is_refused_in_one_line(given, problem):
+    with pytest.raises(errors.ConfigError) as caught:
+        callbacks.Callbacks(given)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)

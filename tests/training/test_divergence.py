@@ -151,7 +151,10 @@ def test_a_detector_acts_after_its_patience_and_again_as_long_as_steps_are_bad()
 def test_a_finding_says_what_and_since_when():
     detector = divergence.Detector(Scripted(), action=Action.WARN)
     assert detector.after_step(7, report(1)) == Finding(
-        action=Action.WARN, why="it is bad, since step 7", since=7
+        action=Action.WARN,
+        why="it is bad, since step 7",
+        since=7,
+        is_divergence=True,
     )
 
 
@@ -221,5 +224,31 @@ def test_a_run_goes_back_so_often():
 
 
 def test_a_run_without_a_good_step_says_which_there_are():
-    with pytest.raises(errors.DivergedError, match=r"complete are \[6, 8\]; keep more"):
-        rollback.choose(FINDING, [6, 8], rollbacks=0, section=SECTION)
+    with pytest.raises(errors.DivergedError, match=r"complete are \[7, 8\]; keep more"):
+        rollback.choose(FINDING, [7, 8], rollbacks=0, section=SECTION)
+
+
+def chosen(saved, since, *, first_due=4, **options):
+    finding = Finding(action=Action.ROLLBACK, why="the loss is nan", since=since)
+    section = divergence_section.DivergenceSection()
+    options = {"rollbacks": 0, **options}
+    return rollback.choose(
+        finding, saved, section=section, first_due=first_due, **options
+    )
+
+
+def test_at_the_first_save_a_run_goes_back_to_the_step_before_or_to_the_beginning():
+    # The state right before the bad step, then step 0.
+    assert chosen([4], since=5) == 4
+    assert chosen([4], since=5, rollbacks=1, began_at=4) == 0
+    assert chosen([4], since=5, rollbacks=1, began_at=0) == 4
+    # Nothing is saved, or only steps that are bad.
+    assert chosen([], since=1) == 0
+    assert chosen([], since=3) == 0
+    assert chosen([4, 8], since=4) == 0
+    # Older steps were saved once: going back to the beginning would lose them all.
+    assert chosen([40], since=41) == 40
+    with pytest.raises(errors.DivergedError, match=r"complete are \[40\]; keep more"):
+        chosen([40], since=41, rollbacks=1, began_at=40)
+    with pytest.raises(errors.DivergedError, match="complete are none"):
+        chosen([], since=1, first_due=0)

@@ -11,6 +11,7 @@ class Journal:
     def __init__(self, due=()):
         self.calls = []
         self.compilations = []
+        self.last_saves = []
         self._due = due
 
     def step(self, state, batch):
@@ -35,7 +36,8 @@ class Journal:
         return step in self._due or last
 
     def save(self, step, state, *, last):
-        del last
+        if last:
+            self.last_saves.append(step)
         self.calls.append(f"save {step}: {state}")
 
     def record(self, step, metrics):
@@ -115,6 +117,13 @@ def test_what_is_saved_is_logged_and_durable_before(journal):
     ]
 
 
+def test_the_last_step_of_data_that_ends_is_saved_as_the_last(journal):
+    # Step 2 was saved already, to the tiers that were due.
+    assert run(journal, batches=Batches(journal, 2)) == (2, 2)
+    assert journal.calls[-5:] == ["save 2: 2", "sync", "ended 2", "sync", "save 2: 2"]
+    assert journal.last_saves == [2]
+
+
 def test_a_host_that_writes_no_log_still_saves(journal):
     run(journal, log=None)
     assert journal.calls == ["step 0", "step 1", "save 2: 2", "step 2", "save 3: 3"]
@@ -175,7 +184,8 @@ def test_data_that_ends_ends_the_run_and_the_last_step_is_saved(journal):
     ]
 
 
-def test_data_that_ends_with_a_saved_step_is_not_saved_again(journal):
+def test_data_that_ends_with_a_step_that_is_everywhere_is_not_saved_again(journal):
+    journal.is_due = lambda step, *, last: step == 2 and not last
     assert run(journal, batches=Batches(journal, 2)) == (2, 2)
     assert [call for call in journal.calls if call.startswith("save")] == ["save 2: 2"]
 
@@ -239,6 +249,28 @@ def test_the_last_step_is_not_stopped(journal):
         is_stopping=lambda done: bool(asked.append(done)),
     ).run(0, start_step=0, steps=3)
     assert (ended.is_stopped, asked) == (False, [1, 2])
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_a_world_that_is_to_end_for_another_one_does_not_begin_its_first_step(
+    journal, asked_first
+):
+    answers = iter([asked_first, True])
+    changes = {"is_ending": lambda _: next(answers), "is_left": lambda: True}
+    assert run(journal, is_stopping=lambda _: False, **changes) == (0, 0)
+    # It does not compile, nor read a batch, if it is to end before that.
+    assert journal.compilations == ([] if asked_first else [1])
+    assert journal.calls == []
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_a_run_that_is_to_end_before_its_first_step_saves_that_one(
+    journal, asked_first
+):
+    answers = iter([asked_first, True])
+    changes = {"is_ending": lambda _: next(answers)}
+    assert run(journal, is_stopping=lambda _: False, **changes) == (1, 1)
+    assert "save 1: 1" in journal.calls
 
 
 class Recorded:

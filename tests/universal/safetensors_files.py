@@ -8,14 +8,22 @@ from etils import epath
 
 from elastic_ckpt.universal.formats import safetensors_file
 
+_NAMES = {
+    "float32": "F32",
+    "float8_e4m3fn": "F8_E4M3",
+    "int8": "I8",
+    "uint8": "U8",
+    "int32": "I32",
+}
+
 
 def write(path, tensors):
-    """Writes a file of float32 tensors."""
+    """Writes a file of tensors."""
     header, stop = {}, 0
     for name, array in tensors.items():
         start, stop = stop, stop + array.nbytes
         header[name] = {
-            "dtype": "F32",
+            "dtype": _NAMES[array.dtype.name],
             "shape": list(array.shape),
             "data_offsets": [start, stop],
         }

@@ -1,6 +1,7 @@
 """Whole loads: a checkpoint of another program, a layout of rules, a sharded tree."""
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -11,11 +12,16 @@ from elastic_ckpt.universal.formats import opened
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rule import Rule, side
+from tests.universal import safetensors_files
 from tests.universal.reading.test_restored_tree import Files, as_tree, read_tree
 from tests.universal.safetensors_files import bits
 from tests.universal.writing import small_model
 
+PAIR = ({"w": "out in"}, {"w_scale_inv": "rows cols"})
 MESH = jax.make_mesh((4, 2), ("data", "model"))
+REPLICATED_ON = NamedSharding(MESH, PartitionSpec())
 
 
 def numbers(*shape, seed=0):
@@ -90,3 +96,60 @@ def test_replicated_tensors_of_ranks_are_compared(tmp_path, equal):
     whole = np.concatenate([numbers(6, 5), numbers(6, 5, seed=1)])
     expected = whole.T.reshape(5, 6, 2)
     assert np.asarray(state["w"]).tobytes() == expected.tobytes()
+
+
+QUANTIZED = """
+version: 1
+states:
+  parameter: {{from: "{{}}", to: "{{}}"}}
+rules:
+  - from: {{"{name}": "out in"}}
+    to: {{"w": {{dims: "in out", dtype: bfloat16}}}}
+drop: ["{scale}"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "scale"),
+    [
+        # DeepSeek and Qwen in FP8, in blocks; DeepSeek's own names; MXFP4 of GPT-OSS;
+        # compressed-tensors; LLM.int8() of bitsandbytes, and its 4 bits; GPTQ and AWQ.
+        ("model.up_proj.weight", "float8_e4m3fn", "model.up_proj.weight_scale_inv"),
+        ("layers.0.wq.weight", "float8_e4m3fn", "layers.0.wq.scale"),
+        ("experts.down_proj_blocks", "uint8", "experts.down_proj_scales"),
+        ("model.up_proj.weight", "int8", "model.up_proj.weight_scale"),
+        ("model.up_proj.weight", "int8", "model.up_proj.SCB"),
+        ("model.up_proj.weight", "uint8", "model.up_proj.weight.absmax"),
+        ("model.up_proj.qweight", "int32", "model.up_proj.scales"),
+        ("model.up_proj.qweight", "int32", "model.up_proj.qzeros"),
+    ],
+)
+@pytest.mark.parametrize("glob", [False, True])
+def test_a_quantized_weight_is_not_loaded_without_its_scales(
+    tmp_path, name, dtype, scale, glob
+):
+    weight = np.ones((4, 6), np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    tensors = {name: weight, scale: numbers(2, 3)}
+    safetensors_files.write(tmp_path / "model.safetensors", tensors)
+    dropped = f"*{scale[-4:]}" if glob else scale
+    layout = Layout.parse(QUANTIZED.format(name=name, scale=dropped))
+    target = {"w": jax.ShapeDtypeStruct((6, 4), "bfloat16", sharding=REPLICATED_ON)}
+    with pytest.raises(LayoutError, match="without their scales") as caught:
+        universal.load(tmp_path, target, layout=layout)
+    assert f"{name} ({scale})" in str(caught.value)
+    # The same names, where nothing is quantized.
+    tensors[name] = weight.astype(np.float32)
+    safetensors_files.write(tmp_path / "model.safetensors", tensors)
+    assert np.all(np.asarray(universal.load(tmp_path, target, layout=layout)["w"]) == 1)
+
+
+def test_a_quantized_weight_is_loaded_with_its_scales(tmp_path):
+    weight = np.arange(24).reshape(4, 6).astype(ml_dtypes.float8_e4m3fn)
+    tensors = {"w": weight, "w_scale_inv": numbers(2, 3)}
+    safetensors_files.write(tmp_path / "model.safetensors", tensors)
+    layout = Layout(rules=[Rule(source=s, target=s) for s in map(side, PAIR)])
+    target = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=REPLICATED_ON)
+        for name, array in tensors.items()
+    }
+    assert bits(universal.load(tmp_path, target, layout=layout)) == bits(tensors)

@@ -155,9 +155,12 @@ def _count(file: str) -> int:
         count = reader.num_records()
         reader.close()
     except RuntimeError as error:
+        advice = "restore it, or write it again with `elastic-ckpt data DIRECTORY FILE`"
+        if not file.lower().endswith((".array_record", ".arrayrecord")):
+            advice = files.route(file, advice)
         raise errors.DataError(
             f"{file}: not a readable ArrayRecord file: {_defect(file, str(error))};"
-            " restore it, or write it again with `elastic-ckpt data DIRECTORY FILE`"
+            f" {advice}"
         ) from None
     return count
 

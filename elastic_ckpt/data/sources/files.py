@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import fsspec
 from absl import logging
+from fsspec import asyn
 
 from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.data.sources import file_copies, remote_file
@@ -33,6 +34,9 @@ _SAMPLE_SPAN_BYTES = 4096
 
 # The properties by which stores distinguish versions of an object.
 _VERSIONS = ("etag", "generation", "md5hash", "mtime", "created", "lastmodified")
+
+# How long the first answer of a store may take.
+_REACH_SECS = 20
 
 # How old the size and version of an object may be that are used for another read.
 _LOOK_SECS = 30.0
@@ -66,15 +70,24 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
 
     Raises:
       DataError: if a pattern matches nothing; names it.
+      ConfigError: if two patterns match the same file.
     """
     paths: list[str] = []
+    matched: dict[str, str] = {}
     for pattern in _patterns(patterns):
         matches = _matches(pattern)
         if not matches:
             raise errors.DataError(
-                f"{key}: {pattern} matches no file; write one with `elastic-ckpt data"
-                " DIRECTORY FILE`, or set text_directory"
+                f"{key}: {pattern} matches no file; check the path, or write one with"
+                " `elastic-ckpt data DIRECTORY FILE`"
             )
+        for match in matches:
+            earlier = matched.setdefault(absolute(match), pattern)
+            if earlier is not pattern:
+                raise errors.ConfigError(
+                    f"{key}: {earlier} and {pattern} both match {match}, which would be"
+                    " read twice in each epoch; list each file once"
+                )
         paths += matches
     if not paths:
         raise errors.DataError(f"{key} is empty; set it to the files to read")
@@ -84,6 +97,49 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
 def exists(file: str) -> bool:
     """Whether there is a file at a path or URI."""
     return bool(_matches(file))
+
+
+# What to do with files of other formats, by suffix.
+_ROUTES = {
+    (".parquet",): "set grain_file_type=parquet, or read it with ec.data.Parquet",
+    (".array_record", ".arrayrecord"): (
+        "set grain_file_type=arrayrecord, or read it with ec.data.ArrayRecord"
+    ),
+    (".tfrecord", ".tfrecords"): (
+        "set grain_file_type=tfrecord, or read it with ec.data.TFRecord"
+    ),
+    (".jsonl", ".ndjson"): (
+        "JSON lines are converted by `elastic-ckpt data {file} OUT.parquet --column"
+        " text`; then set grain_file_type=parquet"
+    ),
+    (".arrow", ".feather"): (
+        "Arrow files are converted to Parquet, by Hugging Face's"
+        " load_from_disk(DIRECTORY).to_parquet(FILE), or by"
+        " pyarrow.parquet.write_table; then set grain_file_type=parquet"
+    ),
+    (".csv", ".tsv", ".json"): (
+        "convert it to Parquet, such as by pandas (to_parquet); then set"
+        " grain_file_type=parquet"
+    ),
+    (".txt", ".md"): (
+        "text files are converted by `elastic-ckpt data DIRECTORY OUT.parquet`; then"
+        " set grain_file_type=parquet"
+    ),
+    (".gz", ".zst", ".zip", ".tar", ".xz", ".bz2"): "decompress it first",
+}
+
+
+def route(file: str, otherwise: str) -> str:
+    """What to do with a file that is of another format than expected.
+
+    Args:
+      file: its path or URI.
+      otherwise: what to do if its name tells nothing.
+    """
+    for suffixes, advice in _ROUTES.items():
+        if file.lower().endswith(suffixes):
+            return advice.format(file=file)
+    return otherwise
 
 
 def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ...]:
@@ -273,8 +329,66 @@ def _matches(pattern: str) -> list[str]:
 
 def _located(file: str) -> tuple[Any, str]:
     # The file system of a remote file, and the path in it.
+    protocol = file.partition("://")[0]
+    if protocol in _DOWNLOADED:
+        raise errors.DataError(f"{file}: {_DOWNLOADED[protocol]}")
     bucket_clients.prepare(file, is_data=True)
-    return fsspec.url_to_fs(file)
+    try:
+        system, path = fsspec.url_to_fs(file)
+    except (ImportError, ValueError) as error:
+        raise errors.DataError(
+            f"{file}: there is no client for {protocol}:// ({error}); download the"
+            " files, or copy them to gs://, s3:// or az://"
+        ) from None
+    if bucket_clients.is_bucket(file):
+        _check_reachable(system, protocol, path)
+    return system, path
+
+
+# Sites that are no file systems: they may change, limit requests, or list no files.
+_DOWNLOADED = {
+    "hf": (
+        "data is not read from the Hugging Face Hub during training; download it with"
+        " `hf download --repo-type dataset NAME --local-dir DIRECTORY`, and name its"
+        " files, such as DIRECTORY/**/*.parquet"
+    ),
+    **dict.fromkeys(
+        ("http", "https"),
+        "data is not read from web servers during training; download the file, such as"
+        " with `curl -LO`, or copy it to gs://, s3:// or az://, and name it there",
+    ),
+}
+
+
+# The buckets whose stores have answered.
+_REACHED: set[tuple[str, str]] = set()
+
+
+def _check_reachable(system: Any, protocol: str, path: str) -> None:
+    # Clients try again for minutes, also if their store was never there.
+    bucket = path.partition("/")[0]
+    if (protocol, bucket) in _REACHED:
+        return
+    try:
+        # Not `_exists`, for which a store that is out of reach has no such object.
+        asyn.sync(system.loop, system._info, path, timeout=_REACH_SECS)
+        problem = ""
+    except (TimeoutError, asyn.FSTimeoutError):
+        problem = f"its store does not answer within {_REACH_SECS} s"
+    except bucket_clients.failures() as error:
+        if not bucket_clients.is_connection_failure(error):
+            # It answered; what is requested next has an error of its own.
+            problem = ""
+        else:
+            problem = f"its store cannot be reached ({error})"
+    if not problem:
+        _REACHED.add((protocol, bucket))
+        return
+    raise errors.DataError(
+        f"{protocol}://{bucket}: {problem}; check the network of this machine and the"
+        " store's address (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or that of Azure),"
+        " and start the run again"
+    )
 
 
 def _remote(file: str) -> remote_file.Object:

@@ -12,13 +12,13 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import arrow_rows, files, source
+from elastic_ckpt.data.sources import arrow_rows, files, parquet_pages, source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -98,9 +98,7 @@ class Parquet:
             try:
                 batch = files.retried(functools.partial(_next, rows), place)
             except corrupt_page as error:
-                yield source.corrupt(
-                    f"{place}, from row {row} on", error, num_records=stop - row
-                )
+                yield from self._rest(unit, place, row, error)
                 return
             for element in arrow_rows.elements(batch.slice(0, stop - row)):
                 if isinstance(element, str):
@@ -108,6 +106,39 @@ class Parquet:
                 else:
                     yield element
                 row += 1
+
+    def _rest(
+        self, unit: units.Unit, place: str, row: int, problem: Exception
+    ) -> Iterator[source.Read]:
+        # The rows of a unit from `row` on, of a row group with damaged pages.
+        stop = unit.first + unit.num_records
+        left = files.retried(
+            functools.partial(
+                _salvaged, self.files[unit.file], unit.block, self.columns
+            ),
+            place,
+        )
+        if left is None:
+            yield source.corrupt(
+                f"{place}, from row {row} on", problem, num_records=stop - row
+            )
+            return
+        lost = [(max(a, row), min(b, stop)) for a, b in left.lost]
+        for first, end in [*((a, b) for a, b in lost if a < b), (stop, stop)]:
+            for batch in left.table.slice(row, first - row).to_batches():
+                for element in arrow_rows.elements(batch):
+                    if isinstance(element, str):
+                        yield source.corrupt(f"{place}, row {row}", element)
+                    else:
+                        yield element
+                    row += 1
+            if first < end:
+                yield source.corrupt(
+                    f"{place}, rows {first} to {end - 1}",
+                    problem,
+                    num_records=end - first,
+                )
+            row = end
 
 
 def _starts(metadata: pq.FileMetaData) -> tuple[int, ...]:
@@ -273,16 +304,40 @@ def _metadata(file: str) -> pq.FileMetaData:
     try:
         with files.opened(file) as stream:
             return library().read_metadata(stream)
-    except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
+    except (pa.ArrowInvalid, pa.ArrowException, OSError, UnicodeError) as error:
         if _is_from_outside(error):
             raise
+        advice = (
+            "restore it from a copy, or read it as its own format (grain_file_type in a"
+            " configuration)"
+        )
+        if not file.lower().endswith(".parquet"):
+            advice = files.route(file, advice)
         raise errors.DataError(
-            f"{file}: not a complete Parquet file ({error}); restore it from a copy, or"
-            " set grain_file_type to its format"
+            f"{file}: not a complete Parquet file ({error}); {advice}"
         ) from None
 
 
+@functools.lru_cache(maxsize=2)
+def _salvaged(
+    file: str, block: int, columns: tuple[str, ...]
+) -> parquet_pages.Salvaged | None:
+    metadata = _metadata(file)
+
+    def open_with(stream: BinaryIO) -> pq.ParquetFile:
+        return library().ParquetFile(
+            stream,
+            metadata=metadata,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        )
+
+    with files.opened(file) as stream:
+        return parquet_pages.salvaged(stream, metadata, block, columns, open_with)
+
+
 files.register_cache(_metadata.cache_clear)
+files.register_cache(_salvaged.cache_clear)
 files.register_cache(_TABLES.clear)
 
 

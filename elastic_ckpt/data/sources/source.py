@@ -11,6 +11,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -123,13 +124,16 @@ def take_names(source: Any, **fields: str) -> None:
       **fields: the name of the `required` and of the `optional` field.
 
     Raises:
-      ConfigError: as in `files.names`.
+      ConfigError: as in `files.names`, or if a name occurs twice.
     """
     for kind, field in fields.items():
         argument = f"{type(source).__name__}: {field}"
         names = files.names(
             getattr(source, field), argument=argument, required=kind == "required"
         )
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise errors.ConfigError(f"{argument} has {twice[0]!r} twice; name it once")
         object.__setattr__(source, field, names)
 
 

@@ -195,10 +195,13 @@ def _foreign(file: str, offset: int, header: bytes) -> str:
             f"{file}: a compressed file, which is not supported; decompress it, or"
             " write it again without compression"
         )
-    return (
-        f"{file}, byte {offset}: not a TFRecord file, or damaged there; restore it"
-        " from a copy, or set grain_file_type to its format"
+    advice = (
+        "restore it from a copy, or read it as its own format (grain_file_type in a"
+        " configuration)"
     )
+    if not file.lower().endswith((".tfrecord", ".tfrecords")):
+        advice = files.route(file, advice)
+    return f"{file}, byte {offset}: not a TFRecord file, or damaged there; {advice}"
 
 
 def _cache_path(file: str, content: files.Content) -> epath.Path:

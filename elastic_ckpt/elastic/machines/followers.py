@@ -188,7 +188,8 @@ class Followers:
                 f"only machines {sorted(alive)} of {most} are left, which is no"
                 " majority, so that others may continue the run and this one stops;"
                 " bring machines back and start it again, or, if all machines write to"
-                " one storage, set elastic_machine_majority=false"
+                " one storage, set needs_majority=False (in a configuration"
+                " elastic_machine_majority=false)"
             )
 
     def _drop_lost(self) -> None:

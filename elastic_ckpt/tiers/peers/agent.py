@@ -75,6 +75,8 @@ class Service:
       max_bytes_per_sec: to all clients together; None without a bound.
       max_connections: at a time.
       max_connections_of_client: at a time, from one address.
+      is_beside: whether another agent serves `root` and does not answer: then this one
+        is not found there, and those who need it are told its address.
     """
 
     root: str
@@ -86,6 +88,7 @@ class Service:
     max_bytes_per_sec: float | None = None
     max_connections: int = 512
     max_connections_of_client: int = 64
+    is_beside: bool = False
 
 
 def find(root: epath.PathLike) -> Address | None:
@@ -213,9 +216,9 @@ def _listening(service: Service) -> Iterator[tuple[Address, socket.socket]]:
     machine_id = machine.machine_id(service.root)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(
-                storage.exclusive_lock(os.path.join(service.root, _LOCK_FILE))
-            )
+            if not service.is_beside:
+                lock = os.path.join(service.root, _LOCK_FILE)
+                stack.enter_context(storage.exclusive_lock(lock))
         except errors.RunError:
             raise errors.RunError(
                 f"another agent serves {service.root}"
@@ -243,6 +246,9 @@ def _listening(service: Service) -> Iterator[tuple[Address, socket.socket]]:
 
 @contextlib.contextmanager
 def _published(service: Service, address: Address) -> Iterator[None]:
+    if service.is_beside:
+        yield
+        return
     path = os.path.join(service.root, ADDRESS_FILE)
     storage.write_atomic(path, json.dumps(dataclasses.asdict(address)).encode())
     try:

@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="end with the program that holds the other end of the standard input",
     )
+    parser.add_argument(
+        "--beside",
+        action="store_true",
+        help="serve beside the directory's agent, which does not answer; hosts that"
+        " start this one tell the others its address",
+    )
     node = parser.add_argument_group("the agent of a node")
     node.add_argument(
         "--node",
@@ -117,6 +123,7 @@ def service(arguments: argparse.Namespace) -> agent.Service:
         tls_certificate=arguments.tls_certificate,
         tls_key=arguments.tls_key,
         max_bytes_per_sec=arguments.max_bytes_per_sec,
+        is_beside=arguments.beside,
     )
 
 

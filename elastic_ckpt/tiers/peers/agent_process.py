@@ -5,6 +5,8 @@ If the agent of a node runs (`node_agent`), it serves the RAM disk.
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 import subprocess
 import sys
 
@@ -47,7 +49,7 @@ class AgentProcess:
         elif of_node is not None:
             self.address = node_record.attach(service.root)
         else:
-            self._process = _start(service)
+            self._process, _ = _start(service)
             self.address = agent.wait_for(service.root)
 
     def check(self) -> None:
@@ -62,15 +64,43 @@ class AgentProcess:
         """Ends the agent, if it was started here."""
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin
-            assert process.stdout
-            # Its end is the agent's.
-            process.stdin.close()
-            process.wait()
-            process.stdout.close()
+            _end(process)
 
 
-def _start(service: agent.Service) -> subprocess.Popen[str]:
+class AgentBeside:
+    """An agent beside that of a RAM disk, which does not answer.
+
+    It ends when this is closed, or when this process is killed.
+
+    Args:
+      service: what it serves.
+
+    Raises:
+      RunError: if it cannot be started.
+
+    Attributes:
+      url: of the agent, which no file names.
+    """
+
+    def __init__(self, service: agent.Service) -> None:
+        beside = dataclasses.replace(service, port=0, is_beside=True)
+        self._process, self.url = _start(beside)
+
+    def close(self) -> None:
+        """Ends the agent."""
+        _end(self._process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    assert process.stdin
+    assert process.stdout
+    # Its end is the agent's.
+    process.stdin.close()
+    process.wait()
+    process.stdout.close()
+
+
+def _start(service: agent.Service) -> tuple[subprocess.Popen[str], str]:
     options = {
         "--interface": service.interface,
         "--port": service.port or None,
@@ -85,25 +115,31 @@ def _start(service: agent.Service) -> subprocess.Popen[str]:
         if value is not None
         for word in (option, value)
     ]
-    process = subprocess.Popen(
-        [
-            *(
-                sys.executable,
-                "-m",
-                agent_command.__name__,
-                service.root,
-            ),
-            *given,
-            "--until-stdin-closes",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [
+        *(sys.executable, "-m", agent_command.__name__, service.root),
+        *given,
+        *(["--beside"] if service.is_beside else []),
+        "--until-stdin-closes",
+    ]
+    # Neither Ctrl-C of a terminal nor SIGTERM to all processes of a job, Slurm's way,
+    # is for it: it serves until the last save is done. It inherits the mask.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdout
-    if not process.stdout.readline():
+    line = process.stdout.readline()
+    if not line:
+        _end(process)
         raise errors.RunError(
             f"the agent of {service.root} could not be started; its messages are in"
             " this process's standard error"
         )
-    return process
+    return process, line.split()[-1]

@@ -6,6 +6,7 @@ host reads those of the same machine from the RAM disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -27,15 +28,19 @@ class Mail(Protocol):
         ...
 
     def read(self, host: int, name: str) -> bytes:
-        """The message that a host has left.
+        """The message that a host has left, or that was delivered here for it.
 
         Raises:
           ReadError: if there is none, or the host cannot be reached.
         """
         ...
 
+    def deliver(self, host: int, name: str, content: bytes) -> None:
+        """Keeps a message of a host that came another way, until it is read."""
+        ...
+
     def remove(self, prefix: str) -> None:
-        """Removes the messages of this host whose names begin so."""
+        """Removes the messages of this host, and to it, whose names begin so."""
         ...
 
 
@@ -61,6 +66,7 @@ class Mailbox:
         self._slot = slot
         self._hosts = hosts
         self._endpoint = endpoint
+        self._delivered: dict[tuple[int, str], bytes] = {}
 
     def post(self, name: str, content: bytes) -> None:
         """See `Mail`."""
@@ -69,6 +75,9 @@ class Mailbox:
 
     def read(self, host: int, name: str) -> bytes:
         """See `Mail`."""
+        delivered = self._delivered.pop((host, name), None)
+        if delivered is not None:
+            return delivered
         machine, _, slot = self._hosts[host].id.rpartition(".")
         if machine != self._disk.machine:
             path = f"/v1/hosts/{slot}/{MESSAGES}/{name}"
@@ -79,13 +88,18 @@ class Mailbox:
         except FileNotFoundError:
             raise ReadError(f"cannot be read: {path} is missing") from None
 
+    def deliver(self, host: int, name: str, content: bytes) -> None:
+        """See `Mail`."""
+        self._delivered[host, name] = content
+
     def remove(self, prefix: str) -> None:
         """See `Mail`."""
+        for key in list(self._delivered):
+            if key[1].startswith(prefix):
+                self._delivered.pop(key, None)
+        # The directory stays: another exchange may be about to post there.
         directory = self._disk.host_directory(self._slot) / MESSAGES
-        if not directory.exists():
-            return
-        for name in os.listdir(directory):
-            if name.startswith(prefix):
-                storage.remove(directory / name)
-        if not os.listdir(directory):
-            storage.remove(directory)
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(directory):
+                if name.startswith(prefix):
+                    storage.remove(directory / name)

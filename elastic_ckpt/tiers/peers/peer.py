@@ -56,11 +56,15 @@ class PeerSource:
     Args:
       endpoint: of its agent.
       directory: `<slot>/<step>-<save>`.
+      is_patient: whether to wait for a slow agent; see `source.RemoteSource`.
     """
 
-    def __init__(self, endpoint: Endpoint, directory: str) -> None:
+    def __init__(
+        self, endpoint: Endpoint, directory: str, *, is_patient: bool = False
+    ) -> None:
         self._endpoint = endpoint
         self._directory = directory
+        self._is_patient = is_patient
         self.directory = f"{endpoint.url}/v1/hosts/{directory}"
 
     def read_into(
@@ -72,11 +76,18 @@ class PeerSource:
     ) -> None:
         """See `source.Source`."""
         path = _path(f"{self._directory}/{file}")
-        self._endpoint.read_into(path, offset, into, on_piece)
+        self._endpoint.read_into(
+            path, offset, into, on_piece, is_patient=self._is_patient
+        )
 
     def size(self, file: str) -> int:
         """See `source.Source`."""
-        return self._endpoint.size(_path(f"{self._directory}/{file}"))
+        path = _path(f"{self._directory}/{file}")
+        return self._endpoint.size(path, is_patient=self._is_patient)
+
+    def patiently(self) -> PeerSource:
+        """See `source.RemoteSource`."""
+        return PeerSource(self._endpoint, self._directory, is_patient=True)
 
     def put_right(self, file: str, content: bytes) -> None:
         """Has the agent replace a bad copy; see `source.RepairableSource`."""
@@ -95,6 +106,8 @@ class Peer:
       run: whose steps are wanted.
       certificate_sha256: that its agent announced; None for any certificate that is
         valid for the url's host.
+      is_patient: whether to wait for its agent if that is slow, because nobody else can
+        tell what is in its memory.
 
     Attributes:
       url: of its agent.
@@ -107,8 +120,10 @@ class Peer:
         run: str,
         *,
         certificate_sha256: str | None = None,
+        is_patient: bool = False,
     ) -> None:
         self.url = url
+        self._is_patient = is_patient
         self._endpoint = client.endpoint(url, certificate_sha256=certificate_sha256)
         self._run = run
         self._num_unreadable = 0
@@ -192,7 +207,7 @@ class Peer:
         return _Listing({step: of_step[step] for step in newest}, problems)
 
     def _read_listing(self) -> list[_Listed]:
-        text = self._endpoint.read("/v1/steps", most_bytes=MOST_LISTING_BYTES)
+        text = self._read("/v1/steps", most_bytes=MOST_LISTING_BYTES)
         try:
             return [_listed(each) for each in json.loads(text)]
         except (KeyError, RecursionError, TypeError, ValueError) as error:
@@ -201,9 +216,14 @@ class Peer:
                 f" ({type(error).__name__})"
             ) from None
 
+    def _read(self, path: str, *, most_bytes: int) -> bytes:
+        return self._endpoint.read(
+            path, most_bytes=most_bytes, is_patient=self._is_patient
+        )
+
     def _manifest(self, listed: _Listed) -> manifest.Manifest:
         path = _path(f"{listed.directory}/{listed.name}")
-        text = self._endpoint.read(path, most_bytes=MOST_MANIFEST_BYTES)
+        text = self._read(path, most_bytes=MOST_MANIFEST_BYTES)
         try:
             parsed = manifest_file.parse(text)
         except RecursionError:
@@ -226,8 +246,8 @@ class Peer:
 class Peers:
     """Many peers as one `source.Tier`, asked at the same time.
 
-    One that fails costs its time-out once, is left alone for
-    `peer_endpoint.SKIPPED_SECS`, and is among the problems all the while.
+    One that fails costs its time-out once, is left alone for a while (see
+    `peer_client`), and is among the problems all the while.
 
     Args:
       peers: any number.

@@ -18,7 +18,9 @@ class PeerClient:
       secret: the run's, or a function that returns the current one.
       tls_ca: a PEM file with the authority that signs the agents' certificates; with
         it, agents without TLS are refused. Without it, the system's authorities.
-      timeout_secs: a peer that sends nothing for so long, or far too little, fails.
+      timeout_secs: a peer that sends nothing for so long, or far too little, fails,
+        and is left alone for three times as long. Where nobody else has what it has,
+        it is waited for as long.
       max_connections: to one peer at a time.
       max_bytes_per_sec: from all peers together; None without a bound.
 
@@ -69,6 +71,11 @@ class PeerClient:
             certificate_sha256=certificate_sha256,
         )
         return self._endpoints.setdefault((url, certificate_sha256), made)
+
+    def left_skipped_secs(self) -> float:
+        """How long until all peers that have failed are asked again."""
+        endpoints = list(self._endpoints.values())
+        return max((each.left_skipped_secs() for each in endpoints), default=0.0)
 
     def close(self) -> None:
         """Closes all idle connections."""

@@ -3,6 +3,10 @@
 A connection that breaks is made anew, and a transfer goes on where it stopped, some
 times. A peer that sends nothing or far too little, or that cannot be reached, is
 skipped for a while: calls in that time fail at once.
+
+A peer that takes connections and sends nothing is slow, and probably busy. Callers that
+have nobody else to ask are patient: they wait four time-outs for its answer, and ask it
+while others skip it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import bandwidth, peer_connection, protocol
@@ -26,8 +30,8 @@ RETRY_SECS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
 # The longest of these waits for an address that refuses connections: an agent that is
 # started anew usually has another address.
 _MOST_REFUSED_SECS = 0.2
-# How long a peer is left alone after it has failed.
-SKIPPED_SECS = 30.0
+# How long a peer is left alone after it has failed, in time-outs.
+_SKIPPED_TIMEOUTS = 3
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/[0-9]{1,18}")
 _SIZE = re.compile(r"[0-9]{1,18}")
 _REFUSED = 401
@@ -59,6 +63,28 @@ class Terms:
     max_connections: int
     bandwidth_bound: bandwidth.Bandwidth | None
 
+    @property
+    def skipped_secs(self) -> float:
+        """How long a peer is left alone after it has failed."""
+        return _SKIPPED_TIMEOUTS * self.timeout_secs
+
+    def wait_secs(self, *, is_patient: bool) -> float:
+        """How long to wait for an answer."""
+        return self.timeout_secs + (self.skipped_secs if is_patient else 0)
+
+
+class _Skipped(NamedTuple):
+    # Until when a peer is left alone, why, whether it is only slow, and whether it
+    # has not even answered a patient caller.
+    until_secs: float
+    reason: str
+    is_slow: bool
+    is_hung: bool
+
+
+class _UnreachableError(TimeoutError):
+    """No connection was made in time."""
+
 
 class Endpoint:
     """Reads from the agent at `url`; any number of threads may call it.
@@ -85,18 +111,31 @@ class Endpoint:
         self._free = threading.BoundedSemaphore(terms.max_connections)
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
-        self._skipped: tuple[float, str] | None = None
+        self._skipped: _Skipped | None = None
         self._refuses_connections = False
 
-    def read(self, path: str, *, most_bytes: int) -> bytes:
+    def left_skipped_secs(self) -> float:
+        """How long until it is asked again; 0 if it is not skipped."""
+        skipped = self._skipped
+        left = 0.0 if skipped is None else skipped.until_secs - time.monotonic()
+        return max(0.0, left)
+
+    def read(self, path: str, *, most_bytes: int, is_patient: bool = False) -> bytes:
         """The whole answer to `path`.
+
+        Args:
+          path: of the file.
+          most_bytes: that are taken.
+          is_patient: whether to wait for a slow peer.
 
         Raises:
           ReadError: if it cannot be had, or has more than `most_bytes`.
         """
 
         def read() -> bytes:
-            with self._answer("GET", path, {}, status=200) as response:
+            with self._answer(
+                "GET", path, {}, status=200, is_patient=is_patient
+            ) as response:
                 num_bytes = response.length
                 if num_bytes is None or num_bytes > most_bytes:
                     raise source.ReadError(
@@ -108,7 +147,7 @@ class Endpoint:
                     content += self._piece(response, num_bytes - len(content))
                 return bytes(content)
 
-        return self._persistently(read, lambda: 0)
+        return self._persistently(read, lambda: 0, is_patient=is_patient)
 
     def read_into(
         self,
@@ -116,8 +155,17 @@ class Endpoint:
         offset: int,
         into: memoryview,
         on_piece: source.OnPiece = source.ignored,
+        *,
+        is_patient: bool = False,
     ) -> None:
         """Fills `into` with bytes of `path` from `offset` on; see `source.Source`.
+
+        Args:
+          path: of the file.
+          offset: of the first byte.
+          into: writable and contiguous.
+          on_piece: called with each part of `into`, in order, once it is read.
+          is_patient: whether to wait for a slow peer.
 
         Raises:
           ReadError: if they cannot be had.
@@ -128,7 +176,9 @@ class Endpoint:
             nonlocal done
             first, last = offset + done, offset + len(into) - 1
             wanted = {"Range": f"bytes={first}-{last}"}
-            with self._answer("GET", path, wanted, status=206) as response:
+            with self._answer(
+                "GET", path, wanted, status=206, is_patient=is_patient
+            ) as response:
                 self._check_range(response, first, last)
                 while done < len(into):
                     piece = into[done : done + self._piece_bytes()]
@@ -139,19 +189,25 @@ class Endpoint:
                     self._pause(len(piece))
 
         if len(into):
-            self._persistently(fill, lambda: done)
+            self._persistently(fill, lambda: done, is_patient=is_patient)
         else:
-            self.size(path)
+            self.size(path, is_patient=is_patient)
 
-    def size(self, path: str) -> int:
+    def size(self, path: str, *, is_patient: bool = False) -> int:
         """The length of the file at `path` in bytes.
+
+        Args:
+          path: of the file.
+          is_patient: whether to wait for a slow peer.
 
         Raises:
           ReadError: if it cannot be had.
         """
 
         def look() -> int:
-            with self._answer("HEAD", path, {}, status=200) as response:
+            with self._answer(
+                "HEAD", path, {}, status=200, is_patient=is_patient
+            ) as response:
                 announced = response.getheader("Content-Length", "")
             if not _SIZE.fullmatch(announced):
                 raise source.ReadError(
@@ -159,7 +215,7 @@ class Endpoint:
                 )
             return int(announced)
 
-        return self._persistently(look, lambda: 0)
+        return self._persistently(look, lambda: 0, is_patient=is_patient)
 
     def put(self, path: str, content: bytes) -> None:
         """Sends a file that replaces a bad copy at `path`; tried once.
@@ -169,7 +225,7 @@ class Endpoint:
         """
         problem = self._problem()
         if problem is not None:
-            raise source.RepairError(problem)
+            raise source.RepairError(str(problem))
         with self._free:
             connection = self._new_connection()
             try:
@@ -214,19 +270,25 @@ class Endpoint:
             connection.close()
 
     def _persistently(
-        self, attempt: Callable[[], Result], progress: Callable[[], int]
+        self,
+        attempt: Callable[[], Result],
+        progress: Callable[[], int],
+        *,
+        is_patient: bool,
     ) -> Result:
         waits = iter(RETRY_SECS)
         while True:
             before = progress()
             try:
-                return attempt()
+                outcome = attempt()
             except (
-                TimeoutError,
+                _UnreachableError,
                 ssl.SSLCertVerificationError,
                 peer_connection.UntrustedError,
             ) as error:
                 raise self._failed(str(error)) from None
+            except TimeoutError as error:
+                raise self._slow(str(error), is_patient=is_patient) from None
             except OSError as error:
                 # Idle connections are as old as the broken one.
                 self.close()
@@ -241,23 +303,42 @@ class Endpoint:
                 # The message is left out, because it may contain the secret.
                 reason = f"does not speak HTTP: {type(error).__name__}"
                 raise self._failed(reason) from None
+            else:
+                self._skipped = None
+                return outcome
 
     def _failed(self, reason: str, *, refused: bool = False) -> source.ReadError:
         self._refuses_connections = refused
-        self._skipped = (time.monotonic() + SKIPPED_SECS, reason)
+        self._skip(reason)
         return source.ReadError(f"cannot be read: {self.url} fails ({reason})")
 
-    def _problem(self) -> str | None:
+    def _slow(self, reason: str, *, is_patient: bool) -> source.SlowError:
+        self._refuses_connections = False
+        self._skip(reason, is_slow=True, is_hung=is_patient)
+        return source.SlowError(f"cannot be read: {self.url} fails ({reason})")
+
+    def _skip(
+        self, reason: str, *, is_slow: bool = False, is_hung: bool = False
+    ) -> None:
+        until_secs = time.monotonic() + self._terms.skipped_secs
+        self._skipped = _Skipped(until_secs, reason, is_slow, is_hung)
+
+    def _problem(self, *, is_patient: bool = False) -> source.ReadError | None:
         # Why the peer is not asked now.
         if self._terms.needs_tls and not self.url.startswith("https://"):
-            return f"was not asked for: {self.url} does not encrypt, and this run does"
-        skipped = self._skipped
-        if skipped and skipped[0] > time.monotonic():
-            return (
-                f"was not asked for: {self.url} has failed ({skipped[1]}), and is left"
-                f" alone for {SKIPPED_SECS:.0f} s"
+            return source.ReadError(
+                f"was not asked for: {self.url} does not encrypt, and this run does"
             )
-        return None
+        skipped = self._skipped
+        if skipped is None or skipped.until_secs <= time.monotonic():
+            return None
+        if is_patient and skipped.is_slow and not skipped.is_hung:
+            return None
+        kind = source.SlowError if skipped.is_slow else source.ReadError
+        return kind(
+            f"was not asked for: {self.url} has failed ({skipped.reason}), and is left"
+            f" alone for {self._terms.skipped_secs:g} s"
+        )
 
     def _own_headers(self) -> dict[str, str]:
         return {
@@ -267,15 +348,25 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _answer(
-        self, method: str, path: str, headers: dict[str, str], *, status: int
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        *,
+        status: int,
+        is_patient: bool,
     ) -> Iterator[peer_connection.Response]:
         """The response to a request; its connection is kept if its body was read."""
         with self._free:
-            problem = self._problem()
+            problem = self._problem(is_patient=is_patient)
             if problem is not None:
-                raise source.ReadError(problem)
+                raise problem
             connection = self._connection()
             try:
+                _connect(connection)
+                assert connection.sock is not None
+                wait_secs = self._terms.wait_secs(is_patient=is_patient)
+                connection.sock.settimeout(wait_secs)
                 connection.request(
                     method, path, headers={**headers, **self._own_headers()}
                 )
@@ -342,3 +433,15 @@ class Endpoint:
     def _pause(self, num_bytes: int) -> None:
         if bound := self._terms.bandwidth_bound:
             time.sleep(bound.take(num_bytes))
+
+
+def _connect(connection: http.client.HTTPConnection) -> None:
+    if connection.sock is not None:
+        return
+    try:
+        connection.connect()
+    except TimeoutError as error:
+        # With a socket, the peer has taken the connection, and has not encrypted it.
+        if connection.sock is None:
+            raise _UnreachableError(str(error)) from None
+        raise

@@ -35,6 +35,7 @@ class WorldRecord:
       limit_bytes: of the RAM disk; None leaves it to the file system.
       tls_ca: a PEM file with the authority of the agents' certificates; None without.
       max_bytes_per_sec: from all peers together; None without a bound.
+      timeout_secs: of peers.
     """
 
     run: str
@@ -43,6 +44,7 @@ class WorldRecord:
     limit_bytes: int | None
     tls_ca: str | None = None
     max_bytes_per_sec: float | None = None
+    timeout_secs: float = 10.0
 
 
 def write(root: epath.PathLike, record: WorldRecord) -> None:
@@ -66,6 +68,7 @@ def read(root: epath.PathLike) -> WorldRecord | None:
             limit_bytes=fields["limit_bytes"],
             tls_ca=fields.get("tls_ca"),
             max_bytes_per_sec=fields.get("max_bytes_per_sec"),
+            timeout_secs=float(fields.get("timeout_secs", 10.0)),
         )
     except (FileNotFoundError, RecursionError, *_MALFORMED):
         return None

@@ -19,7 +19,7 @@ import time
 
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
+from elastic_ckpt.core import bucket_clients, checked_json, errors, process, storage
 from elastic_ckpt.manifests.line import Line
 
 DIRECTORY = "worlds"
@@ -34,10 +34,13 @@ class Claimant:
     Attributes:
       name: that no other start has.
       has_claimed: whether an earlier world of this start was claimed.
+      owner: the process of the start, if nothing but that shows whether it is alive;
+        None if it is one of several, or a launcher starts it again.
     """
 
     name: str
     has_claimed: bool = False
+    owner: process.Process | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,10 +62,10 @@ class Claim:
     time_ms: int = dataclasses.field(default_factory=lambda: time.time_ns() // 10**6)
 
 
-def new_claimant() -> Claimant:
+def new_claimant(owner: process.Process | None = None) -> Claimant:
     """A claimant for a start of a run, named after this process."""
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return Claimant(name=name)
+    return Claimant(name=name, owner=owner)
 
 
 def newest(steps: epath.PathLike) -> Claim | None:
@@ -218,7 +221,7 @@ def _out_of_reach(
     directory: epath.Path, error: BaseException
 ) -> errors.CheckpointError:
     return errors.CheckpointError(
-        f"the claims of the run's worlds, {directory}, are out of reach ({error}):"
-        " another start may continue the run, so this one stops; bring the storage back"
-        " and start it again"
+        f"the claims of the run's worlds, {directory}, are out of reach ({error}), and"
+        " so is whether another start has continued the run; bring the storage back,"
+        " and start the run again if it has ended"
     )

@@ -6,6 +6,8 @@
     <root>/abandoned/<step>-<save>/             a committed step that was set aside
     <root>/evaluations/, <root>/leases/         see the modules of these names
     <root>/writers.lock                         held by the worlds that upload
+    <root>/run.json                             see `run_identity`
+    <root>/writers/                             see `writer`
 
 If directories can be renamed atomically, a step is written under the second name, and
 the rename commits it. Object stores have no such rename: there a step is written in its

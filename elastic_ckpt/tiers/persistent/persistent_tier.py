@@ -42,6 +42,9 @@ from elastic_ckpt.tiers.source import (
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
+# At a time of a file.
+_PIECE_BYTES = 2**24
+
 
 class PersistentTier:
     """The committed steps of a run in persistent storage; a `source.Tier`.
@@ -327,13 +330,17 @@ class StepSource:
             if inside:
                 reading = self._store(path).read(key, byte_range=slice(offset, end))
                 content = reading.result().value
+                done = len(content)
+                into[:done] = content
             else:
+                done = 0
                 with (self._path / path).open("rb") as opened:
                     opened.seek(offset)
-                    content = opened.read(len(into))
-        if len(content) != len(into):
-            raise ReadError(f"ends after {offset + len(content)} bytes, before {end}")
-        into[:] = content
+                    while content := opened.read(min(_PIECE_BYTES, len(into) - done)):
+                        into[done : done + len(content)] = content
+                        done += len(content)
+        if done != len(into):
+            raise ReadError(f"ends after {offset + done} bytes, before {end}")
         on_piece(into)
 
     def size(self, file: str) -> int:

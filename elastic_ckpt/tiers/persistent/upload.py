@@ -218,7 +218,7 @@ class Upload:
             self._fragments.update({(each.leaf, each.box): each for each in fragments})
         self._note_progress()
 
-    def write_file(self, file: ComponentFile, content: bytes) -> None:
+    def write_file(self, file: ComponentFile, content: bytes | memoryview) -> None:
         """Writes a file of a component, durably; `content` was verified by the caller.
 
         Raises:
@@ -246,10 +246,12 @@ class Upload:
             )
         return manifest
 
-    def _put(self, path: epath.Path, content: bytes) -> None:
+    def _put(self, path: epath.Path, content: bytes | memoryview) -> None:
         if not self._root.in_place:
             storage.write_atomic(path, content)
-        elif not storage.create(path, content) and path.read_bytes() != content:
+            return
+        content = bytes(content)
+        if not storage.create(path, content) and path.read_bytes() != content:
             # Another start may write the same step, into the same directory.
             newest = claims.newest(self._root.path)
             if newest is not None and newest.number > self._world:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pathlib
 import re
 import secrets
+import socket
 
+from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
@@ -14,18 +18,30 @@ FILE = "machine"
 ID_LENGTH = 16
 # It is a part of names of files.
 _ID = re.compile(rb"[0-9a-f]{%d}" % ID_LENGTH)
+_IN_MEMORY = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"})
 
 
 def machine_id(root: epath.PathLike) -> str:
     """The id of the RAM disk at `root`, 16 hex digits, created by the first call.
 
     Raises:
-      CheckpointError: if its file has something else.
+      CheckpointError: if `root` cannot be made, its file has something else, or
+        another user owns it.
     """
     path = os.path.join(root, FILE)
     if not os.path.exists(path):
         # Only the owner of a run may read its files.
-        storage.make_private_directory(root)
+        try:
+            storage.make_private_directory(root)
+        except OSError as error:
+            raise errors.CheckpointError(
+                f"the RAM directory {os.fspath(root)} cannot be made"
+                f" ({error.strerror}); set local_checkpoint_directory (the directory of"
+                " ec.Local) to one on a tmpfs that this user may write, such as"
+                " /dev/shm"
+            ) from error
+    _check_owner(root)
+    if not os.path.exists(path):
         storage.create(path, secrets.token_hex(ID_LENGTH // 2).encode())
     return _read(path)
 
@@ -40,6 +56,47 @@ def find(root: epath.PathLike) -> str | None:
         return _read(os.path.join(root, FILE))
     except FileNotFoundError:
         return None
+
+
+@functools.cache
+def warn_unless_in_memory(root: epath.PathLike) -> None:
+    """Warns, once a process, of a RAM disk that is not in memory."""
+    kind = _file_system(os.path.realpath(root))
+    if kind is not None and kind not in _IN_MEMORY:
+        logging.warning(
+            "%s is on a file system of type %s, not in memory: saves are as slow as"
+            " that disk, and wear it out; set local_checkpoint_directory (the directory"
+            " of ec.Local) to one on a tmpfs, such as /dev/shm/run",
+            root,
+            kind,
+        )
+
+
+def _file_system(path: str) -> str | None:
+    # The type of that which is mounted nearest above; None where that is unknown.
+    try:
+        mounts = pathlib.Path("/proc/self/mountinfo").read_text()
+    except OSError:
+        return None
+    kinds = {}
+    for mount in mounts.splitlines():
+        above, _, below = mount.partition(" - ")
+        place = above.split(" ")[4].encode().decode("unicode_escape")
+        kinds[place] = below.split(" ")[0]
+    places = [each for each in kinds if os.path.commonpath([each, path]) == each]
+    return kinds[max(places, key=len)] if places else None
+
+
+def _check_owner(root: epath.PathLike) -> None:
+    # The owner could change the steps and their digests. Root can change them anyway.
+    owner = os.stat(root).st_uid
+    if owner not in (0, os.geteuid()):
+        raise errors.CheckpointError(
+            f"{root} on {socket.gethostname()} belongs to user {owner}, and this"
+            f" process is of user {os.geteuid()}: another user could change the steps"
+            " in it; remove it, or set local_checkpoint_directory (the directory of"
+            " ec.Local) to one of your own"
+        )
 
 
 def _read(path: str) -> str:

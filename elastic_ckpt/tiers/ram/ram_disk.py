@@ -1,6 +1,7 @@
 """The RAM disk of a machine: what its processes hold of a run's steps, in memory.
 
     machine                        the id of this machine's memory, made once
+    run.json                       the identity of the run, see `run_identity`
     hosts/<slot>/lock              held by the process whose steps these are
     hosts/<slot>/repairs.lock      of repairs while it lives, see `file_repair`
     hosts/<slot>/messages/         messages to other hosts, as long as they need them

@@ -33,8 +33,11 @@ STORAGES = {
 }
 
 
-def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-    # The rest is about gradients.
+def _tensor_v2(
+    storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any
+) -> Tensor:
+    # The first two of the rest are about gradients.
+    _check_metadata(rest[2:])
     dtype = storage.dtype if isinstance(storage, Storage) else None
     return torch_tensor.view(storage, offset, shape, strides, dtype)
 
@@ -44,7 +47,19 @@ def _tensor_v3(
 ) -> Tensor:
     if len(rest) < 3 or not isinstance(rest[2], np.dtype):
         raise ValueError("it has no type")
+    _check_metadata(rest[3:])
     return torch_tensor.view(storage, offset, shape, strides, rest[2])
+
+
+def _check_metadata(rest: tuple[Any, ...]) -> None:
+    # PyTorch conjugates and negates views lazily, by a bit of the tensor.
+    for metadata in rest[:1]:
+        for bit in ("conj", "neg") if isinstance(metadata, dict) else ():
+            if metadata.get(bit):
+                raise ValueError(
+                    f"its {bit} bit is set, which is not read; call"
+                    f" resolve_{bit}() before it is saved"
+                )
 
 
 def _parameter(value: Any, *_: Any) -> Any:

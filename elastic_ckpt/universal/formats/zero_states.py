@@ -27,6 +27,7 @@ from elastic_ckpt.universal.formats.torch_tensor import Tensor
 # The name of a parameter of an expert, whose number it has.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
+_MOMENTUM = "momentum_buffer"
 # Each parameter of a group has all of them.
 _MOST_STATES = 32
 _SHAPE_BYTES, _STATE_BYTES, _RANGE_BYTES = 200, 400, 150
@@ -205,12 +206,35 @@ def _flat_tensors(file: TorchFile, group: int) -> dict[str, Tensor]:
         raise file.error(f"has no states of group {group}")
     named = {"fp32": master, **state}
     flats = {key: each for key, each in named.items() if isinstance(each, Tensor)}
+    if not _is_stage_3(file):
+        _check_muon(file, group, flats)
     if len(flats) > _MOST_STATES:
         raise file.error(
             f"has {len(flats)} states of each parameter, and at most {_MOST_STATES}"
             " are read"
         )
     return flats
+
+
+def _check_muon(file: TorchFile, group: int, flats: Mapping[str, Tensor]) -> None:
+    # Its momentum has every parameter of which the rank has a part, as a whole, so that
+    # the places of the parts are not those in the momentum.
+    groups = file.at(_STATE, "base_optimizer_state")
+    groups = groups.get("param_groups") if isinstance(groups, dict) else None
+    settings: Any = {}
+    if isinstance(groups, list) and group < len(groups):
+        settings = groups[group] if isinstance(groups[group], dict) else {}
+    # With the option `elastic_checkpoint` there are no groups.
+    kind = file.at("ds_config", "optimizer", "type")
+    is_muon = settings.get("use_muon") is True or (
+        not settings and isinstance(kind, str) and "muon" in kind.lower()
+    )
+    if is_muon and _MOMENTUM in flats:
+        raise file.error(
+            f"has the {_MOMENTUM} of Muon in group {group}, which under ZeRO stages 1"
+            " and 2 is not cut like its parameters, and is not read; save with ZeRO"
+            " stage 3, or load the weights alone, from a copy without *_optim_states.pt"
+        )
 
 
 def _address(file: TorchFile, name: str, address: Any) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from elastic_ckpt.universal.moves import TargetTensor
-from elastic_ckpt.universal.rules import name_pattern
+from elastic_ckpt.universal.rules import name_pattern, quantization
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.leftovers import Leftovers
@@ -173,6 +173,8 @@ class Grouping:
         self._add_targets()
 
     def _add_sources(self) -> None:
+        dropped: set[str] = set()
+        quantized: list[str] = []
         for number, tensor in enumerate(self._stored):
             matches = self._indices[0].matches(tensor.name, tensor.kind)
             if len(matches) > 1:
@@ -187,9 +189,14 @@ class Grouping:
                     tensor.dtype,
                 )
                 self._group(match).sources.append((sketch, number))
-            elif not matches and tensor.name not in self._layout.fill_inverse:
+                if quantization.may_be_quantized(tensor.dtype):
+                    quantized.append(tensor.name)
+            elif matches:
+                dropped.add(tensor.name)
+            elif tensor.name not in self._layout.fill_inverse:
                 text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
                 self.left.sources.append(tensor.name + text)
+        self.left.unscaled += quantization.without_scales(quantized, dropped)
 
     def _add_targets(self) -> None:
         # Optional rules that have no sources leave their targets to others.

@@ -15,9 +15,13 @@ from typing import Any
 
 from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
+from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Index, Rule, Size
 from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, State
+
+# What the tree of a step of Orbax is called, unless a layout says otherwise.
+TREE = "state"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class Layout:
         used; not in files.
       lists: the paths of trees in a written target that are lists, `opt_state`; their
         keys are numbers.
+      tree: the name that the tree of targets has in a written step of Orbax.
+      tree_inverse: the same for the inverse.
       place: for messages.
     """
 
@@ -63,6 +69,8 @@ class Layout:
         default_factory=dict
     )
     lists: tuple[str, ...] = ()
+    tree: str = TREE
+    tree_inverse: str = TREE
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def __post_init__(self) -> None:
@@ -112,16 +120,36 @@ class Layout:
             drop_of_kind=(),
             fill=self.fill_inverse,
             fill_inverse=self.fill,
+            tree=self.tree_inverse,
+            tree_inverse=self.tree,
         )
 
     def with_sizes(self, sizes: Mapping[str, Size]) -> Layout:
         """The layout with other sizes, in place of those of the same names.
 
         Rules that have a size of the name themselves keep it.
+
+        Raises:
+          LayoutError: if a size is none of those to choose from.
         """
         if not sizes:
             return self
+        for name, size in sizes.items():
+            asked = self.sizes.get(name)
+            if isinstance(asked, Choice):
+                asked.check(name, size)
         return dataclasses.replace(self, sizes={**self.sizes, **sizes})
+
+    def check_choices(self) -> None:
+        """Checks that every size that a user has to choose was chosen.
+
+        Raises:
+          LayoutError: names the size and what its numbers mean.
+        """
+        for sizes in (self.sizes, *(rule.sizes for rule in self.rules)):
+            for name, size in sizes.items():
+                if isinstance(size, Choice):
+                    raise size.missing(name)
 
     def with_values(self, values: Mapping[str, Any]) -> Layout:
         """The layout with numbers for the values of a checkpoint.

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import yaml
 
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
+from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Index, Rule, Size, TensorPattern
 from elastic_ckpt.universal.rules.state import State
 
 _VERSION = 1
+# That of a directory.
+_TREE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _T = TypeVar("_T")
 
 
@@ -178,12 +182,14 @@ def read(text: str, *, file: str) -> dict[str, Any]:
             "drop": _drop,
             "fill": lambda node: node.map(_filling),
             "lists": lambda node: node.list(_Node.text),
+            "tree": _tree,
         }
     )
     if values.pop("version", None) is None:
         raise root.error(f"`version: {_VERSION}` is missing")
     if "rules" not in values:
         raise root.error("`rules` is missing")
+    values |= values.pop("tree", {})
     drop = values.pop("drop", ((), ()))
     return {**values, "drop": drop[0], "drop_inverse": drop[1]}
 
@@ -196,7 +202,20 @@ def _version(node: _Node) -> int:
 
 
 def _sizes(node: _Node) -> dict[str, Size]:
-    return node.map(lambda n: _value(n) if n.is_mapping else n.arithmetic())
+    return node.map(lambda n: _given(n) if n.is_mapping else n.arithmetic())
+
+
+def _given(node: _Node) -> CheckpointValue | Choice:
+    if [key for key, _ in node.items()] != ["choose"]:
+        return _value(node)
+    meanings: dict[int, str] = {}
+    for key, each in node.fields({"choose": _Node.items})["choose"]:
+        if not (key.isascii() and key.isdecimal()):
+            raise each.error(f"expected a whole number, not {key!r}")
+        meanings[int(key)] = each.text()
+    if not meanings:
+        raise node.error("`choose` has the numbers to choose from, and what they mean")
+    return Choice(meanings=meanings, place=node.place)
 
 
 def _filling(node: _Node) -> float | CheckpointValue:
@@ -263,6 +282,21 @@ def _drop(node: _Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = lambda each: each.list(_Node.text)  # noqa: E731
     fields = node.fields({"from": names, "to": names})
     return fields.get("from", ()), fields.get("to", ())
+
+
+def _tree(node: _Node) -> dict[str, str]:
+    if not node.is_mapping:
+        return {"tree": _tree_name(node)}
+    fields = node.fields({"from": _tree_name, "to": _tree_name})
+    sides = {"from": "tree_inverse", "to": "tree"}
+    return {sides[side]: name for side, name in fields.items()}
+
+
+def _tree_name(node: _Node) -> str:
+    name = node.text()
+    if not _TREE_NAME.fullmatch(name):
+        raise node.error("the name of a tree has letters, digits, `_` and `-`")
+    return name
 
 
 def _rule(node: _Node) -> Rule:

@@ -22,6 +22,7 @@ class Leftovers:
       ambiguous: tensors with the places of several rules that match them.
       unmatched: patterns that match nothing, with the places of their rules.
       incomplete: tensors that a rule requires beside others, with its place.
+      unscaled: quantized tensors that are used, with their scales, which are dropped.
     """
 
     place: str
@@ -31,6 +32,7 @@ class Leftovers:
     ambiguous: dict[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     unmatched: list[str] = dataclasses.field(default_factory=list)
     incomplete: list[str] = dataclasses.field(default_factory=list)
+    unscaled: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> None:
         """Raises an error if anything is left over.
@@ -69,6 +71,14 @@ class Leftovers:
             lines.append(
                 f"{len(self.incomplete)} tensors are missing beside others of their "
                 f"rules: {errors.first_of(self.incomplete)}"
+            )
+        if self.unscaled:
+            # A tensor may be one of several ranks.
+            distinct = list(dict.fromkeys(self.unscaled))
+            lines.append(
+                f"{len(distinct)} quantized tensors would be loaded without their "
+                "scales, which `drop` leaves out; dequantize the checkpoint before, or "
+                f"add rules for the scales: {errors.first_of(distinct)}"
             )
         if lines:
             listed = "".join(f"\n  {line}" for line in lines)

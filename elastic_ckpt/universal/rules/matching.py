@@ -78,6 +78,7 @@ def _moves(
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
+    layout.check_choices()
     counts = axis_counts(layout, stored, axes)
     given = None if targets is None else list(targets.values())
     grouping = Grouping(layout, counts, stored, given)

@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
+from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 
-# A number, arithmetic on other sizes, or a value of the checkpoint.
-Size = float | str | CheckpointValue
+# A number, arithmetic on other sizes, a value of the checkpoint, or one to be chosen.
+Size = float | str | CheckpointValue | Choice
 
 # The powers of a parameter's scale, by the kind of state. A gradient is divided by the
 # scale; the second moment is that of a squared gradient.

@@ -67,6 +67,7 @@ class Conversion:
       matched: the moves from its tensors.
       targets: in the order in which their sources are stored.
       lists: the paths of trees of targets that are lists.
+      tree: the name of the checkpointable in an Orbax checkpoint.
 
     Raises:
       FormatError: if the source is of no format that is read, or damaged.
@@ -87,6 +88,7 @@ class Conversion:
             self.checkpoint, of_optimizer=of_optimizer
         )
         self.lists = layout.lists
+        self.tree = layout.tree
         self.matched: Matched = matching.moves(
             layout,
             self.checkpoint.tensors,

@@ -16,8 +16,6 @@ from elastic_ckpt.manifests.manifest import Contents, Leaf
 from elastic_ckpt.tiers.persistent import upload
 from elastic_ckpt.universal.moves import TargetTensor
 
-# The checkpointable that has all targets.
-STATE = "state"
 # An index of a list.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
 
@@ -26,16 +24,18 @@ def saved_step(
     targets: Sequence[TargetTensor],
     chunk_of: Mapping[str, tuple[int, ...]],
     *,
+    tree: str,
     lists: Sequence[str],
     run: str,
     step: int,
     save: str,
 ) -> upload.SavedStep:
-    """The step that has the targets as leaves of `state`.
+    """The step that has the targets as leaves of one tree.
 
     Args:
       targets: in any order.
       chunk_of: the shape of their chunks, by name.
+      tree: the name of the checkpointable that has all of them.
       lists: the paths of trees that are lists.
       run: the identity of the run.
       step: its number.
@@ -48,15 +48,17 @@ def saved_step(
     contents = Contents(
         leaves=tuple(
             Leaf(
-                path=leaf_path(target.name), shape=target.shape, dtype=target.dtype.name
+                path=leaf_path(tree, target.name),
+                shape=target.shape,
+                dtype=target.dtype.name,
             )
-            for target in sorted(targets, key=lambda each: leaf_path(each.name))
+            for target in sorted(targets, key=lambda each: leaf_path(tree, each.name))
         ),
         components={},
         time_ms=int(save),
-        trees=tree_structure.to_json({STATE: _with_lists(_tree(targets), "", lists)}),
+        trees=tree_structure.to_json({tree: _with_lists(_tree(targets), "", lists)}),
     )
-    chunks = _chunks(chunk_of)
+    chunks = _chunks(tree, chunk_of)
     return upload.SavedStep(
         run=run,
         step=step,
@@ -66,21 +68,24 @@ def saved_step(
     )
 
 
-def leaf_path(name: str) -> str:
+def leaf_path(tree: str, name: str) -> str:
     """The path of a target in manifests."""
-    return f"{STATE}/{name}" if name else STATE
+    return f"{tree}/{name}" if name else tree
 
 
 def orbax_files(
-    saved: upload.SavedStep, chunk_of: Mapping[str, tuple[int, ...]]
+    saved: upload.SavedStep, tree: str, chunk_of: Mapping[str, tuple[int, ...]]
 ) -> dict[str, bytes]:
     """The files that Orbax adds to the values, by path in the step."""
-    files = StepDescription.from_contents(saved.contents).files(_chunks(chunk_of))
+    chunks = _chunks(tree, chunk_of)
+    files = StepDescription.from_contents(saved.contents).files(chunks)
     return {path: text.encode() for path, text in files.items()}
 
 
-def _chunks(chunk_of: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    return {leaf_path(name): chunk for name, chunk in chunk_of.items()}
+def _chunks(
+    tree: str, chunk_of: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    return {leaf_path(tree, name): chunk for name, chunk in chunk_of.items()}
 
 
 def _tree(targets: Sequence[TargetTensor]) -> Any:

@@ -123,7 +123,9 @@ class OrbaxDestination:
         uploading.begin(lambda: {_part(each) for each in noted.values()})
         numbers = {leaf.path: n for n, leaf in enumerate(saved.contents.leaves)}
         number_of = {
-            target.name: numbers[converted_step.leaf_path(target.name)]
+            target.name: numbers[
+                converted_step.leaf_path(self._conversion.tree, target.name)
+            ]
             for target in self._conversion.targets
         }
         share = self.needed(host, num_hosts)
@@ -161,7 +163,9 @@ class OrbaxDestination:
             self._root,
             saved,
             hosts=[_host(number).id for number in range(num_hosts)],
-            orbax_files=converted_step.orbax_files(saved, self._conversion.chunk_of),
+            orbax_files=converted_step.orbax_files(
+                saved, self._conversion.tree, self._conversion.chunk_of
+            ),
         )
 
     @functools.lru_cache(maxsize=1)  # noqa: B019
@@ -173,6 +177,7 @@ class OrbaxDestination:
         return converted_step.saved_step(
             self._conversion.targets,
             self._conversion.chunk_of,
+            tree=self._conversion.tree,
             lists=self._conversion.lists,
             run=self._run,
             step=self._step,

@@ -1,10 +1,21 @@
+import os
 import pathlib
+import re
+import socket
+import subprocess
+import sys
 
 import fsspec
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import files
+from elastic_ckpt.data.sources import (
+    arrayrecord,
+    files,
+    parquet,
+    source,
+    tfrecord,
+)
 
 
 def refused(match):
@@ -72,8 +83,102 @@ def test_patterns_of_this_machine_are_made_absolute(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["c*", "c1"])
 def test_a_pattern_without_a_file_is_named(root, pattern):
-    with refused(rf"a_key: {root}/{pattern[0]}.* matches no file; write one with"):
+    with refused(rf"a_key: {root}/{pattern[0]}.* matches no file; check the path, or"):
         files.find_files(f"{root}/a1,{root}/{pattern}", key="a_key")
+
+
+def test_a_file_that_two_patterns_match_is_refused(directory, monkeypatch):
+    monkeypatch.chdir(directory)
+    first = sorted(path.name for path in directory.iterdir() if path.is_file())[0]
+    for patterns in (f"{first},*", f"{first}, ./{first}", f"{first},{directory}/*"):
+        with pytest.raises(
+            errors.ConfigError,
+            match=rf"grain_train_files: {first} and .* both match .*{first}, which",
+        ):
+            files.find_files(patterns)
+
+
+@pytest.mark.parametrize(
+    ("url", "way"),
+    [
+        (
+            "hf://datasets/a/b/c.parquet",
+            "`hf download --repo-type dataset NAME --local",
+        ),
+        ("https://example.com/a.parquet", "download the file, such as with `curl -LO`"),
+        ("http://example.com/*.parquet", "download the file, such as with `curl -LO`"),
+        ("nonsense://a/b", "there is no client for nonsense://.*; download the files"),
+    ],
+)
+def test_where_data_is_not_read_from_the_way_is_named(url, way):
+    with refused(f"{re.escape(url)}: .*{way}"):
+        files.find_files(url)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("a.jsonl", "`elastic-ckpt data .*/a.jsonl OUT.parquet --col"),
+        ("a.arrow", r"load_from_disk\(DIRECTORY\).to_parquet"),
+        ("a.csv", "convert it to Parquet, such as by pandas"),
+        ("a.txt", "`elastic-ckpt data DIRECTORY OUT.parquet`"),
+        ("a.tar", "decompress it first"),
+        ("a.parquet", "set grain_file_type=parquet"),
+        ("a.tfrecord", "set grain_file_type=tfrecord"),
+        ("a.array_record", "set grain_file_type=arrayrecord"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("make", "own"),
+    [
+        (arrayrecord.ArrayRecord, "a.array_record"),
+        (parquet.Parquet, "a.parquet"),
+        (tfrecord.TFRecord, "a.tfrecord"),
+    ],
+)
+def test_a_file_of_another_format_names_the_way(tmp_path, name, way, make, own):
+    (tmp_path / name).write_bytes(b'{"text": "one"}\n' * 9)
+    if name == own:
+        way = "restore it"
+    with refused(rf"{name}.*: not a .*; .*{way}"):
+        source.indexes(make(files=(str(tmp_path / name),)))
+
+
+@pytest.mark.slow(minutes=0.5)
+@pytest.mark.parametrize("listens", [False, True], ids=["refuses", "silent"])
+@pytest.mark.parametrize("protocol", ["gs", "s3"])
+def test_a_bucket_that_is_out_of_reach_ends_the_start(protocol, listens):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        program = (
+            "from elastic_ckpt.data.sources import files\n"
+            f"files.find_files('{protocol}://bucket/*.parquet')\n"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ
+            | {
+                "STORAGE_EMULATOR_HOST": endpoint,
+                "AWS_ENDPOINT_URL": endpoint,
+                "AWS_ACCESS_KEY_ID": "x",
+                "AWS_SECRET_ACCESS_KEY": "x",
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+    last = ended.stderr.strip().splitlines()[-1]
+    assert re.search(
+        rf"DataError: {protocol}://bucket: its store (does not answer within 20 s|"
+        r"cannot be reached \(.*\)); check the network of this machine and the store's",
+        last,
+    )
+    # It was not asked again and again.
+    assert "trying again" not in ended.stderr
 
 
 def test_no_pattern_at_all_is_an_error():

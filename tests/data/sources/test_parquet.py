@@ -17,7 +17,7 @@ import pytest
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import files, parquet, remote_file, source
 from tests import corpora, source_contract
-from tests.source_contract import plain_all, read, read_all
+from tests.source_contract import plain, plain_all, read, read_all
 
 # Three values for every kind of column.
 KINDS = {
@@ -77,12 +77,13 @@ class TestParquet(source_contract.SourceContract):
         return element
 
     def place_of(self, number):
-        return f"row group {number // source_contract.BLOCK}, from row"
+        return f"row group {number // source_contract.BLOCK}, rows"
 
     def lost_with(self, number):
-        # No page of so small a row group is decoded before the others.
-        first = number // source_contract.BLOCK * source_contract.BLOCK
-        return set(range(first, first + source_contract.BLOCK))
+        # The texts in the same page of 64 bytes.
+        block = number // source_contract.BLOCK * source_contract.BLOCK
+        first = block + (number - block) // 6 * 6
+        return set(range(first, min(first + 6, block + source_contract.BLOCK)))
 
     def write_first(self, directory, first):
         # Without checksums, which take more or fewer bytes.
@@ -366,12 +367,12 @@ def test_a_corrupt_page_is_named_after_the_rows_before_it(dataset, file, bad_pag
     elements = iter(read(dataset, 0, 1))
     delivered = []
     with refused(
-        f"{re.escape(file)}, row group 1, from row \\d+ on: corrupt"
+        f"{re.escape(file)}, row group 1, rows \\d+ to \\d+: corrupt"
     ) as caught:
         delivered.extend(elements)
-    row = int(re.search(r"from row (\d+) on", str(caught.value))[1])
+    row = int(re.search(r"rows (\d+) to", str(caught.value))[1])
     assert bad_page - 30 < row <= bad_page
-    with pytest.raises(errors.DataError, match=f"from row {row} on"):
+    with pytest.raises(errors.DataError, match=f"rows {row} to"):
         next(elements)
     again = list(itertools.islice(read(dataset, 0, 1), ROWS + row))
     assert [e["record"] for e in again] == list(range(ROWS + row))
@@ -388,9 +389,138 @@ def test_what_follows_a_corrupt_page_is_counted(dataset, bad_page, num_shards):
     assert len(elements) + skipped == 4 * ROWS
     assert set(range(ROWS)) <= set(elements)
     assert ROWS + bad_page not in elements
-    assert skipped <= 2 * ROWS
-    if num_shards == 1:
-        assert skipped < 2 * (ROWS - bad_page + 30)
+    assert 2 <= skipped <= 2 * 6
+
+
+PAGED = 600
+COLUMNS = {
+    "text": [f"text {n} " * (n % 7) for n in range(PAGED)],
+    "number": list(range(PAGED)),
+    "tokens": [list(range(n, n + n % 9)) for n in range(PAGED)],
+    "maybe": [None if n % 3 == 0 else float(n) for n in range(PAGED)],
+    "pair": [{"a": n, "b": [n] * (n % 3)} for n in range(PAGED)],
+}
+# The most rows of a page: lists have three numbers, and others one.
+PAGE_ROWS = 200
+
+
+def paged(path, names=COLUMNS, **options):
+    """A Parquet file of one row group with many pages in each column."""
+    options = {"compression": "none", "use_dictionary": False} | options
+    schema = options.pop("schema", None)
+    pq.write_table(
+        pa.table({name: COLUMNS[name] for name in names}, schema=schema),
+        path,
+        write_page_checksum=True,
+        data_page_size=512,
+        write_batch_size=16,
+        **options,
+    )
+    return pq.read_metadata(path).row_group(0)
+
+
+def read_left(path):
+    """The rows that are left, each of which is right, and the number skipped."""
+    files.forget_all()
+    dataset = parquet.Parquet(files=(str(path),))
+    rows = iter(read(dataset, 0, 1, num_epochs=1, skip_corrupt=True))
+    left = []
+    for row in rows:
+        number = row.pop("record")
+        for name, value in row.items():
+            assert plain({name: value}) == plain({name: as_read(name, number)})
+        left.append(number)
+    assert left == sorted(set(left))
+    return left, rows.get_state().get("skipped", 0)
+
+
+def as_read(name, number):
+    value = COLUMNS[name][number]
+    if name == "tokens":
+        return np.array(value, np.int64)
+    if value is None or name in ("text", "pair"):
+        return value
+    return np.asarray(value)[()]
+
+
+def flipped(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    spoilt = path.with_name("spoilt")
+    spoilt.write_bytes(content)
+    return spoilt
+
+
+@pytest.mark.parametrize(
+    ("compression", "version"),
+    [("none", "1.0"), ("snappy", "2.0"), ("zstd", "1.0"), ("lz4", "1.0")],
+)
+def test_a_flipped_bit_costs_at_most_its_page_and_is_counted(
+    tmp_path, compression, version
+):
+    names = ["text", "number", "tokens", "maybe"]
+    path = tmp_path / "good"
+    group = paged(path, names, compression=compression, data_page_version=version)
+    random = np.random.default_rng(1)
+    damaged = 0
+    for column in range(group.num_columns):
+        chunk = group.column(column)
+        # The header of the first page, and places anywhere.
+        places = [
+            *range(0, 12, 3),
+            *random.integers(chunk.total_compressed_size, size=6),
+        ]
+        for place in places:
+            spoilt = flipped(path, chunk.data_page_offset + int(place))
+            left, skipped = read_left(spoilt)
+            assert len(left) + skipped == PAGED
+            assert skipped <= PAGE_ROWS
+            damaged += skipped > 0
+    assert damaged > 20
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pa.schema([pa.field("number", pa.int64(), nullable=False)]),
+        pa.schema([pa.field("text", pa.string(), nullable=False)]),
+    ],
+    ids=["numbers", "texts"],
+)
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_columns_without_nulls_lose_no_more(tmp_path, schema, compression):
+    path = tmp_path / "good"
+    group = paged(path, schema.names, schema=schema, compression=compression)
+    chunk = group.column(0)
+    middle = chunk.data_page_offset + chunk.total_compressed_size // 2
+    left, skipped = read_left(flipped(path, middle))
+    assert 0 < skipped <= PAGE_ROWS
+    assert len(left) + skipped == PAGED
+
+
+def test_pages_of_several_columns_are_lost_each(tmp_path):
+    path = tmp_path / "good"
+    group = paged(path)
+    spoilt = path
+    for column in range(2):
+        chunk = group.column(column)
+        for part in (3, 7):
+            place = chunk.data_page_offset + part * chunk.total_compressed_size // 10
+            spoilt = flipped(spoilt, place)
+    left, skipped = read_left(spoilt)
+    assert len(left) + skipped == PAGED
+    assert 4 <= skipped <= 4 * PAGE_ROWS
+    # Rows between the pages are left.
+    assert len(np.flatnonzero(np.diff(left) > 1)) >= 2
+
+
+def test_a_damaged_dictionary_costs_the_pages_that_need_it(tmp_path):
+    path = tmp_path / "good"
+    group = paged(path, use_dictionary=True, dictionary_pagesize_limit=512)
+    chunk = group.column(0)
+    left, skipped = read_left(flipped(path, chunk.dictionary_page_offset + 100))
+    assert len(left) + skipped == PAGED
+    assert 0 < skipped < PAGED - 100
 
 
 @pytest.mark.usefixtures("batches", "bad_page")

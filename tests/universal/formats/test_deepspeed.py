@@ -235,25 +235,54 @@ def test_files_of_two_saves_are_refused(copied):
         deepspeed.open_checkpoint(folder)
 
 
-def by_hand(folder, *, mapping=None, shape=(2, 2), flat=None, counts=(1,)):
+def by_hand(
+    folder, *, mapping=None, shape=(2, 2), flat=None, counts=(1,), base=None, more=()
+):
     """A checkpoint of one parameter `w` of ZeRO-1 and one rank."""
     flat = flat or torch_files.tensor(shape=(4,), strides=(1,))
     value = {"module": None, "param_shapes": [{"w": shape}]}
     torch_files.write(folder / "mp_rank_00_model_states.pt", value)
     optimizer = {
         "single_partition_of_fp32_groups": [flat],
-        "base_optimizer_state": {"state": {}},
+        "base_optimizer_state": base or {"state": {}},
         "param_slice_mappings": [mapping or {"w": {"start": 0, "numel": 4}}],
         "partition_count": list(counts),
     }
     path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch_files.write(path, {"optimizer_state_dict": optimizer})
+    torch_files.write(path, {"optimizer_state_dict": optimizer, **dict(more)})
     return deepspeed.open_checkpoint(folder)
 
 
 def test_a_checkpoint_by_hand_is_read(tmp_path):
     (tensor,) = by_hand(tmp_path).tensors
     assert stored_values.read(tensor).tolist() == [[1, 2], [3, 4]]
+
+
+MOMENTUM = {"momentum_buffer": torch_files.tensor(shape=(4,), strides=(1,))}
+
+
+@pytest.mark.parametrize(
+    ("base", "more"),
+    [
+        ({"state": {0: MOMENTUM}, "param_groups": [{"use_muon": True}]}, {}),
+        # With the option `elastic_checkpoint`.
+        ([MOMENTUM], {"ds_config": {"optimizer": {"type": "Muon"}}}),
+    ],
+)
+def test_the_momentum_of_muon_is_refused_by_name(tmp_path, base, more):
+    with pytest.raises(FormatError, match="momentum_buffer of Muon in group 0"):
+        by_hand(tmp_path, base=base, more=more)
+    for optimizer in tmp_path.glob("*_optim_states.pt"):
+        optimizer.unlink()
+    assert deepspeed.open_checkpoint(tmp_path).format == "DeepSpeed ZeRO-0"
+
+
+def test_other_momentum_is_read(tmp_path):
+    states = {"state": {0: MOMENTUM}}
+    for groups in ([{"use_muon": False}], [{"lr": 0.1}]):
+        opened = by_hand(tmp_path, base={**states, "param_groups": groups})
+        (momentum,) = (t for t in opened.tensors if t.kind == "momentum_buffer")
+        assert stored_values.read(momentum).tolist() == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(

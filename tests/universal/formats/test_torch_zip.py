@@ -20,6 +20,8 @@ from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats import torch_files
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"
+# Of torch 2.13.0: torch.save({"w": x.conj()}, ...), and of x.conj().imag.
+LAZY = pathlib.Path(__file__).parent / "data" / "lazy_bits"
 VALUES = np.load(GOLDEN / "values.npz")
 NESTED = torch_files.with_attributes(torch_files.tensor())
 
@@ -160,6 +162,27 @@ def test_names_outside_the_table_are_refused(tmp_path, value):
 )
 def test_lying_tensors_are_refused(tmp_path, value, match):
     refused(torch_files.write(tmp_path / "x.pt", {"w": value}), match)
+
+
+@pytest.mark.parametrize("bit", ["conj", "neg"])
+@pytest.mark.parametrize("is_v3", [False, True])
+def test_a_lazy_bit_of_a_tensor_is_refused_by_name(tmp_path, bit, is_v3):
+    def tensor(value):
+        module, name, arguments = torch_files.tensor().parts
+        if is_v3:
+            name = name.replace("v2", "v3")
+            arguments += (torch_files.Global("torch", "float32"),)
+        return torch_files.Named(module, name, *arguments, {bit: value})
+
+    unset = torch_files.write(tmp_path / "unset.pt", {"w": tensor(False)})
+    assert torch_zip.read(unset)["w"].tolist() == [[1, 2], [3, 4]]
+    path = torch_files.write(tmp_path / "x.pt", {"w": tensor(True)})
+    refused(path, rf"its {bit} bit is set, .* resolve_{bit}\(\)")
+
+
+def test_files_of_torch_with_lazy_bits_are_refused():
+    for name in ("conj", "neg"):
+        refused(LAZY / f"{name}.pt", f"its {name} bit is set")
 
 
 def test_tensors_that_overlap_cannot_exhaust_memory(tmp_path):

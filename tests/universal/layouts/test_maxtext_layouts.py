@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.universal import shipped_layouts
+from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.universal.layouts import hf_models as hf
 from tests.universal.rules.relayout import assert_same, relayout
 
 MODELS = {
     "llama": ("hf_llama_to_maxtext", (hf.ATTENTION, hf.DENSE)),
+    "llama3.1": ("hf_llama_to_maxtext", (hf.ATTENTION, hf.DENSE)),
     "mixtral": ("hf_mixtral_to_maxtext", (hf.ATTENTION, hf.MIXTRAL)),
     "qwen2": ("hf_qwen3_to_maxtext", (hf.ATTENTION, hf.BIASES, hf.DENSE)),
     "qwen3": ("hf_qwen3_to_maxtext", (hf.ATTENTION, hf.QUERY_NORMS, hf.DENSE)),
@@ -17,7 +19,13 @@ MODELS = {
         (hf.ATTENTION, hf.QUERY_NORMS, hf.QWEN_EXPERTS),
     ),
 }
-SCALED = ("llama", "mixtral")
+LLAMA = [
+    *("hf_llama_to_maxtext", "hf_llama_to_maxtext_unscanned"),
+    "megatron_llama_to_maxtext",
+]
+SCALED = ("llama", "llama3.1", "mixtral")
+# What has to be chosen.
+CHOSEN = {"llama": {"interleave": 1}, "llama3.1": {"interleave": 2}}
 
 
 def maxtext(model, arrays):
@@ -44,7 +52,7 @@ def layers(model, arrays):
     query, key = heads("q"), heads("k")
     if model in SCALED:
         query = (query.astype(np.float64) * hf.D**-0.5).astype(np.float32)
-    if model == "llama":
+    if model == "llama3.1":
         query, key = interleaved(query), interleaved(key)
     out = np.stack(hf.layers(arrays, "self_attn.o_proj.weight"))
     out = out.reshape(hf.LAYERS, hf.EMBED, hf.HEADS, hf.D)
@@ -82,6 +90,12 @@ def layers(model, arrays):
     return tree
 
 
+def load(model, **sizes):
+    """The layout of a model, with what has to be chosen."""
+    name, _ = MODELS[model]
+    return shipped_layouts.load(name, sizes={**CHOSEN.get(model, {}), **sizes})
+
+
 def interleaved(kernel):
     """The halves of each head, element by element."""
     first, second = np.split(kernel, 2, axis=-1)
@@ -90,27 +104,25 @@ def interleaved(kernel):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_of_hugging_face_becomes_that_of_maxtext(model):
-    name, blocks = MODELS[model]
+    _, blocks = MODELS[model]
     arrays = hf.model(*blocks)
     expected = maxtext(model, arrays)
-    assert_same(
-        relayout(shipped_layouts.load(name), arrays, targets=expected), expected
-    )
-    with_sizes = shipped_layouts.load(name, sizes=hf.SIZES)
+    assert_same(relayout(load(model), arrays, targets=expected), expected)
+    with_sizes = load(model, **hf.SIZES)
     assert_same(relayout(with_sizes, arrays), expected)
     config = {"num_attention_heads": hf.HEADS, "num_key_value_heads": hf.KV}
     values = {f"config/{key}": value for key, value in config.items()}
-    with_config = shipped_layouts.load(name).with_values(values)
+    with_config = load(model).with_values(values)
     assert_same(relayout(with_config, arrays), expected)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_of_maxtext_becomes_that_of_hugging_face(model):
-    name, blocks = MODELS[model]
+    _, blocks = MODELS[model]
     expected = hf.model(*blocks)
     tree = maxtext(model, expected)
     rest = {"step": np.int32(7), "opt_state/0/mu/params/w": np.ones(3)}
-    made = relayout(shipped_layouts.load(name).inverse(), {**tree, **rest})
+    made = relayout(load(model).inverse(), {**tree, **rest})
     if model in SCALED:
         for layer in range(hf.LAYERS):
             query = f"model.layers.{layer}.{hf.QUERY}"
@@ -120,9 +132,24 @@ def test_a_model_of_maxtext_becomes_that_of_hugging_face(model):
 
 
 def test_a_model_whose_output_is_its_embedding_has_one_tensor_less():
-    name, blocks = MODELS["qwen3"]
+    _, blocks = MODELS["qwen3"]
     arrays = hf.model(*blocks, head=False)
     expected = maxtext("qwen3", arrays)
-    assert_same(
-        relayout(shipped_layouts.load(name), arrays, targets=expected), expected
-    )
+    assert_same(relayout(load("qwen3"), arrays, targets=expected), expected)
+
+
+@pytest.mark.parametrize("name", LLAMA)
+@pytest.mark.parametrize("is_inverse", [False, True])
+def test_what_only_a_user_knows_of_llama_has_to_be_chosen(name, is_inverse):
+    arrays = hf.model(hf.ATTENTION, hf.DENSE)
+    targets = maxtext("llama", arrays)
+    # Sizes from which the other would follow do not choose it.
+    layout = shipped_layouts.load(name, sizes={**hf.SIZES, "part": hf.D})
+    if is_inverse:
+        layout, arrays, targets = layout.inverse(), targets, arrays
+    with pytest.raises(
+        LayoutError, match=r"'interleave'.* 1 for .*; 2 for .*llama3\.1"
+    ):
+        relayout(layout, arrays, targets=targets)
+    with pytest.raises(LayoutError, match="interleave cannot be 3: 1 for"):
+        shipped_layouts.load(name, sizes={"interleave": 3})

@@ -48,7 +48,7 @@ def interleaved(heads):
     return halves.swapaxes(-1, -2).reshape(heads.shape)
 
 
-def maxtext(state, power, layers, *, with_experts):
+def maxtext(state, power, layers, *, interleave, with_experts):
     """MaxText's arrays of a state, by name."""
 
     def megatron(name, *shape):
@@ -61,7 +61,7 @@ def maxtext(state, power, layers, *, with_experts):
     qkv = qkv.reshape(layers, KV, Q + 2, D, EMBED).transpose(4, 0, 1, 2, 3)
     query = qkv[:, :, :, :Q].reshape(EMBED, layers, KV * Q, D)
     key, value = qkv[:, :, :, Q], qkv[:, :, :, Q + 1]
-    if not with_experts:
+    if interleave == 2:
         query, key = interleaved(query), interleaved(key)
     out = layer("self_attention.linear_proj.weight", EMBED, KV * Q * D)
     embedding = megatron("embedding.word_embeddings.weight", 16, EMBED)
@@ -101,14 +101,19 @@ def maxtext(state, power, layers, *, with_experts):
     }
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_parameters_and_moments_are_those_of_megatron(megatron_samples, sample):
+@pytest.mark.parametrize(
+    ("sample", "interleave"),
+    [("torch_dist_tp2_pp2", 1), ("torch_dist_tp2_pp2", 2), ("torch_dist_ep2", None)],
+)
+def test_parameters_and_moments_are_those_of_megatron(
+    megatron_samples, sample, interleave
+):
     layers, with_experts = (2, True) if "ep2" in sample else (4, False)
     expected = {
         f"{prefix}/{name}": array
         for prefix, (state, power) in STATES.items()
         for name, array in maxtext(
-            *(state, power, layers), with_experts=with_experts
+            *(state, power, layers), interleave=interleave, with_experts=with_experts
         ).items()
     }
     mesh = jax.make_mesh((4, 2), ("data", "model"))
@@ -125,7 +130,8 @@ def test_parameters_and_moments_are_those_of_megatron(megatron_samples, sample):
     replicated = NamedSharding(mesh, PartitionSpec())
     for count in COUNTS:
         leaves[count] = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
-    layout = shipped_layouts.load(SAMPLES[sample])
+    sizes = {"interleave": interleave} if interleave else {}
+    layout = shipped_layouts.load(SAMPLES[sample], sizes=sizes)
     state = universal.load(megatron_samples(sample), nested(leaves), layout=layout)
     assert [at(state, count) for count in COUNTS] == [2, 2, 2]
     for name, array in expected.items():

@@ -56,9 +56,9 @@ def test_an_unknown_name_is_refused_with_the_names_that_ship():
 
 
 def test_sizes_are_added_to_those_of_the_file():
-    layout = shipped_layouts.load("hf_llama_to_maxtext", sizes={"half": 64})
+    layout = shipped_layouts.load("hf_llama_to_maxtext", sizes={"d": 64})
     plain = shipped_layouts.load("hf_llama_to_maxtext")
-    assert layout.sizes == {**plain.sizes, "half": 64}
+    assert layout.sizes == {**plain.sizes, "d": 64}
 
 
 @pytest.mark.slow(minutes=0.2)

@@ -7,7 +7,7 @@ import pytest
 
 from elastic_ckpt.universal import shipped_layouts
 from tests.universal.layouts import hf_models as hf
-from tests.universal.layouts.test_maxtext_layouts import MODELS, SCALED, maxtext
+from tests.universal.layouts.test_maxtext_layouts import CHOSEN, MODELS, SCALED, maxtext
 from tests.universal.rules.relayout import assert_same, numbered, relayout
 
 STAGES, LOCAL = 2, 3
@@ -97,7 +97,7 @@ def test_a_model_of_hugging_face_becomes_layers_that_are_not_stacked(model):
     arrays = hf.model(*blocks)
     parts = "layers_{}", list(np.arange(hf.LAYERS))
     expected = unstacked(maxtext(model, arrays), *parts)
-    layout = shipped_layouts.load(f"{name}_unscanned")
+    layout = shipped_layouts.load(f"{name}_unscanned", sizes=CHOSEN.get(model))
     assert_same(relayout(layout, arrays, targets=expected), expected)
     rest = {"step": np.int32(7), "nnx_aux/model/decoder/rngs/aqt/count": np.uint32(1)}
     made = relayout(layout.inverse(), {**expected, **rest}, targets=arrays)

@@ -7,6 +7,8 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.universal.formats import safetensors_file
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.universal.layouts import hf_models
 from tests.universal.writing import small_model
 
@@ -51,7 +53,10 @@ def test_a_layout_that_ships_takes_its_sizes_from_the_command(tmp_path, capsys):
     rules = ["--rules", "hf_llama_to_maxtext"]
     assert converted(*given, *rules) == 1
     assert "size" in capsys.readouterr().err
-    assert converted(*given, *rules, "--size", "half=7", "--size", "d=14") == 0
+    assert converted(*given, *rules, "--size", "d=14") == 1
+    assert "--size interleave=1" in capsys.readouterr().err
+    sizes = ["--size", "interleave=2", "--size", "d=14"]
+    assert converted(*given, *rules, *sizes) == 0
     assert f"safetensors: {len(tensors)} tensors" in capsys.readouterr().out
 
 
@@ -96,6 +101,35 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
     )
     assert converted(*given, "--size", "kv=3") == 1
     assert "line 7: fill['step']: the checkpoint has no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "there", "back"),
+    [
+        ("", "state", "state"),
+        ("tree: items", "items", "state"),
+        ("tree: {from: a, to: b-2}", "b-2", "a"),
+    ],
+)
+def test_the_tree_of_a_step_is_named_by_the_layout(tmp_path, line, there, back):
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    small_model.write(tmp_path / "source", {"w": values})
+    (tmp_path / "layout.yml").write_text(f"{LAYOUT}\n{line}\n")
+    rules = ["--rules", tmp_path / "layout.yml", "--size", "kv=2"]
+    assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
+    tree = ocp.load(tmp_path / "steps" / "0", checkpointable_name=there)
+    made = tree["params"]["w"]
+    np.testing.assert_array_equal(made, values.reshape(2, 3, 4).transpose(2, 0, 1))
+    rules += ["--reverse"]
+    assert converted(tmp_path / "steps" / "0", tmp_path / "back" / "0", *rules) == 0
+    tree = ocp.load(tmp_path / "back" / "0", checkpointable_name=back)
+    np.testing.assert_array_equal(tree["w"], values)
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "''", "_x", "[a]"])
+def test_a_tree_cannot_have_the_name_of_another_directory(name):
+    with pytest.raises(LayoutError, match="line 7"):
+        Layout.parse(f"{LAYOUT}\ntree: {name}\n")
 
 
 LISTS = """

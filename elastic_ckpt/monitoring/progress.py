@@ -44,9 +44,12 @@ class Progress:
         self._moving = False  # whether the last thing written is the moving line
         self._is_stopping = False
         self._world = ""
+        self._steps = 0
         self._saved = ""
-        self._is_anything_saved = False
+        self._is_anything_saved = self._has_begun = False
         self._recent_secs: collections.deque[float] = collections.deque(maxlen=10)
+        # When the last step of a loop was done that reports no more than that.
+        self._done_secs: float | None = None
         # The current phase and its begin; the time of the last output or step.
         self._phase = "starting"
         self._phase_secs = self._shown_secs = clock()
@@ -103,6 +106,7 @@ class Progress:
         # Begins a phase that is not a step.
         self._phase, self._phase_secs = phase, self._clock()
         self._recent_secs.clear()
+        self._done_secs = None
 
     def _on_world_started(self, **event: Any) -> None:
         if event["world"] > 1:
@@ -194,7 +198,10 @@ class Progress:
             f"{_count(event['hosts'], 'host')}, {_count(event['slices'], 'slice')},"
             f" {_count(event['devices'], 'device')}"
         )
+        self._steps = event["steps"]
         start = event["start_step"]
+        self._has_begun = True
+        self._is_anything_saved |= start > 0
         since = f"from step {start} " if start else ""
         self._line(f"{event['run']}: {since}to step {event['steps']} on {self._world}")
         self._begin(f"restoring step {start}" if start else "initializing the state")
@@ -232,11 +239,12 @@ class Progress:
         self._begin("ending the world")
 
     def _on_run_failed(self, **event: Any) -> None:
-        self._line(f"the run failed after step {event['step']}; {self._next()}")
+        when = f"after step {event['step']}" if self._has_begun else "before it began"
+        self._line(f"the run failed {when}; once its cause is removed, {self._next()}")
 
     def _on_stop_requested(self, **event: Any) -> None:
         self._line(
-            "SIGTERM: saving after the step under way, within"
+            "asked to end: saving after the step under way, within"
             f" {event['within_secs']:g} s"
         )
         self._begin("saving before the end")
@@ -254,7 +262,9 @@ class Progress:
     def _next(self) -> str:
         if self._is_anything_saved:
             return "the same command continues it from the newest complete step"
-        return "nothing was saved, and the same command begins anew"
+        if not self._has_begun:
+            return "the same command starts it"
+        return "the same command starts it at step 0, for nothing was saved"
 
     def _on_restored_from(self, **event: Any) -> None:
         self._note_saved(f"saved step {event['step']}")
@@ -312,6 +322,24 @@ class Progress:
         if step == steps:
             self._begin(f"step {step} is done and is being saved")
 
+    def _on_step_done(self, **event: Any) -> None:
+        # Of a loop that reports no more than that.
+        step, now_secs = event["step"], self._clock()
+        if self._done_secs is not None:
+            self._recent_secs.append(now_secs - self._done_secs)
+        self._done_secs = self._phase_secs = self._shown_secs = now_secs
+        total_secs = max(sum(self._recent_secs), 1e-9)
+        rate = len(self._recent_secs) / total_secs if self._recent_secs else 0.0
+        text = (
+            f"step {step} | {rate:.1f} steps/s | {self._saved or 'nothing saved yet'}"
+        )
+        if self._is_terminal:
+            self._move(text)
+        elif step % self._log_period == 0:
+            self._line(text)
+        if not self._is_stopping:
+            self._phase = f"step {step + 1}"
+
     def _on_replicas_differ(self, **event: Any) -> None:
         self._line(f"step {event['step']}: copies differ: {event['why']}")
 
@@ -342,6 +370,9 @@ class Progress:
             f" ({event['action']})"
         )
 
+    def _on_went_back(self, **event: Any) -> None:
+        """Shows nothing: `rolled_back` tells more."""
+
     def _on_rolled_back(self, **event: Any) -> None:
         self._line(
             f"went back from step {event['step']} to {event['to_step']}, and left out"
@@ -350,7 +381,10 @@ class Progress:
         )
 
     def _on_data_ended(self, **event: Any) -> None:
-        self._line(f"the data ended after step {event['step']}")
+        of_all = f" of {self._steps}" if self._steps else ""
+        self._line(
+            f"the data ended after step {event['step']}{of_all}, the last of the run"
+        )
         self._begin(f"step {event['step']} is the last and is being saved")
 
     def _on_run_finished(self, **event: Any) -> None:

@@ -1,0 +1,212 @@
+"""The run directory of a loop of the user's own: what `elastic-ckpt train` records.
+
+With it `elastic-ckpt status`, `report` and `audit` show and prove what they do for the
+reference trainer's runs: from a step log, the events of the checkpointer, and metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from elastic_ckpt.application import journal, listeners, run_directory
+from elastic_ckpt.core import errors, events, metrics, storage, storage_cause, topology
+from elastic_ckpt.data import elastic_data
+from elastic_ckpt.tiers.choices import Chosen, TierChoice
+from elastic_ckpt.training import batch_log, step_record
+
+
+class RunDirectory:
+    """Records a training loop of your own for the verbs `status`, `report` and `audit`.
+
+        with (
+            ec.RunDirectory("runs/mine", tiers=tiers, steps=1000) as run,
+            ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
+        ):
+            ...
+            for step in range(first_step + 1, 1001):
+                batch = next(batches)
+                state, loss = train_step(state, batch)
+                run.log(step, batch, loss=loss)
+                checkpointer.save_checkpointables_async(step, {...})
+
+    Every process of the loop makes one, after `jax.distributed.initialize`.
+
+    Args:
+      directory: a path or URL, one a run; made if it is absent.
+      tiers: those of the loop's checkpointer; `status` and `audit` look there.
+      steps: the number of steps of the run; None if it is not known.
+      step_log: `"proof"`, from which an audit names the rows that differ, or
+        `"summary"`, a digest a step.
+
+    Raises:
+      RunError: if another live process records in the directory.
+      ConfigError: if the tiers do not fit together, or `step_log` is another text.
+    """
+
+    def __init__(
+        self,
+        directory: epath.PathLike,
+        *,
+        tiers: Sequence[TierChoice],
+        steps: int | None = None,
+        step_log: str = step_record.PROOF,
+    ) -> None:
+        details = (step_record.PROOF, step_record.SUMMARY)
+        if step_log not in details:
+            raise errors.ConfigError(
+                f"RunDirectory: step_log={step_log!r}; choose one of {details}"
+            )
+        chosen = Chosen.from_choices(tiers)
+        path = os.fspath(storage.absolute(directory))
+        self._name = os.path.basename(path.rstrip("/"))
+        self._directory = path
+        self._steps = steps
+        self._world = topology.present(slices=1)
+        self._log = batch_log.BatchLog(
+            path, world=self._world, data={}, detail=step_log
+        )
+        self._done = 0
+        self._saved = 0
+        self._began_secs = self._since_secs = time.monotonic()
+        # The event of the last step, until its loss is needed.
+        self._pending: dict[str, Any] | None = None
+        self._closing = contextlib.ExitStack()
+        self._journal: journal.Journal | None = None
+        self._closing.enter_context(listeners.json_lines(path))
+        if topology.is_primary():
+            self._journal = self._closing.enter_context(
+                journal.kept_in(path, events.nobody)
+            )
+            run_directory.write_loop(
+                path,
+                run_directory.OwnLoop(
+                    run=self._name,
+                    persistent=_path(chosen.persistent),
+                    every=chosen.persistent.every if chosen.persistent else None,
+                    local=_path(chosen.local),
+                ),
+            )
+        self._closing.callback(self._log.close)
+
+    def emit(self, name: str, **fields: storage.Json) -> None:
+        """Keeps an event; give it to `ec.Checkpointer(emit=)`. From any thread."""
+        if name == "save_started":
+            self._show_pending()
+            self._saved = int(str(fields["step"]))
+            self._sync()
+        if self._journal is not None:
+            self._journal(name, **fields)
+
+    def log(
+        self,
+        step: int,
+        batch: elastic_data.Batch,
+        *,
+        loss: float | jax.Array | None = None,
+        tokens: int | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Logs one step, on all processes alike, before the step is saved.
+
+        It does not wait for the step: the log is written while the next one is
+        computed.
+
+        Args:
+          step: the number of steps that are done with it, under which it is saved. One
+            that does not follow the last one begins anew there, as after a restart.
+          batch: the global batch from `ec.batches`, with `example_id`.
+          loss: before the update, a scalar; None if it is not reported.
+          tokens: in the batch, for rates.
+          learning_rate: of the update.
+
+        Raises:
+          ConfigError: if `step` is not positive, or the batch has no `example_id`.
+        """
+        if step < 1:
+            raise errors.ConfigError(
+                f"RunDirectory.log: step={step}; give the number of steps that are done"
+                " with this one, from 1"
+            )
+        self._show_pending()
+        number = step - 1
+        if self._log.next_step != number:
+            self._log.begin(number)
+            self.emit(
+                "run_started",
+                run=self._name,
+                **dataclasses.asdict(self._world),
+                start_step=number,
+                steps=self._steps,
+            )
+        self._log.take(batch, loss=loss)
+        self._done = step
+        now = time.monotonic()
+        self._pending = {
+            "step": step,
+            "steps": self._steps,
+            "loss": loss,
+            "secs": now - self._since_secs,
+            "tokens": tokens,
+            "learning_rate": learning_rate,
+        }
+        self._since_secs = now
+
+    def close(self) -> None:
+        """Notes the end of the run, and writes what is left."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._show_pending()
+        if error is None and self._journal is not None and self._done:
+            if self._steps is None or self._done >= self._steps:
+                secs = time.monotonic() - self._began_secs
+                self.emit("run_finished", step=self._done, secs=secs)
+            else:
+                is_saved = self._saved == self._done
+                self.emit("run_stopped", step=self._done, saved=is_saved)
+        # The journal notes why a run failed.
+        self._closing.__exit__(kind, error, trace)
+
+    def _show_pending(self) -> None:
+        # One step late, so that the loop does not wait for a loss.
+        fields, self._pending = self._pending, None
+        if fields is None or self._journal is None:
+            return
+        if fields["loss"] is not None:
+            fields["loss"] = float(fields["loss"])
+        self._journal("step", **fields)
+
+    def _sync(self) -> None:
+        why = self._log.sync()
+        if why is None or self._journal is None:
+            return
+        cause = storage_cause.of_message(why)
+        metrics.CHECKPOINT_FAILURES.record(1)
+        self._journal(
+            "degraded",
+            tier="persistent",
+            step=self._done,
+            cause=cause.name,
+            why=f"the step log is not written, and tried again: {why}",
+        )
+
+
+def _path(tier: Any) -> str:
+    return "" if tier is None else os.fspath(storage.absolute(tier.directory))

@@ -1,0 +1,464 @@
+"""Reads what is left of a Parquet row group that has damaged pages.
+
+A damaged page is replaced by one of the same size in the file, which has a null for
+each of its rows; Arrow reads the rest, and the rows of the page are reported as lost.
+Arrow also tells which pages are damaged: it reads pages singly, between others that are
+replaced. Only the headers of pages are parsed here, which are Thrift structs in its
+compact encoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+# The kinds of pages, and the fields of a page header by number.
+_DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
+_KIND, _RAW_SIZE, _SIZE, _DATA_FIELDS, _V2_FIELDS = 1, 2, 3, 5, 8
+# The encodings of values that refer to the dictionary.
+_OF_DICTIONARY = (2, 8)
+# The bytes of a zero of each type of value.
+_WIDTHS = {"INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+_WIDTHS["BYTE_ARRAY"] = 4
+
+# More bytes than a page header without statistics takes.
+_HEADER_BYTES = 40
+
+# Opens the file, with other bytes at some places, as a Parquet file.
+OpenWith = Callable[[BinaryIO], "pq.ParquetFile"]
+Lost = list[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Salvaged:
+    """What is left of a row group.
+
+    Attributes:
+      table: all of its rows; the lost ones have nulls or zeros.
+      lost: the lost rows, as ascending ranges of a first row and a stop.
+    """
+
+    table: pa.Table
+    lost: Lost
+
+
+class _UnsalvageableError(Exception):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Page:
+    # A page at `start` to `stop` of its column chunk; its values are -1 if unknown.
+    start: int
+    stop: int
+    kind: int = _DATA
+    num_values: int = -1
+    uses_dictionary: bool = False
+
+
+class Patched(io.RawIOBase):
+    """A file with other bytes at some offsets."""
+
+    def __init__(self, file: BinaryIO, patches: dict[int, bytes]) -> None:
+        self._file = file
+        self._patches = patches
+        self._place = 0
+        self._size = file.seek(0, io.SEEK_END)
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The current offset."""
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Moves to an offset."""
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}
+        self._place = begin[whence] + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads from the current offset on."""
+        stop = min(self._place + len(buffer), self._size)
+        self._file.seek(self._place)
+        content = bytearray(self._file.read(max(stop - self._place, 0)))
+        for at, patch in self._patches.items():
+            first, last = max(at, self._place), min(at + len(patch), stop)
+            if first < last:
+                part = patch[first - at : last - at]
+                content[first - self._place : last - self._place] = part
+        buffer[: len(content)] = content
+        self._place += len(content)
+        return len(content)
+
+
+def salvaged(
+    file: BinaryIO,
+    metadata: pq.FileMetaData,
+    block: int,
+    columns: Sequence[str],
+    open_with: OpenWith,
+) -> Salvaged | None:
+    """The rows of a row group that can be read; None if its pages cannot be told apart.
+
+    Args:
+      file: the file.
+      metadata: from its footer.
+      block: the number of the row group.
+      columns: the names of the columns to read; empty reads all.
+      open_with: opens another content of the file.
+    """
+    group = metadata.row_group(block)
+    patches: dict[int, bytes] = {}
+    lost: Lost = []
+
+    def table(patches: dict[int, bytes], names: Sequence[str]) -> pa.Table | None:
+        try:
+            with open_with(io.BufferedReader(Patched(file, patches))) as opened:
+                read = opened.read_row_group(
+                    block, columns=list(names) or None, use_threads=False
+                )
+                read.validate(full=True)
+                return read
+        except (OSError, ValueError, EOFError):
+            return None
+
+    try:
+        for number in range(group.num_columns):
+            chunk = group.column(number)
+            path = chunk.path_in_schema
+            is_read = any(path == n or path.startswith(f"{n}.") for n in columns)
+            if columns and not is_read:
+                continue
+            whole = table({}, [path])
+            if whole is not None and whole.num_rows == group.num_rows:
+                continue
+            column = _Column(
+                file, chunk, metadata.schema.column(number), group.num_rows, table
+            )
+            column.salvage(patches, lost)
+    except _UnsalvageableError:
+        return None
+    read = table(patches, columns)
+    if not lost or read is None or read.num_rows != group.num_rows:
+        return None
+    return Salvaged(table=read, lost=_united(lost))
+
+
+def _united(ranges: Lost) -> Lost:
+    united: Lost = []
+    for first, stop in sorted(ranges):
+        if united and first <= united[-1][1]:
+            united[-1] = united[-1][0], max(stop, united[-1][1])
+        else:
+            united.append((first, stop))
+    return united
+
+
+class _Column:
+    """The pages of one column of a row group."""
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        chunk: pq.ColumnChunkMetaData,
+        schema: pq.ColumnSchema,
+        num_rows: int,
+        table: Callable[[dict[int, bytes], Sequence[str]], pa.Table | None],
+    ) -> None:
+        self._chunk, self._schema, self._table = chunk, schema, table
+        self._num_rows = num_rows
+        starts = [chunk.data_page_offset]
+        if chunk.dictionary_page_offset:
+            starts.append(chunk.dictionary_page_offset)
+        self._at = min(starts)
+        file.seek(self._at)
+        self._content = file.read(chunk.total_compressed_size)
+        self._is_flat = schema.max_repetition_level == 0
+        pages = _pages(self._content)
+        self._dictionary = [page for page in pages if page.kind == _DICTIONARY]
+        self._pages = [page for page in pages if page.kind != _DICTIONARY]
+        if len(self._dictionary) > 1 or not self._pages:
+            raise _UnsalvageableError
+
+    def salvage(self, patches: dict[int, bytes], lost: Lost) -> None:
+        """Adds replacements of the damaged pages, and their rows."""
+        dictionary = self._dictionary
+        damaged = self._damaged()
+        if not damaged:
+            raise _UnsalvageableError
+        if not self._dictionary:
+            for page in dictionary:
+                size = page.stop - page.start
+                patches[self._at + page.start] = self._filling(size)
+        first, stop = damaged[0], damaged[-1] + 1
+        if self._is_flat:
+            counts = [page.num_values for page in self._pages]
+            if len(damaged) == 1:
+                others = sum(counts) - counts[first]
+                counts[first] = self._num_rows - others
+            if min(counts) < 1 or sum(counts) != self._num_rows:
+                raise _UnsalvageableError
+            for number in damaged:
+                begin = sum(counts[:number])
+                lost.append((begin, begin + counts[number]))
+                page = self._pages[number]
+                patches[self._at + page.start] = self._empty(
+                    counts[number], page.stop - page.start
+                )
+            return
+        # A row may begin in a page and end in a later one: what is between two damaged
+        # pages is lost with them, and the row before the first one too.
+        before = self._rows(0, first) if first else 0
+        after = self._rows(stop, len(self._pages)) if stop < len(self._pages) else 0
+        count = self._num_rows - before - after
+        if count < 1:
+            raise _UnsalvageableError
+        begin, end = self._pages[first].start, self._pages[stop - 1].stop
+        patches[self._at + begin] = self._empty(count, end - begin)
+        lost.append((max(before - 1, 0), before + count))
+
+    def _damaged(self) -> list[int]:
+        # The numbers of the damaged pages.
+        unknown = [n for n, page in enumerate(self._pages) if page.num_values < 0]
+        needless = []
+        if self._dictionary and self._read([]) is None:
+            needless = [n for n, p in enumerate(self._pages) if p.uses_dictionary]
+            # No page that is read refers to it any more.
+            self._dictionary = []
+        suspects = [
+            n for n in range(len(self._pages)) if n not in {*unknown, *needless}
+        ]
+        found: list[int] = []
+
+        def search(numbers: list[int]) -> None:
+            if not numbers or self._read(numbers) is not None:
+                return
+            if len(numbers) == 1:
+                found.extend(numbers)
+                return
+            middle = len(numbers) // 2
+            search(numbers[:middle])
+            search(numbers[middle:])
+
+        search(suspects)
+        return sorted({*unknown, *needless, *found})
+
+    def _rows(self, first: int, stop: int) -> int:
+        # The number of rows that begin in consecutive pages.
+        rows = self._read(list(range(first, stop)))
+        if rows is None:
+            raise _UnsalvageableError
+        return rows - 1
+
+    def _read(self, numbers: list[int]) -> int | None:
+        # The rows that Arrow reads from an empty row and some pages; None if it fails.
+        pages = [*self._dictionary, None, *(self._pages[n] for n in numbers)]
+        parts = [
+            self._made(1) if p is None else self._content[p.start : p.stop]
+            for p in pages
+        ]
+        content = b"".join(parts)
+        # What follows the pages looks like one without values.
+        rest = len(self._content) - len(content)
+        if rest < 0:
+            return None
+        read = self._table(
+            {self._at: content + self._filling(rest)}, [self._chunk.path_in_schema]
+        )
+        if read is None:
+            return None
+        if self._is_flat:
+            expected = 1 + sum(self._pages[n].num_values for n in numbers)
+            return read.num_rows if read.num_rows == expected else None
+        return read.num_rows
+
+    def _filling(self, size: int) -> bytes:
+        # A page of an index, which Arrow skips. Fewer bytes than one takes may only
+        # follow the last value.
+        content = bytes(max(size - _HEADER_BYTES, 0))
+        sizes = _varint(2 * len(content))
+        header = b"\x15\x02\x15" + sizes + b"\x15" + sizes
+        if size <= len(header):
+            return header[:size]
+        return _padded(header, content, size, last=3)
+
+    def _made(self, num_rows: int) -> bytes:
+        header, body = self._null_page(num_rows)
+        return header + b"\0" + body
+
+    def _empty(self, num_rows: int, size: int) -> bytes:
+        # A page of `size` bytes with nulls, or zeros if there can be no nulls.
+        made = self._made(num_rows)
+        rest = size - len(made)
+        if rest >= _HEADER_BYTES:
+            return made + self._filling(rest)
+        return _padded(*self._null_page(num_rows), size, last=5)
+
+    def _null_page(self, num_rows: int) -> tuple[bytes, bytes]:
+        import pyarrow as pa
+
+        run = _varint(num_rows << 1) + b"\0"
+        level = len(run).to_bytes(4, "little") + run
+        raw = level * (not self._is_flat)
+        if self._schema.max_definition_level:
+            raw += level
+        elif self._chunk.physical_type == "BOOLEAN":
+            raw += bytes(-(-num_rows // 8))
+        else:
+            width = _WIDTHS.get(self._chunk.physical_type, self._schema.length)
+            raw += bytes(num_rows * width)
+        codec = self._chunk.compression.lower()
+        body = raw
+        if codec != "uncompressed":
+            codec = "lz4_raw" if codec == "lz4" else codec
+            body = pa.Codec(codec).compress(raw, asbytes=True)
+        header = b"".join(
+            (
+                b"\x15\x00\x15",
+                _varint(2 * len(raw)),
+                b"\x15",
+                _varint(2 * len(body)),
+                b"\x2c\x15",
+                _varint(2 * num_rows),
+                b"\x15\x00\x15\x06\x15\x06\x00",
+            )
+        )
+        return header, body
+
+
+def _padded(header: bytes, body: bytes, size: int, *, last: int) -> bytes:
+    # A page of `size` bytes: fields that no reader knows fill its header, whose last
+    # field is `last`.
+    missing = size - len(header) - 1 - len(body)
+    if missing < 0:
+        raise _UnsalvageableError
+    delta = 9 - last
+    filling = b""
+    if missing == 1:
+        filling, delta, missing = bytes([delta << 4 | 1]), 1, missing - 1
+    if missing:
+        # Less than 128: the length takes one byte.
+        filling += bytes([delta << 4 | 8, missing - 2]) + bytes(missing - 2)
+    return header + filling + b"\0" + body
+
+
+def _pages(content: bytes) -> list[_Page]:
+    # The pages of a column chunk; one whose header is damaged has no number of values.
+    pages: list[_Page] = []
+    place = 0
+    while place < len(content):
+        page = _page(content, place)
+        if page is None:
+            stop = _next_chain(content, place)
+            if pages and pages[-1].kind != _DICTIONARY:
+                # The size in the header before may be wrong.
+                place = pages.pop().start
+            page = _Page(start=place, stop=stop)
+        pages.append(page)
+        place = page.stop
+    return pages
+
+
+def _next_chain(content: bytes, place: int) -> int:
+    # The first place from which pages follow each other to the end.
+    while True:
+        place = content.find(b"\x15", place + 1)
+        if place < 0:
+            return len(content)
+        end = place
+        while end < len(content):
+            page = _page(content, end)
+            if page is None or page.kind == _DICTIONARY:
+                break
+            end = page.stop
+        if end == len(content):
+            return place
+
+
+def _page(content: bytes, place: int) -> _Page | None:
+    try:
+        fields, begin = _struct(content, place)
+        kind, size = fields[_KIND], fields[_SIZE]
+        if kind == _DICTIONARY:
+            values: dict[int, Any] = {1: 0}
+        else:
+            values = fields[_V2_FIELDS if kind == _DATA_V2 else _DATA_FIELDS]
+        encoding = values.get(4 if kind == _DATA_V2 else 2)
+        count, stop = values[1], begin + size
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    if kind not in (_DATA, _DICTIONARY, _DATA_V2) or count < 0 or size < 0:
+        return None
+    if fields.get(_RAW_SIZE, -1) < 0 or stop > len(content):
+        return None
+    return _Page(
+        start=place,
+        stop=stop,
+        kind=kind,
+        num_values=count,
+        uses_dictionary=encoding in _OF_DICTIONARY,
+    )
+
+
+def _varint(number: int) -> bytes:
+    digits = bytearray()
+    while number > 0x7F:
+        digits.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*digits, number])
+
+
+def _read_varint(content: bytes, place: int) -> tuple[int, int]:
+    number = 0
+    for digit in range(10):
+        byte = content[place + digit]
+        number |= (byte & 0x7F) << 7 * digit
+        if byte < 0x80:
+            return number, place + digit + 1
+    raise ValueError
+
+
+def _struct(content: bytes, place: int, depth: int = 0) -> tuple[dict[int, Any], int]:
+    # The fields of a Thrift struct by number, and where it ends.
+    fields: dict[int, Any] = {}
+    number = 0
+    if depth > 4:
+        raise ValueError
+    while True:
+        head = content[place]
+        place += 1
+        if not head:
+            return fields, place
+        kind, delta = head & 15, head >> 4
+        if delta:
+            number += delta
+        else:
+            raw, place = _read_varint(content, place)
+            number = raw >> 1 ^ -(raw & 1)
+        if kind in (1, 2):
+            fields[number] = kind == 1
+        elif kind in (3, 7):
+            place += 1 if kind == 3 else 8
+        elif kind in (4, 5, 6):
+            raw, place = _read_varint(content, place)
+            fields[number] = raw >> 1 ^ -(raw & 1)
+        elif kind == 8:
+            length, place = _read_varint(content, place)
+            place += length
+        elif kind == 12:
+            fields[number], place = _struct(content, place, depth + 1)
+        else:
+            raise ValueError

@@ -1,0 +1,167 @@
+"""The run directory of a MaxText run: what `status`, `report`, `scale`, `audit` read.
+
+Beside MaxText's own files it has, as the runs of `elastic-ckpt train`, a configuration
+(of those keys that have a meaning here), the events, the metrics of each host, and the
+step log. Steps in events have MaxText's numbers, from 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from absl import logging
+
+from elastic_ckpt.application import journal, listeners, run_directory
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import events, storage, topology
+from elastic_ckpt.data import elastic_data
+from elastic_ckpt.training import batch_log
+
+
+class RunRecord:
+    """Records a run on one of its hosts; used as a context.
+
+    Args:
+      config: of MaxText.
+      world: the topology of the run's devices.
+      emit: shows the events; a supervisor, if there is one, keeps them.
+      is_supervised: whether there is a supervisor, which keeps the events.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        world: topology.Topology,
+        emit: events.Emit,
+        is_supervised: bool,
+    ) -> None:
+        self._directory = path_of(config)
+        self._run_name = config.run_name
+        self._world = world
+        self._num_steps = self._ends_at = config.steps
+        self._done = 0
+        self._emit = emit
+        self._closing = contextlib.ExitStack()
+        self._log: batch_log.BatchLog | None = None
+        self._closing.enter_context(listeners.json_lines(self._directory))
+        self._is_leader = topology.is_primary() and not is_supervised
+        if self._is_leader:
+            self._emit = self._closing.enter_context(
+                journal.kept_in(self._directory, emit)
+            )
+
+    def emit(self, name: str, **fields: storage.Json) -> None:
+        """Shows and keeps an event."""
+        self._emit(name, **fields)
+
+    def describe(self, config: schema.Config) -> None:
+        """Keeps the configuration, with which an audit reads the data again."""
+        if topology.is_primary():
+            run_directory.write_config(self._directory, config)
+        if self._log is not None:
+            # Under Pathways MaxText begins again after an elastic event.
+            self._log.close()
+        self._log = batch_log.BatchLog(
+            self._directory, world=self._world, data=dataclasses.asdict(config.data)
+        )
+        self._closing.callback(self._log.close)
+
+    def begin(self, step: int) -> None:
+        """Begins at a step, from 0, whose state is there."""
+        if self._log is not None:
+            self._log.begin(step)
+        if topology.is_primary():
+            self._emit(
+                "run_started",
+                run=self._run_name,
+                **dataclasses.asdict(self._world),
+                start_step=step,
+                steps=self._num_steps,
+            )
+
+    def take(self, batch: elastic_data.Batch) -> None:
+        """Logs the batch of the next step; batches before `begin` are not trained."""
+        if self._log is not None and self._log.next_step is not None:
+            self._log.take(batch)
+
+    def report(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Reports a step by the metrics of MaxText, which come a step later."""
+        self._done = step + 1
+        loss = float(scalars["learning/loss"])
+        if self._log is not None:
+            self._log.note_loss(step, loss)
+        if topology.is_primary():
+            self._emit(
+                "step",
+                step=step,
+                steps=self._num_steps,
+                loss=loss,
+                secs=float(scalars["perf/step_time_seconds"]),
+                tokens=int(scalars["learning/total_weights"]),
+                learning_rate=float(scalars["learning/current_learning_rate"]),
+            )
+
+    def sync(self) -> None:
+        """Writes the log of the steps so far, before the last of them is saved."""
+        why = self._log.sync() if self._log is not None else None
+        if why is not None:
+            logging.warning("the step log is not written, and tried again: %s", why)
+
+    def data_ended(self, num_steps: int) -> None:
+        """Notes that the data has ended after a number of steps."""
+        self._done = self._ends_at = num_steps
+        if topology.is_primary():
+            self._emit("data_ended", step=num_steps)
+
+    def close(self, *, secs: float) -> None:
+        """Notes the end of a run that has not failed."""
+        if self._is_leader and self._done:
+            if self._done == self._ends_at:
+                self._emit("run_finished", step=self._done, secs=secs)
+            else:
+                self._emit("run_stopped", step=self._done, saved=True)
+        self._closing.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Notes why a run has failed."""
+        # The journal raises it once more.
+        with contextlib.suppress(BaseException):
+            self._closing.__exit__(type(error), error, error.__traceback__)
+
+
+def reporting_logger(make: Callable[..., Any], record: RunRecord) -> Callable[..., Any]:
+    """Makes MaxText's logger of metrics, which reports each step to `record`, too.
+
+    MaxText makes it when the state is restored, before the first step.
+
+    Args:
+      make: MaxText's own.
+      record: of the run.
+    """
+
+    def made_for(config: Any, schedule: Any, start_step: int = 0) -> Any:
+        made = make(config, schedule, start_step)
+        write = made.write_metrics
+
+        def write_and_report(
+            metrics: Mapping[str, Any], step: int, metric_type: str = "train"
+        ) -> None:
+            write(metrics, step, metric_type)
+            if metrics and metric_type == "train":
+                record.report(step, metrics["scalar"])
+
+        made.write_metrics = write_and_report
+        record.begin(start_step)
+        return made
+
+    return made_for
+
+
+def path_of(config: Any) -> str:
+    """The directory of a run of MaxText."""
+    return os.path.join(config.base_output_directory, config.run_name)

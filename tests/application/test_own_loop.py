@@ -1,0 +1,197 @@
+"""A loop of the user's own, recorded in a run directory: audit, status and report."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import elastic_ckpt as ec
+from elastic_ckpt.cli import main
+from elastic_ckpt.training import step_log
+from tests import corpora
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = '''\
+"""A loop of its own: PROGRAM BATCH_SIZE STEPS."""
+
+import sys
+
+import jax
+
+import elastic_ckpt as ec
+
+data = ec.data.PositionalData(files=("texts.array_record",), max_target_length=32)
+
+
+def other_data():
+    return ec.data.PositionalData(
+        files=("texts.array_record",), max_target_length=32, shuffle_seed=7
+    )
+
+
+def main(batch_size, steps):
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    tiers = [ec.Local("ram", every=1), ec.Persistent("saved", every=2)]
+    batches = ec.batches(data, mesh=mesh, global_batch_size=batch_size)
+    state = {"seen": jax.numpy.zeros((), "int32")}
+    with (
+        ec.RunDirectory("run", tiers=tiers, steps=steps) as run,
+        ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
+    ):
+        step = 0
+        if checkpointer.latest is not None:
+            step = checkpointer.latest.step
+            wanted = {"state": state, "data": batches}
+            state = checkpointer.load_checkpointables(step, wanted)["state"]
+        while step < steps:
+            batch = next(batches)
+            step += 1
+            state = {"seen": state["seen"] + batch["targets"].size}
+            run.log(step, batch, loss=1 / state["seen"])
+            parts = {"state": state, "data": batches}
+            checkpointer.save_checkpointables_async(step, parts)
+            print("done", step, flush=True)
+    batches.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a run that was killed, and finished on other devices."""
+    directory = tmp_path_factory.mktemp("own_loop")
+    texts = [{"text": f"text {n} " * (1 + n % 5)} for n in range(300)]
+    corpora.write_arrayrecord(directory / "texts.array_record", texts)
+    (directory / "program.py").write_text(PROGRAM)
+    killed = start(directory, devices=2, batch_size=8, steps=1000)
+    for line in killed.stdout:
+        if line == "done 6\n":
+            break
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    killed.stdout.close()
+    ended = start(directory, devices=4, batch_size=16, steps=12)
+    output, _ = ended.communicate()
+    assert ended.returncode == 0, output
+    return directory
+
+
+def start(directory, *, devices, batch_size, steps):
+    return subprocess.Popen(
+        [sys.executable, "program.py", str(batch_size), str(steps)],
+        cwd=directory,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "PYTHONPATH": str(ROOT),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_verb(capsys, *arguments):
+    code = main.main([str(each) for each in arguments])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_audit_proves_a_loop_that_was_killed_and_changed_its_devices(
+    place, capsys, monkeypatch
+):
+    monkeypatch.chdir(place)
+    code, output = run_verb(capsys, "audit", "run", "--data", "program:data", "--json")
+    audited = json.loads(output)
+    assert (code, audited["passed"]) == (0, True)
+    assert audited["num_steps"] == audited["num_row_identical_steps"] == 12
+    assert audited["is_count_exact"]
+    assert len(audited["hosts"]) == 2
+
+
+@pytest.mark.slow
+def test_audit_finds_that_other_data_was_trained_on(place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    code, output = run_verb(capsys, "audit", "run", "--data", "program:other_data")
+    assert code == 1
+    assert "FAILED: step 0, row 0: example" in output
+
+
+@pytest.mark.slow
+def test_audit_asks_for_the_data_of_a_loop(place, capsys):
+    assert main.main(["audit", str(place / "run")]) != 0
+    assert "name it with --data MODULE:NAME" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_status_shows_steps_tiers_and_the_loss(place, capsys):
+    _, output = run_verb(capsys, "status", place / "run")
+    assert "run: finished" in output
+    assert "12 of 12" in output
+    assert "in RAM     step 12" in output
+    assert "in storage step 12" in output
+    _, output = run_verb(capsys, "status", place / "run", "--json")
+    assert json.loads(output)["progress"]["loss"] > 0
+
+
+@pytest.mark.slow
+def test_report_is_written(place, capsys):
+    code, _ = run_verb(capsys, "report", place / "run", "--no-audit")
+    assert code == 0
+    assert "Run run" in (place / "run" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_slices_of_a_loop_are_not_scaled(place, capsys):
+    assert main.main(["scale", str(place / "run"), "--slices", "2"]) != 0
+    assert "a loop of its own" in capsys.readouterr().err
+
+
+def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path):
+    texts = [{"text": f"text {n}"} for n in range(40)]
+    corpora.write_arrayrecord(tmp_path / "a.array_record", texts)
+    data = ec.data.PositionalData(
+        files=(str(tmp_path / "a.array_record"),), max_target_length=16
+    )
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    batches = ec.batches(data, mesh=mesh, global_batch_size=4)
+    tiers = [ec.Persistent(tmp_path / "saved", every=100)]
+    with ec.RunDirectory(tmp_path / "run", tiers=tiers) as run:
+        for step in range(1, 6):
+            run.log(step, next(batches))
+        with pytest.raises(ec.ElasticCkptError, match=r"step=0; give the number"):
+            run.log(0, next(batches))
+        batch = next(batches)
+        some = {name: batch[name] for name in ("inputs", "targets")}
+        with pytest.raises(ec.ElasticCkptError, match="no 'example_id', but inputs"):
+            run.log(6, some)
+        live = "written by another live run"
+        with pytest.raises(ec.ElasticCkptError, match=live):
+            ec.RunDirectory(tmp_path / "run", tiers=tiers)
+    batches.close()
+    (attempt,) = step_log.read(tmp_path / "run")
+    assert [record.step for record in attempt.records] == [0, 1, 2, 3, 4]
+    assert all(record.loss != record.loss for record in attempt.records)
+
+
+def test_an_error_of_the_loop_is_the_end_of_its_events(tmp_path):
+    tiers = [ec.Persistent(tmp_path / "saved", every=100)]
+    with pytest.raises(ZeroDivisionError):
+        fail_in(ec.RunDirectory(tmp_path / "run", tiers=tiers))
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["event"] == "run_failed"
+    assert json.loads(lines[-1])["why"] == "in the loop"
+
+
+def fail_in(recorded):
+    with recorded as run:
+        run.emit("save_started", step=3)
+        raise ZeroDivisionError("in the loop")

@@ -1,0 +1,54 @@
+"""A run and another of its name: neither takes what the other one has in RAM."""
+
+import os
+import shutil
+
+import pytest
+
+from tests import runs, shared_memory
+
+
+@pytest.fixture
+def ram():
+    with shared_memory.directory("name") as directory:
+        yield directory
+
+
+def config(directory, corpus, ram, **settings):
+    directory.mkdir()
+    return runs.write_config(
+        directory,
+        corpus,
+        enable_multi_tier_checkpointing=True,
+        local_checkpoint_directory=ram,
+        local_checkpoint_period=2,
+        multi_tier_checkpointing_backup_interval_steps=4,
+        steps=4,
+        **settings,
+    )
+
+
+def train(*arguments, code=0):
+    ended = runs.cli("train", *arguments)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stderr
+
+
+@pytest.mark.slow
+def test_a_run_does_not_begin_with_the_weights_of_another_of_its_name(
+    tmp_path, corpus, ram
+):
+    one = config(tmp_path / "one", corpus, ram)
+    other = config(tmp_path / "other", corpus, ram)
+    train(one)
+    refused = train(other, code=1)
+    assert f"{ram}/tiny has steps of another run than" in refused
+    assert "choose another run_name" in refused
+    assert f"rm -r {ram}/tiny" in refused
+    # The remedies, in turn.
+    train(other, "run_name=third")
+    assert len(runs.steps(tmp_path / "other" / "third")) == 4
+    shutil.rmtree(os.path.join(ram, "tiny"))
+    train(other)
+    assert len(runs.steps(tmp_path / "other" / "tiny")) == 4
+    assert "PASSED" in runs.verb("audit", tmp_path / "other" / "tiny")

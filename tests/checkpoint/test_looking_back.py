@@ -1,0 +1,208 @@
+"""Older steps that are loaded: to look at, or to go on from. And steps that are not."""
+
+import jax.numpy as jnp
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.choices import Local, Persistent
+
+# Orbax warns about loads without a sharding.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+class Counter:
+    """A component: a number."""
+
+    number = 0
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            (path / "number").write_text(str(self.number))
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            self.number = int((directory / "number").read_text())
+
+        return read()
+
+
+class Run:
+    """Processes of one run, one after the other; the state of a step is a number."""
+
+    def __init__(self, path, kind):
+        self._tiers = [Persistent(path / "steps", every=1)]
+        if kind != "storage":
+            keep = ocp.training.preservation_policies.PreserveAll()
+            self._tiers.append(Local(path / "ram", keep=keep))
+        self.events = []
+
+    def open(self):
+        return factory.Checkpointer(self._tiers, run="run", emit=self._emit)
+
+    def _emit(self, name, **fields):
+        if name == "went_back":
+            self.events.append((fields["step"], fields["to_step"]))
+
+    def steps(self):
+        with self.open() as checkpointer:
+            return [
+                (each.step, checkpointer.load(each, {"w": 0})["w"])
+                for each in checkpointer.checkpoints
+            ]
+
+
+def save(checkpointer, *steps, line=1, **options):
+    for step in steps:
+        parts = {"state": {"w": 100 * line + step}, "data": Counter()}
+        assert checkpointer.save_checkpointables(step, parts, **options)
+        checkpointer.wait()
+
+
+def old(*steps):
+    return [(step, 100 + step) for step in steps]
+
+
+@pytest.fixture(params=["storage", "ram and storage"])
+def run(request, tmp_path):
+    return Run(tmp_path, request.param)
+
+
+@pytest.mark.parametrize("loads_newest", [False, True])
+def test_looking_at_an_older_step_abandons_nothing(run, loads_newest):
+    with run.open() as checkpointer:
+        save(checkpointer, 1, 2, 3, 4)
+        for step in (2, 1, 3):
+            assert checkpointer.load(step)["w"] == 100 + step
+        assert checkpointer.latest.step == 4
+        assert not checkpointer.should_save(1)
+        assert checkpointer.should_save(5)
+        save(checkpointer, 5)
+    with run.open() as checkpointer:
+        if loads_newest:
+            assert checkpointer.load()["w"] == 105
+            assert checkpointer.load(2)["w"] == 102
+        else:
+            # A process that has nothing else to go on from.
+            assert checkpointer.load(2, go_back=False)["w"] == 102
+        save(checkpointer, 6)
+    assert run.events == []
+    assert run.steps() == old(1, 2, 3, 4, 5, 6)
+
+
+def test_saving_a_step_that_is_there_goes_back_to_the_one_that_was_loaded(run):
+    with run.open() as checkpointer:
+        save(checkpointer, 1, 2, 3, 4)
+        checkpointer.load(1)
+        checkpointer.load(2)
+        assert run.events == []
+        assert checkpointer.should_save(3)
+        save(checkpointer, 3, line=2)
+        assert run.events == [(4, 2)]
+        save(checkpointer, 4, 5, line=2)
+    assert run.events == [(4, 2)]
+    assert run.steps() == [*old(1, 2), (3, 203), (4, 204), (5, 205)]
+
+
+WAYS = {
+    "as it is said": lambda c: c.load(2, go_back=True),
+    "with components": lambda c: c.load_checkpointables(
+        2, {"state": None, "data": Counter()}
+    ),
+    "in the background": lambda c: c.load_async(2, go_back=True).result(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_going_back_abandons_newer_steps_at_the_next_save(run, way):
+    with run.open() as checkpointer:
+        save(checkpointer, 1, 2, 3, 4)
+        WAYS[way](checkpointer)
+        assert checkpointer.latest.step == 2
+        assert run.events == []
+        save(checkpointer, 6, line=2)
+        assert run.events == [(4, 2)]
+    assert run.steps() == [*old(1, 2), (6, 206)]
+
+
+def test_the_first_load_of_a_process_is_where_it_goes_on(run):
+    with run.open() as checkpointer:
+        save(checkpointer, 1, 2, 3, 4)
+    with run.open() as checkpointer:
+        checkpointer.load(2)
+        save(checkpointer, 6, line=2)
+        assert run.events == [(4, 2)]
+    assert run.steps() == [*old(1, 2), (6, 206)]
+
+
+def test_the_newest_step_is_overwritten_after_a_look_at_an_older_one(run):
+    with run.open() as checkpointer:
+        save(checkpointer, 1, 2, 3)
+        checkpointer.load(1)
+        save(checkpointer, 3, line=2, overwrite=True)
+        checkpointer.load(1)
+        with pytest.raises(errors.CheckpointError, match="exists already"):
+            save(checkpointer, 1)
+        assert run.events == []
+        save(checkpointer, 1, line=3, overwrite=True)
+        assert run.events == [(3, 1)]
+    assert run.steps() == [(1, 301)]
+
+
+def test_a_deleted_or_reloaded_run_has_forgotten_the_look(run):
+    with run.open() as checkpointer:
+        save(checkpointer, 1, 2, 3, 4)
+        checkpointer.load(2)
+        checkpointer.delete(2)
+        with pytest.raises(errors.CheckpointError, match="exists already"):
+            save(checkpointer, 4)
+        save(checkpointer, 5)
+    assert run.events == []
+    assert run.steps() == old(1, 3, 4, 5)
+
+
+def test_a_missing_step_and_an_empty_directory_are_told(run):
+    not_found = ocp.training.errors.StepNotFoundError
+    with run.open() as checkpointer:
+        calls = [
+            checkpointer.load,
+            checkpointer.load_checkpointables,
+            checkpointer.metadata,
+            lambda step: checkpointer.load_async(step).result(),
+            lambda step: checkpointer.load(step, {"w": jnp.ones(2)}),
+        ]
+        for call in calls:
+            with pytest.raises(not_found, match=r"steps.* has no checkpoints yet"):
+                call(None)
+            with pytest.raises(
+                not_found, match=r"no step 7: .* has no checkpoints yet"
+            ):
+                call(7)
+        save(checkpointer, 1, 2)
+        for call in [*calls, checkpointer.delete]:
+            with pytest.raises(not_found, match=r"^step 7 is in no tier") as caught:
+                call(7)
+            assert isinstance(caught.value, errors.CheckpointError)
+            assert "host" not in type(caught.value).__name__.lower()
+        gone = checkpointer.checkpoints[0]
+        checkpointer.delete(1)
+        with pytest.raises(not_found, match="newest complete step is 2"):
+            checkpointer.load(gone)
+
+
+def test_a_missing_step_beside_steps_of_orbax_names_those(run):
+    path = run.open()
+    with (
+        path as checkpointer,
+        ocp.training.Checkpointer(checkpointer.directory) as stock,
+    ):
+        stock.save(3, {"w": 1})
+        checkpointer.reload()
+        with pytest.raises(
+            ocp.training.errors.StepNotFoundError, match="newest complete step is 3"
+        ):
+            checkpointer.load(7)

@@ -1,0 +1,187 @@
+"""The identity of a run: RAM counts for the run alone whose storage has the same."""
+
+import json
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+import elastic_ckpt as ec
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import run_identity
+from tests import shared_memory
+
+
+@pytest.fixture
+def ram():
+    with shared_memory.directory("identity") as directory:
+        yield pathlib.Path(directory) / "tiny"
+
+
+def tiers(ram, storage=None, **options):
+    chosen = [ec.Local(ram, **options)] if ram else []
+    return [*chosen, *([ec.Persistent(storage, every=4)] if storage else [])]
+
+
+def save(chosen, *steps, value=0):
+    with ec.Checkpointer(chosen, run="tiny") as checkpointer:
+        if checkpointer.latest is not None:
+            checkpointer.load(None, None)
+        for step in steps:
+            assert checkpointer.save(step, {"w": jnp.full(4, value + step)})
+
+
+def newest(chosen):
+    with ec.Checkpointer(chosen, run="tiny") as checkpointer:
+        if checkpointer.latest is None:
+            return None
+        step = checkpointer.latest.step
+        return step, int(checkpointer.load(None, None)["w"][0])
+
+
+def forget(*directories):
+    # As programs from before there were identities left them.
+    for directory in directories:
+        (directory / run_identity.FILE).unlink()
+
+
+def refused(chosen, ram):
+    with pytest.raises(errors.RunError, match="steps of another run than") as raised:
+        newest(chosen)
+    assert "another run_name" in str(raised.value)
+    assert f"rm -r {ram}" in str(raised.value)
+
+
+def test_ram_of_another_run_of_the_same_name_is_refused(tmp_path, ram):
+    save(tiers(ram, tmp_path / "a"), 4, 5)
+    refused(tiers(ram, tmp_path / "b"), ram)
+    # Nothing was changed, and the run of the RAM disk goes on.
+    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
+    # The remedy: the other run begins with an empty disk.
+    shutil.rmtree(ram)
+    assert newest(tiers(ram, tmp_path / "b")) is None
+    save(tiers(ram, tmp_path / "b"), 4, value=100)
+    assert newest(tiers(ram, tmp_path / "b")) == (4, 104)
+    refused(tiers(ram, tmp_path / "a"), ram)
+
+
+def test_ram_of_a_run_whose_storage_was_removed_is_refused(tmp_path, ram):
+    save(tiers(ram, tmp_path / "a"), 4, 5)
+    shutil.rmtree(tmp_path / "a")
+    refused(tiers(ram, tmp_path / "a"), ram)
+
+
+def test_a_ram_disk_without_steps_is_taken(tmp_path, ram):
+    save(tiers(ram, tmp_path / "a"))
+    save(tiers(ram, tmp_path / "b"), 1)
+    assert newest(tiers(ram, tmp_path / "b")) == (1, 1)
+
+
+def test_storage_alone_and_storage_that_is_added_have_the_identity(tmp_path, ram):
+    save(tiers(ram), 1, 2)
+    # The RAM disk of a run that had no storage.
+    save(tiers(ram, tmp_path / "a"), 4, 5)
+    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
+    assert newest(tiers(None, tmp_path / "a")) == (4, 4)
+    refused(tiers(ram, tmp_path / "b"), ram)
+    # And without it again.
+    assert newest(tiers(ram)) == (5, 5)
+    refused(tiers(ram, tmp_path / "b"), ram)
+    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
+
+
+def disk(name, *, identity=None, is_stored=True, has_steps=True):
+    known = identity and run_identity.Identity(name=identity, is_stored=is_stored)
+    return run_identity.Place(directory=name, identity=known, has_steps=has_steps)
+
+
+def test_the_disks_of_hosts_without_storage_are_of_one_run():
+    disks = [disk("a", identity="1"), disk("b"), disk("c", identity="1")]
+    agreed = run_identity.agreed(None, disks, list, fresh="2")
+    assert agreed == disks[0].identity
+    disks[1] = disk("b", identity="3")
+    with pytest.raises(errors.RunError, match="host 1: b has steps of another run"):
+        run_identity.agreed(None, disks, list, fresh="2")
+
+
+def test_the_golden_identity_is_read(tmp_path):
+    golden = pathlib.Path(__file__).parent.parent / "golden" / "run_v1.json"
+    (tmp_path / run_identity.FILE).write_bytes(golden.read_bytes())
+    identity = run_identity.Identity(
+        name="0123456789abcdef0123456789abcdef", is_stored=True
+    )
+    assert run_identity.of_storage(tmp_path).identity == identity
+    # These bytes are what is written.
+    run_identity.create(tmp_path / "new", identity)
+    assert (tmp_path / "new" / run_identity.FILE).read_bytes() == golden.read_bytes()
+    other = run_identity.Identity(name="f" * 32, is_stored=True)
+    with pytest.raises(errors.RunError, match="another run has begun"):
+        run_identity.create(tmp_path / "new", other)
+
+
+def test_an_identity_does_not_change(tmp_path, ram):
+    save(tiers(ram, tmp_path / "a"), 4)
+    content = (tmp_path / "a" / run_identity.FILE).read_bytes()
+    save(tiers(ram, tmp_path / "a"), 8)
+    assert (tmp_path / "a" / run_identity.FILE).read_bytes() == content
+    assert (ram / run_identity.FILE).read_bytes() == content
+
+
+def test_a_run_from_before_gets_its_identity_at_its_next_start(tmp_path, ram):
+    save(tiers(ram, tmp_path / "a"), 4, 5)
+    save(tiers(ram, tmp_path / "a"), 6)
+    forget(tmp_path / "a", ram)
+    # The newest step in storage, 4, is of the line that 6 in RAM continues.
+    assert newest(tiers(ram, tmp_path / "a")) == (6, 6)
+    assert (tmp_path / "a" / run_identity.FILE).exists()
+    assert (ram / run_identity.FILE).exists()
+    refused(tiers(ram, tmp_path / "b"), ram)
+
+
+def test_ram_from_before_that_storage_has_overtaken_counts(tmp_path, ram):
+    save(tiers(ram, tmp_path / "a"), 4)
+    behind = ram.with_name("behind")
+    shutil.copytree(ram, behind)
+    save(tiers(ram, tmp_path / "a"), 8)
+    shutil.rmtree(ram)
+    behind.rename(ram)
+    forget(tmp_path / "a", ram)
+    assert newest(tiers(ram, tmp_path / "a")) == (8, 8)
+
+
+@pytest.mark.parametrize("has_identity", [False, True])
+def test_ram_from_before_of_another_run_is_refused(tmp_path, ram, has_identity):
+    save(tiers(ram, tmp_path / "a"), 4, 5)
+    save(tiers(None, tmp_path / "b"), 4)
+    forget(ram)
+    if not has_identity:
+        forget(tmp_path / "b")
+    refused(tiers(ram, tmp_path / "b"), ram)
+    # Storage that is empty does not have its newest step either.
+    refused(tiers(ram, tmp_path / "c"), ram)
+
+
+def test_storage_that_is_out_of_reach_leaves_the_identity_of_ram(tmp_path, ram):
+    save(tiers(ram, tmp_path / "a"), 4, 5)
+    # It can be neither listed nor read.
+    (tmp_path / "a").rename(tmp_path / "away")
+    (tmp_path / "a").write_text("")
+    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
+    (tmp_path / "a").unlink()
+    (tmp_path / "away").rename(tmp_path / "a")
+    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
+
+
+def test_a_damaged_identity_is_an_error_that_names_it(tmp_path, ram):
+    save(tiers(ram, tmp_path / "a"), 4)
+    for directory in (ram, tmp_path / "a"):
+        path = directory / run_identity.FILE
+        content = path.read_bytes()
+        altered = {**json.loads(content), "name": "0" * 32}
+        path.write_text(json.dumps(altered))
+        with pytest.raises(errors.CheckpointError, match="was altered") as raised:
+            newest(tiers(ram, tmp_path / "a"))
+        assert str(path) in str(raised.value)
+        path.write_bytes(content)
+    assert newest(tiers(ram, tmp_path / "a")) == (4, 4)

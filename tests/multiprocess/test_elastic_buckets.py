@@ -1,0 +1,41 @@
+"""Live runs whose directory is in a bucket lose slices, and take them in again."""
+
+import pytest
+
+from elastic_ckpt.core import storage
+from elastic_ckpt.training import step_log
+from tests import runs, shared_memory
+from tests.multiprocess import test_elastic_run
+
+
+@pytest.mark.slow(minutes=1.2)
+def test_a_run_in_a_bucket_loses_a_slice_with_its_memory_and_gets_it_back(
+    bucket, tmp_path, corpus
+):
+    with shared_memory.directory("elastic") as ram:
+        config = test_elastic_run.configured(
+            *(tmp_path, corpus, ram),
+            hosts=2,
+            slices=2,
+            elastic_min_slice_count=1,
+            elastic_compile_ahead_seconds=0,
+            base_output_directory=bucket,
+            faults=[
+                {"kill_slice": 1, "at_step": 12},
+                {"return_slice": 1, "at_step": 20},
+            ],
+        )
+        test_elastic_run.trained_until(config, "world 3 starts")
+        run = storage.absolute(bucket) / "tiny"
+        assert test_elastic_run.worlds(run) == [[0, 1], [0], [0, 1]]
+        (lost,) = runs.events(run, "slice_lost")
+        assert lost["slice"] == 1
+        assert test_elastic_run.names(run)[-1] == "run_stopped"
+        # Nothing was lost, and nothing was read from the bucket.
+        restored = runs.events(run, "restored_from")
+        assert {each["persistent_bytes"] for each in restored} == {0}
+        starts = [attempt.start_step for attempt in step_log.read(run)]
+        assert starts[0] == 0
+        assert all(starts[1:])
+        assert "PASSED" in runs.verb("audit", run)
+        assert "PASSED" in runs.verb("verify", run)

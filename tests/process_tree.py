@@ -1,0 +1,42 @@
+"""A process with all that it has started: agents have sessions of their own."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import time
+
+
+def kill(process):
+    """Kills a process of `subprocess` with all that it has started, and waits."""
+    pids = of(process.pid)
+    send(pids, signal.SIGKILL)
+    process.wait()
+    while any(map(is_alive, pids)):
+        time.sleep(0.01)
+
+
+def of(pid):
+    """A process and all that it has started, and these."""
+    pids = [pid]
+    for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in task.read_text().split():
+                pids += of(int(child))
+    return pids
+
+
+def send(pids, number):
+    """Sends a signal to processes, of which some may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def is_alive(pid):
+    """Whether a process has not ended."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

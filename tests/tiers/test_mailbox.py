@@ -1,0 +1,55 @@
+"""Messages between hosts: exchanges of one host do not disturb each other."""
+
+import threading
+
+import pytest
+
+from elastic_ckpt.manifests import manifest
+from elastic_ckpt.tiers.peers import mailbox
+from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.tiers.source import ReadError
+
+
+@pytest.fixture
+def make_box(tmp_path):
+    disk = ram_disk.RamDisk(tmp_path, run="run")
+    host = manifest.Host(id=disk.host_id(0), number=0, domains={})
+
+    def make():
+        return mailbox.Mailbox(disk, slot=0, hosts=[host], endpoint=None)
+
+    return make
+
+
+def test_a_message_is_posted_while_those_of_another_exchange_are_removed(make_box):
+    posting, removing = make_box(), make_box()
+    ended = threading.Event()
+
+    def remove():
+        while not ended.is_set():
+            removing.remove("backup-")
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for number in range(200):
+            posting.post("copies-offered", b"%d" % number)
+            assert posting.read(0, "copies-offered") == b"%d" % number
+            posting.remove("copies-")
+            with pytest.raises(ReadError, match="is missing"):
+                posting.read(0, "copies-offered")
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_delivered_message_is_read_once_and_removed_with_its_exchange(make_box):
+    box = make_box()
+    box.deliver(0, "copies-offered", b"another way")
+    assert box.read(0, "copies-offered") == b"another way"
+    with pytest.raises(ReadError):
+        box.read(0, "copies-offered")
+    box.deliver(0, "copies-offered", b"late")
+    box.remove("copies-")
+    with pytest.raises(ReadError):
+        box.read(0, "copies-offered")
