@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import time
 from collections.abc import Callable
@@ -90,7 +91,9 @@ def _train(turns: Turns, config: schema.Config, world: World) -> None:
     without = dataclasses.replace(config.checkpoint, enable_checkpointing=False)
     assert world.ram_directory is not None
     tiers = dataclasses.replace(
-        config.tiers, local_checkpoint_directory=world.ram_directory
+        config.tiers,
+        # The directory of a run is there by its name.
+        local_checkpoint_directory=os.path.dirname(world.ram_directory),
     )
     chosen = configured_tiers.tiers(
         dataclasses.replace(config, tiers=tiers), persistent=f"{directory}/steps"

@@ -298,13 +298,13 @@ def _counted() -> Iterator[dict[str, int]]:
     read = peer_endpoint.Endpoint.read
 
     def counted_into(
-        self: Any, path: str, offset: int, into: memoryview, *on_piece: Any
+        self: Any, path: str, offset: int, into: memoryview, *args: Any, **keywords: Any
     ) -> None:
-        read_into(self, path, offset, into, *on_piece)
+        read_into(self, path, offset, into, *args, **keywords)
         sent["parts"] += len(into)
 
-    def counted(self: Any, path: str, *, most_bytes: int) -> bytes:
-        content = read(self, path, most_bytes=most_bytes)
+    def counted(self: Any, path: str, **keywords: Any) -> bytes:
+        content = read(self, path, **keywords)
         sent["listings"] += len(content)
         return content
 
@@ -317,8 +317,9 @@ def _counted() -> Iterator[dict[str, int]]:
 
 def _step_directories(machine: str) -> list[str]:
     slot = os.path.join(machine, "hosts", "0")
-    steps = [entry.path for entry in os.scandir(slot) if entry.is_dir()]
-    return [step for step in steps if os.path.basename(step) != "restored"]
+    entries = [entry for entry in os.scandir(slot) if entry.is_dir()]
+    # Others are of messages and of files that a restore unpacks.
+    return [entry.path for entry in entries if entry.name[0].isdigit()]
 
 
 def _machine_of(path: str, place: Place) -> int:

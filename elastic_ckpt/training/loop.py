@@ -146,13 +146,14 @@ class Loop:
                     return Ended(state=state, step=done, is_stopped=True)
             state, report = step(state, batch)
             recorder.take(done, report)
-            if done == start_step:
-                recorder.write_pending()
             done += 1
+            # Before it is logged: a step that was reported is saved at a signal.
+            stopping = done < steps and (self.is_stopping(done) or is_ending)
+            if done == start_step + 1:
+                recorder.write_pending()
             if self.evaluation and self.evaluation.is_due(done):
                 recorder.catch_up()
                 self._evaluate(self.evaluation, done, state)
-            stopping = done < steps and (self.is_stopping(done) or is_ending)
             last = done == steps
             saver = self.saver
             saving = saver and (stopping or saver.is_due(done, last=last))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.universal.rules.layout import Layout
 from tests.multiprocess import machines, tier_worlds
@@ -120,7 +121,7 @@ def test_storage_alone_is_enough_on_another_number_of_hosts(ram, tmp_path):
 
 @pytest.mark.slow(minutes=0.3)
 def test_a_step_without_a_good_copy_of_a_box_is_passed_over_by_all(ram, tmp_path):
-    options = {"copies": 1, "keep": 2}
+    options = {"copies": 1, "keep": ocp.training.preservation_policies.LatestN(2)}
     on(ram, range(2), saved([STEP, STEP + 1], sharded=True), tmp_path, **options)
     for number in range(2):
         flip_first_box(ram, number, STEP + 1)

@@ -1,4 +1,4 @@
-"""Every test of this room reads within 1 GiB and 10 seconds of the processor."""
+"""Every test of this room reads within the limits of `process_limits`."""
 
 import functools
 import inspect

@@ -9,10 +9,11 @@ import signal
 import threading
 
 MOST_BYTES = 1 << 30
-MOST_SECS = 10
+# Ten times what a sound processor takes: what grows faster than its source takes hours.
+MOST_SECS = 100
 # The processor may be shared. Functions of C that do not return to Python, or threads
 # that are waited for, end the process then, with a traceback that names the test.
-MOST_WALL_SECS = 300
+MOST_WALL_SECS = 1000
 _STATUS = pathlib.Path("/proc/self/statm")
 # mallopt's M_ARENA_MAX: with one for each thread, threads reserve memory.
 _ARENA_MAX = -8
@@ -33,7 +34,7 @@ def _too_long(*_):
 
 @contextlib.contextmanager
 def limited():
-    """Calls in it get MemoryError beyond `MOST_BYTES`, and this error after 10 s.
+    """Calls in it get MemoryError beyond `MOST_BYTES`, and this error in time.
 
     The process itself is limited, so all allocations and all threads count.
     """
