@@ -237,14 +237,12 @@ def test_a_loop_that_is_to_stop_saves_the_step_and_ends_there(journal, step):
 
 def test_a_first_step_that_is_reported_is_saved_at_a_signal(journal):
     def is_stopping(done):
-        return bool([c for c in journal.calls if c.startswith("emit")])
-
-    def asked(done):
+        is_reported = any(call.startswith("emit") for call in journal.calls)
         # A signal before the first question ends the run without a save.
-        assert done > 1 or not is_stopping(done)
-        return is_stopping(done)
+        assert done > 1 or not is_reported
+        return is_reported
 
-    assert run(journal, is_stopping=asked) == (2, 2)
+    assert run(journal, is_stopping=is_stopping) == (2, 2)
     assert "save 2: 2" in journal.calls
 
 
