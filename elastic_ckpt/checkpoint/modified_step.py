@@ -34,6 +34,7 @@ from elastic_ckpt.tiers.persistent import (
     orbax_digests,
     persistent_root,
     upload,
+    writer,
     writers,
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -172,7 +173,8 @@ class SavedStep:
                     f"{self._root.path} has no locks that show whether a run writes to"
                     f" it: if one is alive, {stop} with --stopped"
                 )
-            yield
+            with writer.Writer(self._root.path, advice=stop):
+                yield
             return
         presence = storage.Presence(self._root.path / writers.LOCK)
         try:
@@ -181,7 +183,8 @@ class SavedStep:
                     raise errors.RunError(
                         f"a live run writes to {self._root.path}; {stop}"
                     )
-                yield
+                with writer.Writer(self._root.path, advice=stop):
+                    yield
         finally:
             presence.close()
 

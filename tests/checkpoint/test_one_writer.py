@@ -9,12 +9,14 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, process
 from elastic_ckpt.tiers.persistent import claims, writer
-from tests import shared_memory
+from tests import runs, shared_memory
+from tests.universal import safetensors_files
 
 # Saves steps until it is killed, and says which are durable.
 PROGRAM = """
@@ -86,6 +88,37 @@ def running(program, *arguments, until):
 
 def opened(steps, run="tiny", **options):
     return ec.Checkpointer([ec.Persistent(steps, every=1)], run=run, **options)
+
+
+@_SLOW
+def test_a_number_is_not_edited_where_a_program_writes(steps):
+    edit = ("modify", f"{steps}/1", "--component", "state", "--set", "w=7")
+    stopped = ("--stopped",) if "://" in steps else ()
+    with running(PROGRAM, steps, "tiny", until="1\n") as first:
+        ended = runs.cli(*edit, *stopped)
+        assert ended.returncode == 1, ended.stdout
+        if stopped:
+            assert f"another live program, process {first.pid} on" in ended.stderr
+        else:
+            assert f"a live run writes to {steps}; stop it" in ended.stderr
+        assert "then modify the step" in ended.stderr
+        first.stdin.write("\n")
+        first.stdin.flush()
+        assert first.stdout.readline() == "2\n"
+
+
+@_SLOW
+def test_nothing_is_converted_into_where_a_program_is_about_to_write(steps, tmp_path):
+    source = tmp_path / "model.safetensors"
+    safetensors_files.write(source, {"w": np.zeros(4, np.float32)})
+    with running(FAR, steps, until="begun\n"):
+        ended = runs.cli("convert", source, f"{steps}/0")
+        assert ended.returncode == 1, ended.stdout
+        assert "on far, since" in ended.stderr
+        assert "or convert into another directory" in ended.stderr
+    ended = runs.cli("convert", source, f"{steps}/0")
+    assert ended.returncode == 0, ended.stderr
+    assert writer.live(steps) is None
 
 
 def value(checkpointer):

@@ -45,6 +45,10 @@ _VERSION = 1
 _RENEWALS = 4
 _LOOKS = 4 * _RENEWALS
 _NAME = re.compile(r"([1-9][0-9]*)\.json")
+_ADVICE = (
+    "wait for it or stop it, save to another directory, or open it with read_only=True"
+    " to read beside it"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ class Writer:
       owner: the process by which others see whether the program is alive; by default
         the claimant's, or this one.
       duration_secs: how long others wait for a renewal.
+      advice: what to do where another program writes.
     """
 
     def __init__(
@@ -86,8 +91,10 @@ class Writer:
         claimant: claims.Claimant | None = None,
         owner: process.Process | None = None,
         duration_secs: float = DURATION_SECS,
+        advice: str = _ADVICE,
     ) -> None:
         self._claimant = claimant
+        self._advice = advice
         of_start = None if claimant is None else claimant.owner
         own = claims.new_claimant() if claimant is None else claimant
         self._renewed = _Renewed(
@@ -115,7 +122,10 @@ class Writer:
         while not renewed.number:
             number, there = _newest(renewed.directory)
             if there is not None and not self._may_follow(number, there):
-                raise _refused(renewed.directory.parent, there)
+                raise errors.RunError(
+                    f"{renewed.directory.parent} is being written by another live"
+                    f" program, {there.process}, since {_time(there)}; {self._advice}"
+                )
             # Others may have come and gone while this one waited.
             if _numbers(renewed.directory)[-1:] == ([number] if number else []):
                 renewed.create(number + 1)
@@ -137,6 +147,13 @@ class Writer:
                 " has opened the directory once more; it commits no step there from"
                 " now on"
             )
+
+    def __enter__(self) -> Writer:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Removes the record: another program may write at once."""
@@ -249,14 +266,6 @@ def _expires(directory: epath.Path, number: int, there: Record) -> bool:
             # It was renewed; or it is gone, and what is there now decides.
             return _newest(directory)[0] != number
     return True
-
-
-def _refused(steps: epath.Path, there: Record) -> errors.RunError:
-    return errors.RunError(
-        f"{steps} is being written by another live program, {there.process}, since"
-        f" {_time(there)}; wait for it or stop it, save to another directory, or open"
-        " it with read_only=True to read beside it"
-    )
 
 
 def _time(record: Record) -> str:

@@ -104,9 +104,14 @@ def _alone(job: Job) -> Iterator[None]:
     # No other conversion writes to the target, and no run to the directory of its step.
     directory = storage.absolute(job.target)
     if job.to == "orbax":
-        from elastic_ckpt.tiers.persistent import writers
+        from elastic_ckpt.tiers.persistent import writer, writers
 
-        with storage.exclusive_lock(directory.parent / writers.LOCK):
+        steps = directory.parent
+        advice = "wait for it or stop it, or convert into another directory"
+        with (
+            storage.exclusive_lock(steps / writers.LOCK),
+            writer.Writer(steps, advice=advice),
+        ):
             yield
         return
     lock = directory.parent / f"{directory.name}.lock"
