@@ -20,6 +20,7 @@ from elastic_ckpt.elastic import (
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.tiers.peers import agent, agent_process, known_agents
+from elastic_ckpt.tiers.ram import machine
 
 
 class LocalSlices:
@@ -107,7 +108,8 @@ class LocalSlices:
         if memory is None or number in self._agents:
             return
         root = memory.root(number)
-        storage.make_directory(root)
+        # Makes the directory.
+        machine.machine_id(root)
         service = agent.Service(
             root=root,
             interface=self.interface,

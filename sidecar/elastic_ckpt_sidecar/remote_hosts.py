@@ -182,7 +182,9 @@ class RemoteHosts:
         }
 
     def close(self) -> None:
-        """See `Hosts`."""
+        """See `Hosts`; does nothing if it was closed."""
+        if not vars(self._agent):
+            return
         try:
             self.all(world_requests.CloseHost())
         finally:

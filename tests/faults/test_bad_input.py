@@ -53,6 +53,20 @@ def test_no_run_name(trained):
     assert "run_name is empty; set it" in wrong(trained, "run_name=")
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_ram_directory_that_cannot_be_made(trained, hosts):
+    message = refuse(
+        trained,
+        f"hosts={hosts}",
+        "enable_multi_tier_checkpointing=true",
+        "local_checkpoint_directory=/proc/x",
+        "local_checkpoint_period=2",
+        "multi_tier_checkpointing_backup_interval_steps=4",
+    )
+    assert "the RAM directory /proc/x" in message
+    assert "cannot be made (No such file or directory); set local_check" in message
+
+
 def test_missing_data(trained):
     message = refuse(trained, "grain_train_files=/nowhere/*.array_record")
     assert (

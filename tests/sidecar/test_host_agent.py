@@ -430,6 +430,11 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
         assert seen[1] == pathlib.Path(machines.directory(0), "hosts/0/restored/data")
 
 
+def _files(directory):
+    found = {path: path.stat() for path in directory.rglob("*") if path.is_file()}
+    return {path: (s.st_ino, s.st_mtime_ns, s.st_size) for path, s in found.items()}
+
+
 @pytest.mark.parametrize("single", [False, True])
 def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch, single):
     choose = front_door.topology
@@ -442,3 +447,23 @@ def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch, single)
         assert isinstance(made._hosts, remote_hosts.RemoteHosts) is single
         save(made, mesh, 1)
         restore(made, mesh, 1)
+    # Once more does nothing.
+    made.close()
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_second_head_reads_beside_a_live_one(machines, monkeypatch, tmp_path, single):
+    choose = front_door.topology
+    monkeypatch.setattr(choose, "is_single_controller", lambda _: single)
+    mesh = simulated_hosts.mesh_of(1)
+    tiers = simulated_hosts.tiers_of(machines.directory(0), persistent=tmp_path / "s")
+    with front_door.Checkpointer(tiers, mesh=mesh) as writing:
+        save(writing, mesh, 1)
+        writing.wait()
+        before = _files(tmp_path)
+        with front_door.Checkpointer(tiers, mesh=mesh, read_only=True) as reading:
+            restore(reading, mesh, 1)
+            with pytest.raises(errors.CheckpointError, match="read_only=True"):
+                save(reading, mesh, 2)
+        assert _files(tmp_path) == before
+        save(writing, mesh, 2)
