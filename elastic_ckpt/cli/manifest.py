@@ -25,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the manifest."""
+    from elastic_ckpt.application import elastic_run
     from elastic_ckpt.deploy import manifest, nodes, slurm
 
     config = load.load(arguments.config, arguments.overrides)
+    elastic_run.check_checkpoints(config)
     if arguments.slurm:
         text = slurm.script(config)
     elif arguments.nodes:
