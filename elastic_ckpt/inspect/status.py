@@ -42,6 +42,8 @@ _PHASES = {
     "run_failed": "failed",
 }
 _ENDS = ("finished", "stopped", "failed")
+# Events that tell how many steps are done.
+_DONE = ("save_started", "run_stopped", "run_finished")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +210,7 @@ def _progress(files: Files, events: Sequence[Event]) -> Progress:
     if started:
         # Metrics are written a little later than events.
         since = events[events.index(started) :]
-        steps |= {e["step"] for e in since if e["event"] == "save_started"}
+        steps |= {e["step"] for e in since if e["event"] in _DONE}
     return Progress(
         step=int(max(steps)) or None,
         steps=started["steps"] if started else None,

@@ -98,7 +98,8 @@ class RunRecord:
         if topology.is_primary():
             self._emit(
                 "step",
-                step=step,
+                # MaxText counts from 0.
+                step=step + 1,
                 steps=self._num_steps,
                 loss=loss,
                 secs=float(scalars["perf/step_time_seconds"]),

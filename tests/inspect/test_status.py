@@ -58,7 +58,8 @@ def test_a_run_whose_process_is_gone_is_not_running():
     content = at(STARTED, event("compiled"), is_alive=False)
     assert content.phase.startswith("not running")
     assert content.world is None
-    assert at(STARTED, event("run_finished"), is_alive=False).phase == "finished"
+    ended = at(STARTED, event("run_finished", step=9), is_alive=False)
+    assert (ended.phase, ended.progress.step) == ("finished", 9)
 
 
 def test_a_world_that_lost_a_slice_has_no_hosts_until_the_next_one_starts():

@@ -231,19 +231,19 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
     check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in stages])
 
 
-def check_verbs(maxtext, name, *, hosts):
+def check_verbs(maxtext, name, *, hosts, steps=STEPS):
     """The verbs that read a run's directory take this one."""
     directory = str(maxtext.checkpoints(name).parent)
     audited = audit.outcome_of(directory)
     assert audited.passed, audited
     assert list(audited.hosts) == hosts
-    assert audited.num_row_identical_steps == audited.num_steps == STEPS
+    assert audited.num_row_identical_steps == audited.num_steps == steps
     shown = status.collect(directory)
-    assert (shown.phase, shown.progress.steps) == ("finished", STEPS)
+    assert (shown.phase, shown.progress.step) == ("finished", steps)
     assert shown.progress.loss is not None
-    assert {each.tier: each.step for each in shown.tiers}["persistent"] == STEPS - 1
+    assert {each.tier: each.step for each in shown.tiers}["persistent"] == steps - 1
     recorded = report.collect(directory, has_audit=False)
-    assert sum(len(each.losses) for each in recorded.attempts) >= STEPS
+    assert sum(len(each.losses) for each in recorded.attempts) >= steps
     with pytest.raises(ec.ElasticCkptError, match="elastic_enabled=true"):
         scale.run(argparse.Namespace(run=directory, slices=1, no_wait=True))
 
@@ -280,6 +280,36 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
                 assert numbers & {4, 8}
             begin = steps
         check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in STAGES])
+
+
+@pytest.mark.parametrize(("num_batches", "in_ram"), [(1, False), (5, True)])
+def test_the_last_step_is_saved_where_the_data_ends(
+    maxtext, files, num_batches, in_ram
+):
+    name = f"ends_after_{num_batches}_{in_ram}"
+    settings = {
+        "num_epoch": 1,
+        "checkpoint_period": 3,
+        "save_checkpoint_on_completion": True,
+        "grain_train_files": corpora.write_arrayrecord(
+            files / f"{name}.array_record", texts("e", ROWS * num_batches)
+        ),
+    }
+    with shared_memory.directory("maxtext") as ram:
+        if in_ram:
+            settings |= {
+                "enable_multi_tier_checkpointing": True,
+                "local_checkpoint_directory": ram,
+                "local_checkpoint_period": 3,
+                "multi_tier_checkpointing_backup_interval_steps": 1000,
+            }
+        logs = maxtext.run("arrayrecord", name, steps=20, num_hosts=2, **settings)
+        log = (logs / "0.log").read_text()
+        assert len(environment.batches(logs)["train"]) == num_batches
+        assert f"the data ended after step {num_batches} of 20" in log
+        names = [path.name for path in maxtext.checkpoints(name).iterdir()]
+        assert str(num_batches - 1) in names
+        check_verbs(maxtext, name, hosts=[2], steps=num_batches)
 
 
 def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
