@@ -93,14 +93,9 @@ def keys_of(name, tmp_path):
     return {"init_from": str(path), "init_from_layout": str(layout)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [SAVED_ON, (1, 2)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == DEFAULT else pytest.param(name, marks=pytest.mark.slow)
-        for name in foreign_states.SOURCES
-    ],
-)
+@pytest.mark.parametrize("name", foreign_states.SOURCES)
 def test_losses_are_those_from_the_same_state_saved_by_orbax(
     tmp_path, corpus, of_orbax, name, devices
 ):

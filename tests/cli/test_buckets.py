@@ -22,6 +22,9 @@ one_store = pytest.mark.parametrize(
 )
 
 
+pytestmark = pytest.mark.slow(minutes=0.1)
+
+
 @pytest.fixture
 def run(bucket, tmp_path):
     """A run with two steps, which are in its bucket alone."""

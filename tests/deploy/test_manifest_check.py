@@ -43,9 +43,8 @@ def test_a_shipped_manifest_has_no_problem(path):
     assert manifest_check.problems(documents(path)) == []
 
 
-@pytest.mark.parametrize(
-    "ways", [1, pytest.param(3, marks=pytest.mark.slow(minutes=0.05))]
-)
+@pytest.mark.slow(minutes=0.05)
+@pytest.mark.parametrize("ways", [1, 3])
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_each_misspelt_key_of_a_manifest_is_found(path, ways):
     right = documents(path)
