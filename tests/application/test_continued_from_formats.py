@@ -17,8 +17,6 @@ from tests.universal.formats import llama_values as llama
 
 STEPS = llama.STEPS + 3
 SAVED_ON = (2, 4)
-# The others are slow tests.
-DEFAULT = "Megatron torch_dist"
 # The same float32 sums in another order, over other devices.
 LOSS_RTOL = 1e-3
 

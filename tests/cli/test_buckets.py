@@ -14,14 +14,6 @@ from elastic_ckpt.tiers.persistent import persistent_root
 from tests import runs
 from tests.tiers import tiered_steps
 
-# The clients are those of the other tests, and slower for S3.
-one_store = pytest.mark.parametrize(
-    "bucket",
-    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.05))],
-    indirect=True,
-)
-
-
 pytestmark = pytest.mark.slow(minutes=0.1)
 
 
@@ -54,7 +46,6 @@ def test_steps_in_a_bucket_come_back_without_the_ram(run, tmp_path):
         assert [each.step for each in checkpointer.checkpoints] == [2]
 
 
-@one_store
 def test_a_run_in_a_bucket_is_inspected(run):
     content = report("inspect", run)
     assert [each["step"] for each in content["steps"]] == [1, 2]
@@ -80,7 +71,6 @@ def test_a_run_in_a_bucket_is_verified(run):
     assert problem["path"] == str(damaged)
 
 
-@one_store
 def test_an_upload_to_a_bucket_that_was_cut_short_is_a_leftover(run):
     step = storage.absolute(run) / "checkpoints" / "2"
     (step / persistent_root.COMMIT_FILE).unlink()
@@ -89,7 +79,6 @@ def test_an_upload_to_a_bucket_that_was_cut_short_is_a_leftover(run):
     assert [each["path"] for each in tiers["leftovers"]] == [str(step)]
 
 
-@one_store
 def test_a_step_in_a_bucket_is_preserved(run):
     step = f"{run}/checkpoints/1"
     assert f"{step}: preserved" in runs.verb("preserve", step)
@@ -114,7 +103,6 @@ def test_stock_orbax_loads_a_step_from_a_bucket(run):
     )
 
 
-@one_store
 def test_a_run_in_a_bucket_has_a_status(run):
     events = storage.absolute(run) / run_directory.EVENTS
     events.write_bytes(b'{"time":1.0,"event":"run_stopped","step":2}\n')
@@ -125,7 +113,6 @@ def test_a_run_in_a_bucket_has_a_status(run):
     assert "in storage step 2" in runs.verb("status", run)
 
 
-@one_store
 def test_failures_of_a_run_in_a_bucket_are_simulated_with_its_costs(
     run, bucket, tmp_path
 ):
@@ -155,7 +142,6 @@ def test_failures_of_a_run_in_a_bucket_are_simulated_with_its_costs(
     )
 
 
-@one_store
 def test_a_manifest_is_made_from_and_written_to_a_bucket(bucket):
     shipped = runs.ROOT / "configs"
     name = "deploy/multicontroller_v6e"
