@@ -116,7 +116,7 @@ def _documents(files: tuple[str, ...], shard: int) -> grain.IterDataset:
         parquet.Parquet(files=files, columns=(COLUMN,)),
         shard=shard,
         num_shards=_NUM_SHARDS,
-        reading=records.Reading(shuffle_seed=0),
+        read_options=records.ReadOptions(shuffle_seed=0),
     )
 
 
@@ -149,7 +149,7 @@ def _state_bytes(files: tuple[str, ...], directory: pathlib.Path) -> float:
             pipeline.LanguagePipeline(
                 parts=(only,),
                 num_shards=_NUM_SHARDS,
-                reading=records.Reading(shuffle_seed=0),
+                reading=records.ReadOptions(shuffle_seed=0),
                 documents=language.Documents(column=COLUMN, tokenizer=None),
                 length=512,
                 truncate=truncate,

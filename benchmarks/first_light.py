@@ -83,7 +83,7 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     from elastic_ckpt.config import load
     from elastic_ckpt.core import topology
-    from elastic_ckpt.data import iterator, positional, rows, text
+    from elastic_ckpt.data import iterator, positional_data, rows, text
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
@@ -91,7 +91,7 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
         file = f"{directory}/python_stdlib.array_record"
         text.write_arrayrecord(text.PYTHON_STDLIB, file)
         config = load.load(_DEMO, [f"grain_train_files={file}"])
-        data = positional.from_config(config.data)
+        data = positional_data.from_config(config.data)
         mesh = topology.mesh_of(topology.present(config.world.slices))
         size = config.data.global_batch_size
         sides: dict[str, Any] = {

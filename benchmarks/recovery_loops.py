@@ -141,7 +141,7 @@ def _taken(
             state,
             compiled=lambda *_, **__: compiled,
             begin=world.begin,
-            is_stopping=world.is_leaving,
+            is_stopping=world.should_stop,
         ).state
 
     sides = {BARE: bare, LOOP: functools.partial(looped, period=None)}

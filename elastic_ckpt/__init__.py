@@ -2,6 +2,7 @@
 
 from etils import epy
 
+from elastic_ckpt.core import renamed
 from elastic_ckpt.core.errors import ElasticCkptError
 
 with epy.lazy_api_imports(globals()):
@@ -14,9 +15,17 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.integrations import orbax_v0
     from elastic_ckpt.manifests.best_steps import BestN, best_step
     from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
-    from elastic_ckpt.tiers.persistent.follow import follow, record_metrics
-    from elastic_ckpt.tiers.persistent.leases import leased
-    from elastic_ckpt.tiers.preserved import preserve, release
+    from elastic_ckpt.tiers.persistent.follow import record_metrics, watch_steps
+    from elastic_ckpt.tiers.persistent.leases import lease
+    from elastic_ckpt.tiers.preserved import pin, unpin
+
+renamed.in_module(
+    globals(),
+    follow="ec.watch_steps",
+    leased="ec.lease",
+    preserve="ec.pin",
+    release="ec.unpin",
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,11 +46,11 @@ __all__ = [
     "components",
     "data",
     "elastic",
-    "follow",
-    "leased",
+    "lease",
     "orbax_v0",
-    "preserve",
+    "pin",
     "record_metrics",
-    "release",
     "universal",
+    "unpin",
+    "watch_steps",
 ]

@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from elastic_ckpt.application import local_world
 from elastic_ckpt.core import metrics
-from elastic_ckpt.data import positional
+from elastic_ckpt.data import positional_data
 from elastic_ckpt.monitoring import subscription
 from tests import corpora, shared_memory
 
@@ -144,14 +144,14 @@ def corpus(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def data(corpus) -> positional.PositionalData:
+def data(corpus) -> positional_data.PositionalData:
     """See `data_of`."""
     return data_of(corpus)
 
 
-def data_of(corpus: str) -> positional.PositionalData:
+def data_of(corpus: str) -> positional_data.PositionalData:
     """The corpus as examples of 16 tokens, shuffled."""
-    return positional.PositionalData(
+    return positional_data.PositionalData(
         files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=0
     )
 

@@ -183,7 +183,9 @@ class MakeShard:
             part.source,
             shard=shard,
             num_shards=NUM_SHARDS,
-            reading=records.Reading(shuffle_seed=SEED, num_epochs=self.num_epochs),
+            read_options=records.ReadOptions(
+                shuffle_seed=SEED, num_epochs=self.num_epochs
+            ),
         )
         return token_blocks.Tokens(
             elements.filter(is_kept) if self.steps.filtered else elements,

@@ -14,7 +14,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import example_id, iterator, positional, rows
+from elastic_ckpt.data import example_id, iterator, positional_data, rows
 
 GLOBAL_BATCH_SIZE = 16
 
@@ -223,7 +223,7 @@ class IteratorContract:
 
     def other(self, data):
         """Other data that fits the same mesh, and how it differs, in words."""
-        other = positional.PositionalData(
+        other = positional_data.PositionalData(
             files=data.files, max_target_length=16, num_threads=0
         )
         return other, "data_shuffle_seed: saved 7, now 0"

@@ -27,7 +27,10 @@ CORRUPT = 13
 
 def read(dataset, shard, num_shards, **reading):
     return records.Records(
-        dataset, shard=shard, num_shards=num_shards, reading=records.Reading(**reading)
+        dataset,
+        shard=shard,
+        num_shards=num_shards,
+        read_options=records.ReadOptions(**reading),
     )
 
 

@@ -116,17 +116,17 @@ def compile_ahead(config: schema.Config, world: World) -> None:
 
 def _run(job: Job, world: World) -> loop.Ended:
     world.begin("restore")
-    state = job.restore_or_init(handed_over=world.handed_over)
+    state = job.restore_or_init(handed_over=world.take_state)
     ended = job.run(
         state,
         compiled=world.compiled,
         begin=world.begin,
-        is_stopping=world.is_leaving,
-        is_ending=world.is_ending,
-        is_left=world.is_left,
+        is_stopping=world.should_stop,
+        is_ending=world.should_stop_early,
+        is_left=world.will_resume,
     )
     world.begin(watch.CLOSE)
-    world.hand_over(ended.step, ended.state)
+    world.put_state(ended.step, ended.state)
     job.close()
     newest = job.checkpointer.latest_step if job.checkpointer else None
     if ended.finding is not None:
@@ -165,7 +165,7 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
                 process.this() if topology.num_hosts() == 1 else None
             ),
             emit=emit,
-            is_leaving=is_ending,
+            should_stop=is_ending,
         )
 
 

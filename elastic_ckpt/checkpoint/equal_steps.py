@@ -29,7 +29,7 @@ def preserve_newest(checkpointer: Checkpointer, *, up_to: int) -> int | None:
         root = PersistentRoot.from_path(checkpointer.directory)
         step = max((each for each in root.steps() if each <= up_to), default=None)
         if step is not None:
-            preserved.preserve(root.final(step))
+            preserved.pin(root.final(step))
     except (errors.CheckpointError, *bucket_clients.failures()) as error:
         logging.error("no step up to %d could be preserved: %s", up_to, error)
         return None

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ckpt.components import state_leaves, validation, validation_schedule
+from elastic_ckpt.components.component import Component
 from elastic_ckpt.components.encoding import Encoded
-from elastic_ckpt.components.patterns import Replicated
 from elastic_ckpt.core import events, topology
 
 
@@ -32,7 +32,7 @@ class Comparison:
         self._level: validation.Level = "none"
         self._taken: dict[str, Encoded | None] = {}
         for name, component in stateful.items():
-            if isinstance(component, Replicated) and component.is_compared:
+            if isinstance(component, Component) and component.is_compared:
                 self._taken[name], component.taken = component.taken, None
                 self._level = max(
                     self._level, component.validation, key=validation.LEVELS.index

@@ -66,7 +66,7 @@ def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
       DataError: if it has trained nothing, or its data cannot be read.
     """
     from elastic_ckpt.checkpoint import summary
-    from elastic_ckpt.data import positional
+    from elastic_ckpt.data import positional_data
     from elastic_ckpt.training import audit, step_log
 
     own = run_directory.read_loop(directory)
@@ -96,7 +96,7 @@ def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
         data_of,
         is_in_order=is_in_order,
         num_records=last.num_records()
-        if isinstance(last, positional.PositionalData)
+        if isinstance(last, positional_data.PositionalData)
         else None,
         num_saved_steps=saved + is_maxtext if saved else 0,
         missing_checkpoint=missing(

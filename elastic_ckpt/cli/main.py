@@ -34,8 +34,10 @@ VERBS = {
     "components": "show the parts of a step, how hosts share them, and their sizes",
     "convert": "write a checkpoint of any program in another layout, or show the plan",
     "modify": "edit numbers of a saved step, which is saved once more",
-    "preserve": "keep steps that retention would remove",
+    "pin": "keep steps that retention would remove",
 }
+# What verbs were called before.
+_RENAMED = {"preserve": "pin"}
 _IS_SETTING = re.compile(r"\w+=").match
 # Verbs that launchers start again when they fail.
 _LAUNCHED = ("train", "maxtext")
@@ -80,7 +82,10 @@ def _parsed(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
     # argparse takes no further `key=value` once an option has followed the file.
-    parsed, rest = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in _RENAMED:
+        parser.error(f"{given[0]} is called {_RENAMED[given[0]]} now")
+    parsed, rest = parser.parse_known_args(given)
     if rest and not (hasattr(parsed, "overrides") and all(map(_IS_SETTING, rest))):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

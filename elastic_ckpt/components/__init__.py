@@ -2,30 +2,28 @@
 
 from etils import epy
 
+from elastic_ckpt.core import renamed
+
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt.components.array_patterns import pattern_of
     from elastic_ckpt.components.component import Component
     from elastic_ckpt.components.loading import Summary, load, named
-    from elastic_ckpt.components.patterns import (
-        Computed,
-        Global,
-        PerGroup,
-        PerNode,
-        PerRank,
-        Replicated,
-    )
     from elastic_ckpt.components.rng import Rng
     from elastic_ckpt.components.validation import Finding, validate
 
+renamed.in_module(
+    globals(),
+    Computed="Component(state, sharing=function)",
+    Global='Component(state, "global")',
+    PerGroup='Component(state, "per_group", axis=..., mesh=...)',
+    PerNode='Component(state, "per_node")',
+    PerRank='Component(state, "per_host")',
+    Replicated='Component(state, "replicated")',
+)
+
 __all__ = [
     "Component",
-    "Computed",
     "Finding",
-    "Global",
-    "PerGroup",
-    "PerNode",
-    "PerRank",
-    "Replicated",
     "Rng",
     "Summary",
     "load",

@@ -26,7 +26,7 @@ def pattern_of(array: Any) -> str:
     """The pattern of an array, which may be abstract.
 
     Returns:
-      `"global"` on one device of the only host, `"per_rank"` on devices of this host
+      `"global"` on one device of the only host, `"per_host"` on devices of this host
       alone, `"replicated"`, `"per_group(data)"` if devices along `data` have the same
       part, `"sharded"` if all have different ones, `"undeclared"` for what has no
       sharding.
@@ -35,7 +35,7 @@ def pattern_of(array: Any) -> str:
     if layout is None:
         return UNDECLARED
     if topology.num_hosts() > 1 and layout.is_fully_addressable:
-        return sharing.PER_RANK
+        return sharing.PER_HOST
     if isinstance(layout, NamedSharding):
         return pattern_of_spec(layout.spec, layout.mesh.shape)
     if len(layout.device_set) == 1:

@@ -1,10 +1,21 @@
-"""A component: a named piece of the state of a run, under a sharing pattern.
+"""A component: a named piece of the state of a run, and how hosts share it.
+
+| sharing | states | written by | loaded by |
+|---|---|---|---|
+| `global` | one | host 0 | all hosts |
+| `replicated` | one, which is equal on all hosts | host 0 | all hosts |
+| `per_host` | one for each host (process) | each host | the host with its number |
+| `per_node` | one for each node (machine) | the first host on it | the hosts on it |
+| `per_group` | one for each group along mesh axes | its first host | its hosts |
+
+States are found by their numbers or coordinates: a host that has another number than
+before loads the state of its place in the world or mesh, not the file that it wrote.
 
 It wraps a pytree, or an object with `get_state` and `set_state`, or with `state_dict`
 and `load_state_dict`, and is a `StatefulCheckpointable` of Orbax: it goes into the same
 dict as weights and batches, in our checkpointer and in Orbax's own.
 
-    step = ec.components.Global({"lr": 0.1, "ema": ema})
+    step = ec.components.Component({"lr": 0.1, "ema": ema}, "global")
     checkpointer.save_checkpointables(40, {"state": weights, "schedule": step})
     checkpointer.load_checkpointables(None, {"state": abstract, "schedule": step})
     step.state["lr"]
@@ -16,17 +27,19 @@ delays no other.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from absl import logging
 from etils import epath
+from jax.sharding import Mesh
 
-from elastic_ckpt.components import description, encoding, resize, state_file
-from elastic_ckpt.components.sharing import Sharing
+from elastic_ckpt.components import description, encoding, nodes, resize, state_file
+from elastic_ckpt.components import sharing as sharing_of
+from elastic_ckpt.components.validation import Level, check_level
 from elastic_ckpt.core import background, errors, storage, topology
 
 T = TypeVar("T")
@@ -42,17 +55,32 @@ class AwaitedDirectory(Protocol):
         """Waits until the directory exists, and returns it."""
 
 
-class Component(abc.ABC):
-    """A state under a sharing pattern; a subclass defines the pattern.
+class Component:
+    """A state, and how hosts share it.
 
     Args:
       state: a pytree, or an object with `get_state` and `set_state`, or with
         `state_dict` and `load_state_dict`. The state may hold arrays of JAX and NumPy,
         random keys, numbers, texts, bytes, None, and dicts, lists, tuples and pytrees
         of these.
+      sharing: `"global"`, `"replicated"` (a difference between hosts is a fault),
+        `"per_host"`, `"per_node"` or `"per_group"`; or a function that returns one of
+        them at each save and load, the same on all hosts: data, for example, has one
+        global state with a central loader, and otherwise a state for each host.
+      axis: of groups, the name of a mesh axis, or several. Devices that differ only in
+        their places on these axes share a state, as they share the result of
+        `jax.lax.psum` over them: on a mesh of `data` and `model`, the state of
+        `axis="data"` belongs to one place on `model`. Axes of size 1 count as absent.
+      mesh: of groups, in which each host has devices of one group.
+      processes_per_node: of nodes, how many consecutive hosts are on one. Without it
+        the hosts publish the ids of their machines; all need to make the component.
+      validation: of replicas, a level of `validate` at which our checkpointer compares
+        the states of all hosts at each save: `"quick"`, `"tensor"` or `"full"`. A
+        difference is an event (`replicas_differ`), and the step is saved all the same.
       on_resize: the rule for other states than were saved, as on another number of
         hosts: `"error"`, `"reset"`, `"from_first"`, or a
-        function `(old_states, new_count) -> new states`; see `resize`.
+        function `(old_states, new_count) -> new states`; see `resize`. Another sharing
+        than before counts as a resize.
       required: whether a step without this component is an error. An optional one that
         raises on a host when it is saved is left out of the step, with a warning in the
         log; our checkpointer leaves it out on all hosts, which is an event.
@@ -61,13 +89,15 @@ class Component(abc.ABC):
       state: the object, or the pytree: the one that is saved next, or was loaded last.
       on_resize: as given.
       required: as given.
+      validation: as given.
       save_problem: why the last save has left it out; None if it has not.
       save_timeout_secs: how long our checkpointer waits for it in a save, at most 240;
         then the step fails, and the next one is tried. A load waits as long, and then
         fails on all hosts.
 
     Raises:
-      ConfigError: if `on_resize` is no rule.
+      ConfigError: if there is no such sharing, rule or level; if the mesh has no such
+        axis, or this host is in several groups.
     """
 
     save_timeout_secs: float = 240.0
@@ -75,17 +105,32 @@ class Component(abc.ABC):
     def __init__(
         self,
         state: Any,
+        sharing: sharing_of.Pattern | Callable[[], sharing_of.Pattern] = "global",
         *,
+        axis: str | tuple[str, ...] = (),
+        mesh: Mesh | None = None,
+        processes_per_node: int | None = None,
+        validation: Level = "none",
         on_resize: resize.Rule = resize.ERROR,
         required: bool = True,
     ) -> None:
         resize.check(on_resize)
+        check_level(validation)
         self.state = state
         self.on_resize = on_resize
         self.required = required
+        self.validation: Level = validation
         self.save_problem: str | None = None
         # The state of the last save, until it was compared with those of other hosts.
         self.taken: encoding.Encoded | None = None
+        self._sharing = sharing
+        # A function may return any of them.
+        _check_given(sharing, axis, mesh, processes_per_node, validation)
+        self._nodes = self._group = None
+        if callable(sharing) or sharing == sharing_of.PER_NODE:
+            self._nodes = nodes.Nodes(processes_per_node)
+        if mesh is not None:
+            self._group = _group(axis, mesh)
         # Only this rule needs it.
         is_reset = on_resize == resize.RESET
         self._initial = encoding.encode(self.get()) if is_reset else None
@@ -93,11 +138,29 @@ class Component(abc.ABC):
     @property
     def is_compared(self) -> bool:
         """Whether our checkpointer compares the states of all hosts in a save."""
-        return False
+        return self.validation != "none" and topology.num_hosts() > 1
 
-    @abc.abstractmethod
-    def sharing(self) -> Sharing:
-        """The states in this world, and which of them is this host's."""
+    def present(self) -> sharing_of.Sharing:
+        """The states in this world, and which of them is this host's.
+
+        Raises:
+          ConfigError: if the function returns something else.
+        """
+        given = self._sharing
+        name = given() if callable(given) else given
+        host, num_hosts = topology.this_host(), topology.num_hosts()
+        if name in (sharing_of.GLOBAL, sharing_of.REPLICATED):
+            return sharing_of.of_all(name, host=host)
+        if name == sharing_of.PER_HOST:
+            return sharing_of.per_host(host=host, num_hosts=num_hosts)
+        if name == sharing_of.PER_NODE and self._nodes is not None:
+            return sharing_of.per_node(self._nodes.of_all_hosts(), host=host)
+        if name == sharing_of.PER_GROUP and self._group is not None:
+            return self._group
+        raise errors.ConfigError(
+            f"the function sharing= of a component returned {name!r}; return one of"
+            f" {sharing_of.PATTERNS}, and for per_group give axis and mesh"
+        )
 
     def get(self) -> Any:
         """The values that are saved: the pytree, or what the object returns."""
@@ -189,7 +252,7 @@ class Component(abc.ABC):
         Raises:
           CheckpointError: as `read`.
         """
-        now = self.sharing()
+        now = self.present()
         place = resize.place_of_same(states, now.names, now.own)
         if place is None and self.on_resize == resize.ERROR:
             raise resize.refused(name, pattern, states, now.names)
@@ -210,7 +273,7 @@ class Component(abc.ABC):
 
     def _files(self) -> dict[str, Callable[[epath.Path], None]]:
         # The files that this host writes, by name.
-        sharing = self.sharing()
+        sharing = self.present()
         # On all hosts: a user's object may ask all of them for its state.
         values = self.get()
         files: dict[str, Callable[[epath.Path], None]] = {}
@@ -236,6 +299,44 @@ class Component(abc.ABC):
                 storage.write_atomic, content=content
             )
         return files
+
+
+def _check_given(
+    sharing: object,
+    axis: object,
+    mesh: Mesh | None,
+    processes_per_node: int | None,
+    validation: Level,
+) -> None:
+    if not callable(sharing) and sharing not in sharing_of.PATTERNS:
+        raise errors.ConfigError(
+            f"sharing={sharing!r} of a component: give one of {sharing_of.PATTERNS}, or"
+            " a function that returns one"
+        )
+    for name, is_given, pattern in (
+        ("axis and mesh", axis != () or mesh is not None, sharing_of.PER_GROUP),
+        ("processes_per_node", processes_per_node is not None, sharing_of.PER_NODE),
+        ("validation", validation != "none", sharing_of.REPLICATED),
+    ):
+        if is_given and not callable(sharing) and sharing != pattern:
+            raise errors.ConfigError(
+                f"a component with sharing={sharing!r} takes no {name}, which is for"
+                f" {pattern!r}"
+            )
+    if (sharing == sharing_of.PER_GROUP or axis != ()) and mesh is None:
+        raise errors.ConfigError(
+            'a component with sharing="per_group" needs axis= and mesh='
+        )
+
+
+def _group(axis: str | tuple[str, ...], mesh: Mesh) -> sharing_of.Sharing:
+    hosts = np.vectorize(lambda device: device.process_index, otypes=[int])
+    return sharing_of.per_group(
+        hosts(mesh.devices),
+        mesh.axis_names,
+        (axis,) if isinstance(axis, str) else axis,
+        host=topology.this_host(),
+    )
 
 
 def _methods(state: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

@@ -2,7 +2,7 @@
 
 It is a `checked_json` file that host 0 writes:
 
-* `pattern`: how the component was shared, such as `"per_rank"`
+* `pattern`: how the component was shared; `"per_host"` is called `"per_rank"` there
 * `axes`: of the mesh, of a group
 * `states`: the names of all states in their order; the file of one is `<name>.npz`
 * `hosts`: how many hosts there were
@@ -16,12 +16,13 @@ import dataclasses
 
 from etils import epath
 
-from elastic_ckpt.components import state_file
+from elastic_ckpt.components import sharing, state_file
 from elastic_ckpt.core import checked_json
 
 FILE = "component.json"
 VERSION = 1
 _WHAT = "description of a component"
+_PER_HOST = "per_rank"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ def to_bytes(description: Description) -> bytes:
     fields = {
         name: value for name, value in vars(description).items() if value is not None
     }
+    if description.pattern == sharing.PER_HOST:
+        fields["pattern"] = _PER_HOST
     return checked_json.to_bytes(fields, version=VERSION)
 
 
@@ -63,8 +66,9 @@ def from_bytes(content: bytes) -> Description:
       UnreadableError: as `checked_json.parse`.
     """
     fields = checked_json.parse(content, what=_WHAT, version=VERSION)
+    pattern = fields["pattern"]
     return Description(
-        pattern=fields["pattern"],
+        pattern=sharing.PER_HOST if pattern == _PER_HOST else pattern,
         axes=tuple(fields["axes"]),
         states=tuple(fields["states"]),
         hosts=fields["hosts"],

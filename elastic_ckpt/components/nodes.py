@@ -91,5 +91,5 @@ def _node(client: object, number: int) -> str:
         reason = str(error).partition("\n")[0]
         raise errors.RunError(
             f"the node of host {number} is unknown ({reason}); make the same components"
-            " on every host, or give PerNode its processes_per_node"
+            " on every host, or give processes_per_node"
         ) from None

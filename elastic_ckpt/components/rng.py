@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from elastic_ckpt.components.patterns import Global
+from elastic_ckpt.components.component import Component
 from elastic_ckpt.core import digest, errors
 
 # The first number folded into the key, so that no two kinds of keys are equal.
@@ -14,7 +14,7 @@ _NEXT, _SHARD, _NAME = range(3)
 _LOW = 2**32 - 1
 
 
-class Rng(Global):
+class Rng(Component):
     """A global random key, from which all others are derived.
 
     Keys are derived from it by a name, by a logical shard, or in turn, never by the
@@ -43,7 +43,7 @@ class Rng(Global):
                 f"Rng takes a number or one typed key, not {seed!r}; make a key with"
                 " jax.random.key, or of an old one with jax.random.wrap_key_data"
             )
-        super().__init__({"key": key, "taken": 0}, required=required)
+        super().__init__({"key": key, "taken": 0}, "global", required=required)
 
     @property
     def key(self) -> jax.Array:

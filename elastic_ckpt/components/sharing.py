@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import urllib.parse
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -19,10 +20,11 @@ from elastic_ckpt.core.errors import first_of
 
 GLOBAL = "global"
 REPLICATED = "replicated"
-PER_RANK = "per_rank"
+PER_HOST = "per_host"
 PER_NODE = "per_node"
 PER_GROUP = "per_group"
-PATTERNS = (GLOBAL, PER_RANK, REPLICATED, PER_GROUP, PER_NODE)
+PATTERNS = (GLOBAL, REPLICATED, PER_HOST, PER_NODE, PER_GROUP)
+Pattern = Literal["global", "replicated", "per_host", "per_node", "per_group"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +56,10 @@ def of_all(pattern: str, *, host: int) -> Sharing:
     return Sharing(pattern=pattern, names=("global",), own=0, is_writer=host == 0)
 
 
-def per_rank(*, host: int, num_hosts: int) -> Sharing:
+def per_host(*, host: int, num_hosts: int) -> Sharing:
     """A state for each host."""
     names = tuple(f"rank-{number:05d}" for number in range(num_hosts))
-    return Sharing(pattern=PER_RANK, names=names, own=host, is_writer=True)
+    return Sharing(pattern=PER_HOST, names=names, own=host, is_writer=True)
 
 
 def per_node(nodes: Sequence[Hashable], *, host: int) -> Sharing:
@@ -100,7 +102,7 @@ def per_group(
     unknown = [axis for axis in axes if axis not in axis_names]
     if unknown or not axes or len(set(axes)) < len(axes):
         raise errors.ConfigError(
-            f"PerGroup over {tuple(axes)!r} does not fit the mesh with the axes"
+            f"per_group with axis={tuple(axes)!r} does not fit the mesh with the axes"
             f" {tuple(axis_names)}; name axes of the mesh, each once"
         )
     others = [
@@ -144,7 +146,8 @@ def _no_one_group(
 ) -> errors.ConfigError:
     if not groups:
         return errors.ConfigError(
-            f"no device of host {host} is in the mesh of PerGroup({tuple(axes)!r}), so"
+            f"no device of host {host} is in the mesh of the component (per_group,"
+            f" axis={tuple(axes)!r}), so"
             " it has no state; make the mesh from devices of every host"
         )
     coordinates = np.argwhere(mesh_hosts == host)
@@ -156,8 +159,8 @@ def _no_one_group(
     whole = tuple(axis for axis in axis_names if axis in {*axes, *crossed})
     return errors.ConfigError(
         f"the devices of host {host} are in {len(groups)} groups of"
-        f" PerGroup({tuple(axes)!r}) ({first_of(groups)}), and a host has one state;"
-        f" share it over {crossed} too (PerGroup(state, {whole!r}, ...)), or order the"
+        f" axis={tuple(axes)!r} ({first_of(groups)}), and a host has one state;"
+        f" share it over {crossed} too (axis={whole!r}), or order the"
         " mesh's devices so that those of a host are in one group"
     )
 

@@ -25,7 +25,7 @@ from elastic_ckpt.data import (
     language,
     mixing,
     pipeline_changes,
-    positional,
+    positional_data,
     records,
     sharded_data,
     shuffling,
@@ -76,7 +76,7 @@ class LanguagePipeline:
 
     parts: tuple[Part, ...]
     num_shards: int
-    reading: records.Reading
+    reading: records.ReadOptions
     documents: language.Documents
     length: int
     truncate: bool = True
@@ -166,7 +166,10 @@ class LanguagePipeline:
 
     def _tokens(self, part: Part, shard: int) -> token_blocks.Tokens:
         read = records.Records(
-            part.source, shard=shard, num_shards=self.num_shards, reading=self.reading
+            part.source,
+            shard=shard,
+            num_shards=self.num_shards,
+            read_options=self.reading,
         )
         return token_blocks.Tokens(
             read, documents=self.documents, num_threads=self.threads_of_process()
@@ -232,7 +235,7 @@ def from_config(
             f"{needs} needs logical shards; set num_logical_shards to a multiple of"
             " each number of hosts that you will use, for example the global batch size"
         )
-    return positional.from_config(data)
+    return positional_data.from_config(data)
 
 
 def _section(data: Any, settings: dict[str, Any]) -> schema.DataSection:
@@ -332,7 +335,7 @@ def _sharded(
     pipeline = LanguagePipeline(
         parts=_parts(data, key=key),
         num_shards=data.num_logical_shards,
-        reading=records.Reading(
+        reading=records.ReadOptions(
             shuffle_seed=data.data_shuffle_seed if shuffle else None,
             num_epochs=data.num_epoch or None,
             skip_corrupt=data.corrupt_records == "skip",

@@ -13,7 +13,7 @@ import grain
 import numpy as np
 from absl import logging
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, renamed, storage
 from elastic_ckpt.data import cursors, shard_steps, units
 from elastic_ckpt.data.sources import source
 
@@ -31,7 +31,7 @@ _MAX_FRUITLESS_UNITS = 1_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadOptions:
     """Settings for reading the records of a source.
 
     Attributes:
@@ -49,7 +49,7 @@ class Reading:
     def __post_init__(self) -> None:
         if self.num_epochs is not None and self.num_epochs < 1:
             raise errors.ConfigError(
-                f"Reading: num_epochs={self.num_epochs}; give 1 or more, or None to"
+                f"ReadOptions: num_epochs={self.num_epochs}; give 1 or more, or None to"
                 " read endlessly"
             )
 
@@ -64,16 +64,17 @@ class Records(shard_steps.Step[source.Element]):
       source: the files.
       shard: the shard's number.
       num_shards: S.
-      reading: the order and the number of epochs.
+      read_options: the order and the number of epochs.
     """
 
+    @renamed.parameters(reading="read_options")
     def __init__(
         self,
         source: source.Source,
         *,
         shard: int,
         num_shards: int,
-        reading: Reading | None = None,
+        read_options: ReadOptions | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= shard < num_shards:
@@ -84,7 +85,7 @@ class Records(shard_steps.Step[source.Element]):
         self._source = source
         self._shard = self.shard = shard
         self._num_shards = self.num_shards = num_shards
-        self._reading = reading or Reading()
+        self._reading = read_options or ReadOptions()
 
     def __iter__(self) -> grain.DatasetIterator[source.Element]:
         return _RecordsIterator(self)

@@ -146,7 +146,9 @@ def sharded(
     *,
     num_shards: int | None = None,
     pipeline: storage.Json = "",
-    **more: Any,
+    end: elastic_data.End | str = elastic_data.End.NEVER,
+    num_workers: int = 0,
+    per_worker_batches: int = 1,
 ) -> ShardedData:
     """Elastic data from a pipeline for each logical shard.
 
@@ -159,7 +161,9 @@ def sharded(
       num_shards: S; only needed if the pipeline has no `Records`.
       pipeline: a name and version, JSON, of your own functions in `make_shard`; change
         it when their examples change. Required if there are any.
-      **more: as in `ShardedData`.
+      end: how the data ends, as in `ShardedData`, or the name of that.
+      num_workers: worker processes of each host; 0 uses the host's own process.
+      per_worker_batches: that each worker process prepares in advance.
 
     Raises:
       ConfigError: if S is missing or inconsistent, if `make_shard` reads another shard
@@ -192,7 +196,9 @@ def sharded(
         make_shard=shard_steps.CheckedShards(make_shard=make_shard, num_shards=number),
         num_shards=number,
         pipeline=pipeline,
-        **more,
+        end=elastic_data.End.of(end),
+        num_workers=num_workers,
+        per_worker_batches=per_worker_batches,
     )
     first, last = data.make_shard(0), data.make_shard(number - 1)
     repeated = shard_steps.unsliced(first, last) if number > 1 else []

@@ -187,9 +187,9 @@ class Pathways:
                     device_state=self._device_state,
                     claimant=self._claimant,
                     emit=steps,
-                    is_leaving=leave,
-                    is_ending=leaving.for_others,
-                    is_left=leaving.is_left,
+                    should_stop=leave,
+                    should_stop_early=leaving.for_others,
+                    will_resume=leaving.is_left,
                 )
             )
 

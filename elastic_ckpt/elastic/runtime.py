@@ -5,7 +5,7 @@
     ec.elastic.run(train, cluster=cluster, policy=ec.elastic.Policy(min_slices=2))
 
 The training function is called anew for each world. It restores the newest step,
-trains, and returns when it is done, or when `world.is_leaving(step)` returns True.
+trains, and returns when it is done, or when `world.should_stop(step)` returns True.
 """
 
 from __future__ import annotations

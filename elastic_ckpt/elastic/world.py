@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import errors, events, renamed, storage
 from elastic_ckpt.elastic import watch
 
 if TYPE_CHECKING:
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
+@renamed.attributes(
+    is_leaving="should_stop",
+    is_ending="should_stop_early",
+    is_left="will_resume",
+    hand_over="put_state",
+    handed_over="take_state",
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
     """The hosts that train together until one is lost or another is added.
@@ -44,12 +51,12 @@ class World:
       device_state: the state that stays on the devices between worlds; None if each
         world has other processes.
       emit: called for each event of the run.
-      is_leaving: called with the number of steps done, after each step, on all hosts;
+      should_stop: called with the number of steps done, after each step, on all hosts;
         returns whether to save and return now, the same on all hosts.
-      is_ending: as `is_leaving`, before the first step of this world, which may have to
-        be compiled for long.
-      is_left: whether the hosts have agreed to leave, and the run continues in another
-        world, so that copies and backups are left to that world.
+      should_stop_early: as `should_stop`, before the first step of this world, which
+        may take long to compile.
+      will_resume: whether the hosts have agreed to leave, and the run continues in
+        another world, so that copies and backups are left to that world.
       loses_memory: whether the memory of some host is lost when it has left, so that
         copies have to be made before.
       begin: called with the name of a phase that begins (`restore`, `step`,
@@ -67,9 +74,9 @@ class World:
     claimant: Claimant | None = None
     device_state: DeviceState | None = None
     emit: events.Emit = events.nobody
-    is_leaving: Callable[[int], bool] = lambda _: False
-    is_ending: Callable[[int], bool] = lambda _: False
-    is_left: Callable[[], bool] = lambda: False
+    should_stop: Callable[[int], bool] = lambda _: False
+    should_stop_early: Callable[[int], bool] = lambda _: False
+    will_resume: Callable[[], bool] = lambda: False
     loses_memory: Callable[[], bool] = lambda: False
     begin: Callable[[str], None] = lambda _: None
 
@@ -105,18 +112,18 @@ class World:
 
         return topology.mesh_of(self.topology, self.devices)
 
-    def hand_over(self, step: int, state: Any) -> None:
+    def put_state(self, step: int, state: Any) -> None:
         """Leaves a saved state in device memory for the next world, where it can stay.
 
         Args:
           step: the steps that are done.
           state: a pytree of arrays, which must not be donated any more.
         """
-        if self.device_state is not None and self.is_left():
+        if self.device_state is not None and self.will_resume():
             self.device_state.put(step, state)
 
-    def handed_over(self, step: int, abstract_state: Any) -> Any:
-        """The state that the world before has handed over; None if there is none.
+    def take_state(self, step: int, abstract_state: Any) -> Any:
+        """The state that the world before has put there; None if there is none.
 
         Args:
           step: the newest saved step.
@@ -165,7 +172,7 @@ class World:
         from elastic_ckpt.checkpoint import run_world
 
         # A process that goes on makes its backups itself, before it leaves.
-        is_left = self.is_left if self.devices is None else lambda: False
+        is_left = self.will_resume if self.devices is None else lambda: False
         return run_world.RunWorld(
             number=self.number,
             claimant=self.claimant,

@@ -132,9 +132,9 @@ def run_host(
                 kept=owned.kept,
                 claimant=assignment.claimant,
                 emit=emit,
-                is_leaving=leave,
-                is_ending=is_ending,
-                is_left=lambda: bool(left) and channel.is_left,
+                should_stop=leave,
+                should_stop_early=is_ending,
+                will_resume=lambda: bool(left) and channel.is_left,
                 loses_memory=lambda: bool(left) and channel.loses_memory,
                 begin=channel.begin,
             )

@@ -31,7 +31,7 @@ class StepComponent:
 
     Attributes:
       name: of the part.
-      pattern: how hosts share it: `global`, `per_rank` and so on as it was saved; for
+      pattern: how hosts share it: `global`, `per_host` and so on as it was saved; for
         a pytree it follows from the shardings of its arrays.
       resize: what becomes of it when the number of hosts changes: the rule that the
         program which saved it declared, a function's by its name.
@@ -111,7 +111,7 @@ def _described(
 
 
 def _resize(pattern: str, rule: str | None) -> str:
-    if pattern in ("per_rank", "per_node", "per_group"):
+    if pattern in ("per_host", "per_node", "per_group"):
         # Older descriptions have no rule.
         return rule or "by the rule of the program that loads it"
     return "none needed" if pattern != _OWN else "its own rule"

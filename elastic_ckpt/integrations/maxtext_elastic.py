@@ -170,8 +170,8 @@ def train_maxtext(
     began_secs = time.monotonic()
     left_at: list[int] = []
 
-    def is_leaving(step: int) -> bool:
-        if world.is_leaving(step):
+    def should_stop(step: int) -> bool:
+        if world.should_stop(step):
             left_at.append(step)
         return bool(left_at)
 
@@ -197,7 +197,7 @@ def train_maxtext(
     maxtext.run(
         [*arguments, *changing],
         emit=emit,
-        world=dataclasses.replace(world, emit=emit, is_leaving=is_leaving),
+        world=dataclasses.replace(world, emit=emit, should_stop=should_stop),
         started=config,
     )
     if left_at:

@@ -34,5 +34,5 @@ class Leaving:
         """
         del checkpoint_manager
         if step != self._asked[0] and step != self.last_step:
-            self._asked = (step, self._world.is_leaving(step))
+            self._asked = (step, self._world.should_stop(step))
         return self._asked[1]

@@ -18,11 +18,11 @@ def is_preserved(step_directory: epath.PathLike) -> bool:
     return (epath.Path(step_directory) / FILE).exists()
 
 
-def preserve(step_directory: epath.PathLike) -> None:
+def pin(step_directory: epath.PathLike) -> None:
     """Makes retention keep the step from now on."""
     storage.write_atomic(epath.Path(step_directory) / FILE, b"")
 
 
-def release(step_directory: epath.PathLike) -> None:
-    """Undoes `preserve`."""
+def unpin(step_directory: epath.PathLike) -> None:
+    """Undoes `pin`."""
     storage.remove(epath.Path(step_directory) / FILE)

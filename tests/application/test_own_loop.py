@@ -25,11 +25,11 @@ import jax
 
 import elastic_ckpt as ec
 
-data = ec.data.PositionalData(files=("texts.array_record",), max_target_length=32)
+data = ec.data.positional(files=("texts.array_record",), max_target_length=32)
 
 
 def other_data():
-    return ec.data.PositionalData(
+    return ec.data.positional(
         files=("texts.array_record",), max_target_length=32, shuffle_seed=7
     )
 
@@ -158,7 +158,7 @@ def test_slices_of_a_loop_are_not_scaled(place, capsys):
 def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path):
     texts = [{"text": f"text {n}"} for n in range(40)]
     corpora.write_arrayrecord(tmp_path / "a.array_record", texts)
-    data = ec.data.PositionalData(
+    data = ec.data.positional(
         files=(str(tmp_path / "a.array_record"),), max_target_length=16
     )
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])

@@ -33,7 +33,7 @@ def has_leases(bucket):
 
 
 def read(path, act=lambda: None):
-    with ec.leased(path):
+    with ec.lease(path):
         act()
 
 
@@ -46,7 +46,7 @@ def test_a_lease_and_a_removal_give_way_to_each_other(bucket):
     root = persistent_root.PersistentRoot.from_path(bucket)
     committed(root, 1, 2)
     watch = leases.Watch()
-    with ec.leased(root.final(1)), leases.announced(root, [1], by=f"{100:015d}"):
+    with ec.lease(root.final(1)), leases.announced(root, [1], by=f"{100:015d}"):
         assert watch.leased(root) == {1}
         with pytest.raises(leases.StepGoneError, match="is being removed"):
             read(root.final(1))
@@ -69,7 +69,7 @@ def test_followed_best_and_preserved_steps_outlast_the_newest(bucket, tmp_path):
     options = {"keep": keep}
     with tiered_steps.checkpointer(tmp_path / "ram", bucket, **options) as run:
         tiered_steps.save(run, 1)
-        followed = ec.follow(bucket, timeout_secs=0)
+        followed = ec.watch_steps(bucket, timeout_secs=0)
         ec.record_metrics(next(followed), {"loss": 0.5})
         tiered_steps.save(run, 2)
         path = next(followed)
@@ -80,12 +80,12 @@ def test_followed_best_and_preserved_steps_outlast_the_newest(bucket, tmp_path):
         ec.record_metrics(path, {"loss": 0.6})
         assert [each.name for each in followed] == ["3"]
         assert not has_leases(bucket)
-        ec.preserve(f"{bucket}/3")
+        ec.pin(f"{bucket}/3")
         run.record_metrics(3, {"loss": 0.7})
         tiered_steps.save(run, 4)
         assert stored(bucket) == [1, 3, 4]
         assert run.evaluations() == {1: {"loss": 0.5}, 3: {"loss": 0.7}}
-        ec.release(f"{bucket}/3")
+        ec.unpin(f"{bucket}/3")
         # Another program's word on a step that is gone.
         with pytest.raises(errors.CheckpointError, match="has committed"):
             ec.record_metrics(path, {"loss": 0.1})

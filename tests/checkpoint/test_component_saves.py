@@ -12,7 +12,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
-from elastic_ckpt.components import patterns
+from elastic_ckpt.components.component import Component
 from elastic_ckpt.core import host_memory
 from elastic_ckpt.tiers.choices import Local, Persistent
 
@@ -208,7 +208,7 @@ def test_a_component_that_hangs_fails_its_step_alone(
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_component_costs_one_copy_of_its_values(make, stored):
     checkpointer = make(stored=stored)
-    part = patterns.Global({"lr": 0.1})
+    part = Component({"lr": 0.1}, "global")
     assert checkpointer.save_checkpointables(1, {"part": part})
     checkpointer.wait()
     values = np.arange(2**23, dtype=np.float64)

@@ -70,7 +70,7 @@ def test_another_program_records_metrics_of_a_step_in_storage(tmp_path):
 def test_what_a_line_recorded_that_the_run_left_does_not_count(tmp_path):
     with opened(tmp_path, keep=keep()) as checkpointer:
         tiered_steps.save(checkpointer, 1)
-        ec.preserve(tmp_path / "steps" / "1")
+        ec.pin(tmp_path / "steps" / "1")
         checkpointer.record_metrics(2, {"loss": 0.1})
         tiered_steps.save(checkpointer, 2)
         checkpointer.load(1, go_back=True)
@@ -188,11 +188,11 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
     run = saver(tmp_path, every=2, keep=policies.LatestN(1))
     for step in (2, 4):
         evaluate(run, (step, 0.5))
-        ec.preserve(tmp_path / "steps" / str(step))
+        ec.pin(tmp_path / "steps" / str(step))
     evaluate(run, (6, 0.5))
     assert stored(tmp_path) == [2, 4, 6]
     (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
-    ec.preserve(newest)
+    ec.pin(newest)
     go_back(run, 2)
     # The old saves are set aside; the new one of the step counts as preserved.
     evaluate(run, (8, 0.5), (10, 0.5))
@@ -205,13 +205,13 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
 def test_a_step_that_is_read_is_not_removed_until_then(tmp_path):
     with opened(tmp_path, keep=policies.LatestN(1)) as checkpointer:
         tiered_steps.save(checkpointer, 1)
-        with ec.leased(tmp_path / "steps" / "1") as path:
+        with ec.lease(tmp_path / "steps" / "1") as path:
             tiered_steps.save(checkpointer, 2, 3)
             assert stored(tmp_path) == [1, 3]
             assert ocp.load_checkpointables(path, {"state": None})
         tiered_steps.save(checkpointer, 4)
         assert stored(tmp_path) == [4]
-        followed = ec.follow(tmp_path / "steps", timeout_secs=0)
+        followed = ec.watch_steps(tmp_path / "steps", timeout_secs=0)
         assert next(followed).name == "4"
         tiered_steps.save(checkpointer, 5)
         assert stored(tmp_path) == [4, 5]

@@ -53,7 +53,7 @@ def batches(name):
     """The data of the fixtures, on the devices of this process."""
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     datasets = {
-        "data": ec.data.PositionalData(
+        "data": ec.data.positional(
             files=("texts.array_record",),
             max_target_length=8,
             shuffle_seed=7,

@@ -80,7 +80,7 @@ def test_metrics_that_are_no_json_are_refused_before_anything_is_saved(tmp_path)
 def test_what_is_preserved_by_hand_stays_in_storage_and_orbax_loads_it(tmp_path):
     with opened(tmp_path, keep=policies.LatestN(1)) as checkpointer:
         tiered_steps.save(checkpointer, 1)
-        preserved.preserve(tmp_path / "steps" / "1")
+        preserved.pin(tmp_path / "steps" / "1")
         tiered_steps.save(checkpointer, 2, 3)
         assert stored(tmp_path) == [1, 3]
         with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
@@ -92,7 +92,7 @@ def test_what_is_preserved_by_hand_stays_in_storage_and_orbax_loads_it(tmp_path)
                 lambda a, b: bool((a == b).all()), *_arrays(restored, expected)
             )
         )
-        preserved.release(tmp_path / "steps" / "1")
+        preserved.unpin(tmp_path / "steps" / "1")
         tiered_steps.save(checkpointer, 4)
     assert stored(tmp_path) == [4]
 
@@ -112,14 +112,14 @@ def test_what_is_preserved_by_hand_stays_in_ram_over_a_new_world(tmp_path):
     with opened(tmp_path, every=100) as checkpointer:
         tiered_steps.save(checkpointer, 1)
         (step,) = (tmp_path / "ram" / "hosts" / "0").glob("1-*")
-        preserved.preserve(step)
+        preserved.pin(step)
         tiered_steps.save(checkpointer, 2, 3)
         assert in_ram(tmp_path) == [1, 3]
     # A new world removes old steps, and respects the mark.
     with opened(tmp_path, every=100) as checkpointer:
         tiered_steps.save(checkpointer, 4)
         assert in_ram(tmp_path) == [1, 4]
-        preserved.release(step)
+        preserved.unpin(step)
         tiered_steps.save(checkpointer, 5)
     assert in_ram(tmp_path) == [5]
 

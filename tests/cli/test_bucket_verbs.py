@@ -43,7 +43,7 @@ def test_every_verb_takes_urls(config, bucket):
     page = (storage.absolute(run) / "report.html").read_text()
     assert "Loss" in page
     assert "data" in runs.verb("components", run)
-    assert "preserved" in runs.verb("preserve", f"{run}/checkpoints/4")
+    assert "pinned" in runs.verb("pin", f"{run}/checkpoints/4")
     made = f"{bucket}/converted"
     runs.verb("convert", f"{run}/checkpoints/8", made, "--to", "safetensors")
     names = {each.name for each in storage.absolute(made).iterdir()}

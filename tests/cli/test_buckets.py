@@ -81,7 +81,7 @@ def test_an_upload_to_a_bucket_that_was_cut_short_is_a_leftover(run):
 
 def test_a_step_in_a_bucket_is_preserved(run):
     step = f"{run}/checkpoints/1"
-    assert f"{step}: preserved" in runs.verb("preserve", step)
+    assert f"{step}: pinned" in runs.verb("pin", step)
     steps = report("inspect", f"{run}/checkpoints")["tiers"]["steps"]
     assert [each["preserved"] for each in steps] == [True, False]
 

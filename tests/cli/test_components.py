@@ -33,8 +33,10 @@ def test_it_shows_patterns_files_sizes_and_digests(tmp_path):
                 "state": tiered_steps.state(7),
                 "data": tiered_steps.Cursors(),
                 "rng": Described(),
-                "counts": ec.components.PerRank([1], on_resize=dealt, required=False),
-                "schedule": ec.components.Global([2], on_resize="reset"),
+                "counts": ec.components.Component(
+                    [1], "per_host", on_resize=dealt, required=False
+                ),
+                "schedule": ec.components.Component([2], "global", on_resize="reset"),
             }
             assert checkpointer.save_checkpointables(step, parts)
             checkpointer.wait()
@@ -66,7 +68,7 @@ def test_it_shows_patterns_files_sizes_and_digests(tmp_path):
     assert "  rng       per_group data, version 1, 1 files," in text
     assert f"  state     by sharding, 4 leaves, 404 bytes at 1 ({host})" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  counts"))
-    assert line.startswith("  counts    per_rank, optional, version 1, 2 files,")
+    assert line.startswith("  counts    per_host, optional, version 1, 2 files,")
     assert line.endswith(f"resize: {__name__}.dealt")
     assert "no step 5 is complete" in runs.verb(
         "components", steps, "--step", 5, code=1

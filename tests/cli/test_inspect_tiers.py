@@ -123,7 +123,7 @@ def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
     ram, steps = tmp_path / "ram", tmp_path / "steps"
     with tiered_steps.checkpointer(ram, steps, every=2) as checkpointer:
         tiered_steps.save(checkpointer, 1, 2)
-    preserved.preserve(steps / "2")
+    preserved.pin(steps / "2")
     storage.make_directory(steps / "5")
     half = storage.make_directory(ram / "hosts" / "0" / "4-000000000000007")
     unfinished = storage.make_directory(steps / "9.orbax-checkpoint-tmp-x")

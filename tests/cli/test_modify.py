@@ -26,8 +26,8 @@ def state(step):
 
 
 def schedule():
-    return ec.components.Global(
-        {"base_lr": 0.1, "count": 30, "warm": (True, {"lr": jnp.bfloat16(2)})}
+    return ec.components.Component(
+        {"base_lr": 0.1, "count": 30, "warm": (True, {"lr": jnp.bfloat16(2)})}, "global"
     )
 
 
@@ -42,7 +42,7 @@ class TwoHosts:
             path = await directory.await_creation()
             names = ("rank-00000", "rank-00001")
             about = description.Description(
-                pattern="per_rank", axes=(), states=names, hosts=2, kind="dict"
+                pattern="per_host", axes=(), states=names, hosts=2, kind="dict"
             )
             (path / description.FILE).write_bytes(description.to_bytes(about))
             for name, state in zip(names, self.states, strict=True):
@@ -131,7 +131,7 @@ def test_a_dry_run_writes_nothing(steps):
 
 def components_of(steps):
     """The states of the components of the newest step."""
-    counts, restored = TwoHosts(), ec.components.Global(schedule().state)
+    counts, restored = TwoHosts(), ec.components.Component(schedule().state, "global")
     with opened(steps) as checkpointer:
         checkpointer.load_checkpointables(
             None, {"schedule": restored, "counts": counts}
@@ -236,7 +236,7 @@ def test_components_stay_and_preserved_steps_stay_preserved(tmp_path):
     with opened(steps) as checkpointer:
         parts = {"state": state(1), "data": tiered_steps.Cursors()}
         assert checkpointer.save_checkpointables(1, parts)
-    ec.preserve(steps / "1")
+    ec.pin(steps / "1")
     modify(steps / "1", "--set", "step=9")
     cursors = tiered_steps.Cursors()
     with opened(steps) as checkpointer:

@@ -50,4 +50,4 @@ def test_each_leaf_of_a_tree_has_its_pattern(mesh):
 
 def test_arrays_of_one_host_among_several_are_its_own(monkeypatch):
     monkeypatch.setattr(array_patterns.topology, "num_hosts", lambda: 2)
-    assert array_patterns.pattern_of(jnp.zeros(2)) == "per_rank"
+    assert array_patterns.pattern_of(jnp.zeros(2)) == "per_host"

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
-from elastic_ckpt.components import nodes, patterns
+from elastic_ckpt.components import nodes
+from elastic_ckpt.components.component import Component
 from elastic_ckpt.components.rng import Rng
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
@@ -19,7 +20,7 @@ from tests.components import simulated_hosts
 from tests.components.test_encoding import LEAVES, same
 
 RESUMES = {"same": 4, "half": 2, "double": 8, "one": 1, "odd": 3}
-PATTERNS = ("global", "replicated", "per_rank", "per_node")
+PATTERNS = ("global", "replicated", "per_host", "per_node")
 OLD = [10, 20, 30, 40]
 
 
@@ -30,25 +31,19 @@ def turns(monkeypatch):
 
 def made(pattern, value, **options):
     """A component under a pattern; nodes are of two hosts."""
-    kinds = {
-        "global": patterns.Global,
-        "replicated": patterns.Replicated,
-        "per_rank": patterns.PerRank,
-    }
-    state = {"v": value}
     if pattern == "per_node":
-        return patterns.PerNode(state, processes_per_node=2, **options)
-    return kinds[pattern](state, **options)
+        options["processes_per_node"] = 2
+    return Component({"v": value}, pattern, **options)
 
 
 def owner(pattern, host):
     """The place of a host's state."""
-    return {"per_rank": host, "per_node": host // 2}.get(pattern, 0)
+    return {"per_host": host, "per_node": host // 2}.get(pattern, 0)
 
 
 def count(pattern, num_hosts):
     """How many states there are."""
-    return {"per_rank": num_hosts, "per_node": -(-num_hosts // 2)}.get(pattern, 1)
+    return {"per_host": num_hosts, "per_node": -(-num_hosts // 2)}.get(pattern, 1)
 
 
 @pytest.fixture
@@ -70,7 +65,7 @@ def test_files_have_logical_names(saved):
     assert listed("global") == ["component.json", "global.npz"]
     assert listed("replicated") == ["component.json", "global.npz"]
     ranks = [f"rank-{number:05d}.npz" for number in range(4)]
-    assert listed("per_rank") == ["component.json", *ranks]
+    assert listed("per_host") == ["component.json", *ranks]
     assert listed("per_node") == ["component.json", "node-00000.npz", "node-00001.npz"]
 
 
@@ -112,16 +107,16 @@ def test_another_pattern_than_before_is_a_resize(saved, turns):
         del host
 
         def pattern():
-            return patterns.Global if central else "per_rank"
+            return "global" if central else "per_host"
 
-        return patterns.Computed({"v": 0}, pattern, **options)
+        return Component({"v": 0}, pattern, **options)
 
     def values(states):
         return [state["v"] for state in states]
 
     assert values(turns.load(saved / "global", 2, make)) == [10, 10]
     central = False
-    assert values(turns.load(saved / "per_rank", 4, make)) == OLD
+    assert values(turns.load(saved / "per_host", 4, make)) == OLD
     assert values(turns.load(saved / "global", 1, make)) == [10]
     with pytest.raises(errors.CheckpointError, match="'global' was saved global"):
         turns.load(saved / "global", 2, make)
@@ -130,17 +125,15 @@ def test_another_pattern_than_before_is_a_resize(saved, turns):
     ) == [10, 10]
 
 
-@pytest.mark.parametrize("returned", ["per_host", None, "per_group", int])
+@pytest.mark.parametrize("returned", ["per_rank", None, "per_group", int])
 def test_a_pattern_that_is_none_is_refused(returned):
-    with pytest.raises(errors.ConfigError, match="computed pattern returned"):
-        patterns.Computed({}, lambda: returned).sharing()
+    with pytest.raises(errors.ConfigError, match="sharing= of a component returned"):
+        Component({}, lambda: returned).present()
 
 
 def test_a_computed_group_needs_its_mesh(tmp_path):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    component = patterns.Computed(
-        [1], lambda: patterns.PerGroup, axis="data", mesh=mesh
-    )
+    component = Component([1], lambda: "per_group", axis="data", mesh=mesh)
     simulated_hosts.save(component, tmp_path)
     assert (tmp_path / "group.npz").exists()
 
@@ -164,9 +157,9 @@ class Object:
     "names", [("get_state", "set_state"), ("state_dict", "load_state_dict")]
 )
 def test_an_object_is_set(tmp_path, names):
-    simulated_hosts.save(patterns.Global(Object(names, 5)), tmp_path)
+    simulated_hosts.save(Component(Object(names, 5), "global"), tmp_path)
     wrapped = Object(names, 0)
-    component = patterns.Global(wrapped)
+    component = Component(wrapped, "global")
     simulated_hosts.load(component, tmp_path)
     assert wrapped.value == 5
     assert component.state is wrapped
@@ -176,9 +169,9 @@ def test_an_object_is_set(tmp_path, names):
 
 def test_reset_is_to_the_state_that_it_was_made_with(saved, turns):
     wrapped = Object(("get_state", "set_state"), 1)
-    component = patterns.PerRank(wrapped, on_resize="reset")
+    component = Component(wrapped, "per_host", on_resize="reset")
     wrapped.value = 2
-    turns.load(saved / "per_rank", 1, lambda _: component)
+    turns.load(saved / "per_host", 1, lambda _: component)
     assert wrapped.value == 1
 
 
@@ -190,19 +183,19 @@ def test_files_are_written_by_the_leader_alone_though_all_give_their_state(
     def make(host):
         wrapped = Object(("get_state", "set_state"), host)
         wrapped.get_state = lambda: asked.update([host]) or {"value": host}
-        return patterns.Replicated(wrapped)
+        return Component(wrapped, "replicated")
 
     turns.save(tmp_path, 3, make)
     assert asked == {0: 1, 1: 1, 2: 1}
-    assert turns.load(tmp_path, 1, lambda _: patterns.Global({}))[0] == {"value": 0}
+    assert turns.load(tmp_path, 1, lambda _: Component({}, "global"))[0] == {"value": 0}
 
 
 def test_an_optional_component_that_cannot_be_saved_is_left_out(tmp_path, caplog):
-    simulated_hosts.save(patterns.Global([object()], required=False), tmp_path)
+    simulated_hosts.save(Component([object()], "global", required=False), tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert "optional component is not saved" in caplog.text
     with pytest.raises(errors.CheckpointError, match=r"component\.json is missing"):
-        simulated_hosts.load(patterns.Global([]), tmp_path)
+        simulated_hosts.load(Component([], "global"), tmp_path)
 
 
 def test_a_state_that_is_missing_is_named(saved, turns):
@@ -220,14 +213,16 @@ def _of_first_node(host):
 def test_a_group_of_several_on_one_host_is_refused_when_it_is_made():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     with pytest.raises(errors.ConfigError, match="are in 2 groups"):
-        patterns.PerGroup({}, "data", mesh=mesh)
-    assert patterns.PerGroup({}, ("data", "model"), mesh=mesh).sharing().own == 0
+        Component({}, "per_group", axis="data", mesh=mesh)
+    assert (
+        Component({}, "per_group", axis=("data", "model"), mesh=mesh).present().own == 0
+    )
 
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_nodes_of_no_processes_are_refused(number):
     with pytest.raises(errors.ConfigError, match="not a positive number"):
-        patterns.PerNode({}, processes_per_node=number)
+        Component({}, "per_node", processes_per_node=number)
 
 
 def test_one_host_is_on_one_node():
@@ -253,14 +248,14 @@ def test_components_are_saved_beside_weights_and_batches(checkpointer):
     rng.next()
     parts = {
         "state": state,
-        "everything": patterns.Global(LEAVES),
-        "rank": patterns.PerRank({"n": 7}),
+        "everything": Component(LEAVES, "global"),
+        "rank": Component({"n": 7}, "per_host"),
         "rng": rng,
     }
     checkpointer.save_checkpointables(1, parts)
     loaded = {
-        "everything": patterns.Global(None),
-        "rank": patterns.PerRank(None),
+        "everything": Component(None, "global"),
+        "rank": Component(None, "per_host"),
         "rng": Rng(0),
     }
     checkpointer.load_checkpointables(1, {"state": state, **loaded})

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
-from elastic_ckpt.components import loading, patterns
+from elastic_ckpt.components import loading
+from elastic_ckpt.components.component import Component
 from elastic_ckpt.components.rng import Rng
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
@@ -26,7 +27,7 @@ from elastic_ckpt.tiers import choices
 SAVED_ON = 4
 # By the number of hosts, the sizes of the axes `data` and `model`.
 MESHES = {4: (2, 2), 2: (1, 2), 8: (2, 4), 3: (1, 3), 1: (1, 1)}
-PATTERNS = ("global", "replicated", "per_rank", "per_node", "per_group")
+PATTERNS = ("global", "replicated", "per_host", "per_node", "per_group")
 STEP = 4
 AXES = ("data", "model", "pipe")
 SHARED = [*itertools.combinations(AXES, 1), *itertools.combinations(AXES, 2)]
@@ -51,14 +52,14 @@ def place(mesh):
 def owner(pattern, mesh):
     """The place of this host's state among those of a pattern."""
     host = topology.this_host()
-    own = {"per_rank": host, "per_node": host // 2, "per_group": place(mesh)["model"]}
+    own = {"per_host": host, "per_node": host // 2, "per_group": place(mesh)["model"]}
     return own.get(pattern, 0)
 
 
 def count(pattern, num_hosts):
     """How many states there are."""
     counts = {
-        "per_rank": num_hosts,
+        "per_host": num_hosts,
         "per_node": -(-num_hosts // 2),
         "per_group": MESHES[num_hosts][1],
     }
@@ -67,12 +68,16 @@ def count(pattern, num_hosts):
 
 def components(mesh, value, rule="error"):
     """A component under each pattern; `value(pattern)` is its state."""
-    node = patterns.PerNode(value("per_node"), processes_per_node=2, on_resize=rule)
-    group = patterns.PerGroup(value("per_group"), "data", mesh=mesh, on_resize=rule)
+    node = Component(
+        value("per_node"), "per_node", processes_per_node=2, on_resize=rule
+    )
+    group = Component(
+        value("per_group"), "per_group", axis="data", mesh=mesh, on_resize=rule
+    )
     return {
-        "global": patterns.Global(value("global"), on_resize=rule),
-        "replicated": patterns.Replicated(value("replicated"), on_resize=rule),
-        "per_rank": patterns.PerRank(value("per_rank"), on_resize=rule),
+        "global": Component(value("global"), "global", on_resize=rule),
+        "replicated": Component(value("replicated"), "replicated", on_resize=rule),
+        "per_host": Component(value("per_host"), "per_host", on_resize=rule),
         "per_node": node,
         "per_group": group,
         "rng": Rng(7),
@@ -102,9 +107,9 @@ def save(mesh, *, directory):
     with factory.Checkpointer(tiers) as ours:
         assert ours.save_checkpointables(1, parts)
         for step, host, hangs in ((2, 1, False), (3, 2, True)):
-            more = patterns.PerRank(0)
+            more = Component(0, "per_host")
             if topology.this_host() == host:
-                more = patterns.PerRank(Failing(hangs=hangs))
+                more = Component(Failing(hangs=hangs), "per_host")
                 more.save_timeout_secs = 1.0
             assert not ours.save_checkpointables(step, {**parts, "more": more})
             assert ours.latest.step == 1
@@ -164,7 +169,7 @@ def _load_strictly(checkpointer, mesh, changed):
 
 def _load_what_there_is(checkpointer, mesh, changed):
     parts = components(mesh, _nothing)
-    parts["new"] = patterns.PerRank("as it was", required=False)
+    parts["new"] = Component("as it was", "per_host", required=False)
     summary = loading.load(checkpointer, parts, strict=False)
     assert summary.step == STEP
     assert list(summary.failed) == changed
@@ -203,9 +208,10 @@ def save_and_load_cube(*, directory):
     def parts(mesh, *, is_saved):
         at = place(mesh)
         return {
-            "-".join(shared): patterns.PerGroup(
+            "-".join(shared): Component(
                 [at[axis] for axis in AXES if axis not in shared] if is_saved else None,
-                shared,
+                "per_group",
+                axis=shared,
                 mesh=mesh,
             )
             for shared in SHARED
@@ -213,7 +219,7 @@ def save_and_load_cube(*, directory):
 
     with factory.Checkpointer([choices.Persistent(directory, every=1)]) as ours:
         # Every host is alone on its part of the machine, or all are together.
-        node = {"node": patterns.PerNode(topology.this_host())}
+        node = {"node": Component(topology.this_host(), "per_node")}
         assert ours.save_checkpointables(1, {**parts(saving, is_saved=True), **node})
         loaded = parts(renumbered, is_saved=False)
         ours.load_checkpointables(1, {**loaded, **node})

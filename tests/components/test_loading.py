@@ -5,7 +5,8 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
-from elastic_ckpt.components import loading, patterns
+from elastic_ckpt.components import loading
+from elastic_ckpt.components.component import Component
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Persistent
 
@@ -20,8 +21,8 @@ def checkpointer(request, tmp_path):
     with opened:
         parts = {
             "state": {"w": jnp.arange(3.0)},
-            "schedule": patterns.Global({"lr": 0.1}),
-            "cache": patterns.PerRank([1, 2]),
+            "schedule": Component({"lr": 0.1}, "global"),
+            "cache": Component([1, 2], "per_host"),
         }
         opened.save_checkpointables(4, parts)
         yield opened
@@ -38,7 +39,7 @@ class Refusing:
 
 
 def test_all_components_are_loaded_with_the_trees_that_are_asked_for(checkpointer):
-    schedule, cache = patterns.Global(None), patterns.PerRank(None)
+    schedule, cache = Component(None, "global"), Component(None, "per_host")
     summary = loading.load(
         checkpointer,
         {"cache": cache, "schedule": schedule, "state": {"w": jnp.zeros(3)}},
@@ -54,10 +55,10 @@ def test_all_components_are_loaded_with_the_trees_that_are_asked_for(checkpointe
 
 def test_all_names_are_in_one_error(checkpointer):
     wanted = {
-        "missing": patterns.Global(0),
-        "absent": patterns.PerRank(0),
-        "maybe": patterns.Global(0, required=False),
-        "schedule": patterns.Global(0),
+        "missing": Component(0, "global"),
+        "absent": Component(0, "per_host"),
+        "maybe": Component(0, "global", required=False),
+        "schedule": Component(0, "global"),
     }
     with pytest.raises(errors.CheckpointError) as caught:
         loading.load(checkpointer, wanted, 4)
@@ -69,9 +70,9 @@ def test_all_names_are_in_one_error(checkpointer):
 
 def test_without_strict_what_there_is_is_loaded(checkpointer):
     wanted = {
-        "missing": patterns.Global(0),
-        "maybe": patterns.Global(0, required=False),
-        "schedule": patterns.Global(0),
+        "missing": Component(0, "global"),
+        "maybe": Component(0, "global", required=False),
+        "schedule": Component(0, "global"),
     }
     summary = loading.load(checkpointer, wanted, strict=False)
     assert list(summary.loaded) == ["schedule"]
@@ -84,14 +85,14 @@ def test_without_strict_what_there_is_is_loaded(checkpointer):
 
 
 def test_names_to_ignore_need_not_be_asked_for(checkpointer):
-    schedule = patterns.Global(None)
+    schedule = Component(None, "global")
     summary = loading.load(checkpointer, {"schedule": schedule}, ignore=["cache"])
     assert list(summary.loaded) == ["schedule"]
 
 
 def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
-    schedule = patterns.Global("as before")
-    broken = patterns.Computed(0, lambda: "per_nobody")
+    schedule = Component("as before", "global")
+    broken = Component(0, lambda: "per_nobody")
     wanted = [("schedule", schedule), ("cache", broken)]
     with pytest.raises(
         errors.CheckpointError, match=r"'cache' cannot be loaded: .*per_nobody"
@@ -106,7 +107,10 @@ def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
 
 
 def test_an_object_that_does_not_take_its_state_is_named(checkpointer):
-    wanted = {"schedule": patterns.Global(Refusing()), "cache": patterns.PerRank(0)}
+    wanted = {
+        "schedule": Component(Refusing(), "global"),
+        "cache": Component(0, "per_host"),
+    }
     with pytest.raises(errors.CheckpointError, match=r"ValueError.*not .*lr"):
         loading.load(checkpointer, wanted)
     summary = loading.load(checkpointer, wanted, strict=False)
@@ -167,16 +171,16 @@ def test_a_strict_load_that_fails_has_set_none(tmp_path, kind, failing):
         else ocp.training.Checkpointer(tmp_path / "stock")
     )
     with opened:
-        parts = {n: patterns.Global(Taking("saved")) for n in ("a", "z")}
-        parts |= {"plain": patterns.Global({"lr": 1}), "batches": Batches()}
+        parts = {n: Component(Taking("saved"), "global") for n in ("a", "z")}
+        parts |= {"plain": Component({"lr": 1}, "global"), "batches": Batches()}
         opened.save_checkpointables(4, parts)
         wanted = {
-            name: patterns.Global(
-                Taking("before", refused="saved" if name == failing else None)
+            name: Component(
+                Taking("before", refused="saved" if name == failing else None), "global"
             )
             for name in ("a", "z")
         }
-        wanted |= {"plain": patterns.Global({"lr": 0}), "batches": Batches()}
+        wanted |= {"plain": Component({"lr": 0}, "global"), "batches": Batches()}
         wanted["batches"].raises = failing == "batches"
         with pytest.raises(errors.CheckpointError, match=f"'{failing}' cannot be"):
             loading.load(opened, wanted)

@@ -58,9 +58,9 @@ def test_a_function_that_returns_another_number_is_refused():
 
 
 def test_without_a_rule_the_error_says_what_to_choose():
-    error = resize.refused("cache", "per_rank", names(4), names(2))
+    error = resize.refused("cache", "per_host", names(4), names(2))
     message = str(error)
-    assert "'cache' was saved per_rank with 4 states" in message
+    assert "'cache' was saved per_host with 4 states" in message
     assert "there are 2 now" in message
     for choice in ("reset", "from_first", "(old_states, new_count)"):
         assert choice in message

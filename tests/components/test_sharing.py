@@ -29,7 +29,7 @@ def test_one_state_of_all_is_written_by_host_0():
 
 
 def test_each_rank_has_its_own():
-    each = of_hosts(lambda host: sharing.per_rank(host=host, num_hosts=3), range(3))
+    each = of_hosts(lambda host: sharing.per_host(host=host, num_hosts=3), range(3))
     assert [one.name for one in each] == ["rank-00000", "rank-00001", "rank-00002"]
 
 

@@ -20,7 +20,7 @@ def refused(match, error=errors.ConfigError):
 
 
 SOURCES = [ec_data.ArrayRecord, ec_data.Parquet, ec_data.TFRecord]
-POSITIONAL = functools.partial(ec_data.PositionalData, max_target_length=8)
+POSITIONAL = functools.partial(ec_data.positional, max_target_length=8)
 
 
 @pytest.mark.parametrize("make", [*SOURCES, POSITIONAL])
@@ -79,17 +79,20 @@ def endless(shard):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ec_data.Reading(num_epochs=0), "Reading: num_epochs=0; give 1 or"),
+        (
+            lambda: ec_data.ReadOptions(num_epochs=0),
+            "ReadOptions: num_epochs=0; give 1 or",
+        ),
         (
             lambda: ec_data.WindowShuffle(endless(0), window_size=0, seed=1),
             "WindowShuffle: window_size=0; give 1 or more",
         ),
         (
-            lambda: ec_data.ConcatThenSplit(endless(0), features="tokens", length=8),
+            lambda: ec_data.lm.ConcatThenSplit(endless(0), features="tokens", length=8),
             "ConcatThenSplit: features='tokens', length=8; give a tuple of names",
         ),
         (
-            lambda: ec_data.ConcatThenSplit(endless(0), features=("x",), length=0),
+            lambda: ec_data.lm.ConcatThenSplit(endless(0), features=("x",), length=0),
             "length=0; give a tuple of names, and a length of 1 or",
         ),
         (

@@ -41,9 +41,9 @@ def array(number):
 
 def from_files(shard, *chosen):
     dataset = corpora.Numbers(blocks=((10,) * 12,))
-    reading = records.Reading(shuffle_seed=1)
+    reading = records.ReadOptions(shuffle_seed=1)
     actual = records.Records(
-        dataset, shard=shard, num_shards=NUM_SHARDS, reading=reading
+        dataset, shard=shard, num_shards=NUM_SHARDS, read_options=reading
     )
     actual = actual.map(lambda element: array(element["number"]))
     for each in chosen:

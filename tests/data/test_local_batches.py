@@ -18,7 +18,7 @@ from elastic_ckpt.data import (
     example_id,
     local_batches,
     mixing,
-    positional,
+    positional_data,
     sharded_data,
     shuffling,
 )
@@ -211,7 +211,7 @@ def test_hosts_that_discard_rows_say_so_before_the_first(caplog):
 
 
 def test_the_positional_engine_has_the_same_states(corpus):
-    records = positional.PositionalData(files=(corpus,), max_target_length=16)
+    records = positional_data.PositionalData(files=(corpus,), max_target_length=16)
     one, other = (
         local_batches.LocalBatches(records, global_batch_size=SIZE) for _ in range(2)
     )
@@ -433,7 +433,7 @@ def finite(shard, num_shards):
 
 
 def test_data_that_ends_has_to_be_agreed_on(corpus):
-    finite = positional.PositionalData(
+    finite = positional_data.PositionalData(
         files=(corpus,), max_target_length=16, num_epochs=1, num_threads=0
     )
     with pytest.raises(errors.ConfigError, match="pass agree="):

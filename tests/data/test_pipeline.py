@@ -12,7 +12,7 @@ from elastic_ckpt.data import (
     elastic_data,
     local_batches,
     pipeline,
-    positional,
+    positional_data,
     sharded_data,
     state,
 )
@@ -148,7 +148,7 @@ def test_without_logical_shards_the_engine_is_the_positional_one(corpus):
     data = pipeline.from_config(
         section(corpus, num_logical_shards=0, data_shuffle_seed=3, num_epoch=2)
     )
-    assert data == positional.PositionalData(
+    assert data == positional_data.PositionalData(
         files=(corpus,), max_target_length=LENGTH, shuffle_seed=3, num_epochs=2
     )
 

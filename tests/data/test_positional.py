@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import example_id, iterator, positional, rows
+from elastic_ckpt.data import example_id, iterator, positional_data, rows
 from tests import worlds
 
 GLOBAL_BATCH_SIZE = 12
@@ -109,7 +109,7 @@ def test_each_epoch_uses_each_example_once_in_an_order_of_its_own(data):
 
 
 def test_without_shuffling_the_order_is_that_of_the_file(corpus):
-    data = positional.PositionalData(
+    data = positional_data.PositionalData(
         files=(corpus,), max_target_length=8, shuffle=False
     )
     (host,) = world(data, 1)
@@ -123,7 +123,7 @@ def test_targets_are_the_inputs_one_token_later(data):
 
 
 def test_reading_threads_change_nothing(corpus, oracle):
-    threaded = positional.PositionalData(
+    threaded = positional_data.PositionalData(
         files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=3
     )
     assert [next_rows(hosts) for hosts in [world(threaded, 2)] * 5] == oracle[:5]
@@ -206,7 +206,7 @@ def test_finite_data_ends_in_a_loop_as_it_says(data, drop_remainder):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FlakyData(positional.PositionalData):
+class FlakyData(positional_data.PositionalData):
     """Data of which one record cannot be read at first."""
 
     error: BaseException
@@ -265,7 +265,7 @@ def test_data_travels_to_a_sidecar_by_cloudpickle(data):
 
 def test_the_identity_names_whatever_changes_the_examples(corpus, data):
     def differing(**changes):
-        other = positional.PositionalData(
+        other = positional_data.PositionalData(
             **{
                 "files": (corpus,),
                 "max_target_length": 16,

@@ -41,10 +41,10 @@ def rows_of(files, shard, *, num_shards=NUM_SHARDS, window=5, seed=0, length=8):
         ec_data.Parquet(files=files, columns=("tokens",)),
         shard=shard,
         num_shards=num_shards,
-        reading=ec_data.Reading(shuffle_seed=seed),
+        read_options=ec_data.ReadOptions(shuffle_seed=seed),
     )
     shuffled = ec_data.WindowShuffle(records, window_size=window, seed=seed + shard)
-    return ec_data.ConcatThenSplit(shuffled, features=("tokens",), length=length)
+    return ec_data.lm.ConcatThenSplit(shuffled, features=("tokens",), length=length)
 
 
 def made(files, **settings):

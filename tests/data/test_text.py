@@ -142,9 +142,9 @@ def test_every_type_that_is_written_is_read_as_the_same_texts(
     file = str(tmp_path / "texts")
     output = runs.verb("data", tmp_path / "tree", file, "--type", file_type)
     assert "250 documents" in output
-    reading = records.Reading(num_epochs=1)
+    reading = records.ReadOptions(num_epochs=1)
     actual = records.Records(
-        reader(files=(file,)), shard=0, num_shards=1, reading=reading
+        reader(files=(file,)), shard=0, num_shards=1, read_options=reading
     )
     decoded = [
         text if isinstance(text, str) else text.decode()

@@ -74,7 +74,7 @@ def test_a_state_from_before_there_were_blocks_continues(texts_config):
     make = pipeline.from_config(texts_config).make_shard
     made = {
         part.name: records.Records(
-            part.source, shard=2, num_shards=4, reading=make.reading
+            part.source, shard=2, num_shards=4, read_options=make.reading
         )
         for part in make.parts
     }

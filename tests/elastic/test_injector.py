@@ -55,13 +55,13 @@ def trained(
 def waits_for_data(world, **arguments):
     """Trains as `counts`, but host 1 reads the batch of each step slowly."""
 
-    def is_leaving(step):
+    def should_stop(step):
         if topology.this_host() == 1:
             with metrics.DATA_WAIT.timed():
                 time.sleep(0.2)
-        return world.is_leaving(step)
+        return world.should_stop(step)
 
-    tiny_hosts.counts(dataclasses.replace(world, is_leaving=is_leaving), **arguments)
+    tiny_hosts.counts(dataclasses.replace(world, should_stop=should_stop), **arguments)
 
 
 @pytest.mark.slow(minutes=0.4)

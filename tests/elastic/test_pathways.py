@@ -144,7 +144,7 @@ def test_a_world_that_is_to_end_is_left_before_its_first_step(cluster):
     left = []
 
     def train(world):
-        left.append((world.is_ending(4), world.is_left()))
+        left.append((world.should_stop_early(4), world.will_resume()))
 
     over = cluster.run_world(
         train,

@@ -36,7 +36,7 @@ import elastic_ckpt as ec
 def train(world):
     assert world.ram_directory is None
     for step in range(1, 21):
-        if world.is_leaving(step):
+        if world.should_stop(step):
             return
 
 def main():

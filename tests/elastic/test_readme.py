@@ -30,7 +30,7 @@ def programs(tmp_path):
 
 def write_texts(directory):
     texts = str(directory / "texts.array_record")
-    ec.data.write_arrayrecord("python-stdlib/email", texts)
+    ec.data.lm.write_arrayrecord("python-stdlib/email", texts)
 
 
 def start(directory, *command, **environment):

@@ -29,8 +29,8 @@ def counts(world, *, steps, directory, action="", at_step=0):
         world.emit("step", step=step, steps=steps, loss=loss, secs=0.0, **RATES)
         if step == at_step and topology.is_primary():
             act(action)
-        if world.is_leaving(step):
-            note(directory, world, "left", step=step, is_left=world.is_left())
+        if world.should_stop(step):
+            note(directory, world, "left", step=step, is_left=world.will_resume())
             return
 
 
@@ -51,7 +51,7 @@ def stops_at_a_step(world, *, steps):
     for step in range(1, steps + 1):
         if world.number == 1 and step == 2 and topology.this_host() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        if world.is_leaving(step):
+        if world.should_stop(step):
             return
 
 
@@ -60,7 +60,7 @@ def dies_once(world, *, steps):
     for step in range(1, steps + 1):
         if world.number == 1 and step == 2 and topology.this_host() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if world.is_leaving(step):
+        if world.should_stop(step):
             return
 
 
@@ -71,7 +71,7 @@ def compiles_for_ever(world, *, steps):
         world.begin("compile")
         time.sleep(3600)
     for step in range(1, steps + 1):
-        if world.is_leaving(step):
+        if world.should_stop(step):
             return
 
 

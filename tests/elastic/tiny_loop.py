@@ -34,15 +34,15 @@ def train(world, *, directory, ram, corpus, last_world, least_steps):
             wanted = {"state": state, "data": batches}
             first = checkpointer.latest.step
             state = checkpointer.load_checkpointables(None, wanted)["state"]
-        step, is_leaving, ends = first, False, first + least_steps
-        while not is_leaving and (world.number < last_world or step < ends):
+        step, stopping, ends = first, False, first + least_steps
+        while not stopping and (world.number < last_world or step < ends):
             batch = next(batches)
             state = {"sum": add(state["sum"], batch)}
             step += 1
             record(directory, world, step, np.asarray(ids(batch)), state["sum"])
-            is_leaving = world.is_leaving(step)
+            stopping = world.should_stop(step)
             parts = {"state": state, "data": batches}
-            checkpointer.save_checkpointables_async(step, parts, force=is_leaving)
+            checkpointer.save_checkpointables_async(step, parts, force=stopping)
     batches.close()
 
 

@@ -18,7 +18,7 @@ def contents(path):
 def main(directory, mode):
     # The run counts the lease of a reader that is killed for so long.
     secs = 60.0 if mode == "hold" else 600.0
-    for path in ec.follow(directory, poll_secs=0.05, duration_secs=secs):
+    for path in ec.watch_steps(directory, poll_secs=0.05, duration_secs=secs):
         if mode == "hold":
             print(path.name, flush=True)
             time.sleep(3600)

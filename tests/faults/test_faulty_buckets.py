@@ -71,7 +71,7 @@ class Outage:
             self._note_calls(name)
         subscription.Subscription(self._receive)
 
-    def is_leaving(self, step):
+    def should_stop(self, step):
         if step in self._waits:
             self._wait_for(*self._waits[step])
         if step == OUTAGE[0]:
@@ -114,7 +114,7 @@ def train_through(path, config, waits):
         segmented_log.SegmentedLog.__init__.__kwdefaults__["wait_secs"] = 0.5
 
     def paced(config, world):
-        return train(config, dataclasses.replace(world, is_leaving=outage.is_leaving))
+        return train(config, dataclasses.replace(world, should_stop=outage.should_stop))
 
     host_program.train = paced
     return main.main(["train", str(config)])

@@ -16,7 +16,7 @@ from orbax.checkpoint._src.metadata import checkpoint as checkpoint_metadata
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import positional
+from elastic_ckpt.data import positional_data
 from elastic_ckpt.integrations import orbax_v0_steps
 from elastic_ckpt.tiers.persistent import ocdbt
 from tests import corpora, runs
@@ -77,7 +77,7 @@ def restore(path, **items):
 
 
 def batches_of(corpus, size=8):
-    data = positional.PositionalData(files=(corpus,), max_target_length=8)
+    data = positional_data.PositionalData(files=(corpus,), max_target_length=8)
     mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
     return ec.batches(data, mesh=mesh, global_batch_size=size)
 

@@ -25,15 +25,15 @@ def train(directory, arguments, config, world):
     hosts.note_batches(noted / f"{topology.this_host()}.jsonl")
     asked = pathlib.Path(directory, "world_leaving")
 
-    def is_leaving(step):
+    def should_stop(step):
         while world.number == 1 and step >= LOST_BY:
             time.sleep(0.1)
         # The world of fewer slices goes on until there are all again.
         while world.number == 2 and step >= LEAVES_AT and not asked.exists():
             time.sleep(0.1)
-        return world.is_leaving(step)
+        return world.should_stop(step)
 
-    changed = dataclasses.replace(world, is_leaving=is_leaving)
+    changed = dataclasses.replace(world, should_stop=should_stop)
     maxtext_elastic.train_maxtext(arguments, config, changed)
 
 

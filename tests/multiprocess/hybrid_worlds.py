@@ -188,7 +188,7 @@ def evenly(counters, new_count):
 
 
 def data(corpus):
-    return ec.data.PositionalData(
+    return ec.data.positional(
         files=(corpus,), max_target_length=8, shuffle_seed=7, num_threads=0
     )
 
@@ -208,7 +208,9 @@ def train(place, emit, *, directory, corpus, degrees):
         abstract = abstract_state(mesh)
         tiers = [ec.Persistent(directory, every=1)]
         axes, num_groups = degrees.groups(place.num_hosts)
-        counted = ec.components.PerGroup({"rows": 0}, axes, mesh=mesh, on_resize=evenly)
+        counted = ec.components.Component(
+            {"rows": 0}, "per_group", axis=axes, mesh=mesh, on_resize=evenly
+        )
         rng = ec.components.Rng(7)
         parts = {"data": batches, "counted": counted, "rng": rng}
         record = {"ids": [], "losses": [], "keys": [], "groups": num_groups}

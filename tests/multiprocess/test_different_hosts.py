@@ -44,14 +44,16 @@ def replicated_array(mesh, value):
 def different_parts(host, mesh):
     """By step, what this host saves under which name."""
     weights = {"w": np.arange(6.0)}
-    per_rank = functools.partial(ec.components.PerRank, host)
-    replicated = functools.partial(ec.components.Replicated, 0, validation="quick")
+    per_host = functools.partial(ec.components.Component, host, "per_host")
+    replicated = functools.partial(
+        ec.components.Component, 0, "replicated", validation="quick"
+    )
     more = {
-        1: {"cache": per_rank()} if host == 1 else {},
-        2: {"cache": per_rank(required=False)} if host == 0 else {},
+        1: {"cache": per_host()} if host == 1 else {},
+        2: {"cache": per_host(required=False)} if host == 0 else {},
         3: {"cache": replicated()} if host == 1 else {},
-        4: {"cache": ec.components.Global(0) if host else per_rank()},
-        5: {"cache": per_rank(required=bool(host))},
+        4: {"cache": ec.components.Component(0, "global") if host else per_host()},
+        5: {"cache": per_host(required=bool(host))},
     }
     parts = {step: {"state": weights, **each} for step, each in more.items()}
     parts[6] = {"state": weights | ({"b": np.zeros(2)} if host == 1 else {})}
@@ -71,14 +73,17 @@ def work(checkpointer, mesh, *, in_ram):
         assert saved == (in_ram and step >= 8), step
         checkpointer.wait()
         assert checkpointer.is_durable(step) is False
-    parts = {name: ec.components.Global(Stubborn("saved")) for name in ("a", "z")}
+    parts = {
+        name: ec.components.Component(Stubborn("saved"), "global")
+        for name in ("a", "z")
+    }
     assert checkpointer.save_checkpointables(
         20, {"state": {"w": np.arange(6.0)}, **parts}
     )
     checkpointer.wait()
     refuses = [False, host == 1]
     wanted = {
-        name: ec.components.Global(Stubborn("before", refuses=each))
+        name: ec.components.Component(Stubborn("before", refuses=each), "global")
         for name, each in zip(("a", "z"), refuses, strict=True)
     }
     with pytest.raises(errors.CheckpointError, match=r"host 1: 'z' .*not again"):
@@ -107,11 +112,11 @@ def test_a_step_that_hosts_save_differently_fails_on_all_of_them(tmp_path, tiers
         if each["event"] == "degraded":
             whys[each["step"]] += each["why"] + "\n"
     has = {
-        1: "'cache' (host 0: nothing; host 1: component, per_rank)",
-        2: "'cache' (host 0: optional component, per_rank; host 1: nothing)",
+        1: "'cache' (host 0: nothing; host 1: component, per_host)",
+        2: "'cache' (host 0: optional component, per_host; host 1: nothing)",
         3: "'cache' (host 0: nothing; host 1: component, replicated, compared",
-        4: "'cache' (host 0: component, per_rank; host 1: component, global)",
-        5: "'cache' (host 0: optional component, per_rank; host 1: component, per_rank",
+        4: "'cache' (host 0: component, per_host; host 1: component, global)",
+        5: "'cache' (host 0: optional component, per_host; host 1: component, per_host",
         6: "'state/b' (host 0: nothing; host 1: float64[2])",
         7: "'state/w' (host 0: float64[2]; host 1: float64[3])",
     }

@@ -49,7 +49,7 @@ def train(config, world, *, counts):
         setattr(upload.Upload, name, counted(getattr(upload.Upload, name)))
     steps = itertools.count()
 
-    def is_leaving(step):
+    def should_stop(step):
         if world.number <= 2 and step > ALONE_STEP:
             # Slowly, until the other slice is lost, or is back and has been checked.
             time.sleep(ALONE_SECS)
@@ -57,9 +57,9 @@ def train(config, world, *, counts):
             while not any(pathlib.Path(counts).glob("3-*")):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        return world.is_leaving(step)
+        return world.should_stop(step)
 
-    local_world.train(config, dataclasses.replace(world, is_leaving=is_leaving))
+    local_world.train(config, dataclasses.replace(world, should_stop=should_stop))
 
 
 @pytest.mark.slow(minutes=1)

@@ -22,15 +22,15 @@ def save_and_load(checkpointer, mesh):
     host = topology.this_host()
     for step, can_save in ((1, False), (2, True)):
         state = host if can_save or host == 0 else Broken()
-        cache = ec.components.PerRank(state, required=False)
+        cache = ec.components.Component(state, "per_host", required=False)
         parts = {"state": tier_worlds.state(mesh, step, True), "cache": cache}
-        parts["count"] = ec.components.Global(step, required=False)
+        parts["count"] = ec.components.Component(step, "global", required=False)
         assert checkpointer.save_checkpointables(step, parts)
         why = cache.save_problem or ""
         assert ("host 1: ValueError('no such state')" in why) != can_save
         assert parts["count"].save_problem is None
-        cache = ec.components.PerRank(7, required=False)
-        wanted = {"cache": cache, "count": ec.components.Global(0)}
+        cache = ec.components.Component(7, "per_host", required=False)
+        wanted = {"cache": cache, "count": ec.components.Component(0, "global")}
         summary = ec.components.load(checkpointer, wanted, ignore=["state"])
         assert list(summary.skipped) == ([] if can_save else ["cache"])
         assert cache.state == (host if can_save else 7)

@@ -17,7 +17,7 @@ STEPS = 5
 
 def data(file=None):
     file = file or os.environ[FILES]
-    return ec.data.PositionalData(files=(file,), max_target_length=16)
+    return ec.data.positional(files=(file,), max_target_length=16)
 
 
 def record(checkpointer, mesh, *, directory, file):

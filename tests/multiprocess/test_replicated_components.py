@@ -27,7 +27,7 @@ class Broken:
 
 
 def replicated(state):
-    return ec.components.Replicated(state, validation="tensor")
+    return ec.components.Component(state, "replicated", validation="tensor")
 
 
 def save(checkpointer, mesh):
@@ -46,7 +46,7 @@ def save(checkpointer, mesh):
         parts = {"state": tier_worlds.state(mesh, step, True), "a": replicated(state)}
         parts["b"] = replicated({"count": step})
         # Without a level it is not compared.
-        parts["c"] = ec.components.Replicated({"count": host})
+        parts["c"] = ec.components.Component({"count": host}, "replicated")
         assert checkpointer.save_checkpointables(step, parts)
     for step, hangs in ((6, False), (7, True)):
         part = replicated(Broken(hangs=hangs) if host == 1 else {"lr": 0.5})
@@ -83,4 +83,4 @@ def test_a_state_that_differs_on_a_host_is_named_with_its_path(tmp_path):
 
 def test_a_level_that_is_none_is_refused():
     with pytest.raises(errors.ConfigError, match="choose one of none, quick"):
-        ec.components.Replicated(0, validation="some")
+        ec.components.Component(0, "replicated", validation="some")

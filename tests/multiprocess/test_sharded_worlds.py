@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import cursors, example_id, positional, rows, sharded_data
+from elastic_ckpt.data import cursors, example_id, positional_data, rows, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
 from tests import pipelines, worlds
 
@@ -140,7 +140,10 @@ SIZE = 24
 def engines(corpus):
     """Every engine by its name."""
     texts = functools.partial(
-        positional.PositionalData, files=(corpus,), max_target_length=8, num_threads=1
+        positional_data.PositionalData,
+        files=(corpus,),
+        max_target_length=8,
+        num_threads=1,
     )
     return {
         "sharded": data(),

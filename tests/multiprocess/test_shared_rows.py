@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.config import schema
-from elastic_ckpt.data import elastic_data, positional, sharded_data
+from elastic_ckpt.data import elastic_data, positional_data, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
 from tests import pipelines, worlds
 
@@ -83,7 +83,7 @@ def engines(corpus):
     return {
         "packed": packed(),
         "finite": packed(end=elastic_data.End.PADDED),
-        "positional": positional.PositionalData(
+        "positional": positional_data.PositionalData(
             files=(corpus,), max_target_length=8, num_threads=0
         ),
     }

@@ -9,7 +9,7 @@ import pytest
 from elastic_ckpt_sidecar import RemoteIterator
 
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import elastic_data, positional, sharded_data
+from elastic_ckpt.data import elastic_data, positional_data, sharded_data
 from tests import formats, iterator_contract, pipelines, worlds
 
 NUM_SHARDS = 8
@@ -44,7 +44,7 @@ class TestGrainsElasticIterator(RemoteContract):
 
     def other(self, data):
         files = data.files
-        other = positional.PositionalData(
+        other = positional_data.PositionalData(
             files=files, max_target_length=16, num_threads=0, in_place=False
         )
         return other, "data_shuffle_seed: saved 7, now 0"

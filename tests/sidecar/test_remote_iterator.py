@@ -20,10 +20,10 @@ class TestRemoteIterator(iterator_contract.IteratorContract):
 USE = """
 import sys
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import positional
+from elastic_ckpt.data import positional_data
 from elastic_ckpt_sidecar import RemoteIterator
 mesh = topology.mesh_of(topology.present(1))
-data = positional.PositionalData(files=(sys.argv[1],), max_target_length=8)
+data = positional_data.PositionalData(files=(sys.argv[1],), max_target_length=8)
 batches = RemoteIterator(data, mesh=mesh, global_batch_size=2)
 next(batches)
 """
@@ -43,7 +43,7 @@ def test_a_program_that_used_it_ends_without_a_word(corpus, end):
 def test_of_ours_a_bare_sidecar_imports_no_room_above_data():
     program = (
         "import sys, elastic_ckpt_sidecar\n"
-        "from elastic_ckpt.data import positional\n"
+        "from elastic_ckpt.data import positional_data\n"
         "print([m for m in sys.modules if m.startswith(('elastic_ckpt.cli',"
         " 'elastic_ckpt.checkpoint', 'elastic_ckpt.elastic',"
         " 'elastic_ckpt.training'))])"

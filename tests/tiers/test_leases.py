@@ -24,7 +24,7 @@ class Clock:
 
 
 def lease(path, act=lambda: None, **options):
-    with leases.leased(path, **options):
+    with leases.lease(path, **options):
         act()
 
 
@@ -34,10 +34,10 @@ def files(root):
 
 def test_a_step_is_leased_while_the_block_runs(root):
     watch = leases.Watch()
-    with leases.leased(root.final(1)) as path:
+    with leases.lease(root.final(1)) as path:
         assert path == root.final(1)
         assert watch.leased(root) == {1}
-        with leases.leased(root.final(1)), leases.leased(root.final(2)):
+        with leases.lease(root.final(1)), leases.lease(root.final(2)):
             assert watch.leased(root) == {1, 2}
         assert watch.leased(root) == {1}
     assert watch.leased(root) == set()
@@ -48,14 +48,14 @@ def test_a_step_that_is_being_removed_is_not_leased(root):
     with leases.announced(root, [1], by=BY):
         with pytest.raises(leases.StepGoneError, match="is being removed"):
             lease(root.final(1))
-        with leases.leased(root.final(2)):
+        with leases.lease(root.final(2)):
             assert leases.Watch().leased(root) == {2}
-    with leases.leased(root.final(1)):
+    with leases.lease(root.final(1)):
         assert leases.Watch().leased(root) == {1}
 
 
 def test_a_lease_is_seen_by_a_removal_that_was_announced_before_or_after(root):
-    with leases.leased(root.final(1)), leases.announced(root, [1], by=BY):
+    with leases.lease(root.final(1)), leases.announced(root, [1], by=BY):
         assert leases.Watch().leased(root) == {1}
 
 
@@ -90,7 +90,7 @@ def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(root):
 
 def test_a_lease_is_renewed_for_as_long_as_it_takes(root):
     watch = leases.Watch()
-    with leases.leased(root.final(1), duration_secs=1.0):
+    with leases.lease(root.final(1), duration_secs=1.0):
         until = time.monotonic() + 2.5
         while time.monotonic() < until:
             assert watch.leased(root) == {1}

@@ -110,8 +110,8 @@ def corrupt(place: str, problem: object, *, num_records: int = 1) -> CorruptErro
     """The error for `num_records` corrupt records that begin at `place`."""
     return CorruptError(
         f"{place}: corrupt ({problem}); restore the file from a copy, or set"
-        " corrupt_records=skip, which is Reading(skip_corrupt=True), to skip and count"
-        " such records",
+        " corrupt_records=skip, which is ReadOptions(skip_corrupt=True), to skip and"
+        " count such records",
         num_records=num_records,
     )
 

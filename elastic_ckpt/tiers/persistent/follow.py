@@ -2,7 +2,7 @@
 
 A program that evaluates or exports steps needs no part in the run and no devices of it:
 
-    for step_path in ec.follow("gs://bucket/run/checkpoints"):
+    for step_path in ec.watch_steps("gs://bucket/run/checkpoints"):
         loss = evaluate(ocp.load(step_path))
         ec.record_metrics(step_path, {"eval_loss": loss})
 
@@ -25,7 +25,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 _POLL_SECS = 10.0
 
 
-def follow(
+def watch_steps(
     directory: epath.PathLike,
     *,
     after: int = -1,
@@ -35,7 +35,7 @@ def follow(
 ) -> Iterator[epath.Path]:
     """Yields the steps of a run in storage, ascending, as they become complete.
 
-    Each step is leased (`leases.leased`) until the next one is requested. Steps that
+    Each step is leased (`leases.lease`) until the next one is requested. Steps that
     the run removes before that are passed over. A step that the run saves again, after
     it went back to an earlier one, is yielded again.
 
@@ -44,7 +44,7 @@ def follow(
       after: the step after which to begin; by default all steps that are there.
       poll_secs: between two looks at the storage.
       timeout_secs: ends when no new step was found for so long; None never ends.
-      duration_secs: as for `leased`.
+      duration_secs: as for `ec.lease`.
 
     Raises:
       CheckpointError: if the lease of a step was lost while it was read.
@@ -64,7 +64,7 @@ def follow(
         path = root.final(step)
         try:
             save = persistent_root.committed_save(path)
-            with leases.leased(path, duration_secs=duration_secs) as held:
+            with leases.lease(path, duration_secs=duration_secs) as held:
                 yielded[step] = save
                 yield held
         except leases.StepGoneError as error:

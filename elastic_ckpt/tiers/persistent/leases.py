@@ -46,7 +46,7 @@ class StepGoneError(errors.CheckpointError):
 
 
 @contextlib.contextmanager
-def leased(
+def lease(
     step_path: epath.PathLike, *, duration_secs: float = DURATION_SECS
 ) -> Iterator[epath.Path]:
     """Keeps a step in storage from being removed by its run while the block runs.
@@ -91,13 +91,13 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
       path: of a step in persistent storage or a part of it, or of anything else.
 
     Raises:
-      CheckpointError: as `leased`.
+      CheckpointError: as `lease`.
     """
     with contextlib.ExitStack() as stack:
         step_path = _step_of_a_run(storage.absolute(path))
         if step_path is not None:
             try:
-                stack.enter_context(leased(step_path))
+                stack.enter_context(lease(step_path))
             except bucket_clients.failures() as error:
                 logging.warning(
                     "%s is read without a lease (%s); see that its run does not"

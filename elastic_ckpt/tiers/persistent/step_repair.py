@@ -81,7 +81,7 @@ class StepRepair:
 
     def _attempt(self, act: Callable[[], None]) -> str | None:
         try:
-            with leases.leased(self._directory):
+            with leases.lease(self._directory):
                 act()
         # TensorStore raises ValueErrors.
         except (

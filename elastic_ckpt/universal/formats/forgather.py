@@ -10,7 +10,7 @@ names of the files are all that is known.
     weights = checkpoint.weights()
     optimizer = checkpoint.state("optimizer")  # one for all: GLOBAL, REPLICATED
     by_rank = checkpoint.states("rng")  # one each: PER_RANK, PER_GROUP, PER_NODE
-    checkpoint.load_into({"trainer": ec.components.Global(trainer)})
+    checkpoint.load_into({"trainer": ec.components.Component(trainer, "global")})
 
 Forgather restores on the same number of processes alone, and names files of groups by
 the rank within a group, which is 0 for each of them; here the state of a group is that
@@ -219,7 +219,7 @@ class Checkpoint:
         return torch_zip.read(path) if path.exists() else {}
 
     def _values(self, key: str, component: ec_components.Component) -> Any:
-        held, now = self._held(key), component.sharing()
+        held, now = self._held(key), component.present()
         files = list(held.files.values())
         budget = SourceBudget()
         is_same = held.pattern.value == now.pattern and len(files) == len(now.names)

@@ -130,6 +130,6 @@ def test_the_error_of_corrupt_records_says_where_how_many_and_the_way_out():
     assert isinstance(error, errors.DataError)
     assert str(error) == (
         "/data/a, record 3: corrupt (its checksum differs); restore the file from a"
-        " copy, or set corrupt_records=skip, which is Reading(skip_corrupt=True), to"
-        " skip and count such records"
+        " copy, or set corrupt_records=skip, which is ReadOptions(skip_corrupt=True),"
+        " to skip and count such records"
     )

@@ -130,11 +130,11 @@ def parts(name, mesh):
 
     corpus = "texts.array_record"
     # First light had no names in the room itself.
-    from elastic_ckpt.data import iterator, positional
+    from elastic_ckpt.data import iterator, positional_data
 
     batches = {
         "data": iterator.Batches(
-            positional.PositionalData(
+            positional_data.PositionalData(
                 files=(corpus,), max_target_length=8, shuffle_seed=7, num_threads=0
             ),
             mesh=mesh,

@@ -113,11 +113,11 @@ def dealt(old_states, new_count):
 def components(**changed):
     """Components under the patterns of the hybrid trainer; two hosts on a node."""
     made = {
-        "trainer": ec.components.Global({}),
-        "dataset": ec.components.Global({}),
-        "scheduler": ec.components.Replicated(Scheduler()),
-        "rng": ec.components.PerRank({}),
-        "cache": ec.components.PerNode({}, processes_per_node=2),
+        "trainer": ec.components.Component({}, "global"),
+        "dataset": ec.components.Component({}, "global"),
+        "scheduler": ec.components.Component(Scheduler(), "replicated"),
+        "rng": ec.components.Component({}, "per_host"),
+        "cache": ec.components.Component({}, "per_node", processes_per_node=2),
     }
     return made | changed
 
@@ -158,21 +158,23 @@ def test_on_other_hosts_the_rules_of_components_decide(turns, tmp_path):
     with pytest.raises(errors.CheckpointError, match="choose on_resize"):
         loaded(turns, 3)
     rules = {
-        "rng": ec.components.PerRank({}, on_resize=dealt),
-        "cache": ec.components.PerNode({}, processes_per_node=2, on_resize="reset"),
+        "rng": ec.components.Component({}, "per_host", on_resize=dealt),
+        "cache": ec.components.Component(
+            {}, "per_node", processes_per_node=2, on_resize="reset"
+        ),
     }
     hosts = loaded(turns, 6, **rules)
     assert ranks(hosts) == [0, 1, 2, 3, 0, 1]
     assert all(host["cache"] == {} for host in hosts)
-    rules["rng"] = ec.components.Global({}, on_resize="from_first")
+    rules["rng"] = ec.components.Component({}, "global", on_resize="from_first")
     (host,) = loaded(turns, 1, **rules)
     assert ranks([host]) == [0]
     # They are components like others from then on.
     for key, value in host.items():
         directory = tmp_path / key
         directory.mkdir()
-        again = ec.components.Global({})
-        simulated_hosts.save(ec.components.Global(value), directory)
+        again = ec.components.Component({}, "global")
+        simulated_hosts.save(ec.components.Component(value, "global"), directory)
         simulated_hosts.load(again, directory)
         same(again.get(), value)
 
@@ -187,7 +189,7 @@ def test_states_of_groups_lie_in_the_order_of_a_mesh(turns):
         devices = np.array([[Device(0), Device(1)], [Device(2), Device(3)]])
 
     def optimizer(axis):
-        return ec.components.PerGroup({}, axis, mesh=Mesh)
+        return ec.components.Component({}, "per_group", axis=axis, mesh=Mesh)
 
     checkpoint = forgather.Checkpoint.open(GOLDEN / HYBRID)
 
@@ -202,11 +204,14 @@ def test_states_of_groups_lie_in_the_order_of_a_mesh(turns):
 
 def test_components_are_all_set_or_none():
     checkpoint = forgather.Checkpoint.open(GOLDEN / "single")
-    made = {"trainer": ec.components.Global(1), "scheduler": ec.components.Global(2)}
+    made = {
+        "trainer": ec.components.Component(1, "global"),
+        "scheduler": ec.components.Component(2, "global"),
+    }
     with pytest.raises(FormatError, match="no component 'scheduler'"):
         checkpoint.load_into(made)
     assert made["trainer"].state == 1
-    made["scheduler"] = ec.components.Global(2, required=False)
+    made["scheduler"] = ec.components.Component(2, "global", required=False)
     assert checkpoint.load_into(made) == ["trainer"]
     assert made["scheduler"].state == 2
     assert made["trainer"].state["global_step"]

@@ -1,4 +1,4 @@
-"""`elastic-ckpt preserve STEP_PATH...`: keeps steps that retention would remove."""
+"""`elastic-ckpt pin STEP_PATH...`: keeps steps that retention would remove."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="STEP_PATH",
         help="the directory of a step in persistent storage, or of a host's part of one"
-        " in a RAM disk, which preserves it on all hosts",
+        " in a RAM disk, which pins it on all hosts",
     )
     parser.add_argument(
-        "--undo", action="store_true", help="leave them to the policies again"
+        "--undo", action="store_true", help="leave them to retention again"
     )
 
 
@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
     for path in arguments.paths:
         if arguments.undo:
-            preserved.release(path)
+            preserved.unpin(path)
             print(f"{path}: retention decides")
         else:
-            preserved.preserve(path)
-            print(f"{path}: preserved")
+            preserved.pin(path)
+            print(f"{path}: pinned")
     return 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain
@@ -39,18 +39,7 @@ _POSITION = "global_next_index"
 class PositionalData:
     """Elastic data of text records as examples for a language model.
 
-    Attributes:
-      files: ArrayRecord files; a record is the bytes of one text.
-      max_target_length: tokens of an example, L.
-      shuffle: whether to shuffle, differently in each epoch.
-      shuffle_seed: the seed of the shuffle.
-      in_place: whether hosts load the rows that their devices hold; if not, Grain's
-        `ElasticIterator` assigns rows to hosts.
-      num_threads: threads that read on each host; 0 reads in the caller.
-      prefetch_records: records read ahead on each host.
-      num_epochs: the number of epochs; None repeats the records endlessly.
-      drop_remainder: whether the last rows are dropped if they do not fill a batch.
-        Grain always drops them.
+    Attributes are those of `positional`.
     """
 
     files: tuple[str, ...]
@@ -274,6 +263,50 @@ def _padding(example: Example) -> Example:
         example_id.split(example_id.NONE), example["example_id"].shape
     )
     return padding
+
+
+def positional(
+    files: Sequence[str],
+    *,
+    max_target_length: int,
+    shuffle: bool = True,
+    shuffle_seed: int = 0,
+    in_place: bool = True,
+    num_threads: int = 4,
+    prefetch_records: int = 16,
+    num_epochs: int | None = None,
+    drop_remainder: bool = False,
+) -> PositionalData:
+    """Elastic data in which each record is one example, and the state a position.
+
+    Args:
+      files: names of ArrayRecord files; a record is the bytes of one text.
+      max_target_length: tokens of an example, L.
+      shuffle: whether to shuffle, differently in each epoch.
+      shuffle_seed: the seed of the shuffle.
+      in_place: whether hosts load the rows that their devices hold; if not, Grain's
+        `ElasticIterator` assigns rows to hosts.
+      num_threads: threads that read on each host; 0 reads in the caller.
+      prefetch_records: records read ahead on each host.
+      num_epochs: the number of epochs; None repeats the records endlessly.
+      drop_remainder: whether the last rows are dropped if they do not fill a batch.
+        Grain always drops them.
+
+    Raises:
+      ConfigError: if `files` is no list of names.
+      DataError: if a file is missing, or not of ArrayRecord.
+    """
+    return PositionalData(
+        files=files,  # pyrefly: ignore
+        max_target_length=max_target_length,
+        shuffle=shuffle,
+        shuffle_seed=shuffle_seed,
+        in_place=in_place,
+        num_threads=num_threads,
+        prefetch_records=prefetch_records,
+        num_epochs=num_epochs,
+        drop_remainder=drop_remainder,
+    )
 
 
 def from_config(data: schema.DataSection) -> PositionalData:
