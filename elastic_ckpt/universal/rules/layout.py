@@ -2,7 +2,7 @@
 
 A layout is a YAML file (see GRAMMAR.md), or the same as Python values:
 
-    Layout(rules=(Rule(source=side({...}), target=side({...})),))
+    Layout.from_dict({"rules": [{"from": {...}, "to": {...}}]})
 """
 
 from __future__ import annotations
@@ -108,6 +108,22 @@ class Layout:
           LayoutError: as in `load`.
         """
         return cls(**layout_file.read(text, file=file), place=file)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], *, name: str = "layout") -> Layout:
+        """The layout of the values that its file would have; messages name `name`.
+
+            rule = {"from": {"wte": "vocab embed"}, "to": {"emb": "vocab embed"}}
+            Layout.from_dict({"rules": [rule]})
+
+        Args:
+          fields: by key, as GRAMMAR.md lists them; `version` may be left out.
+          name: for messages.
+
+        Raises:
+          LayoutError: names the path in the layout.
+        """
+        return cls(**layout_file.read_values(fields, name=name), place=name)
 
     def inverse(self) -> Layout:
         """The layout of the other direction."""

@@ -35,12 +35,13 @@ class _Node:
         self._node = node
         self._file = file
         self._path = path
-        self._line = node.start_mark.line + 1 if line is None else line
+        self._line = _line(node) if line is None else line
 
     @property
     def place(self) -> str:
         path = f": {self._path}" if self._path else ""
-        return f"{self._file}, line {self._line}{path}"
+        line = f", line {self._line}" if self._line else ""
+        return f"{self._file}{line}{path}"
 
     @property
     def is_mapping(self) -> bool:
@@ -82,7 +83,7 @@ class _Node:
                 node = _Node(key_node, self._file, path)
                 raise node.error("the key occurs twice; remove one of them")
             # The line of the key: a value may begin in the next.
-            line = key_node.start_mark.line + 1
+            line = _line(key_node)
             entries[key] = _Node(value_node, self._file, path, line)
         return list(entries.items())
 
@@ -169,7 +170,37 @@ def read(text: str, *, file: str) -> dict[str, Any]:
         raise LayoutError(f"{file}: not YAML: {error}") from None
     if document is None:
         raise LayoutError(f"{file}: the layout is empty; start with `version: 1`")
-    root = _Node(document, file, "")
+    return _read(_Node(document, file, ""))
+
+
+def read_values(fields: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """As `read`, of the values that YAML would have.
+
+    Raises:
+      LayoutError: names the layout and the path in it.
+    """
+    try:
+        document = _Values().represent_data({"version": _VERSION, **fields})
+    except (TypeError, yaml.YAMLError, RecursionError) as error:
+        raise LayoutError(
+            f"{name}: not a mapping of texts, numbers, lists and mappings: {error}"
+        ) from None
+    return _read(_Node(document, name, ""))
+
+
+class _Values(yaml.representer.SafeRepresenter):
+    """Makes the nodes of values, without lines."""
+
+    def __init__(self) -> None:
+        super().__init__(sort_keys=False)
+
+
+def _line(node: yaml.Node) -> int:
+    # From 1; 0 for values that are in no file.
+    return 0 if node.start_mark is None else node.start_mark.line + 1
+
+
+def _read(root: _Node) -> dict[str, Any]:
     values = root.fields(
         {
             "version": _version,

@@ -1,6 +1,7 @@
 """A layout file is read strictly; errors name the file, the line and the path."""
 
 import pytest
+import yaml
 
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout import Layout
@@ -135,3 +136,25 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "empty.yml").write_text("")
     with pytest.raises(LayoutError, match=r"empty\.yml: the layout is empty"):
         Layout.load(tmp_path / "empty.yml")
+
+
+def test_a_mapping_makes_the_same_layout():
+    assert Layout.from_dict(yaml.safe_load(FULL)) == Layout.parse(FULL)
+    fields = yaml.safe_load(FULL)
+    del fields["version"]
+    assert Layout.from_dict(fields) == Layout.parse(FULL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rule": []}, "mine: rule: unknown key; the nearest key is 'rules'"),
+        ({"rules": [{"from": {"a": [1]}, "to": {"b": 1}}]}, r"mine: rules\[0\].from"),
+        ({"rules": [object()]}, "mine: not a mapping of texts"),
+        ([1], "mine: not a mapping of texts"),
+        ({"rules": []}, "there are no rules"),
+    ],
+)
+def test_a_mapping_that_is_no_layout_is_one_error_that_names_the_path(fields, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout.from_dict(fields, name="mine")
