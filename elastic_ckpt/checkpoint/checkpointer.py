@@ -162,10 +162,24 @@ class Checkpointer:
             )
 
     def save_checkpointables(
-        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+        self,
+        step: int,
+        checkpointables: Mapping[str, Any],
+        *,
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> bool:
         """Saves, waits, and returns whether the step was committed."""
-        response = self.save_checkpointables_async(step, checkpointables, **options)
+        response = self.save_checkpointables_async(
+            step,
+            checkpointables,
+            force=force,
+            overwrite=overwrite,
+            metrics=metrics,
+            custom_metadata=custom_metadata,
+        )
         return response is not None and response.result()
 
     def save_async(
@@ -174,27 +188,47 @@ class Checkpointer:
         state: Any,
         *,
         checkpointable_name: str = "state",
-        **options: Any,
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> SaveResponse | None:
         """Saves one pytree; otherwise as `save_checkpointables_async`."""
         return self.save_checkpointables_async(
-            step, {checkpointable_name: state}, **options
+            step,
+            {checkpointable_name: state},
+            force=force,
+            overwrite=overwrite,
+            metrics=metrics,
+            custom_metadata=custom_metadata,
         )
 
-    def save(self, step: int, state: Any, **options: Any) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        checkpointable_name: str = "state",
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Saves one pytree, waits, and returns whether the step was committed."""
-        response = self.save_async(step, state, **options)
+        response = self.save_async(
+            step,
+            state,
+            checkpointable_name=checkpointable_name,
+            force=force,
+            overwrite=overwrite,
+            metrics=metrics,
+            custom_metadata=custom_metadata,
+        )
         return response is not None and response.result()
 
-    def save_pytree(self, step: int, state: Any, **options: Any) -> bool:
-        """Orbax's former name of `save`."""
-        return self.save(step, state, **options)
-
-    def save_pytree_async(
-        self, step: int, state: Any, **options: Any
-    ) -> SaveResponse | None:
-        """Orbax's former name of `save_async`."""
-        return self.save_async(step, state, **options)
+    # What Orbax called them before.
+    save_pytree = save
+    save_pytree_async = save_async
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records metrics of training step `step` in storage, saved or not.
@@ -324,11 +358,20 @@ class Checkpointer:
         self,
         step: int | CheckpointMetadata | None = None,
         abstract_checkpointables: Mapping[str, Any] | None = None,
-        **options: Any,
+        *,
+        partial: bool = False,
+        layout: Any = None,
+        go_back: bool | None = None,
     ) -> Response[dict[str, Any]]:
         """As `load_checkpointables`, in the background; other calls wait for it."""
         return self._in_background(
-            self._load_later(step, abstract_checkpointables, **options)
+            self._load_later(
+                step,
+                abstract_checkpointables,
+                partial=partial,
+                layout=layout,
+                go_back=go_back,
+            )
         )
 
     def load(
@@ -337,11 +380,15 @@ class Checkpointer:
         abstract_state: Any = None,
         *,
         checkpointable_name: str = "state",
-        **options: Any,
+        partial: bool = False,
+        layout: Any = None,
+        go_back: bool | None = None,
     ) -> Any:
         """Restores one pytree; otherwise as `load_checkpointables`."""
         wanted = {checkpointable_name: abstract_state}
-        restored = self.load_checkpointables(step, wanted, **options)
+        restored = self.load_checkpointables(
+            step, wanted, partial=partial, layout=layout, go_back=go_back
+        )
         return restored[checkpointable_name]
 
     def load_async(
@@ -350,24 +397,21 @@ class Checkpointer:
         abstract_state: Any = None,
         *,
         checkpointable_name: str = "state",
-        **options: Any,
+        partial: bool = False,
+        layout: Any = None,
+        go_back: bool | None = None,
     ) -> Response[Any]:
         """As `load`, in the background; other calls wait for it."""
         wanted = {checkpointable_name: abstract_state}
-        load = self._load_later(step, wanted, **options)
+        load = self._load_later(
+            step, wanted, partial=partial, layout=layout, go_back=go_back
+        )
         return self._in_background(lambda: load()[checkpointable_name])
 
-    def load_pytree(self, *arguments: Any, **options: Any) -> Any:
-        """Orbax's former name of `load`."""
-        return self.load(*arguments, **options)
-
-    def load_pytree_async(self, *arguments: Any, **options: Any) -> Response[Any]:
-        """Orbax's former name of `load_async`."""
-        return self.load_async(*arguments, **options)
-
-    def pytree_metadata(self, *arguments: Any, **options: Any) -> CheckpointMetadata:
-        """Orbax's former name of `metadata`."""
-        return self.metadata(*arguments, **options)
+    # What Orbax called them before.
+    load_pytree = load
+    load_pytree_async = load_async
+    pytree_metadata = metadata
 
     def reload(self) -> None:
         """Searches again for the newest complete step: other programs may write too."""
@@ -511,8 +555,9 @@ class Checkpointer:
         step: int | CheckpointMetadata | None,
         wanted: Mapping[str, Any] | None,
         *,
-        partial: bool = False,
-        **options: Any,
+        partial: bool,
+        layout: Any,
+        go_back: bool | None,
     ) -> Callable[[], dict[str, Any]]:
         # Checks the call, and returns the load, which any thread may do.
         if step is not None:
@@ -522,7 +567,9 @@ class Checkpointer:
 
         def load() -> dict[str, Any]:
             with context:
-                return self._steps.load(step, wanted, partial=partial, **options)
+                return self._steps.load(
+                    step, wanted, partial=partial, layout=layout, go_back=go_back
+                )
 
         return load
 

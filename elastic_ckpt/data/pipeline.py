@@ -197,7 +197,7 @@ def from_config(
     | None = None,
     *,
     vocab_size: int = 0,
-    **settings: Any,
+    **keys: Any,
 ) -> elastic_data.ElasticData:
     """The training data that a configuration describes.
 
@@ -212,14 +212,14 @@ def from_config(
         them; keys of other than the data are checked, and have no effect.
       vocab_size: rows of the model's embedding; 0 if unknown. For a token without a
         row, JAX would silently use another row.
-      **settings: keys of the configuration, which take precedence.
+      **keys: of the configuration, which take precedence.
 
     Raises:
       ConfigError: if a key is unknown or its value invalid, if the engine does not
         support a setting, or if the tokenizer has more tokens than `vocab_size`.
       DataError: if files are missing or not of their format.
     """
-    data = _section(data, settings)
+    data = _section(data, keys)
     _check_vocabulary(data, vocab_size)
     if data.num_logical_shards:
         if data.grain_use_elastic_iterator:

@@ -1,19 +1,37 @@
 """The surface for users is frozen: a change shows up as a diff of a golden file."""
 
 import argparse
+import enum
 import importlib
+import inspect
 import pathlib
+import re
 import tomllib
 
+import pytest
+
+from elastic_ckpt import data, elastic
 from elastic_ckpt.cli import main
 from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import events, metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ("elastic_ckpt", "elastic_ckpt_sidecar")
+# What was renamed or moved, and some of the names that did.
+FORMER = {
+    "elastic_ckpt": {"follow": "ec.watch_steps", "release": "ec.unpin"},
+    "elastic_ckpt.components": {"PerRank": 'Component(state, "per_host")'},
+    "elastic_ckpt.data": {
+        "PositionalData": "ec.data.positional",
+        "packed": "ec.data.lm.packed",
+    },
+    "elastic_ckpt.universal": {"side": "a part of ec.universal.Layout.from_dict"},
+}
 PUBLIC = [
     "elastic_ckpt",
     "elastic_ckpt.components",
     "elastic_ckpt.data",
+    "elastic_ckpt.data.lm",
     "elastic_ckpt.elastic",
     "elastic_ckpt.integrations.orbax_v0",
     "elastic_ckpt.universal",
@@ -21,13 +39,94 @@ PUBLIC = [
 ]
 
 
-def test_public_names(golden):
-    lines = [
-        f"{module}.{name}"
-        for module in PUBLIC
-        for name in sorted(importlib.import_module(module).__all__)
-    ]
+def parameters(function):
+    """Those that a caller can give; those without a default have no `=`."""
+    names, star = [], False
+    for each in inspect.signature(function).parameters.values():
+        if each.name == "self":
+            continue
+        if each.kind is each.VAR_POSITIONAL:
+            names.append(f"*{each.name}")
+            star = True
+        elif each.kind is each.VAR_KEYWORD:
+            names.append(f"**{each.name}")
+        else:
+            if each.kind is each.KEYWORD_ONLY and not star:
+                names.append("*")
+                star = True
+            names.append(each.name if each.default is each.empty else f"{each.name}=")
+    return f"({', '.join(names)})"
+
+
+def is_ours(value):
+    return getattr(value, "__module__", "").startswith(PACKAGES)
+
+
+def members(cls):
+    """The public members of a class that this library has written."""
+    for name in sorted(dir(cls)):
+        value = inspect.getattr_static(cls, name)
+        value = getattr(value, "__func__", value)
+        if name.startswith("_"):
+            continue
+        if inspect.isfunction(value) and is_ours(value):
+            yield f"{name}{parameters(value)}"
+        elif isinstance(value, property) and is_ours(value.fget):
+            yield name
+
+
+def described(name, value):
+    """The lines of a public name: with parameters, and members of a class."""
+    if inspect.isclass(value) and is_ours(value):
+        is_made = not (
+            issubclass(value, Exception)
+            or getattr(value, "_is_protocol", False)
+            or issubclass(value, enum.Enum)
+        )
+        fields = [
+            each.name for each in getattr(value, "__dataclass_fields__", {}).values()
+        ]
+        own = dict.fromkeys([*fields, *members(value)])
+        return [f"{name}{parameters(value) if is_made else ''}"] + [
+            f"{name}.{each}" for each in own
+        ]
+    return [f"{name}{parameters(value)}" if inspect.isfunction(value) else name]
+
+
+def test_public_names_with_their_parameters(golden):
+    lines = []
+    for module in PUBLIC:
+        imported = importlib.import_module(module)
+        for name in sorted(imported.__all__):
+            full = f"{module}.{name}"
+            # PyTorch is an extra.
+            is_here = name != "TorchDataset"
+            lines += described(full, getattr(imported, name)) if is_here else [full]
     golden("public_names.txt", "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_a_former_name_is_an_error_that_names_the_present_one(module):
+    imported = importlib.import_module(module)
+    for name, present in FORMER.get(module, {}).items():
+        assert name not in imported.__all__
+        message = f"{name} is called {present}"
+        with pytest.raises(ImportError, match=re.escape(message)):
+            getattr(imported, name)
+        with pytest.raises(ImportError, match=re.escape(message)):
+            exec(f"from {module} import {name}")
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        _ = imported.absent
+
+
+def test_a_former_name_of_a_member_or_a_parameter_names_the_present_one():
+    world = elastic.World(number=1, slices=(0,), slice_name="0")
+    assert not world.should_stop(1)
+    with pytest.raises(AttributeError, match="is_leaving is called should_stop now"):
+        world.is_leaving(1)
+    assert not hasattr(world, "absent")
+    with pytest.raises(TypeError, match=r"\(reading=...\) is called read_options now"):
+        data.Records([], shard=0, num_shards=1, reading=None)
 
 
 def test_command_line(golden):
