@@ -16,7 +16,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, runtime, scale_request
 from elastic_ckpt.elastic.cluster import Cluster
-from elastic_ckpt.elastic.decision import Batch, Policy, Work
+from elastic_ckpt.elastic.decision import Policy, Work
 from elastic_ckpt.elastic.world import World
 
 if TYPE_CHECKING:
@@ -133,9 +133,7 @@ def policy(config: schema.Config, groups: Groups) -> Policy:
     return Policy(
         min_slices=section.elastic_min_slice_count or num_used(config, groups),
         max_slices=section.elastic_max_slice_count or None,
-        batch=Batch.KEEP_GLOBAL
-        if config.data.global_batch_size
-        else Batch.KEEP_PER_DEVICE,
+        batch="keep_global" if config.data.global_batch_size else "keep_per_device",
         wait_secs=section.elastic_timeout_seconds,
         settle_secs=section.elastic_settle_seconds,
         max_retries=section.elastic_max_retries if section.elastic_enabled else 0,

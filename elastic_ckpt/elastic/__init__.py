@@ -5,6 +5,7 @@ from etils import epy
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt.elastic.cluster import Cluster
     from elastic_ckpt.elastic.decision import Policy, Work
+    from elastic_ckpt.elastic.faults import Fault
     from elastic_ckpt.elastic.pathways import Pathways
     from elastic_ckpt.elastic.processes import Processes
     from elastic_ckpt.elastic.runtime import run
@@ -14,6 +15,7 @@ with epy.lazy_api_imports(globals()):
 
 __all__ = [
     "Cluster",
+    "Fault",
     "Limits",
     "Pathways",
     "Policy",

@@ -15,18 +15,17 @@ Two batch policies, both exact:
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+from elastic_ckpt.core import errors
 
 # Why a number of slices cannot compute a batch; None if it can.
 Objection = Callable[[int, int], str | None]
 
 
-class Batch(enum.Enum):
-    """The size that stays the same when the number of slices changes."""
-
-    KEEP_GLOBAL = "keep_global"
-    KEEP_PER_DEVICE = "keep_per_device"
+# The size that stays the same when the number of slices changes.
+Batch = Literal["keep_global", "keep_per_device"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,8 @@ class Policy:
     Attributes:
       min_slices: the least number of slices to train on.
       max_slices: the greatest; slices beyond it are spares. None takes all.
-      batch: what stays the same.
+      batch: what stays the same when the number of slices changes: the global batch
+        (`"keep_global"`), or the rows of a device (`"keep_per_device"`).
       wait_secs: how long to wait for `min_slices` before the run ends.
       settle_secs: how long a slice has to be there before the run grows.
       check_secs: how long to wait, after the hosts of a slice have died, for the check
@@ -50,7 +50,7 @@ class Policy:
 
     min_slices: int = 1
     max_slices: int | None = None
-    batch: Batch = Batch.KEEP_GLOBAL
+    batch: Batch = "keep_global"
     wait_secs: float = 600.0
     settle_secs: float = 10.0
     check_secs: float = 10.0
@@ -58,6 +58,12 @@ class Policy:
     quarantine_failures: int = 0
     quarantine_secs: float = 3600.0
     leave_out_slow: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch not in get_args(Batch):
+            raise errors.ConfigError(
+                f"Policy(batch={self.batch!r}): give one of {get_args(Batch)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,7 +276,7 @@ def decide(
 def _batch(number: int, policy: Policy, work: Work) -> tuple[int, int] | str:
     # The rows of a batch on `number` slices and the parts that they are computed in.
     devices = number * work.devices_per_slice
-    if policy.batch is Batch.KEEP_PER_DEVICE:
+    if policy.batch == "keep_per_device":
         rows, indivisible = divmod(work.rows * number, work.num_slices)
         if indivisible:
             return (

@@ -52,7 +52,7 @@ PHASES = (
 )
 
 
-class Kind(enum.Enum):
+class Kind(enum.StrEnum):
     """The kinds of faults, and the return of a slice."""
 
     KILL_SLICE = "kill_slice"
@@ -70,21 +70,30 @@ OF_HOSTS = (Kind.KILL_HOST, Kind.HANG_HOST, Kind.SLOW_HOST)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault.
+    """One fault, or the return of a slice.
 
     Attributes:
-      kind: what happens.
+      kind: what happens: a `Kind`, or the name of one, such as `"kill_slice"`.
       target: the number of the slice or host.
       at_step: the least number of steps that are done when it happens.
       in_phase: the phase in which a host of the target is then; empty for any.
       in_world: the number of the world in which it happens; 0 for any.
     """
 
-    kind: Kind
+    kind: Kind | str
     target: int
     at_step: int = 0
     in_phase: str = ""
     in_world: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, Kind):
+            kinds = [each.value for each in Kind]
+            if self.kind not in kinds:
+                raise errors.ConfigError(
+                    f"Fault(kind={self.kind!r}): give one of {kinds}"
+                )
+            object.__setattr__(self, "kind", Kind(self.kind))
 
 
 def parse(text: str) -> tuple[Fault, ...]:

@@ -87,7 +87,7 @@ class Injector:
             self._faults.remove(fault)
             self._emit(
                 "fault_injected",
-                kind=fault.kind.value,
+                kind=str(fault.kind),
                 target=fault.target,
                 step=step,
             )
@@ -99,25 +99,26 @@ class Injector:
         running: supervisor.HostProcesses,
         hosts: Collection[int],
     ) -> None:
-        match fault.kind:
+        kind = faults.Kind(fault.kind)
+        match kind:
             case faults.Kind.KILL_SLICE:
                 self.absent.add(fault.target)
                 self._gone(fault.target)
                 running.send_signal(hosts, signal.SIGKILL)
-                self._machines.inject(fault.kind, fault.target)
+                self._machines.inject(kind, fault.target)
             case faults.Kind.PREEMPT_SLICE:
                 self.absent.add(fault.target)
                 running.send_signal(hosts, signal.SIGTERM)
             case faults.Kind.BREAK_SLICE:
-                self._machines.inject(fault.kind, fault.target)
+                self._machines.inject(kind, fault.target)
             case faults.Kind.CUT_OFF:
                 self.cut_off.add(fault.target)
-                self._machines.inject(fault.kind, fault.target)
+                self._machines.inject(kind, fault.target)
                 running.send_signal(hosts, signal.SIGUSR2)
             case faults.Kind.RETURN_SLICE:
                 self.absent.discard(fault.target)
                 self.cut_off.discard(fault.target)
-                self._machines.inject(fault.kind, fault.target)
+                self._machines.inject(kind, fault.target)
                 self._returned(fault.target)
             case faults.Kind.KILL_HOST:
                 running.send_signal(hosts, signal.SIGKILL)

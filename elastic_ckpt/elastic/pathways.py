@@ -296,7 +296,7 @@ def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) 
     for fault in injected:
         if fault.kind not in of_slices or fault.in_phase:
             raise errors.ConfigError(
-                f"faults has {fault.in_phase or fault.kind.value}, and the only host is"
+                f"faults has {fault.in_phase or fault.kind}, and the only host is"
                 " the process that trains; use kill_slice and return_slice at_step, or"
                 " set `hosts` to the number of slices"
             )
