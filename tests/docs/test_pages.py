@@ -1,0 +1,65 @@
+"""Every page of the site is executed: programs print what their page shows."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+import yaml
+
+from elastic_ckpt.cli import main
+from tests import pages
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGES = sorted((DOCS / "pages").rglob("*.md"))
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+END = "end of a block"
+
+
+def shown(page):
+    """The programs of a page, each with the output that is shown below it, if any."""
+    found, last = [], 0
+    for block in BLOCK.finditer(page):
+        language, content = block.groups()
+        # Only an empty line is between a program and its output.
+        is_below = not page[last : block.start()].strip()
+        if language == "python":
+            found.append([content, None])
+        elif language == "text" and is_below and found:
+            found[-1][1] = content
+        last = block.end() if language == "python" else len(page)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in PAGES if shown(p.read_text())], ids=lambda path: path.stem
+)
+def test_a_page_is_one_program_that_prints_what_is_shown(path, tmp_path):
+    parts = shown(path.read_text())
+    program = f"\nprint({END!r})\n".join(content for content, _ in parts)
+    printed = pages.run(program, tmp_path).split(f"{END}\n")
+    for (content, expected), actual in zip(parts, printed, strict=True):
+        assert actual == (expected or ""), content
+
+
+def test_every_command_is_one_that_the_command_line_takes():
+    parser = main.build_parser()
+    seen = 0
+    for path in PAGES:
+        for language, content in BLOCK.findall(path.read_text()):
+            lines = content.splitlines() if language == "sh" else []
+            for line in lines:
+                words = shlex.split(line)
+                if "elastic-ckpt" in words and "--version" not in words:
+                    parser.parse_args(words[words.index("elastic-ckpt") + 1 :])
+                    seen += 1
+    assert seen >= 4
+
+
+def test_every_page_has_its_place():
+    nav = yaml.safe_load((DOCS / "mkdocs.yml").read_text())["nav"]
+    listed = []
+    for entry in nav:
+        below = [entry] if isinstance(entry, str) else next(iter(entry.values()))
+        listed += below
+    assert sorted(listed) == [str(p.relative_to(DOCS / "pages")) for p in PAGES]
