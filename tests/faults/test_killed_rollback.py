@@ -32,9 +32,7 @@ STORED = [
     ("rename.*/checkpoints/8$", "before", 0),
     ("rename.*/checkpoints/8$", "after", 0),
     ("rename.*/abandoned/8-", "after", 0),
-    ("create.*/step_log/", "before", 0),
     ("create.*/step_log/", "after", 0),
-    ("create.*/worlds/", "before", 0),
     ("create.*/worlds/", "after", 0),
 ]
 # The step after it is saved.
@@ -73,9 +71,9 @@ def test_killed_while_it_goes_back_a_run_leaves_out_the_same_data(
 @pytest.mark.slow(minutes=0.2)
 @pytest.mark.parametrize(
     ("kill", "is_memory_lost"),
-    [(kill, False) for kill in RAM]
+    [(kill, False) for kill in RAM[1::2]]
     # Storage has the old step 8, is between both, or has the new one.
-    + [(kill, True) for kill in (RAM[4], RAM[8], *STORED[2:6], STORED[8])],
+    + [(kill, True) for kill in (RAM[4], RAM[8], *STORED[2:6], STORED[7])],
 )
 def test_killed_with_a_ram_disk_a_run_leaves_out_the_same_data(
     tmp_path,

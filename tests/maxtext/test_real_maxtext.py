@@ -216,7 +216,6 @@ IN_SIDECAR = {"colocated_python_data_input": True}
         ("packed_parquet", IN_SIDECAR, FEWER),
         ("mixture", IN_SIDECAR, STAGES),
         ("eval", IN_SIDECAR, MORE),
-        ("packed_parquet", {"async_checkpointing": True}, FEWER),
     ],
 )
 def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
