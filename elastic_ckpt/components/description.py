@@ -22,7 +22,6 @@ from elastic_ckpt.core import checked_json
 FILE = "component.json"
 VERSION = 1
 _WHAT = "description of a component"
-_PER_HOST = "per_rank"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ def to_bytes(description: Description) -> bytes:
         name: value for name, value in vars(description).items() if value is not None
     }
     if description.pattern == sharing.PER_HOST:
-        fields["pattern"] = _PER_HOST
+        fields["pattern"] = sharing.SAVED_PER_HOST
     return checked_json.to_bytes(fields, version=VERSION)
 
 
@@ -66,9 +65,8 @@ def from_bytes(content: bytes) -> Description:
       UnreadableError: as `checked_json.parse`.
     """
     fields = checked_json.parse(content, what=_WHAT, version=VERSION)
-    pattern = fields["pattern"]
     return Description(
-        pattern=sharing.PER_HOST if pattern == _PER_HOST else pattern,
+        pattern=sharing.of_saved(fields["pattern"]),
         axes=tuple(fields["axes"]),
         states=tuple(fields["states"]),
         hosts=fields["hosts"],

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_ckpt.components import sharing
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.host import verified_read
 from elastic_ckpt.manifests import search
@@ -94,7 +95,7 @@ def _described(
     fields = _description(holdings, name, copies)
     is_tree = name not in holdings.contents.components
     hosts = {offer.host.id for item in items for offer in holdings.holders(item)}
-    pattern = fields.get("pattern", _BY_SHARDING if is_tree else _OWN)
+    pattern = sharing.of_saved(fields.get("pattern", _BY_SHARDING if is_tree else _OWN))
     axes = fields.get("axes")
     return StepComponent(
         name=name,

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from etils import epath
 
+from elastic_ckpt.components import sharing
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import (
     bounded_json,
@@ -222,10 +223,11 @@ class Checkpoint:
         held, now = self._held(key), component.present()
         files = list(held.files.values())
         budget = SourceBudget()
-        is_same = held.pattern.value == now.pattern and len(files) == len(now.names)
+        pattern = sharing.of_saved(held.pattern.value)
+        is_same = pattern == now.pattern and len(files) == len(now.names)
         return component.of_states(
             key,
-            held.pattern.value,
+            pattern,
             now.names if is_same else files,
             read=lambda place: torch_zip.read(self.path / files[place], budget),
         )
