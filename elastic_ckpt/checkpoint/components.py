@@ -245,9 +245,10 @@ def _kind(component: ocp.StatefulCheckpointable) -> str:
     if not isinstance(component, Component):
         return "component"
     kind = "component" if component.required else "optional component"
-    pattern = getattr(component, "pattern", type(component).__name__)
+    # What a function returns is known when the state is taken.
+    sharing = "computed" if callable(component.sharing) else component.sharing
     compared = ", compared between hosts" if component.is_compared else ""
-    return f"{kind}, {pattern}{compared}"
+    return f"{kind}, {sharing}{compared}"
 
 
 def _raise(error: Exception) -> None:

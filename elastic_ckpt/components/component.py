@@ -87,6 +87,7 @@ class Component:
 
     Attributes:
       state: the object, or the pytree: the one that is saved next, or was loaded last.
+      sharing: as given.
       on_resize: as given.
       required: as given.
       validation: as given.
@@ -123,7 +124,7 @@ class Component:
         self.save_problem: str | None = None
         # The state of the last save, until it was compared with those of other hosts.
         self.taken: encoding.Encoded | None = None
-        self._sharing = sharing
+        self.sharing = sharing
         # A function may return any of them.
         _check_given(sharing, axis, mesh, processes_per_node, validation)
         self._nodes = self._group = None
@@ -146,7 +147,7 @@ class Component:
         Raises:
           ConfigError: if the function returns something else.
         """
-        given = self._sharing
+        given = self.sharing
         name = given() if callable(given) else given
         host, num_hosts = topology.this_host(), topology.num_hosts()
         if name in (sharing_of.GLOBAL, sharing_of.REPLICATED):
