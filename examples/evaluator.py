@@ -1,0 +1,51 @@
+"""Follows the run of `flax_nnx.py` from outside, and ranks its steps by their loss.
+
+It takes no part in the run and may be on another machine. Without `--once` it waits for
+further steps.
+
+    python examples/evaluator.py runs/nnx
+"""
+
+import argparse
+import pathlib
+
+import jax
+from flax import nnx
+from flax_nnx import loss_of, new_model
+from orbax.checkpoint import v1 as ocp
+
+import elastic_ckpt as ec
+
+
+def main(directory: pathlib.Path, *, once: bool) -> None:
+    data = ec.data.positional(
+        files=(str(directory / "email.array_record"),), max_target_length=64
+    )
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    batches = ec.batches(data, mesh=mesh, global_batch_size=48)
+    batch = next(batches)
+    model, optimizer = new_model()
+    wanted = {"state": nnx.state((model, optimizer))}
+
+    # A step is leased until the next one is requested: the run does not remove it.
+    steps = ec.watch_steps(directory / "checkpoints", timeout_secs=0 if once else None)
+    for path in steps:
+        # The steps are ordinary Orbax checkpoints.
+        saved = ocp.load_checkpointables(path, wanted)
+        nnx.update((model, optimizer), saved["state"])
+        loss = float(loss_of(model, batch))
+        ec.record_metrics(path, {"eval_loss": loss})
+        print(f"{path.name}: {loss:.3f}", flush=True)
+    batches.close()
+
+    tiers = [ec.Persistent(directory / "checkpoints", every=10)]
+    with ec.Checkpointer(tiers, read_only=True) as checkpointer:
+        print("best step:", ec.best_step(checkpointer, metric="eval_loss"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", type=pathlib.Path)
+    parser.add_argument("--once", action="store_true", help="end after the newest step")
+    arguments = parser.parse_args()
+    main(arguments.directory, once=arguments.once)
