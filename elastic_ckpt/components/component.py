@@ -125,7 +125,6 @@ class Component:
         # The state of the last save, until it was compared with those of other hosts.
         self.taken: encoding.Encoded | None = None
         self.sharing = sharing
-        # A function may return any of them.
         _check_given(sharing, axis, mesh, processes_per_node, validation)
         self._nodes = self._group = None
         if callable(sharing) or sharing == sharing_of.PER_NODE:
@@ -319,7 +318,9 @@ def _check_given(
         ("processes_per_node", processes_per_node is not None, sharing_of.PER_NODE),
         ("validation", validation != "none", sharing_of.REPLICATED),
     ):
-        if is_given and not callable(sharing) and sharing != pattern:
+        # What a function returns may need any of them, but may not be compared.
+        is_open = callable(sharing) and name != "validation"
+        if is_given and not is_open and sharing != pattern:
             raise errors.ConfigError(
                 f"a component with sharing={sharing!r} takes no {name}, which is for"
                 f" {pattern!r}"

@@ -261,3 +261,18 @@ def test_components_are_saved_beside_weights_and_batches(checkpointer):
     checkpointer.load_checkpointables(1, {"state": state, **loaded})
     for name, component in loaded.items():
         same(component.get(), parts[name].get())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sharing": "per_rank"}, "sharing='per_rank' of a component: give one of"),
+        ({"sharing": "per_host", "validation": "quick"}, "takes no validation"),
+        ({"sharing": lambda: "per_host", "validation": "quick"}, "takes no validation"),
+        ({"sharing": "global", "processes_per_node": 2}, "takes no processes_per_node"),
+        ({"sharing": "per_group", "axis": "data"}, "needs axis= and mesh="),
+    ],
+)
+def test_arguments_that_do_not_fit_the_sharing_are_refused(arguments, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        Component({}, **arguments)

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 
 from elastic_ckpt.universal.formats.format_error import FormatError
 
-# So many opcodes take less than 1 GiB and 10 seconds.
+# So many opcodes take less than 1 GiB, and about ten seconds.
 MOST_OPERATIONS = 4_000_000
 # The metadata of an empty tensor have so many for each opcode that they take.
 _BYTES_PER_OPERATION = 4

@@ -146,7 +146,7 @@ def test_a_file_of_another_format_names_the_way(tmp_path, name, way, make, own):
 
 @pytest.mark.slow(minutes=0.5)
 @pytest.mark.parametrize("listens", [False, True], ids=["refuses", "silent"])
-@pytest.mark.parametrize("protocol", ["gs", "s3"])
+@pytest.mark.parametrize("protocol", ["gs", "s3", "az"])
 def test_a_bucket_that_is_out_of_reach_ends_the_start(protocol, listens):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -165,6 +165,8 @@ def test_a_bucket_that_is_out_of_reach_ends_the_start(protocol, listens):
                 "AWS_ENDPOINT_URL": endpoint,
                 "AWS_ACCESS_KEY_ID": "x",
                 "AWS_SECRET_ACCESS_KEY": "x",
+                "AZURE_STORAGE_CONNECTION_STRING": "DefaultEndpointsProtocol=http;"
+                f"AccountName=a;AccountKey=Zm9v;BlobEndpoint={endpoint}/a;",
             },
             capture_output=True,
             text=True,
