@@ -42,7 +42,7 @@ def test_the_two_commands_that_need_no_other_step_are_there():
     lines = "".join(pages.blocks(README, "sh")).splitlines()
     assert [line for line in lines if line.startswith(SET_UP)] == [
         SET_UP + "elastic-ckpt train configs/demo_cpu.yml",
-        SET_UP + "pytest",
+        SET_UP + "--group dev pytest",
     ]
 
 

@@ -299,11 +299,12 @@ def _open(file: str, *, buffered: bool) -> Iterator[pq.ParquetFile]:
 
 @functools.lru_cache(maxsize=1024)
 def _metadata(file: str) -> pq.FileMetaData:
+    read_metadata = library().read_metadata
     import pyarrow as pa
 
     try:
         with files.opened(file) as stream:
-            return library().read_metadata(stream)
+            return read_metadata(stream)
     except (pa.ArrowInvalid, pa.ArrowException, OSError, UnicodeError) as error:
         if _is_from_outside(error):
             raise

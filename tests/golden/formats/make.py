@@ -1,6 +1,6 @@
 """Makes the fixtures here: a checkpoint of each format, by the program that had it.
 
-    uv run python tests/golden/formats/make.py [NAME ...]
+    uv run --group dev python tests/golden/formats/make.py [NAME ...]
 
 For each name it checks the commit out into a temporary directory, starts two hosts
 there under `jax.distributed`, and packs the files that they leave as `<name>.tar.xz`.
