@@ -3,7 +3,7 @@ r"""Loads universal checkpoints of ours with DeepSpeed, and compares every state
 First, in the environment of this project, convert a sample of DeepSpeed's, and a state
 of JAX in a step of Orbax, through the inverse of a layout:
 
-    uv run --group dev python -m tests.universal.writing.load_with_deepspeed write /tmp/universal
+    python -m tests.universal.writing.load_with_deepspeed write /tmp/universal
 
 Then load both in an environment with torch 2.13.0 and deepspeed 0.19.8, at any stage
 and number of data-parallel ranks:
