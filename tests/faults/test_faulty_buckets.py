@@ -14,7 +14,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.core import metrics, segmented_log, storage
 from elastic_ckpt.monitoring import subscription
 from elastic_ckpt.tiers.persistent import persistent_root
-from tests import faulty_buckets, runs, shared_memory
+from tests import faulty_buckets, runs, shared_memory, thorough
 
 # A backup is due at each fourth step; the steps at which an outage begins and ends.
 OUTAGE = (5, 13)
@@ -139,6 +139,7 @@ def test_a_run_survives_refusals_and_broken_connections(config, faults, bucket):
 
 
 @pytest.mark.slow(minutes=0.3)
+@pytest.mark.parametrize("bucket", thorough.but(["gs", "s3"], 1), indirect=True)
 def test_a_run_survives_lists_that_lag(config, faults, bucket):
     faults.lag_secs = 1.0
     train(config, "steps=8")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests import corpora, runs
+from tests import corpora, runs, thorough
 from tests.faults import test_killed_run
 
 NUM_SHARDS = 12
@@ -31,7 +31,7 @@ def mixture(tmp_path_factory):
 
 
 @pytest.mark.slow(minutes=0.7)
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", thorough.but([1, 0], 1))
 def test_killed_on_four_hosts_it_goes_on_with_three_and_then_six(
     mixture, tmp_path, workers
 ):

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests import runs
+from tests import runs, thorough
 from tests.faults import killed_rollback
 from tests.multiprocess import test_divergence
 from tests.multiprocess.test_divergence import spoilt  # noqa: F401
@@ -59,7 +59,10 @@ def check(tmp_path, corpus, kill, *, is_memory_lost=False, **settings):
 
 
 @pytest.mark.slow(minutes=0.2)
-@pytest.mark.parametrize("kill", [RAM[0], *STORED, *NEXT, SET_ASIDE])
+@pytest.mark.parametrize(
+    "kill",
+    thorough.but([(kill,) for kill in (RAM[0], *STORED, *NEXT, SET_ASIDE)], 5),
+)
 def test_killed_while_it_goes_back_a_run_leaves_out_the_same_data(
     tmp_path,
     spoilt,  # noqa: F811
@@ -71,9 +74,12 @@ def test_killed_while_it_goes_back_a_run_leaves_out_the_same_data(
 @pytest.mark.slow(minutes=0.2)
 @pytest.mark.parametrize(
     ("kill", "is_memory_lost"),
-    [(kill, False) for kill in RAM[1::2]]
-    # Storage has the old step 8, is between both, or has the new one.
-    + [(kill, True) for kill in (RAM[4], RAM[8], *STORED[2:6], STORED[7])],
+    thorough.but(
+        [(kill, False) for kill in RAM[1::2]]
+        # Storage has the old step 8, is between both, or has the new one.
+        + [(kill, True) for kill in (RAM[4], RAM[8], *STORED[2:6], STORED[7])],
+        5,
+    ),
 )
 def test_killed_with_a_ram_disk_a_run_leaves_out_the_same_data(
     tmp_path,

@@ -9,6 +9,7 @@ import pytest
 
 from elastic_ckpt import universal
 from elastic_ckpt.cli import main
+from tests import thorough
 from tests.maxtext import environment
 from tests.maxtext.test_real_maxtext import MODEL
 from tests.universal.formats.fragment_values import values_of
@@ -106,7 +107,7 @@ def is_state(name):
     return not name.startswith("nnx_aux/")
 
 
-@pytest.mark.parametrize("layout", FORMS)
+@pytest.mark.parametrize("layout", thorough.but(list(FORMS), 2))
 def test_a_run_goes_on_from_a_checkpoint_in_another_form(runs, scanned, layout):
     settings, num_hosts = FORMS[layout]
     source = runs.checkpoint("scanned", STEP)

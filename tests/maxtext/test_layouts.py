@@ -11,6 +11,7 @@ import pytest
 from elastic_ckpt import universal
 from elastic_ckpt.cli import main
 from elastic_ckpt.universal import shipped_layouts
+from tests import thorough
 from tests.maxtext import environment, small_models
 from tests.universal import safetensors_files
 from tests.universal.formats.fragment_values import values_of
@@ -101,7 +102,7 @@ def test_parameters_from_maxtext_are_those_of_its_converter(converted, model):
 
 @pytest.mark.slow(minutes=2)
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-@pytest.mark.parametrize("form", ["", "_unscanned"])
+@pytest.mark.parametrize("form", thorough.but(["", "_unscanned"], 1))
 def test_maxtext_computes_the_logits_of_hugging_face(tmp_path, form):
     environment.set_up()
     for name, (_, _, (layout, sizes)) in small_models.MODELS.items():
