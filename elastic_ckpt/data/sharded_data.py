@@ -296,7 +296,8 @@ class _HostBatches:
 
     def close(self) -> None:
         if self._reader:
-            if self._error is None:
+            # At the end of the program the reader may have been closed already.
+            if self._error is None and self._close_reader.alive:
                 # The state can still be taken, and reading can go on from it.
                 self._cursors.update(self._reader.changed())
             self._close_reader()
