@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import checkpointer, hosts, rendezvous, writing
 from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
-from elastic_ckpt.core import allgather, events, topology
+from elastic_ckpt.core import (
+    allgather,
+    bucket_clients,
+    errors,
+    events,
+    storage,
+    topology,
+)
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.choices import Chosen, TierChoice
@@ -37,7 +46,8 @@ def Checkpointer(
     Args:
       tiers: at most one of each kind. With a local tier, hosts save to their RAM first;
         without one, a save goes to persistent storage from captured memory.
-      run: the identity of the run; see `run_of`.
+      run: the name of the run; by default that of its steps, see `find_run`, or of the
+        directory of its local tier.
       slice_name: the slice that this process's devices are in; by default the
         hardware's.
       world: among those of the run.
@@ -53,10 +63,10 @@ def Checkpointer(
     """
     chosen = Chosen.from_choices(tiers)
     messages = allgather.of_this_world()
-    if run is None:
-        # Storage may change while the processes start: host 0 decides for all.
-        known_run = run_of(chosen) if messages.host == 0 else None
-        run = messages.gather("run", known_run, timeout_secs=_PATIENCE_SECS)[0]
+    # Storage may change while the processes start: host 0 decides for all.
+    found = find_run(chosen) if messages.host == 0 else None
+    found = messages.gather("run", found, timeout_secs=_PATIENCE_SECS)[0]
+    run = run or found or chosen.run
     if read_only:
         chosen = chosen.for_reading()
     config = HostConfig(
@@ -68,28 +78,65 @@ def Checkpointer(
     )
     members = hosts.InEveryProcess(HostEndpoint(config, HostTiers), messages)
     return over(
-        members, chosen, world=world, emit=emit, layouts=layouts, context=context
+        members,
+        chosen,
+        run=run,
+        found=found,
+        world=world,
+        emit=emit,
+        layouts=layouts,
+        context=context,
     )
 
 
-def run_of(chosen: Chosen) -> str:
-    """The identity of a run that has no name: that of the local tier's directory.
+def find_run(chosen: Chosen) -> str | None:
+    """The run whose steps are in the local tier, or in the persistent one.
 
-    Without a local tier it is the run that saved the steps in persistent storage, so
-    that a run can drop its local tier; if there are none, the directory's name.
+    A run that has no name keeps this one when tiers come, go or move.
+
+    Returns:
+      None if there are no steps, or if storage is out of reach: there may be some in
+      the RAM of other hosts.
+
+    Raises:
+      CheckpointError: if storage is out of reach, and there is no local tier.
     """
     if chosen.local is None:
         assert chosen.persistent is not None
-        known_run = persistent_root.find_run(chosen.persistent.directory)
-        if known_run is not None:
-            return known_run
-    return chosen.run
+        return persistent_root.find_run(chosen.persistent.directory)
+    found = _run_in_ram(storage.absolute(chosen.local.directory))
+    if found is None and chosen.persistent is not None:
+        with contextlib.suppress(errors.CheckpointError, *bucket_clients.failures()):
+            found = persistent_root.find_run(chosen.persistent.directory)
+    return found
+
+
+def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunError:
+    tiers = [tier for tier in (chosen.local, chosen.persistent) if tier]
+    where = " or ".join(os.fspath(tier.directory) for tier in tiers)
+    return errors.RunError(
+        f"{where} has steps of the run {found!r}, and this one is {run!r}: it would"
+        " begin anew between them; continue under the old name (a directory that was"
+        " renamed needs its old name, too), or save to another directory"
+    )
+
+
+def _run_in_ram(disk: epath.Path) -> str | None:
+    # A directory that cannot be read is refused, with the reason, by those who use it.
+    with contextlib.suppress(OSError):
+        for slot in (disk / "hosts").iterdir():
+            for step in slot.iterdir():
+                if step.is_dir() and (run := persistent_root.run_of(step)):
+                    return run
+    return None
 
 
 def over(
     members: hosts.Hosts,
     chosen: Chosen,
     *,
+    run: str,
+    found: str | None,
     world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
     layouts: Layouts | None = None,
@@ -100,6 +147,8 @@ def over(
     Args:
       members: the hosts; the checkpointer closes them.
       chosen: the tiers.
+      run: the name of the run.
+      found: what `find_run` has found in the tiers.
       world: among those of the run.
       emit: called for each event.
       layouts: read trees of other layouts; None if there are none.
@@ -107,7 +156,7 @@ def over(
 
     Raises:
       HostsFailedError: if a host cannot take part, with the reason.
-      RunError: if another program writes to storage, or a RAM disk has steps of another
+      RunError: if another program writes to storage, or a tier has steps of another
         run.
     """
     with contextlib.ExitStack() as on_error:
@@ -115,6 +164,8 @@ def over(
         of_storage = writing.Writing(members, chosen, world)
         on_error.callback(of_storage.close)
         rendezvous.join(members, begin_writing=of_storage.begin)
+        if found not in (None, run):
+            raise _named_otherwise(chosen, run, found)
         made = checkpointer.Checkpointer(
             members,
             chosen,

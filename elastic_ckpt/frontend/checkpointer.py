@@ -43,7 +43,8 @@ def Checkpointer(
         head's address in the network that hosts share, by default that of its default
         route.
       mesh: the training mesh, if it is not over all devices.
-      run: the identity of the run; see `factory.run_of`.
+      run: the name of the run; by default that of the steps in its tiers, or else of
+        the directory of `Local`, or of `Persistent`.
       slice_name: the slice that this process's devices are in, by default the
         hardware's; those of a single controller follow from its mesh.
       world: among those of the run, if there are several.
@@ -74,7 +75,8 @@ def Checkpointer(
     peers = chosen.peers
     if peers is not None and peers.interface is None:
         peers = dataclasses.replace(peers, interface=addresses.of_the_head())
-    run = run or factory.run_of(chosen)
+    found = factory.find_run(chosen)
+    run = run or found or chosen.run
     chosen = dataclasses.replace(chosen, peers=peers)
     if read_only:
         chosen = chosen.for_reading()
@@ -94,5 +96,12 @@ def Checkpointer(
     ]
     members = remote_hosts.RemoteHosts(hosts, choices)
     return factory.over(
-        members, chosen, world=world, emit=emit, layouts=LAYOUTS, context=context
+        members,
+        chosen,
+        run=run,
+        found=found,
+        world=world,
+        emit=emit,
+        layouts=LAYOUTS,
+        context=context,
     )

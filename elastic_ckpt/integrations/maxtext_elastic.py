@@ -178,12 +178,9 @@ def train_maxtext(
     done = [config.run.steps]
 
     def emit(name: str, **fields: storage.Json) -> None:
-        # MaxText numbers its steps from 0.
         if name == "run_started":
             done[0] = int(str(fields["start_step"]))
-        elif name == "step":
-            done[0] = int(str(fields["step"])) + 1
-        elif name == "data_ended":
+        elif name in ("step", "data_ended"):
             done[0] = int(str(fields["step"]))
         world.emit(name, **fields)
 

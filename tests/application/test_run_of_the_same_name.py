@@ -35,6 +35,20 @@ def train(*arguments, code=0):
 
 
 @pytest.mark.slow
+def test_a_directory_that_was_renamed_is_refused_and_under_its_old_name_continued(
+    tmp_path, corpus
+):
+    written = runs.write_config(tmp_path, corpus, steps=4)
+    train(written)
+    (tmp_path / "tiny").rename(tmp_path / "moved")
+    refused = train(written, "run_name=moved", "steps=8", code=1)
+    assert "moved/checkpoints has steps of the run 'tiny'" in refused
+    (tmp_path / "moved").rename(tmp_path / "tiny")
+    train(written, "steps=8")
+    assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
+
+
+@pytest.mark.slow
 def test_a_run_does_not_begin_with_the_weights_of_another_of_its_name(
     tmp_path, corpus, ram
 ):

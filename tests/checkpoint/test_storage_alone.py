@@ -193,10 +193,34 @@ def test_a_run_can_drop_its_local_tier(make, tmp_path):
     check(make(tiers=[Local(tmp_path / "ram")], run="the run"), 2)
 
 
+def test_a_run_can_gain_a_local_tier_and_rename_it(make, tmp_path):
+    alone = make()
+    save(alone, 2)
+    alone.close()
+    with_ram = make(tiers=[Local(tmp_path / "ram")])
+    check(with_ram, 2)
+    save(with_ram, 3)
+    with_ram.close()
+    (tmp_path / "ram").rename(tmp_path / "renamed")
+    check(make(tiers=[Local(tmp_path / "renamed")]), 3)
+
+
+@pytest.mark.parametrize("local", [[], ["ram"]])
+def test_a_run_of_another_name_does_not_begin_anew_among_steps(make, tmp_path, local):
+    tiers = [Local(tmp_path / name) for name in local]
+    one = make(tiers=tiers, run="one")
+    save(one, 2)
+    one.close()
+    with pytest.raises(errors.RunError, match="of the run 'one', and this one is 'tw"):
+        make(tiers=tiers, run="two")
+    check(make(tiers=tiers), 2)
+
+
 def test_a_flipped_bit_is_never_loaded_in_silence(make, tmp_path):
     flip_bits(make, tmp_path, 30)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_none_of_300_flipped_bits_is_loaded_in_silence(make, tmp_path):
     flip_bits(make, tmp_path, 300)

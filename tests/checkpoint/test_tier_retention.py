@@ -126,16 +126,16 @@ def test_what_is_preserved_by_hand_stays_in_ram_over_a_new_world(tmp_path):
 
 def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
     root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    # Orbax alone saved step 0, and step 1 is another run's.
+    # Orbax alone saved step 0.
     storage.make_directory(root.final(0) / "state")
-    saved = uploaded.saved_step(1)
-    other = persistent_tier.PersistentTier(root, run="x")
-    uploaded.write_all(root, saved, uploaded.hosts(2))
-    uploaded.commit_all(root, saved, uploaded.hosts(2))
-    assert other.steps() == [1]
     tiers = {"keep": policies.LatestN(1)}
     ram = tmp_path / "ram"
     with tiered_steps.checkpointer(ram, root.path, run="x", **tiers) as checkpointer:
+        # Step 1 is another run's.
+        saved = uploaded.saved_step(1)
+        uploaded.write_all(root, saved, uploaded.hosts(2))
+        uploaded.commit_all(root, saved, uploaded.hosts(2))
+        assert persistent_tier.PersistentTier(root, run="x").steps() == [1]
         tiered_steps.save(checkpointer, 2, 3)
     assert stored(tmp_path) == [0, 1, 3]
 

@@ -108,6 +108,7 @@ def test_any_run_has_the_bytes_of_one_host(
     stages.check([data] * len(run), run, tmp_path_factory.mktemp)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.7)
 @settings(max_examples=MOST_EXAMPLES)
 @given(

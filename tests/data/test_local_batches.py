@@ -6,6 +6,8 @@ import functools
 import itertools
 import json
 import pathlib
+import subprocess
+import sys
 
 import grain
 import jsonschema
@@ -446,3 +448,24 @@ def test_data_that_ends_has_to_be_agreed_on(corpus):
     )
     assert sorted(ids) == list(range(100))
     one.close()
+
+
+UNCLOSED = """
+import grain, numpy as np
+import elastic_ckpt as ec
+
+def make_shard(shard):
+    numbers = grain.MapDataset.range(shard, 400, 12)
+    return numbers.map(lambda n: {"n": np.array([n])}).to_iter_dataset()
+
+data = ec.data.sharded(make_shard, num_shards=12, pipeline="numbers")
+batches = ec.data.LocalBatches(data, global_batch_size=24)
+print(len(next(batches)["n"]))
+"""
+
+
+def test_a_program_that_closes_nothing_ends_without_a_word():
+    ended = subprocess.run(
+        [sys.executable, "-c", UNCLOSED], capture_output=True, text=True, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("24\n", "")

@@ -18,16 +18,19 @@ END = "end of a block"
 
 def shown(page):
     """The programs of a page, each with the output that is shown below it, if any."""
-    found, last = [], 0
+    found, end_of_program = [], None
     for block in BLOCK.finditer(page):
         language, content = block.groups()
-        # Only an empty line is between a program and its output.
-        is_below = not page[last : block.start()].strip()
         if language == "python":
             found.append([content, None])
-        elif language == "text" and is_below and found:
+            end_of_program = block.end()
+        # Only an empty line is between a program and its output.
+        elif (
+            language == "text"
+            and end_of_program is not None
+            and not page[end_of_program : block.start()].strip()
+        ):
             found[-1][1] = content
-        last = block.end() if language == "python" else len(page)
     return found
 
 

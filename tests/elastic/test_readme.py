@@ -80,6 +80,7 @@ def test_a_loop_in_flax_nnx_loses_a_slice_and_gets_it_back(programs):
     assert "went on" not in ended(start(programs, "train.py"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
 def test_the_same_program_runs_on_several_machines(programs):
     addresses = [supervisors.free_address(f"127.0.0.{n + 1}") for n in range(2)]
@@ -95,6 +96,7 @@ def test_the_same_program_runs_on_several_machines(programs):
     assert second.splitlines()[-1] == "machine 1 follows machine 0"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.4)
 def test_the_same_function_trains_on_simulated_slices(programs):
     write_texts(programs)

@@ -129,6 +129,7 @@ def check(run):
 
 
 @pytest.mark.slow(minutes=0.4)
+@pytest.mark.parametrize("bucket", thorough.but(["s3", "gs"], 1), indirect=True)
 def test_a_run_survives_refusals_and_broken_connections(config, faults, bucket):
     faults.share = 0.08
     train(config, "steps=8")

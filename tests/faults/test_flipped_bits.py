@@ -328,6 +328,7 @@ def test_a_world_puts_right_what_each_of_its_hosts_finds_spoilt(saved, tmp_path)
     assert (event["bad_copies"], event["repaired"]) == (4, 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_of_500_flipped_bits_none_is_handed_out(saved):
     run(saved, 500, "flipped", seed=2)

@@ -97,6 +97,7 @@ def killed_at(point, moment, original, steps, children, act=modify_and_die):  # 
     return finished
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=1)
 def test_killed_at_any_write_a_version_is_whole(saved, tmp_path, children):  # noqa: F811
     point = 1

@@ -421,7 +421,7 @@ def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext):
     assert hosts == [4, 3, 4]
     (lost,) = runs.events(run, "slice_lost")
     assert lost["slice"] == 1
-    assert [event["event"] for event in runs.events(run, "run_finished")]
+    assert [event["step"] for event in runs.events(run, "run_finished")] == [steps]
     expected = environment.batches(whole)["train"]
     assert len(expected) == steps
     for number, begin in enumerate(begins, start=1):

@@ -14,6 +14,7 @@ from tests.maxtext import environment
 TOKENIZER = environment.TOKENIZERS / "qwen3-tokenizer" / "tokenizer.json"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_host_of_the_shipped_manifest_comes_to_its_first_device(

@@ -121,6 +121,7 @@ def test_hosts_that_change_on_the_way_decide_as_one_host_does(
     check_same(run, one_host)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.5)
 def test_a_run_goes_back_to_the_same_step_twice(tmp_path):
     corpus = written(tmp_path / "texts.array_record", [*range(12, 15), *range(17, 20)])

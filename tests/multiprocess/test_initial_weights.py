@@ -12,6 +12,7 @@ from tests.universal import safetensors_files
 from tests.universal.formats import llama_values as llama
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=1)
 def test_on_two_hosts_losses_from_safetensors_are_those_from_orbax(tmp_path, corpus):
     seeded = one_host.configured(tmp_path, corpus, init_weights_seed=7)

@@ -20,6 +20,7 @@ def configured(directory, mixture, **settings):  # noqa: F811
     return runs.write_config(directory, corpus, **{**values, **settings})
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
 def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
     mixture,  # noqa: F811

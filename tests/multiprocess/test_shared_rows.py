@@ -205,6 +205,7 @@ def test_devices_of_hosts_with_shared_rows_hold_the_batches_of_one_host(
     check(layouts, tmp_path, corpus)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_so_they_do_on_every_other_mesh_and_number_of_hosts(tmp_path, corpus):
     check(MORE_LAYOUTS, tmp_path, corpus)

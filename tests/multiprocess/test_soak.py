@@ -20,6 +20,7 @@ def test_faults_leave_two_slices_at_least():
             assert 2 <= there <= 4
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=2)
 def test_no_example_and_no_committed_step_is_lost(tmp_path, corpus):
     listed = soak.faults(EVENTS, SEED)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import storage
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.4)
 def test_the_suite_of_storage_runs():
     # Clients that a process has opened keep to their servers, which end with the suite.

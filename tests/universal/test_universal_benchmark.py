@@ -21,6 +21,7 @@ def test_the_suite_of_universal_layouts_runs():
     assert figures["read_over_needed_percent"].value <= 5
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.5)
 def test_peaks_of_loads_are_measured():
     figures = universal_peaks.measure(universal_peaks.SMALL)

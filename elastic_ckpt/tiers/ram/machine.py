@@ -65,8 +65,9 @@ def warn_unless_in_memory(root: epath.PathLike) -> None:
     if kind is not None and kind not in _IN_MEMORY:
         logging.warning(
             "%s is on a file system of type %s, not in memory: saves are as slow as"
-            " that disk, and wear it out; set local_checkpoint_directory (the directory"
-            " of ec.Local) to one on a tmpfs, such as /dev/shm/run",
+            " that disk, and wear it out; set the directory of ec.Local, which is"
+            " local_checkpoint_directory in a configuration, to one on a tmpfs, such as"
+            " /dev/shm/run",
             root,
             kind,
         )

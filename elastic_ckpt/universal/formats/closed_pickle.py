@@ -96,8 +96,9 @@ class _Decoder:
         self._keys = PickleKeys()
         self._copied_bytes = 0
 
-    def error(self, what: str) -> FormatError:
-        return FormatError(f"{self._file} {what}, at byte {self._at} of its pickle")
+    def error(self, what: str, advice: str = "") -> FormatError:
+        place = f"at byte {self._at} of its pickle"
+        return FormatError(f"{self._file} {what}, {place}{advice and f'; {advice}'}")
 
     def run(self, allowed: Iterator[None]) -> Any:
         """Opcodes that are most of a pickle are here; others are called."""
@@ -268,9 +269,9 @@ class _Decoder:
         if full not in self._names:
             raise self.error(
                 f"names {module}.{name}, which is not among the names that are read"
-                " (nothing was imported or called); if you trust the file, load it"
-                " where it was written and save a state dict of tensors, numbers,"
-                " texts, lists and dicts alone"
+                " (nothing was imported or called)",
+                "if you trust the file, load it where it was written, and save a state"
+                " dict of only tensors, numbers, texts, lists and dicts",
             )
         self.push(self._names[full])
 
