@@ -135,8 +135,8 @@ def over(
     members: hosts.Hosts,
     chosen: Chosen,
     *,
-    run: str,
-    found: str | None,
+    run: str = "",
+    found: str | None = None,
     world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
     layouts: Layouts | None = None,
@@ -148,7 +148,7 @@ def over(
       members: the hosts; the checkpointer closes them.
       chosen: the tiers.
       run: the name of the run.
-      found: what `find_run` has found in the tiers.
+      found: what `find_run` has found in the tiers, which is then compared.
       world: among those of the run.
       emit: called for each event.
       layouts: read trees of other layouts; None if there are none.

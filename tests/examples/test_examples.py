@@ -8,15 +8,19 @@ import sys
 
 import pytest
 
+import elastic_ckpt as ec
+from tests import shared_memory
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
-def run(program, *arguments, devices=4):
+def run(program, *arguments, devices=4, cwd=None):
     ended = subprocess.run(
         [sys.executable, EXAMPLES / program, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
+        cwd=cwd,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
     )
     assert ended.returncode == 0, ended.stderr
@@ -53,6 +57,26 @@ def test_plain_jax_continues_on_a_mesh_of_another_shape(tmp_path):
     trained = losses(first) + losses(second)
     assert len(trained) == 4
     assert sorted(trained, reverse=True) == trained
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_an_elastic_run_loses_a_slice_with_its_memory_and_continues(tmp_path):
+    with shared_memory.directory("example") as ram:
+        printed = run(
+            "elastic_run.py",
+            *(tmp_path / "run", "--slices", 3, "--steps", 40, "--ram", ram),
+            devices=1,
+            cwd=tmp_path,
+        )
+    assert "slice 1 is lost: host 1 failed: killed by SIGKILL" in printed
+    assert "world 2 starts on slices 0, 2" in printed
+    assert "restored step 10" in printed
+    assert "step 40 |" in printed or "step 40/" in printed
+    stored = ec.Checkpointer(
+        [ec.Persistent(tmp_path / "run/checkpoints", every=50)], read_only=True
+    )
+    with stored:
+        assert stored.latest.step == 40
 
 
 def test_the_page_lists_every_example():
