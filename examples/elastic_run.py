@@ -51,7 +51,8 @@ def train(world: ec.elastic.World, directory: pathlib.Path, steps: int) -> None:
     batches = ec.batches(data, mesh=world.mesh, global_batch_size=ROWS)
     everywhere = jax.NamedSharding(world.mesh, jax.P())
     state, step = jax.jit(new_state, out_shardings=everywhere)(), 0
-    tiers = [
+    assert world.ram_directory is not None  # `Processes` was given a RAM disk
+    tiers: list[ec.Local | ec.Peers | ec.Persistent] = [
         ec.Local(world.ram_directory, every=5),
         ec.Peers(copies=1),
         ec.Persistent(directory / "checkpoints", every=50),

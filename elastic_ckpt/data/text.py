@@ -10,9 +10,12 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+
+from etils import epath
 
 from elastic_ckpt.core import errors, staged_file, storage
 from elastic_ckpt.data.sources import files, parquet, tfrecord
@@ -47,7 +50,9 @@ class Written:
     skipped: tuple[str, ...] = ()
 
 
-def write_arrayrecord(directory: str, file: str, *, column: str = "text") -> Written:
+def write_arrayrecord(
+    directory: epath.PathLike, file: epath.PathLike, *, column: str = "text"
+) -> Written:
     """Writes each non-empty text file below `directory` as one record of `file`.
 
     Of a file of JSON lines (`.jsonl`, `.ndjson`), each line's text is a record. Records
@@ -66,7 +71,8 @@ def write_arrayrecord(directory: str, file: str, *, column: str = "text") -> Wri
       DataError: if there is no such directory, or no text in it, or a JSON line has no
         text.
     """
-    return write(directory, file, file_type="arrayrecord", column=column)
+    places = os.fspath(directory), os.fspath(file)
+    return write(*places, file_type="arrayrecord", column=column)
 
 
 def write(
