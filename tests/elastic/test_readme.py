@@ -66,6 +66,7 @@ def check(directory):
     assert steps[STEPS][1] < 0.6 * steps[1][1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.8)
 def test_a_loop_in_flax_nnx_loses_a_slice_and_gets_it_back(programs):
     printed = ended(start(programs, "train.py"))

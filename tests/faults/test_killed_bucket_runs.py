@@ -6,13 +6,13 @@ The suite `soak_buckets` of the benchmarks kills them twenty times.
 import pytest
 
 from benchmarks import soak_buckets
-from tests import thorough
 
 KILLS = 6
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.4)
-@pytest.mark.parametrize("bucket", thorough.but(["gs", "s3"], 1), indirect=True)
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
 def test_a_run_that_is_killed_at_random_loses_no_committed_step(
     bucket, tmp_path, corpus
 ):

@@ -112,6 +112,7 @@ def test_killed_at_a_write_a_version_is_whole(point, saved, tmp_path, children):
     killed_at(point, "after", saved, tmp_path / "steps", children)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.7)
 def test_killed_at_any_write_into_a_bucket_a_version_is_whole(
     saved_in_place,

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests import runs, thorough
+from tests import runs
 from tests.faults import killed_world
 
 # Point and its occurrence in the second save, the steps that are complete then, and
@@ -56,9 +56,7 @@ def is_interrupted(run):
 
 
 @pytest.mark.slow(minutes=0.6)
-@pytest.mark.parametrize(
-    ("point", "occurrence", "complete", "leaves_half"), thorough.but(POINTS, 4)
-)
+@pytest.mark.parametrize(("point", "occurrence", "complete", "leaves_half"), POINTS)
 def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step(
     tmp_path, corpus, point, occurrence, complete, leaves_half
 ):

@@ -9,7 +9,6 @@ import pytest
 
 from elastic_ckpt import universal
 from elastic_ckpt.cli import main
-from tests import thorough
 from tests.maxtext import environment
 from tests.maxtext.test_real_maxtext import MODEL
 from tests.universal.formats.fragment_values import values_of
@@ -107,7 +106,8 @@ def is_state(name):
     return not name.startswith("nnx_aux/")
 
 
-@pytest.mark.parametrize("layout", thorough.but(list(FORMS), 2))
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", list(FORMS))
 def test_a_run_goes_on_from_a_checkpoint_in_another_form(runs, scanned, layout):
     settings, num_hosts = FORMS[layout]
     source = runs.checkpoint("scanned", STEP)

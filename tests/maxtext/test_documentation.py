@@ -52,6 +52,7 @@ def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     assert not {key for key in keys - read if f"`{key}`" not in PAGE}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.9)
 def test_the_worked_command_trains_and_continues(tmp_path):
     environment.set_up()
@@ -71,6 +72,7 @@ def test_the_worked_command_trains_and_continues(tmp_path):
     assert printed == ["10", "11"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.7)
 def test_the_command_for_weights_of_hugging_face_writes_what_maxtext_begins_with(
     tmp_path,

@@ -8,7 +8,7 @@ import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import audit, report, scale, status
-from tests import corpora, runs, shared_memory, thorough
+from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
 
 pytestmark = pytest.mark.slow(minutes=1)
@@ -205,21 +205,19 @@ def check_is_part_of(whole, logs, *, begin, end):
 IN_SIDECAR = {"colocated_python_data_input": True}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "settings", "stages"),
-    thorough.but(
-        [
-            ("arrayrecord", {}, STAGES),
-            ("packed_parquet", {}, FEWER),
-            ("mixture", {}, FEWER),
-            ("tfrecord_chunked", {}, MORE),
-            ("eval", {}, FEWER),
-            ("packed_parquet", IN_SIDECAR, FEWER),
-            ("mixture", IN_SIDECAR, STAGES),
-            ("eval", IN_SIDECAR, MORE),
-        ],
-        5,
-    ),
+    [
+        ("arrayrecord", {}, STAGES),
+        ("packed_parquet", {}, FEWER),
+        ("mixture", {}, FEWER),
+        ("tfrecord_chunked", {}, MORE),
+        ("eval", {}, FEWER),
+        ("packed_parquet", IN_SIDECAR, FEWER),
+        ("mixture", IN_SIDECAR, STAGES),
+        ("eval", IN_SIDECAR, MORE),
+    ],
 )
 def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
     maxtext, case, settings, stages
@@ -314,6 +312,7 @@ def test_the_last_step_is_saved_where_the_data_ends(
         check_verbs(maxtext, name, hosts=[2], steps=num_batches)
 
 
+@pytest.mark.thorough
 def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
     case, name = "mixture", "interrupted"
     whole = maxtext.uninterrupted(case)

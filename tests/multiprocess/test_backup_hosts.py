@@ -117,6 +117,7 @@ def test_all_training_hosts_are_lost_with_their_ram_and_nothing_is_read_from_sto
     assert "PASSED" in runs.verb("audit", started.run)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=1)
 def test_a_backup_host_that_starts_again_gets_its_share_of_the_next_save(started):
     lost, other = started.backups

@@ -105,6 +105,7 @@ def test_a_run_that_diverges_goes_back_and_on_without_the_bad_data(one_host):
     assert data["left_out"] == [[8 * ROWS, 16 * ROWS]]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.8)
 def test_hosts_that_change_on_the_way_decide_as_one_host_does(
     tmp_path, spoilt, one_host

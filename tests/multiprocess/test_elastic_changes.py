@@ -15,6 +15,7 @@ def ram():
         yield directory
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
 def test_a_spare_replaces_a_preempted_slice_and_no_step_is_lost(tmp_path, corpus, ram):
     config = test_elastic_run.configured(

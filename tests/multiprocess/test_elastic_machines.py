@@ -9,6 +9,7 @@ from tests import runs, shared_memory
 from tests.multiprocess import supervisors, test_elastic_run
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=2)
 def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
     tmp_path, corpus
@@ -43,6 +44,7 @@ def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
         assert "PASSED" in runs.verb("audit", machines.run)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.8)
 def test_machines_that_get_sigterm_leave_without_a_lost_step_and_then_all_end(
     tmp_path, corpus

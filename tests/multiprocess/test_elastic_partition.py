@@ -30,6 +30,7 @@ def partitioned(tmp_path, corpus):
         yield start
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
 def test_a_leader_without_enough_slices_is_replaced_and_later_taken_in_again(
     partitioned,
@@ -51,6 +52,7 @@ def test_a_leader_without_enough_slices_is_replaced_and_later_taken_in_again(
     assert "PASSED" in runs.verb("audit", machines.run)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
 def test_nothing_counts_that_a_leader_writes_while_it_is_cut_off(partitioned):
     # The other machine is a spare, so that no step of the leader needs the network.

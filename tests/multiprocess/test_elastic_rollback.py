@@ -6,7 +6,7 @@ import re
 import pytest
 
 from elastic_ckpt.training import step_log
-from tests import runs, thorough
+from tests import runs
 from tests.multiprocess import held, test_divergence, test_elastic_run
 from tests.multiprocess.test_divergence import spoilt  # noqa: F401
 from tests.multiprocess.test_elastic_run import ram  # noqa: F401
@@ -41,10 +41,11 @@ def one_host(directory, corpus, *, steps, to):
     return config.parent / "tiny"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
 @pytest.mark.parametrize(
     ("tiers", "lost_at"),
-    thorough.but([(True, 14), (True, 10), (False, 14)], 1),
+    [(True, 14), (True, 10), (False, 14)],
     ids=["in the noise", "before the noise", "in the noise, without RAM"],
 )
 def test_a_run_that_loses_slices_goes_back_as_one_host_does(
@@ -103,7 +104,7 @@ def test_a_run_that_loses_a_host_while_it_goes_back_does_so_again(
 
 
 @pytest.mark.slow(minutes=0.3)
-@pytest.mark.parametrize("action", thorough.but(["stop", "abort"], 1))
+@pytest.mark.parametrize("action", ["stop", "abort"])
 def test_a_live_run_that_diverges_after_a_loss_ends_without_its_last_step(
     tmp_path,
     spoilt,  # noqa: F811
@@ -128,7 +129,7 @@ def test_a_live_run_that_diverges_after_a_loss_ends_without_its_last_step(
 
 
 @pytest.mark.slow(minutes=0.4)
-@pytest.mark.parametrize("returned_at", thorough.but([12, 15], 1))
+@pytest.mark.parametrize("returned_at", [12, 15])
 def test_under_one_controller_a_run_goes_back_between_changes_of_slices(
     tmp_path,
     spoilt,  # noqa: F811

@@ -141,6 +141,7 @@ def test_a_process_that_is_killed_is_taken_in_again(tmp_path, corpus, ram):
     assert re.search(r"(?m)^in RAM +step \d+", runs.verb("status", run))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=1)
 def test_a_host_is_lost_in_each_phase_of_a_recovery(tmp_path, corpus, ram):
     phases = ["start", "prepare", "restore", "compile", "step", "save"]

@@ -42,6 +42,7 @@ def test_on_two_hosts_losses_from_safetensors_are_those_from_orbax(tmp_path, cor
     assert "init_from is not read: the run has saved step 3" in ended.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=1)
 def test_runs_of_two_hosts_go_on_from_deepspeed_and_pass_the_audit(tmp_path, corpus):
     source = foreign_states.SOURCES["DeepSpeed ZeRO-3"]

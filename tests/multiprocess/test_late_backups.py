@@ -62,6 +62,7 @@ def train(config, world, *, counts):
     local_world.train(config, dataclasses.replace(world, should_stop=should_stop))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=1)
 def test_a_backup_is_made_by_several_worlds_together(tmp_path, corpus):
     counts = tmp_path / "counts"

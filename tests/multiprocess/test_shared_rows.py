@@ -197,7 +197,13 @@ def check(layouts, tmp_path, corpus):
 
 
 @pytest.mark.parametrize(
-    "layouts", [LAYOUTS[:1], pytest.param(LAYOUTS, marks=pytest.mark.slow(minutes=0.1))]
+    "layouts",
+    [
+        LAYOUTS[:1],
+        pytest.param(
+            LAYOUTS, marks=[pytest.mark.slow(minutes=0.1), pytest.mark.thorough]
+        ),
+    ],
 )
 def test_devices_of_hosts_with_shared_rows_hold_the_batches_of_one_host(
     tmp_path, corpus, layouts

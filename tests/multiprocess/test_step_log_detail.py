@@ -5,14 +5,15 @@ import json
 import pytest
 
 from elastic_ckpt.training import step_log
-from tests import runs, thorough
+from tests import runs
 
 # Ids of one or two digits: a batch of them takes more than 1,600 bytes.
 ROWS = 1024
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.4)
-@pytest.mark.parametrize("in_order", thorough.but([False, True], 1))
+@pytest.mark.parametrize("in_order", [False, True])
 def test_a_run_of_large_batches_passes_its_audit_over_resizes_and_details(
     tmp_path, corpus, in_order
 ):

@@ -7,7 +7,7 @@ from concurrent import futures
 
 import pytest
 
-from tests import runs, shared_memory, thorough
+from tests import runs, shared_memory
 from tests.deploy import fake_slurm
 from tests.multiprocess import outer_launcher
 
@@ -100,7 +100,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus, hosts):
 
 
 @pytest.mark.slow(minutes=1)
-@pytest.mark.parametrize("tiers", thorough.but([True, False], 1))
+@pytest.mark.parametrize("tiers", [True, False])
 def test_a_run_that_gets_sigterm_saves_and_continues_at_the_step(
     tmp_path, corpus, tiers
 ):

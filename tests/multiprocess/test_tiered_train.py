@@ -52,6 +52,7 @@ def test_a_run_whose_ram_is_too_small_is_stored_all_the_same(config, tmp_path):
     assert "checkpoint 12 was due in storage" in runs.verb("audit", run, code=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.9)
 def test_a_run_goes_on_from_ram_on_half_of_its_hosts(config, tmp_path, ram):
     train(config, "hosts=4", "steps=12")

@@ -29,6 +29,7 @@ def test_peaks_of_loads_are_measured():
     assert figures["peak_over_bound_percent_orbax_0_gib"].value <= 10
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.5)
 def test_loads_of_ours_and_of_orbax_have_the_same_values():
     figures = universal_orbax.measure(universal_orbax.SMALL)

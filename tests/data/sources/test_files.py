@@ -16,7 +16,6 @@ from elastic_ckpt.data.sources import (
     source,
     tfrecord,
 )
-from tests import thorough
 
 
 def refused(match):
@@ -146,9 +145,7 @@ def test_a_file_of_another_format_names_the_way(tmp_path, name, way, make, own):
 
 
 @pytest.mark.slow(minutes=0.5)
-@pytest.mark.parametrize(
-    "listens", thorough.but([True, False], 1), ids=["silent", "refuses"]
-)
+@pytest.mark.parametrize("listens", [True, False], ids=["silent", "refuses"])
 @pytest.mark.parametrize("protocol", ["gs", "s3", "az"])
 def test_a_bucket_that_is_out_of_reach_ends_the_start(protocol, listens):
     with socket.socket() as silent:
