@@ -14,7 +14,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.host.answers import CheckpointMetadata
     from elastic_ckpt.integrations import orbax_v0
     from elastic_ckpt.manifests.best_steps import BestN, best_step
-    from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
+    from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
     from elastic_ckpt.tiers.persistent.follow import record_metrics, watch_steps
     from elastic_ckpt.tiers.persistent.leases import lease
     from elastic_ckpt.tiers.preserved import pin, unpin
@@ -39,6 +39,7 @@ __all__ = [
     "Response",
     "RunDirectory",
     "SaveResponse",
+    "Tier",
     "TlsFiles",
     "__version__",
     "batches",

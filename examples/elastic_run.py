@@ -52,7 +52,7 @@ def train(world: ec.elastic.World, directory: pathlib.Path, steps: int) -> None:
     everywhere = jax.NamedSharding(world.mesh, jax.P())
     state, step = jax.jit(new_state, out_shardings=everywhere)(), 0
     assert world.ram_directory is not None  # `Processes` was given a RAM disk
-    tiers: list[ec.Local | ec.Peers | ec.Persistent] = [
+    tiers = [
         ec.Local(world.ram_directory, every=5),
         ec.Peers(copies=1),
         ec.Persistent(directory / "checkpoints", every=50),

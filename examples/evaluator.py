@@ -38,7 +38,7 @@ def main(directory: pathlib.Path, *, once: bool) -> None:
         print(f"{path.name}: {loss:.3f}", flush=True)
     batches.close()
 
-    tiers = [ec.Persistent(directory / "checkpoints", every=10)]
+    tiers = [ec.Persistent(directory / "checkpoints")]
     with ec.Checkpointer(tiers, read_only=True) as checkpointer:
         print("best step:", ec.best_step(checkpointer, metric="eval_loss"))
 

@@ -20,7 +20,7 @@ from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.data import batch_size, pipeline
-from elastic_ckpt.elastic.world import World
+from elastic_ckpt.elastic.world import World, of_run
 from elastic_ckpt.frontend.batches import configured_batches
 from elastic_ckpt.frontend.checkpointer import Checkpointer
 from elastic_ckpt.training import configured_callbacks, evaluation, train_step
@@ -103,7 +103,7 @@ def _checkpointer(
         mesh=mesh,
         run=config.run.run_name,
         slice_name=slice_name if place is None else place.slice_name,
-        world=ALONE if place is None else place.of_run,
+        world=ALONE if place is None else of_run(place),
         emit=emit,
     )
 

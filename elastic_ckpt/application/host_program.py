@@ -18,7 +18,7 @@ from elastic_ckpt.application.job import Job
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, process, topology
 from elastic_ckpt.elastic import termination, watch
-from elastic_ckpt.elastic.world import World
+from elastic_ckpt.elastic.world import BetweenWorlds, World
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import loop
 from elastic_ckpt.training.callbacks import Callback
@@ -156,16 +156,17 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
         grace_secs=termination.grace_secs(config.deploy), ended=ended, emit=emit
     ) as is_ending:
         slices = config.world.slices
+        # An outer launcher starts the hosts again, which take over.
+        claimant = claims.new_claimant(
+            process.this() if topology.num_hosts() == 1 else None
+        )
         yield World(
             number=1,
             slices=tuple(range(slices)),
             slice_name=topology.slice_of_this_host(slices),
-            # An outer launcher starts the hosts again, which take over.
-            claimant=claims.new_claimant(
-                process.this() if topology.num_hosts() == 1 else None
-            ),
             emit=emit,
             should_stop=is_ending,
+            _between=BetweenWorlds(claimant=claimant),
         )
 
 

@@ -117,7 +117,7 @@ def run(
     # Otherwise all hosts share one RAM disk, as those of one machine.
     is_elastic = section.elastic_enabled
     with contextlib.closing(
-        processes.Processes.configured(
+        processes.configured(
             config.world,
             log_directory=run_directory.logs_of(config),
             memory=memory(config) if is_elastic else None,

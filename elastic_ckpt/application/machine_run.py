@@ -110,7 +110,7 @@ def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
 def _run_of(config: schema.Config, show: events.Emit) -> Run:
     groups = elastic_run.groups(config)
 
-    def lead(cluster: processes.Processes, emit: events.Emit) -> None:
+    def lead(cluster: processes.ProcessCluster, emit: events.Emit) -> None:
         elastic_run.run(
             config,
             cluster,

@@ -20,7 +20,7 @@ from etils import epath
 from elastic_ckpt.application import journal, listeners, run_directory
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause, topology
 from elastic_ckpt.data import elastic_data
-from elastic_ckpt.tiers.choices import Chosen, TierChoice
+from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.training import batch_log, step_record
 
 
@@ -56,7 +56,7 @@ class RunDirectory:
         self,
         directory: epath.PathLike,
         *,
-        tiers: Sequence[TierChoice],
+        tiers: Sequence[Tier],
         steps: int | None = None,
         step_log: str = step_record.PROOF,
     ) -> None:

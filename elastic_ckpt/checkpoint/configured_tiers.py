@@ -13,7 +13,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.manifests import failure_domains, layout
 from elastic_ckpt.manifests.best_steps import BestN
 from elastic_ckpt.manifests.retention import PreservationPolicy
-from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice, TlsFiles
+from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
 from elastic_ckpt.tiers.peers import agent_url
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
@@ -24,7 +24,7 @@ _UNITS = {"": 1} | {
 }
 
 
-def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoice]:
+def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[Tier]:
     """The local, peer and persistent tier of a run, or the persistent one alone.
 
     Args:

@@ -22,14 +22,14 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.world import HostConfig
-from elastic_ckpt.tiers.choices import Chosen, TierChoice
+from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.tiers.persistent import persistent_root
 
 _PATIENCE_SECS = 600.0
 
 
 def Checkpointer(
-    tiers: Sequence[TierChoice],
+    tiers: Sequence[Tier],
     *,
     run: str | None = None,
     slice_name: str | None = None,
@@ -61,7 +61,7 @@ def Checkpointer(
       RunError: if hosts cannot be reached, a RAM disk is in use or has steps of another
         run, or another program writes to storage.
     """
-    chosen = Chosen.from_choices(tiers)
+    chosen = Chosen.from_choices(tiers, read_only=read_only)
     messages = allgather.of_this_world()
     # Storage may change while the processes start: host 0 decides for all.
     found = find_run(chosen) if messages.host == 0 else None

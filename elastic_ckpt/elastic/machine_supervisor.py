@@ -48,7 +48,7 @@ class Run:
     """
 
     functions: follower.Functions
-    lead: Callable[[processes.Processes, events.Emit], None]
+    lead: Callable[[processes.ProcessCluster, events.Emit], None]
     kept: Callable[[], contextlib.AbstractContextManager[events.Emit]]
     configured: str
     min_slices: int
@@ -177,7 +177,7 @@ class MachineSupervisor:
 
         emit("leader_found", machine=number, leader=number)
         others.await_all(self._members.lost_secs)
-        cluster = processes.Processes.of_machines(
+        cluster = processes.ProcessCluster(
             self._slices, others, injected=self._run.injected, emit=emit
         )
         with contextlib.closing(cluster):
@@ -192,7 +192,7 @@ class MachineSupervisor:
 def run(
     machine: processes.OfMachine,
     train: TrainFunction,
-    lead: Callable[[processes.Processes, events.Emit], None],
+    lead: Callable[[processes.ProcessCluster, events.Emit], None],
     *,
     policy: Policy,
     compile_ahead: TrainFunction | None,

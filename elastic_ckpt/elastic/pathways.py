@@ -24,7 +24,7 @@ from elastic_ckpt.elastic.decision import Decision, Failure, Slices
 from elastic_ckpt.elastic.device_state import DeviceState
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
-from elastic_ckpt.elastic.world import Steps, World
+from elastic_ckpt.elastic.world import BetweenWorlds, Steps, World
 from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices while there are too few.
@@ -184,12 +184,13 @@ class Pathways:
                     rows=work.rows,
                     devices=devices,
                     microbatches=work.accumulated,
-                    device_state=self._device_state,
-                    claimant=self._claimant,
                     emit=steps,
                     should_stop=leave,
                     should_stop_early=leaving.for_others,
                     will_resume=leaving.is_left,
+                    _between=BetweenWorlds(
+                        device_state=self._device_state, claimant=self._claimant
+                    ),
                 )
             )
 

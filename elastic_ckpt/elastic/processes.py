@@ -21,6 +21,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, process, storage
@@ -83,183 +84,24 @@ class OfMachine:
     needs_majority: bool
 
 
-class Processes:
+class ProcessCluster:
     """Slices of host processes on this machine, and on those that follow it.
 
-    The script that makes one runs again in each host process, as a module: make it, and
-    call `run`, under `if __name__ == "__main__":`.
-
     Args:
-      slices: of the run, on all of its machines.
-      hosts_per_slice: the processes of each slice.
-      devices_per_host: of each process: CPU devices, or GPUs of its own.
-      hardware: `cpu` or `gpu`.
-      ram: the RAM disk of a machine; each slice has a directory there, which an agent
-        serves: `world.ram_directory`. None if hosts keep no checkpoints in memory.
-      run: the name of the run, of its directories in `ram`.
-      logs: the directory for what hosts print; by default `logs/<run>`.
-      jax_cache_dir: of JAX's compilation cache; empty for none.
-      machines: if there are several, the address of each, `host:port`, the same on
-        all; the slices are dealt to them in order.
-      machine: the number of this one; by default NODE_RANK, SLURM_NODEID or
-        JOB_COMPLETION_INDEX in the environment.
-      machine_timeout_secs: a machine that gives no sign for so long is lost.
-      needs_majority: whether the run continues only with more than half of the
-        machines; needed if they do not share persistent storage.
+      own: the slices of this machine. A host that simulates several slices is one
+        slice here. They are closed with the cluster, if no others follow.
+      others: the other machines, closed by the caller; None if there are none.
       injected: faults, by their steps.
-      limits: how long hosts may take.
-      emit: called when a slice is lost or comes back, and for faults; by default what
-        `run` calls.
-
-    Raises:
-      ConfigError: if the values do not fit together, or the script would make one in
-        each host process.
-      RunError: if the RAM disk cannot be served.
+      emit: called when a slice is lost or comes back, and for faults; None calls that
+        of the run.
     """
 
     def __init__(
         self,
-        slices: int,
-        *,
-        hosts_per_slice: int = 1,
-        devices_per_host: int = 1,
-        hardware: str = "cpu",
-        ram: str | os.PathLike[str] | None = None,
-        run: str | None = None,
-        logs: str | os.PathLike[str] | None = None,
-        jax_cache_dir: str = "",
-        machines: Sequence[str] = (),
-        machine: int | None = None,
-        machine_timeout_secs: float = 10.0,
-        needs_majority: bool = False,
-        injected: Sequence[faults.Fault] = (),
-        limits: watch.Limits | None = None,
-        emit: events.Emit | None = None,
-    ) -> None:
-        main_script.check_guarded("ec.elastic.Processes")
-        counts = {
-            "slices": slices,
-            "hosts_per_slice": hosts_per_slice,
-            "devices_per_host": devices_per_host,
-        }
-        for name, number in counts.items():
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise errors.ConfigError(
-                    f"Processes({name}={number!r}): it is a whole number from 1"
-                )
-        if hardware not in ("cpu", "gpu"):
-            raise errors.ConfigError(
-                f"Processes(hardware={hardware!r}): host processes are started on 'cpu'"
-                " and 'gpu'; for TPUs use ec.elastic.Pathways"
-            )
-        if run is not None and (not run or run != os.path.basename(run)):
-            raise errors.ConfigError(
-                f"Processes(run={run!r}): it is the name of a directory, such as 'x'"
-            )
-        if ram is not None and run is None:
-            raise errors.ConfigError(
-                f"Processes(ram={os.fspath(ram)!r}) needs the name of the run, that of"
-                " its directories there; add run='x'"
-            )
-        self._place = None
-        if machines:
-            self._place = places.place(
-                machines, machine, slices=slices, environment=os.environ
-            )
-        for key, directory in (("ram", ram), ("logs", logs)):
-            if directory is not None and not storage.is_local(directory):
-                raise errors.ConfigError(
-                    f"{key}={os.fspath(directory)!r} is not a directory of this"
-                    f" machine, on which host processes append to files; give {key} a"
-                    " local one (steps go to a bucket by ec.Persistent)"
-                )
-        memory = None
-        if ram is not None and run is not None:
-            memory = world_host.SliceMemory(directory=os.path.abspath(ram), run=run)
-        logs = os.path.abspath(logs or os.path.join("logs", run or ""))
-        for name, path in ("ram", ram), ("logs", logs):
-            if path is not None:
-                _check_writable(name, os.path.abspath(path))
-        supervisor.warm_up(_HOST_IMPORTS)
-        own = local_slices.LocalSlices(
-            schema.WorldSection(
-                hosts=slices * hosts_per_slice,
-                slices=slices,
-                devices_per_host=devices_per_host,
-                hardware=hardware,
-                jax_cache_dir=jax_cache_dir,
-            ),
-            log_directory=logs,
-            memory=memory,
-            limits=limits or watch.Limits(),
-            numbers=None if self._place is None else self._place.slices,
-            interface=(
-                host_start.LOOPBACK if self._place is None else self._place.interface
-            ),
-        )
-        self._machine_timeout_secs = machine_timeout_secs
-        self._needs_majority = needs_majority
-        self._start(own, None, injected, emit)
-        self._resources.callback(own.close)
-
-    @classmethod
-    def configured(
-        cls,
-        hardware: schema.WorldSection,
-        *,
-        log_directory: str,
-        memory: world_host.SliceMemory | None = None,
-        injected: Sequence[faults.Fault] = (),
-        limits: watch.Limits,
-        emit: events.Emit,
-    ) -> Processes:
-        """The slices of this machine, for a run with a configuration.
-
-        Args:
-          hardware: the slices and hosts, and the devices of each host. A host that
-            simulates several slices is one slice here.
-          log_directory: the directory for the logs of each world's hosts.
-          memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
-          injected: faults, by their steps.
-          limits: how long hosts may take to save and end after SIGTERM, and may hang.
-          emit: called when a slice is lost or comes back, and for faults.
-        """
-        own = local_slices.LocalSlices(
-            hardware, log_directory=log_directory, memory=memory, limits=limits
-        )
-        cluster = cls.__new__(cls)
-        cluster._place = None
-        cluster._start(own, None, injected, emit)
-        cluster._resources.callback(own.close)
-        return cluster
-
-    @classmethod
-    def of_machines(
-        cls,
         own: local_slices.LocalSlices,
-        others: followers.Followers,
+        others: followers.Followers | None = None,
         *,
         injected: Sequence[faults.Fault] = (),
-        emit: events.Emit,
-    ) -> Processes:
-        """The slices of this machine and of those that follow it.
-
-        Args:
-          own: the slices of this machine; closed by the caller.
-          others: the other machines; closed by the caller.
-          injected: faults, by their steps.
-          emit: called when a slice is lost or comes back.
-        """
-        cluster = cls.__new__(cls)
-        cluster._place = None
-        cluster._start(own, others, injected, emit)
-        return cluster
-
-    def _start(
-        self,
-        own: local_slices.LocalSlices,
-        others: followers.Followers | None,
-        injected: Sequence[faults.Fault],
         emit: events.Emit | None,
     ) -> None:
         self._own = own
@@ -270,6 +112,9 @@ class Processes:
         # That of the run, until it is known.
         self._run_emit: events.Emit = events.nobody
         self._resources = contextlib.ExitStack()
+        if others is None:
+            self._resources.callback(own.close)
+        self._of_machine: OfMachine | None = None
         # Of several machines any may continue the run.
         self._claimant = claims.new_claimant(process.this() if others is None else None)
         self._injector = injector.Injector(
@@ -298,7 +143,7 @@ class Processes:
         self._num_abandoned = 0
         self._step = 0
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -418,19 +263,6 @@ class Processes:
         """Ends the agents, and removes the executables."""
         self._prepared.discard()
         self._resources.close()
-
-    @property
-    def of_machine(self) -> OfMachine | None:
-        """What the supervisor of one of several machines needs; None for this alone."""
-        if self._place is None:
-            return None
-        return OfMachine(
-            place=self._place,
-            slices=self._own,
-            injected=tuple(self._injected),
-            lost_secs=self._machine_timeout_secs,
-            needs_majority=self._needs_majority,
-        )
 
     def _emit(self, name: str, **fields: storage.Json) -> None:
         (self._given_emit or self._run_emit)(name, **fields)
@@ -601,6 +433,160 @@ class Processes:
             number = self._slice_of(slow.host, slices)
             self._slow.add(number)
             self._emit("slow_host", slice=number, **dataclasses.asdict(slow))
+
+
+class Processes(ProcessCluster):
+    """Slices of host processes on this machine, and on those that follow it.
+
+    The script that makes one runs again in each host process, as a module: make it, and
+    call `run`, under `if __name__ == "__main__":`.
+
+    Args:
+      slices: of the run, on all of its machines.
+      hosts_per_slice: the processes of each slice.
+      devices_per_host: of each process: CPU devices, or GPUs of its own.
+      hardware: `cpu` or `gpu`.
+      ram: the RAM disk of a machine; each slice has a directory there, which an agent
+        serves: `world.ram_directory`. None if hosts keep no checkpoints in memory.
+      run: the name of the run, of its directories in `ram`.
+      logs: the directory for what hosts print; by default `logs/<run>`.
+      jax_cache_dir: of JAX's compilation cache; empty for none.
+      machines: if there are several, the address of each, `host:port`, the same on
+        all; the slices are dealt to them in order.
+      machine: the number of this one; by default NODE_RANK, SLURM_NODEID or
+        JOB_COMPLETION_INDEX in the environment.
+      machine_timeout_secs: a machine that gives no sign for so long is lost.
+      needs_majority: whether the run continues only with more than half of the
+        machines; needed if they do not share persistent storage.
+      injected: faults, by their steps.
+      limits: how long hosts may take.
+      emit: called when a slice is lost or comes back, and for faults; by default what
+        `run` calls.
+
+    Raises:
+      ConfigError: if the values do not fit together, or the script would make one in
+        each host process.
+      RunError: if the RAM disk cannot be served.
+    """
+
+    def __init__(
+        self,
+        slices: int,
+        *,
+        hosts_per_slice: int = 1,
+        devices_per_host: int = 1,
+        hardware: str = "cpu",
+        ram: str | os.PathLike[str] | None = None,
+        run: str | None = None,
+        logs: str | os.PathLike[str] | None = None,
+        jax_cache_dir: str = "",
+        machines: Sequence[str] = (),
+        machine: int | None = None,
+        machine_timeout_secs: float = 10.0,
+        needs_majority: bool = False,
+        injected: Sequence[faults.Fault] = (),
+        limits: watch.Limits | None = None,
+        emit: events.Emit | None = None,
+    ) -> None:
+        main_script.check_guarded("ec.elastic.Processes")
+        counts = {
+            "slices": slices,
+            "hosts_per_slice": hosts_per_slice,
+            "devices_per_host": devices_per_host,
+        }
+        for name, number in counts.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise errors.ConfigError(
+                    f"Processes({name}={number!r}): it is a whole number from 1"
+                )
+        if hardware not in ("cpu", "gpu"):
+            raise errors.ConfigError(
+                f"Processes(hardware={hardware!r}): host processes are started on 'cpu'"
+                " and 'gpu'; for TPUs use ec.elastic.Pathways"
+            )
+        if run is not None and (not run or run != os.path.basename(run)):
+            raise errors.ConfigError(
+                f"Processes(run={run!r}): it is the name of a directory, such as 'x'"
+            )
+        if ram is not None and run is None:
+            raise errors.ConfigError(
+                f"Processes(ram={os.fspath(ram)!r}) needs the name of the run, that of"
+                " its directories there; add run='x'"
+            )
+        place = None
+        if machines:
+            place = places.place(
+                machines, machine, slices=slices, environment=os.environ
+            )
+        for key, directory in (("ram", ram), ("logs", logs)):
+            if directory is not None and not storage.is_local(directory):
+                raise errors.ConfigError(
+                    f"{key}={os.fspath(directory)!r} is not a directory of this"
+                    f" machine, on which host processes append to files; give {key} a"
+                    " local one (steps go to a bucket by ec.Persistent)"
+                )
+        memory = None
+        if ram is not None and run is not None:
+            memory = world_host.SliceMemory(directory=os.path.abspath(ram), run=run)
+        logs = os.path.abspath(logs or os.path.join("logs", run or ""))
+        for name, path in ("ram", ram), ("logs", logs):
+            if path is not None:
+                _check_writable(name, os.path.abspath(path))
+        supervisor.warm_up(_HOST_IMPORTS)
+        own = local_slices.LocalSlices(
+            schema.WorldSection(
+                hosts=slices * hosts_per_slice,
+                slices=slices,
+                devices_per_host=devices_per_host,
+                hardware=hardware,
+                jax_cache_dir=jax_cache_dir,
+            ),
+            log_directory=logs,
+            memory=memory,
+            limits=limits or watch.Limits(),
+            numbers=None if place is None else place.slices,
+            interface=(host_start.LOOPBACK if place is None else place.interface),
+        )
+        super().__init__(own, injected=injected, emit=emit)
+        self._of_machine = None
+        if place is not None:
+            self._of_machine = OfMachine(
+                place=place,
+                slices=own,
+                injected=tuple(injected),
+                lost_secs=machine_timeout_secs,
+                needs_majority=needs_majority,
+            )
+
+
+def of_machine(cluster: object) -> OfMachine | None:
+    """What the supervisor of one of several machines needs; None of any other."""
+    return cluster._of_machine if isinstance(cluster, ProcessCluster) else None
+
+
+def configured(
+    hardware: schema.WorldSection,
+    *,
+    log_directory: str,
+    memory: world_host.SliceMemory | None = None,
+    injected: Sequence[faults.Fault] = (),
+    limits: watch.Limits,
+    emit: events.Emit,
+) -> ProcessCluster:
+    """The slices of this machine, for a run with a configuration.
+
+    Args:
+      hardware: the slices and hosts, and the devices of each host.
+      log_directory: the directory for the logs of each world's hosts.
+      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      injected: faults, by their steps.
+      limits: how long hosts may take to save and end after SIGTERM, and may hang.
+      emit: called when a slice is lost or comes back, and for faults.
+    """
+    own = local_slices.LocalSlices(
+        hardware, log_directory=log_directory, memory=memory, limits=limits
+    )
+    return ProcessCluster(own, injected=injected, emit=emit)
 
 
 def _check_writable(name: str, path: str) -> None:

@@ -89,9 +89,10 @@ def run(
     def lead(cluster: Cluster, emit: events.Emit) -> None:
         _run(train, cluster, present_policy, work, compile_ahead, emit)
 
-    if isinstance(cluster, processes.Processes) and cluster.of_machine is not None:
+    of_machine = processes.of_machine(cluster)
+    if of_machine is not None:
         machine_supervisor.run(
-            cluster.of_machine,
+            of_machine,
             train,
             lead,
             policy=present_policy(),

@@ -77,6 +77,8 @@ class SliceChecks:
         self._first_slice = first_slice
         self._log_directory = log_directory
         self._limits = limits
+        # Of the checks of sound slices.
+        self._longest_secs: float | None = None
         self._checks: dict[int, _Check] = {}
         # By slice that is refused: how often in a row, and when to check it again.
         self._refused: dict[int, tuple[int, float]] = {}
@@ -107,7 +109,8 @@ class SliceChecks:
                 self._start(number)
         verdicts = []
         for number, check in list(self._checks.items()):
-            verdict = check.verdict(self._limits.check_secs, now_secs=now_secs)
+            most_secs = watch.patience_secs(self._limits, self._longest_secs)
+            verdict = check.verdict(most_secs, now_secs=now_secs)
             if verdict is not None:
                 self._checks.pop(number).close()
                 self._note(verdict, now_secs - check.began_secs, now_secs)
@@ -135,7 +138,7 @@ class SliceChecks:
     def _note(self, verdict: Verdict, secs: float, now_secs: float) -> None:
         times, _ = self._refused.pop(verdict.slice, (0, 0.0))
         if verdict.problem is None:
-            self._limits.learn_check(secs)
+            self._longest_secs = max(secs, self._longest_secs or 0.0)
             return
         retry_secs = min(_RETRY_SECS * 2**times, _MOST_RETRY_SECS)
         self._refused[verdict.slice] = (times + 1, now_secs + retry_secs)

@@ -52,7 +52,7 @@ class Hang:
     why: str
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """How long hosts may take.
 
@@ -61,37 +61,19 @@ class Limits:
       heartbeat_secs: a host that sends none for so long, stopped or frozen, is lost.
       grace_secs: for hosts to save and end after SIGTERM.
       compile_ahead_secs: for a shadow world, while another trains; 0 starts none.
-      longest_check_secs: of the checks of slices; None if there was none yet.
     """
 
     most_secs: float = 600.0
     heartbeat_secs: float = 30.0
     grace_secs: float = 60.0
     compile_ahead_secs: float = 0.0
-    longest_check_secs: float | None = dataclasses.field(default=None, init=False)
 
-    def learn_check(self, secs: float) -> None:
-        """Notes how long the check of a sound slice of this machine took."""
-        self.longest_check_secs = max(secs, self.longest_check_secs or 0.0)
 
-    @property
-    def check_secs(self) -> float:
-        """How long the check of a slice may take."""
-        return self._within(self.longest_check_secs)
-
-    def phase_secs(self, phase: str, longest_secs: float | None) -> float:
-        """How long a host may take for a phase.
-
-        Args:
-          phase: that it is in.
-          longest_secs: that it took for it before; None if it did not.
-        """
-        return self._within(None if phase in _UNLIKE else longest_secs)
-
-    def _within(self, longest_secs: float | None) -> float:
-        if math.isinf(self.most_secs) or longest_secs is None:
-            return self.most_secs
-        return min(self.most_secs, max(_LEAST_SECS, _PATIENCE * longest_secs))
+def patience_secs(limits: Limits, longest_secs: float | None) -> float:
+    """How long to wait for what took at most so long before; None if it never ended."""
+    if math.isinf(limits.most_secs) or longest_secs is None:
+        return limits.most_secs
+    return min(limits.most_secs, max(_LEAST_SECS, _PATIENCE * longest_secs))
 
 
 def unlimited(**limits: float) -> Limits:
@@ -197,4 +179,5 @@ class Watch:
 
     def _most_secs(self, host: int) -> float:
         phase = self._phases[host]
-        return self._limits.phase_secs(phase, self._longest_secs.get((host, phase)))
+        longest_secs = self._longest_secs.get((host, phase))
+        return patience_secs(self._limits, None if phase in _UNLIKE else longest_secs)

@@ -19,8 +19,27 @@ if TYPE_CHECKING:
     from elastic_ckpt.core.topology import Topology
     from elastic_ckpt.elastic.device_state import DeviceState
     from elastic_ckpt.elastic.kept_executables import KeptExecutables
-    from elastic_ckpt.tiers.choices import TierChoice
+    from elastic_ckpt.tiers.choices import Tier
     from elastic_ckpt.tiers.persistent.claims import Claimant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BetweenWorlds:
+    """What a world shares with those before and after it.
+
+    Attributes:
+      executables: the place of those that outlive worlds; None if there is none.
+      claimant: claims the world for this start of the run; None claims no worlds.
+      device_state: the state that stays on the devices between worlds; None if each
+        world has other processes.
+      loses_memory: whether the memory of some host is lost when it has left, so that
+        copies have to be made before.
+    """
+
+    executables: KeptExecutables | None = None
+    claimant: Claimant | None = None
+    device_state: DeviceState | None = None
+    loses_memory: Callable[[], bool] = lambda: False
 
 
 @renamed.attributes(
@@ -46,10 +65,6 @@ class World:
         agent serves: `ec.Local(world.ram_directory)`. None if no agent does.
       microbatches: equal parts in which a device computes its rows of a batch, so that
         they fit into its memory; their gradients are summed.
-      kept: the place of executables that outlive this world; None if there is none.
-      claimant: claims the world for this start of the run; None claims no worlds.
-      device_state: the state that stays on the devices between worlds; None if each
-        world has other processes.
       emit: called for each event of the run.
       should_stop: called with the number of steps done, after each step, on all hosts;
         returns whether to save and return now, the same on all hosts.
@@ -57,8 +72,6 @@ class World:
         may take long to compile.
       will_resume: whether the hosts have agreed to leave, and the run continues in
         another world, so that copies and backups are left to that world.
-      loses_memory: whether the memory of some host is lost when it has left, so that
-        copies have to be made before.
       begin: called with the name of a phase that begins (`restore`, `step`,
         `evaluate`), or begins once more, so that a hang in it is found sooner.
     """
@@ -70,15 +83,12 @@ class World:
     devices: tuple[jax.Device, ...] | None = None
     ram_directory: str | None = None
     microbatches: int = 1
-    kept: KeptExecutables | None = None
-    claimant: Claimant | None = None
-    device_state: DeviceState | None = None
     emit: events.Emit = events.nobody
     should_stop: Callable[[int], bool] = lambda _: False
     should_stop_early: Callable[[int], bool] = lambda _: False
     will_resume: Callable[[], bool] = lambda: False
-    loses_memory: Callable[[], bool] = lambda: False
     begin: Callable[[str], None] = lambda _: None
+    _between: BetweenWorlds = BetweenWorlds()
 
     def compiled(
         self, jitted: Any, *arguments: Any, step: int = 0
@@ -92,7 +102,7 @@ class World:
         """
         from elastic_ckpt.elastic import executables
 
-        keeper = executables.Executables(kept=self.kept, emit=self.emit)
+        keeper = executables.Executables(kept=self._between.executables, emit=self.emit)
         self.begin("compile")
         compiled = keeper.compiled(jitted, *arguments, step=step)
         self.begin(watch.TRAIN)
@@ -119,8 +129,9 @@ class World:
           step: the steps that are done.
           state: a pytree of arrays, which must not be donated any more.
         """
-        if self.device_state is not None and self.will_resume():
-            self.device_state.put(step, state)
+        device_state = self._between.device_state
+        if device_state is not None and self.will_resume():
+            device_state.put(step, state)
 
     def take_state(self, step: int, abstract_state: Any) -> Any:
         """The state that the world before has put there; None if there is none.
@@ -129,12 +140,11 @@ class World:
           step: the newest saved step.
           abstract_state: its shapes, dtypes and shardings.
         """
-        if self.device_state is None:
-            return None
-        return self.device_state.take(step, abstract_state)
+        device_state = self._between.device_state
+        return None if device_state is None else device_state.take(step, abstract_state)
 
     def checkpointer(
-        self, tiers: Sequence[TierChoice], *, run: str | None = None
+        self, tiers: Sequence[Tier], *, run: str | None = None
     ) -> Checkpointer:
         """A checkpointer that all hosts of this world make; see `ec.Checkpointer`.
 
@@ -152,7 +162,7 @@ class World:
             mesh=self.mesh,
             run=run,
             slice_name=self.slice_name,
-            world=self.of_run,
+            world=of_run(self),
             emit=self.emit,
         )
 
@@ -166,19 +176,25 @@ class World:
                 " find its steps; use ec.Local(world.ram_directory, ...)"
             )
 
-    @property
-    def of_run(self) -> RunWorld:
-        """This world, as a checkpointer has to know it."""
-        from elastic_ckpt.checkpoint import run_world
 
-        # A process that goes on makes its backups itself, before it leaves.
-        is_left = self.will_resume if self.devices is None else lambda: False
-        return run_world.RunWorld(
-            number=self.number,
-            claimant=self.claimant,
-            is_left=is_left,
-            loses_memory=self.loses_memory,
-        )
+def between(world: World) -> BetweenWorlds:
+    """What the world shares with those before and after it."""
+    return world._between
+
+
+def of_run(world: World) -> RunWorld:
+    """The world, as a checkpointer has to know it."""
+    from elastic_ckpt.checkpoint import run_world
+
+    # A process that goes on makes its backups itself, before it leaves.
+    is_left = world.will_resume if world.devices is None else lambda: False
+    shared = between(world)
+    return run_world.RunWorld(
+        number=world.number,
+        claimant=shared.claimant,
+        is_left=is_left,
+        loses_memory=shared.loses_memory,
+    )
 
 
 class Steps:

@@ -11,7 +11,7 @@ from elastic_ckpt.core import events
 from elastic_ckpt.elastic import host_process, kept_executables, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.member import Member
-from elastic_ckpt.elastic.world import Steps, World
+from elastic_ckpt.elastic.world import BetweenWorlds, Steps, World
 from elastic_ckpt.manifests import layout
 
 
@@ -129,14 +129,16 @@ def run_host(
                 ram_directory=owned.ram_directory(number),
                 rows=assignment.work.rows,
                 microbatches=assignment.work.accumulated,
-                kept=owned.kept,
-                claimant=assignment.claimant,
                 emit=emit,
                 should_stop=leave,
                 should_stop_early=is_ending,
                 will_resume=lambda: bool(left) and channel.is_left,
-                loses_memory=lambda: bool(left) and channel.loses_memory,
                 begin=channel.begin,
+                _between=BetweenWorlds(
+                    executables=owned.kept,
+                    claimant=assignment.claimant,
+                    loses_memory=lambda: bool(left) and channel.loses_memory,
+                ),
             )
         )
         if left:

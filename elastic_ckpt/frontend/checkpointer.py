@@ -20,12 +20,12 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import checkpointer, factory
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.core import addresses, events, topology
-from elastic_ckpt.tiers.choices import Chosen, TierChoice
+from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.universal.step_layouts import LAYOUTS
 
 
 def Checkpointer(
-    tiers: Sequence[TierChoice],
+    tiers: Sequence[Tier],
     *,
     mesh: Mesh | None = None,
     run: str | None = None,
@@ -59,7 +59,7 @@ def Checkpointer(
       RunError: if hosts cannot be reached, a RAM disk is in use or has steps of another
         run, or another program writes to the same storage.
     """
-    chosen = Chosen.from_choices(tiers)
+    chosen = Chosen.from_choices(tiers, read_only=read_only)
     mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
     if not topology.is_single_controller(mesh):
         return factory.Checkpointer(

@@ -49,8 +49,12 @@ class TlsFiles:
             _check_path(self, name, "/etc/tls/agent.pem")
 
 
+class Tier:
+    """A tier of a checkpointer: `Local`, `Peers` or `Persistent`."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Local:
+class Local(Tier):
     """The local tier: a RAM disk on each host.
 
     Attributes:
@@ -89,7 +93,7 @@ class Local:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Peers:
+class Peers(Tier):
     """The peer tier: copies in the RAM of other hosts.
 
     Attributes:
@@ -163,11 +167,12 @@ class Peers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Persistent:
+class Persistent(Tier):
     """The persistent tier: Orbax checkpoints in storage that outlives all hosts.
 
-    Exactly one of `every`, `every_minutes` and `save_decision_policy` is given. A step
-    is also due when the job is about to be preempted, unless a policy decides.
+    A program that saves gives exactly one of `every`, `every_minutes` and
+    `save_decision_policy`; one that only reads needs none of them. A step is also due
+    when the job is about to be preempted, unless a policy decides.
 
     Attributes:
       directory: a local path, an NFS mount or an object store.
@@ -179,8 +184,8 @@ class Persistent:
       keep: Orbax's preservation policy; by default all steps.
 
     Raises:
-      ConfigError: if none or several of the three are given, or a setting is of another
-        kind.
+      ConfigError: if several of the three are given, or a setting is of another kind.
+        Without any, a checkpointer that writes raises it.
     """
 
     directory: epath.PathLike
@@ -193,17 +198,8 @@ class Persistent:
     def __post_init__(self) -> None:
         _check_path(self, "directory", "gs://bucket/run")
         _check_keep(self)
-        given = [
-            name
-            for name in ("every", "every_minutes", "save_decision_policy")
-            if getattr(self, name) is not None
-        ]
-        if len(given) != 1:
-            raise errors.ConfigError(
-                f"Persistent({os.fspath(self.directory)!r}) has"
-                f" {', '.join(given) or 'no interval'}; give one of every=STEPS,"
-                " every_minutes=MINUTES and save_decision_policy=POLICY"
-            )
+        if len(_intervals(self)) > 1:
+            raise _not_one_interval(self)
         if self.every is not None:
             _check_count(self, "every", 1)
         if self.every_minutes is not None:
@@ -212,9 +208,6 @@ class Persistent:
             getattr(self.save_decision_policy, "should_save", None)
         ):
             raise _refused(self, "save_decision_policy", "one of Orbax's")
-
-
-TierChoice = Local | Peers | Persistent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,13 +229,17 @@ class Chosen:
     read_ram: str | None = None
 
     @classmethod
-    def from_choices(cls, tiers: Sequence[TierChoice]) -> Chosen:
+    def from_choices(cls, tiers: Sequence[Tier], *, read_only: bool = False) -> Chosen:
         """The tiers by their kinds.
+
+        Args:
+          tiers: at most one of each kind.
+          read_only: whether nothing will be saved, so that storage needs no interval.
 
         Raises:
           ConfigError: if they are no tiers, or do not fit together.
         """
-        if isinstance(tiers, TierChoice):
+        if isinstance(tiers, Tier):
             raise errors.ConfigError(
                 f"{type(tiers).__name__}(...) is one tier; give a list of tiers, such"
                 f" as [{type(tiers).__name__}(...)]"
@@ -252,7 +249,7 @@ class Chosen:
                 f"{tiers!r} is no list of tiers; give [Local(...), Persistent(...)]"
             )
         for tier in tiers:
-            if not isinstance(tier, TierChoice):
+            if not isinstance(tier, Local | Peers | Persistent):
                 raise errors.ConfigError(
                     f"{tier!r} among the tiers is none; give Local(...), Peers(...) and"
                     " Persistent(...), at most one of each"
@@ -265,6 +262,8 @@ class Chosen:
                 "without a local tier a checkpointer has a persistent one, and no"
                 " peers; add Local(directory)"
             )
+        if persistent is not None and not read_only and not _intervals(persistent):
+            raise _not_one_interval(persistent)
         if local is not None and persistent is not None:
             _check_apart(local, persistent)
         return cls(local=local, peers=peers, persistent=persistent)
@@ -303,6 +302,19 @@ def _only(tiers: Sequence[T]) -> T | None:
             f"there are two tiers {type(tiers[0]).__name__}; give one of each kind"
         )
     return tiers[0] if tiers else None
+
+
+def _intervals(persistent: Persistent) -> list[str]:
+    names = ("every", "every_minutes", "save_decision_policy")
+    return [name for name in names if getattr(persistent, name) is not None]
+
+
+def _not_one_interval(persistent: Persistent) -> errors.ConfigError:
+    return errors.ConfigError(
+        f"Persistent({os.fspath(persistent.directory)!r}) has"
+        f" {', '.join(_intervals(persistent)) or 'no interval'}; give one of"
+        " every=STEPS, every_minutes=MINUTES and save_decision_policy=POLICY"
+    )
 
 
 def _refused(choice: Any, name: str, wanted: str) -> errors.ConfigError:

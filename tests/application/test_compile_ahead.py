@@ -7,7 +7,7 @@ import pytest
 from elastic_ckpt.application import host_program
 from elastic_ckpt.config import load
 from elastic_ckpt.elastic import kept_executables
-from elastic_ckpt.elastic.world import World
+from elastic_ckpt.elastic.world import BetweenWorlds, World
 from tests import runs
 
 
@@ -24,7 +24,13 @@ def test_the_training_loads_what_was_compiled_ahead_and_nothing_is_written(
             events.append(name)
 
     with kept_executables.kept() as kept:
-        world = World(number=1, slices=(0, 1), slice_name="0", kept=kept, emit=emit)
+        world = World(
+            number=1,
+            slices=(0, 1),
+            slice_name="0",
+            emit=emit,
+            _between=BetweenWorlds(executables=kept),
+        )
         host_program.compile_ahead(config, dataclasses.replace(world, number=2))
         assert events == ["compile_started", "compiled"]
         assert not (tmp_path / "tiny").exists()

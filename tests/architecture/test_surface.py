@@ -43,7 +43,8 @@ def parameters(function):
     """Those that a caller can give; those without a default have no `=`."""
     names, star = [], False
     for each in inspect.signature(function).parameters.values():
-        if each.name == "self":
+        is_inner = each.kind is each.KEYWORD_ONLY and each.name.startswith("_")
+        if each.name == "self" or is_inner:
             continue
         if each.kind is each.VAR_POSITIONAL:
             names.append(f"*{each.name}")
@@ -84,7 +85,9 @@ def described(name, value):
             or issubclass(value, enum.Enum)
         )
         fields = [
-            each.name for each in getattr(value, "__dataclass_fields__", {}).values()
+            each
+            for each in getattr(value, "__dataclass_fields__", {})
+            if not each.startswith("_")
         ]
         own = dict.fromkeys([*fields, *members(value)])
         return [f"{name}{parameters(value) if is_made else ''}"] + [

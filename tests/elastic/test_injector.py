@@ -83,7 +83,7 @@ def test_a_slow_host_is_named_with_its_phase_and_left_out(
 ):
     monkeypatch.setattr(slow_hosts, "WINDOW_SECS", 3.0)
     recorded = Recorded()
-    cluster = processes.Processes.configured(
+    cluster = processes.configured(
         schema.WorldSection(hosts=3, slices=3, devices_per_host=1),
         log_directory=str(tmp_path / "logs"),
         limits=watch.unlimited(),
@@ -124,7 +124,7 @@ def test_a_slice_that_is_cut_off_is_the_one_that_is_lost(tmp_path, monkeypatch, 
     listed = [
         faults.Fault(kind=faults.Kind.CUT_OFF, target=lost, at_step=3),
     ]
-    cluster = processes.Processes.configured(
+    cluster = processes.configured(
         schema.WorldSection(hosts=3, slices=3, devices_per_host=1),
         log_directory=str(tmp_path / "logs"),
         limits=watch.unlimited(),

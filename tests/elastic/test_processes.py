@@ -1,5 +1,6 @@
 """`ec.elastic.Processes` with plain values, from a script as users write it."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -9,7 +10,6 @@ import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import watch
 from tests import pages, shared_memory
 from tests.elastic import tiny_hosts
 
@@ -136,7 +136,8 @@ def test_values_that_cannot_work_are_refused(values, message):
 def test_limits_are_there_by_default():
     limits = ec.elastic.Limits()
     assert (limits.most_secs, limits.heartbeat_secs) == (600.0, 30.0)
-    assert limits.phase_secs(watch.TRAIN, None) == 600.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        limits.most_secs = 1.0
 
 
 @pytest.mark.slow(minutes=0.2)

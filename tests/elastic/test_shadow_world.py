@@ -17,7 +17,7 @@ class Run:
     def __init__(self, directory, *, budget_secs):
         self.events = []
         self.gate = directory / "gate"
-        self.processes = processes.Processes.configured(
+        self.processes = processes.configured(
             # A program that JAX's cache has is not kept.
             schema.WorldSection(
                 hosts=2, slices=2, jax_cache_dir=str(directory / "jax_cache")

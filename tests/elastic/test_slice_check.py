@@ -99,7 +99,7 @@ def hang(*_):
 
 def test_a_slice_that_does_not_compute_is_refused_in_time(checks, monkeypatch):
     monkeypatch.setattr(slice_check, "run", hang)
-    checks._limits.most_secs = 0.1
+    monkeypatch.setattr(checks, "_limits", watch.Limits(most_secs=0.1))
     checks.begin(0)
     assert "its hosts [0, 1] did not finish the check in" in verdict(checks).problem
     assert checks.unsound == {0}

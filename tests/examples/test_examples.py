@@ -72,10 +72,8 @@ def test_an_elastic_run_loses_a_slice_with_its_memory_and_continues(tmp_path):
     assert "world 2 starts on slices 0, 2" in printed
     assert "restored step 10" in printed
     assert "step 40 |" in printed or "step 40/" in printed
-    stored = ec.Checkpointer(
-        [ec.Persistent(tmp_path / "run/checkpoints", every=50)], read_only=True
-    )
-    with stored:
+    tiers = [ec.Persistent(tmp_path / "run/checkpoints")]
+    with ec.Checkpointer(tiers, read_only=True) as stored:
         assert stored.latest.step == 40
 
 

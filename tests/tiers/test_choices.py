@@ -72,15 +72,22 @@ def test_a_url_that_does_not_encrypt_is_refused_with_tls():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "has no interval; give one of every=STEPS"),
         ({"every": 1, "every_minutes": 2}, "has every, every_minutes; give one of"),
         ({"every": 0}, r"Persistent\(every=0\): give an integer from 1"),
         ({"every_minutes": -1.0}, r"every_minutes=-1.0\): give a positive number"),
     ],
 )
-def test_a_persistent_tier_has_exactly_one_interval(options, message):
+def test_a_persistent_tier_has_at_most_one_interval(options, message):
     with pytest.raises(errors.ConfigError, match=message):
         choices.Persistent("/steps", **options)
+
+
+def test_only_a_program_that_reads_needs_no_interval():
+    tiers = [choices.Persistent("/steps")]
+    with pytest.raises(errors.ConfigError, match="has no interval; give one of every="):
+        choices.Chosen.from_choices(tiers)
+    chosen = choices.Chosen.from_choices(tiers, read_only=True)
+    assert chosen.persistent is tiers[0]
 
 
 def test_a_persistent_tier_takes_a_policy_of_orbax():

@@ -109,7 +109,7 @@ class TwoMachines:
         )
         self._follows.start()
         others.await_all(600)
-        self.cluster = processes.Processes.of_machines(
+        self.cluster = processes.ProcessCluster(
             leading, others, injected=injected, emit=self.emit
         )
         self._resources.callback(self._follows.join)
