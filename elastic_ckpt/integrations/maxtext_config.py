@@ -273,9 +273,8 @@ def divide(
     if not checked.num_logical_shards:
         raise errors.ConfigError(
             f"{PLACE}: num_logical_shards is not set; choose it once for the life of"
-            " the run, a multiple of every global batch size and number of hosts that"
-            " you may need (`elastic-ckpt plan --hosts 2,4,8 --batches 64,128` shows"
-            " which fit)"
+            " the run, a multiple of each number of hosts that you may use:"
+            " `elastic-ckpt plan --hosts 2,4,8 --batches 64,128` suggests one"
         )
     return theirs, Own(values=values, in_sidecar=checked.colocated_python_data_input)
 
@@ -294,6 +293,12 @@ def train_section(config: Any, own: Own) -> schema.DataSection:
         value = getattr(config, key)
         if value != _ACCEPTED[key]:
             raise errors.ConfigError(f"{PLACE}: {key}={value}: {remedy}")
+    directory = config.base_output_directory
+    if directory and storage.is_local(directory) and not os.path.isabs(directory):
+        raise errors.ConfigError(
+            f"{PLACE}: base_output_directory={directory}: MaxText saves to an absolute"
+            f" path or a bucket; give {os.path.abspath(directory)}"
+        )
     _check_files_are_named(config)
     kind = own.values.get(_TOKENIZER) or _text(config.tokenizer_type)
     values = {key: getattr(config, key) for key in SHARED_KEYS}

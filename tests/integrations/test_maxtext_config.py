@@ -89,6 +89,14 @@ def refused(match):
     return pytest.raises(errors.ConfigError, match=match)
 
 
+def test_a_relative_directory_is_refused_before_the_first_save():
+    with refused(r"base_output_directory=runs: .* give /.*/runs$"):
+        maxtext_config.train_section(config(base_output_directory="runs"), OWN)
+    for directory in ("/runs", "gs://bucket/runs", ""):
+        settings = {"base_output_directory": directory}
+        assert maxtext_config.train_section(config(**settings), OWN)
+
+
 def test_the_keys_that_are_read_are_those_of_the_stand_in_and_of_maxtext():
     assert set(maxtext_config.MAXTEXT_KEYS) == DEFAULTS.keys()
 
