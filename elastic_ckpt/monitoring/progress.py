@@ -256,6 +256,10 @@ class Progress:
         kept = "which is saved" if event["saved"] else "which was NOT saved"
         self._line(f"stopped after step {event['step']}, {kept}; {self._next()}")
 
+    def _save_shown(self) -> str:
+        # MaxText's own checkpoints are no events.
+        return f" | {self._saved}" if self._saved else ""
+
     def _note_saved(self, saved: str) -> None:
         self._saved, self._is_anything_saved = saved, True
 
@@ -310,7 +314,7 @@ class Progress:
         rate = len(self._recent_secs) / max(sum(self._recent_secs), 1e-9)
         text = (
             f"step {step}/{steps} | loss {event['loss']:.4f} | {rate:.1f} steps/s"
-            f" | {self._world} | {self._saved or 'nothing saved yet'}"
+            f" | {self._world}{self._save_shown()}"
         )
         self._phase_secs = self._shown_secs = self._clock()
         if self._is_terminal:
@@ -330,9 +334,7 @@ class Progress:
         self._done_secs = self._phase_secs = self._shown_secs = now_secs
         total_secs = max(sum(self._recent_secs), 1e-9)
         rate = len(self._recent_secs) / total_secs if self._recent_secs else 0.0
-        text = (
-            f"step {step} | {rate:.1f} steps/s | {self._saved or 'nothing saved yet'}"
-        )
+        text = f"step {step} | {rate:.1f} steps/s{self._save_shown()}"
         if self._is_terminal:
             self._move(text)
         elif step % self._log_period == 0:

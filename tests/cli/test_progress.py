@@ -32,10 +32,8 @@ def show(stream, log_period=2):
 def test_a_file_gets_a_line_each_log_period():
     assert show(io.StringIO()) == (
         "first: to step 4 on 1 host, 1 slice, 2 devices\n"
-        "step 2/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices"
-        " | nothing saved yet\n"
-        "step 4/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices"
-        " | nothing saved yet\n"
+        "step 2/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices\n"
+        "step 4/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices\n"
         "step 4 is done, after 2.0 s\n"
     )
 
@@ -45,7 +43,7 @@ def test_a_terminal_gets_one_line_that_moves(monkeypatch):
     output = show(Terminal())
     assert output.count("\r\033[K") == 4
     assert output.count("\n") == 3
-    assert output.endswith("nothing saved yet\nstep 4 is done, after 2.0 s\n")
+    assert output.endswith("2 devices\nstep 4 is done, after 2.0 s\n")
 
 
 def test_a_narrow_terminal_gets_as_much_of_the_line_as_fits(monkeypatch):
@@ -130,8 +128,7 @@ def test_no_silence_of_a_start_is_longer_than_5_seconds(clock):
         "compiling for step 3",
         "compiling, for 4 s now",
         "step 3, for 4 s now",
-        "step 4/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices"
-        " | nothing saved yet",
+        "step 4/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices",
         "step 4 is done and is being saved, for 4 s now",
     ]
 
