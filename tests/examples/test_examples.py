@@ -7,9 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 import elastic_ckpt as ec
-from tests import shared_memory
+from elastic_ckpt.config import load
+from elastic_ckpt.deploy import manifest, slurm
+from tests import pages, shared_memory
+from tests.deploy import fake_slurm, manifest_check
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
@@ -49,6 +53,75 @@ def test_a_model_of_nnx_continues_on_other_devices_and_is_evaluated(tmp_path):
     assert "best step: 40" in evaluated
 
 
+@pytest.mark.slow(minutes=0.5)
+@pytest.mark.parametrize("program", ["equinox_model.py", "linen_optax.py"])
+def test_a_model_that_continues_elsewhere_trains_as_one_that_never_stopped(
+    tmp_path, program
+):
+    first = run(program, tmp_path / "stopped", "--steps", 20)
+    second = run(program, tmp_path / "stopped", "--steps", 40, devices=2)
+    assert "continues from step 20" in second
+    at_once = losses(run(program, tmp_path / "at_once", "--steps", 40))
+    assert len(at_once) == 4
+    # They are printed with three decimals.
+    assert losses(first) + losses(second) == pytest.approx(at_once, abs=2e-3)
+    assert at_once[-1] < at_once[0]
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_a_loop_of_two_nodes_that_slurm_ends_continues_from_their_ram(tmp_path, corpus):
+    """The script asks for GPUs; here its tasks have a CPU each."""
+    here = [f"command={sys.executable} {EXAMPLES / 'cluster.py'} {corpus} {tmp_path}/c"]
+    here += ["slurm_setup=", "hosts=2", "hardware=cpu", "devices_per_host=1"]
+    here += ["pod_env={JAX_PLATFORMS: cpu}", "slurm_time="]
+    with shared_memory.directory("slurm") as ram:
+        here.append(f"slurm_ram_directory={ram}")
+        with fake_slurm.start(script("slurm.yml", *here), tmp_path) as job:
+            lines = iter(job.stdout.readline, "")
+            printed = list(until(lines, "step 10: loss"))
+            fake_slurm.signal_steps(job)
+            printed += list(lines)
+        assert job.returncode == 143, printed
+        assert fake_slurm.requeued(tmp_path) == 1
+        last = int(re.findall(r"^step ([0-9]+):", "".join(printed), re.MULTILINE)[-1])
+        here[0] += f" --steps {last + 5}"
+        job = fake_slurm.start(script("slurm.yml", *here), tmp_path, starts=1)
+        printed, _ = job.communicate()
+        assert job.returncode == 0, printed
+        for host in range(2):
+            assert f"host {host} continues from step {last}\n" in printed
+        assert f"step {last + 5}: loss" in printed
+
+
+def until(lines, wanted):
+    """The lines up to the first with `wanted`; an error if there is none."""
+    seen = []
+    for line in lines:
+        seen.append(line)
+        if wanted in line:
+            return seen
+    raise AssertionError("".join(seen))
+
+
+def script(name, *overrides):
+    return slurm.script(load.load(EXAMPLES / name, overrides))
+
+
+def test_the_script_and_the_jobset_are_those_of_their_configurations(golden):
+    golden(str(EXAMPLES / "slurm.sh"), script("slurm.yml"))
+    config = load.load(EXAMPLES / "jobset.yml")
+    golden(str(EXAMPLES / "jobset.yaml"), manifest.to_yaml(manifest.documents(config)))
+    text = (EXAMPLES / "jobset.yaml").read_text()
+    assert manifest_check.problems(list(yaml.safe_load_all(text))) == []
+
+
+def test_the_run_of_maxtext_is_that_of_its_guide():
+    """The tests of the guide run it."""
+    guide = EXAMPLES.parent / "docs/pages/guides/maxtext.md"
+    shown = yaml.safe_load(pages.blocks(guide.read_text(), "yaml")[0])
+    assert yaml.safe_load((EXAMPLES / "maxtext.yml").read_text()) == shown
+
+
 @pytest.mark.slow(minutes=0.3)
 def test_plain_jax_continues_on_a_mesh_of_another_shape(tmp_path):
     first = run("plain_jax.py", tmp_path, "--mesh", 4, 2, devices=8)
@@ -78,5 +151,6 @@ def test_an_elastic_run_loses_a_slice_with_its_memory_and_continues(tmp_path):
 
 
 def test_the_page_lists_every_example():
-    listed = re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    listed = re.findall(r"\]\((\w+\.\w+)\)", (EXAMPLES / "README.md").read_text())
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert sorted(listed) == sorted(files - {"README.md"})
