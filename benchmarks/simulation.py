@@ -9,7 +9,8 @@ faults). Each is simulated from the trace of its faults.
 * `..._crossed`: the same with the costs of another one of the runs.
 * `run_goodput_percent`: of the runs.
 
-Months of 10,000 hosts are simulated by the command of `simulation/README.md`:
+Months of 10,000 hosts are simulated by the command of
+`docs/pages/reference/simulate.md`:
 
 * `secs_10k`: 30 days.
 * `secs_10k_uncached_day`: a day without a cache of decisions, with the same result.

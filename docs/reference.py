@@ -18,6 +18,8 @@ import elastic_ckpt as ec
 from elastic_ckpt.cli import main as cli
 
 ROOT = pathlib.Path(__file__).parent.parent
+# The directory of the pages that are not written here.
+PAGES = "docs/pages/"
 
 API = {
     "elastic_ckpt": "Checkpoints, batches and the run",
@@ -39,19 +41,11 @@ INCLUDED = {
     "elastic_ckpt/universal/rules/GRAMMAR.md": "reference/layout-rules.md",
     "configs/layouts/README.md": "reference/shipped-layouts.md",
     "elastic_ckpt/monitoring/METRICS.md": "reference/metrics.md",
-    "elastic_ckpt/tiers/NODE_AGENT.md": "reference/node-agent.md",
-    "elastic_ckpt/simulation/README.md": "reference/simulate.md",
     "CHANGELOG.md": "about/changelog.md",
 }
 # Links of those pages lead to the site where it has the page, and else to the code.
 ON_SITE = INCLUDED | {
     "README.md": "index.md",
-    "sidecar/README.md": "guides/kubernetes.md",
-    "elastic_ckpt/tiers/README.md": "guides/tiers.md",
-    "elastic_ckpt/elastic/README.md": "guides/elastic-run.md",
-    "elastic_ckpt/integrations/MAXTEXT.md": "guides/maxtext.md",
-    "elastic_ckpt/integrations/ORBAX_V0.md": "coming-from/orbax-manager.md",
-    "elastic_ckpt/universal/README.md": "guides/hugging-face.md",
     "configs/base.yml": "reference/keys.md",
     "SECURITY.md": "about/security.md",
 }
@@ -233,8 +227,11 @@ def included(source: str, target: str) -> str:
         if path.startswith(("http", "#", "mailto:")) or not path:
             return match.group()
         at = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-        if at in ON_SITE:
-            to = posixpath.relpath(ON_SITE[at], posixpath.dirname(target))
+        page = ON_SITE.get(at)
+        if at.startswith(PAGES):
+            page = at.removeprefix(PAGES)
+        if page:
+            to = posixpath.relpath(page, posixpath.dirname(target))
             return f"[{text}]({to})"
         # The site has no address of the code; the path says where it is.
         return f"{text} (`{at}`)"

@@ -1,7 +1,7 @@
 """`elastic-ckpt simulate CONFIG --hosts 10000 --days 30`: what failures would cost.
 
 Prints goodput by cause, lost steps, restores by tier and bytes, for each setting of
-`--vary`. `simulation/README.md` explains the numbers.
+`--vary`. `docs/pages/reference/simulate.md` explains the numbers.
 """
 
 from __future__ import annotations

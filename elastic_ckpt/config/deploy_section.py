@@ -9,7 +9,7 @@ from elastic_ckpt.config.key import key
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeploySection:
-    """The JobSet on GKE that `elastic-ckpt manifest` writes; see sidecar/README.md."""
+    """The JobSet on GKE that `elastic-ckpt manifest` writes (guides/kubernetes.md)."""
 
     command: str = key(
         "",
@@ -131,7 +131,7 @@ class DeploySection:
         " `in_place` restarts the containers of healthy pods and replaces failed ones"
         " (JobSet 0.11 with the gate InPlaceRestart, Kubernetes 1.35); `restart_job`"
         " makes the pods of the failed slice anew (JobSet 0.12 with the gate of its"
-        " action RestartJob). See elastic_ckpt/deploy/README.md.",
+        " action RestartJob). See docs/pages/guides/kubernetes-failures.md.",
         choices=("recreate", "in_place", "restart_job"),
     )
     in_place_restart_image: str = key(

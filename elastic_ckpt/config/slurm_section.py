@@ -9,7 +9,7 @@ from elastic_ckpt.config.key import key
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmSection:
-    """The batch script of `elastic-ckpt manifest --slurm`; see sidecar/README.md."""
+    """The batch script of `elastic-ckpt manifest --slurm` (guides/slurm.md)."""
 
     slurm_tasks_per_node: int = key(
         1, "Hosts on a node; `hosts` are divided among so many nodes.", at_least=1

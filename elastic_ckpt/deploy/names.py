@@ -70,7 +70,7 @@ def check_image(key: str, value: str) -> None:
     if not repository or not tag or "/" in tag or re.search(r"\s", value):
         raise errors.ConfigError(
             f"{key}={value!r} does not name an image and its version; push one"
-            " (sidecar/README.md) and write registry/repository:tag"
+            " (docs/pages/guides/kubernetes.md) and write registry/repository:tag"
         )
 
 

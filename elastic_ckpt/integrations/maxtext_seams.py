@@ -44,18 +44,21 @@ class Seam:
 
 
 MAIN = Seam(module=_TRAIN, name="main", parameters=("argv",))
+# Our keys are taken out before MaxText checks its own.
 PREPARE = Seam(
     module=_CONFIG,
     name="_prepare_for_pydantic",
     parameters=("raw_keys",),
     caller=(_CONFIG, "_initialize_pydantic"),
 )
+# It would wait for GKE's replicator, which our tiers do without.
 JOIN_WITH_REPLICATOR = Seam(
     module=_MAX_UTILS,
     name="initialize_multi_tier_checkpointing",
     parameters=("local_checkpoint_directory",),
     caller=(_MAX_UTILS, "maybe_initialize_jax_distributed_system"),
 )
+# Ours return our iterators.
 MAKE_TRAIN = Seam(
     module=_INPUT,
     name="make_grain_train_iterator",
@@ -63,6 +66,7 @@ MAKE_TRAIN = Seam(
     caller=(_INPUT, "create_data_iterator"),
 )
 MAKE_EVAL = dataclasses.replace(MAKE_TRAIN, name="make_grain_eval_iterator")
+# The state of our iterator is a checkpointable of Orbax v1, handed on as it is.
 FOR_SAVE = Seam(
     module=_ITERATOR_STATE,
     name="for_save",
@@ -80,24 +84,28 @@ FOR_RESTORE = Seam(
     ),
     caller=(_CHECKPOINTING, "load_state_if_possible"),
 )
+# With tiers the run has our checkpointer.
 MAKE_CHECKPOINTER = Seam(
     module=_TRAIN_UTILS,
     name="create_checkpoint_manager",
     parameters=("config", "mesh", "init_state_fn"),
     caller=(_TRAIN_UTILS, "setup_train_loop"),
 )
+# The last step is saved if the data ends before `steps`.
 SAVE_STEP = Seam(
     module=_CHECKPOINTING,
     name="maybe_save_checkpoint",
     parameters=("checkpoint_manager", "state", "config", "data_iterator", "step"),
     caller=(_TRAIN, "training_loop_iteration"),
 )
+# Only in elastic runs: whether the hosts leave the world.
 REACHED_PREEMPTION = Seam(
     module=_CHECKPOINTING,
     name="reached_preemption",
     parameters=("checkpoint_manager", "step"),
     caller=(_CHECKPOINTING, "_handle_post_checkpoint_preemption"),
 )
+# Each step is an event, too.
 MAKE_LOGGER = Seam(
     module=_METRICS,
     name="MetricLogger",
@@ -126,7 +134,7 @@ def check_installed() -> None:
     except metadata.PackageNotFoundError:
         raise errors.ConfigError(
             "MaxText is not installed beside elastic_ckpt; make the environment that"
-            " elastic_ckpt/integrations/MAXTEXT.md describes, and run this in it"
+            " docs/pages/guides/maxtext.md describes, and run this in it"
         ) from None
     for seam in SEAMS:
         function = _lookup(seam.module, seam.name)
@@ -170,6 +178,6 @@ def _nothing() -> None:
 def _refuse(version: str, what: str) -> None:
     raise errors.ConfigError(
         f"MaxText {version} {what}: elastic_ckpt supports MaxText {TESTED_VERSION};"
-        f" install maxtext=={TESTED_VERSION} by elastic_ckpt/integrations/MAXTEXT.md,"
+        f" install maxtext=={TESTED_VERSION} by docs/pages/guides/maxtext.md,"
         " or a newer elastic_ckpt"
     )

@@ -1,6 +1,6 @@
 """Elastic data and verified model state under Orbax v0's `CheckpointManager`.
 
-ORBAX_V0.md beside this file shows its use. There are two pairs of arguments:
+docs/pages/coming-from/orbax-manager.md shows its use. There are two pairs of arguments:
 
     TreeSave, TreeRestore          a pytree, with digests of all values
     StatefulSave, StatefulRestore  a `StatefulCheckpointable`: the iterator of

@@ -1,8 +1,8 @@
 """The seconds that phases of a run take, and the bytes that hosts move in a second.
 
-The defaults are the medians of our benchmarks, on two cores and a local disk (README.md
-names the figure of each). `measured_costs` reads them from a run, and `--cost` sets any
-of them by its name.
+The defaults are the medians of our benchmarks, on two cores and a local disk
+(docs/pages/reference/simulate.md names the figure of each). `measured_costs` reads them
+from a run, and `--cost` sets any of them by its name.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     {"time": 3600.0, "what": "kill_machine", "which": 17}
     {"time": 9000.0, "what": "return_machine", "which": 17}
 
-README.md specifies the format. A trace names machines and slices by their numbers in
-the cluster, so that it does not depend on what a run decides.
+docs/pages/reference/simulate.md specifies the format. A trace names machines and slices
+by their numbers in the cluster, so that it does not depend on what a run decides.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ class RemoteIterator:
             except Exception as error:
                 raise errors.ConfigError(
                     "the workers beside the accelerators cannot run our code, or yours:"
-                    f" {error}; build their image by sidecar/README.md, with the"
-                    " modules that your pipeline imports"
+                    f" {error}; build their image by docs/pages/guides/pathways.md,"
+                    " with the modules that your pipeline imports"
                 ) from error
             compatibility.check(head + compatibility.from_rows(rows))
         compatibility.check_controllers(self._data, mesh)

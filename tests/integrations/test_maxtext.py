@@ -78,7 +78,7 @@ def test_without_maxtext_the_way_to_it_is_named(files, capsys):
     assert main.main(arguments(files)) == errors.CONFIG_EXIT_CODE
     assert capsys.readouterr().err == (
         "elastic-ckpt maxtext: MaxText is not installed beside elastic_ckpt; make the"
-        " environment that elastic_ckpt/integrations/MAXTEXT.md describes, and run this"
+        " environment that docs/pages/guides/maxtext.md describes, and run this"
         " in it\n"
     )
 
@@ -468,7 +468,7 @@ def test_a_maxtext_whose_seam_has_moved_is_refused(
     assert main.main(arguments(files)) == errors.CONFIG_EXIT_CODE
     assert capsys.readouterr().err == (
         f"elastic-ckpt maxtext: MaxText 0.9 {message} elastic_ckpt supports MaxText"
-        " 0.2.5; install maxtext==0.2.5 by elastic_ckpt/integrations/MAXTEXT.md, or a"
+        " 0.2.5; install maxtext==0.2.5 by docs/pages/guides/maxtext.md, or a"
         " newer elastic_ckpt\n"
     )
 

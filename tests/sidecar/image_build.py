@@ -1,9 +1,12 @@
 """The stages of the Dockerfile, built without a container runtime.
 
 The steps of a stage run in a directory that stands for its file system, with an
-environment of the Python that the base image's tag names. sidecar/README.md lists the
-differences from a real build: uv installs the head too, and the base image is reduced
-to its Python and a constraint on JAX.
+environment of the Python that the base image's tag names. It differs from a real build:
+uv installs the head too, and the base image is reduced to its Python and a constraint
+on JAX. So nothing is shown of the libraries of the system, of the sidecar's server, its
+entry point and its other packages, of its jaxlib, whose client for colocated Python the
+public one lacks (the build of the image looks for it), of the accelerator's JAX, and of
+the network between pods.
 """
 
 import dataclasses

@@ -4,6 +4,7 @@ import pathlib
 import re
 
 from elastic_ckpt.universal import formats, opening
+from elastic_ckpt.universal.writing import convert
 
 PAGE = (pathlib.Path(formats.__file__).parent / "FORMATS.md").read_text()
 
@@ -17,3 +18,7 @@ def test_each_format_is_listed():
     )
     for name in rows:
         assert name.removesuffix("0") in source, name
+
+
+def test_each_format_that_is_written_is_listed():
+    assert set(re.findall(r"\| `--to (\w+)` \|", PAGE)) == set(convert.FORMATS)

@@ -1,0 +1,143 @@
+"""The guide to MaxText works as it is written."""
+
+import json
+import os
+import re
+import subprocess
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.config import keys
+from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from tests import corpora, pages, shared_memory
+from tests.maxtext import environment, small_models
+from tests.universal import safetensors_files
+
+GUIDE = (environment.ROOT / "docs/pages/guides/maxtext.md").read_text()
+SET_UP, FIRST, CONTINUED, PLAN, LIVE, CONVERTED = pages.blocks(GUIDE, "sh")
+
+
+def shell(commands, directory):
+    """Runs commands in a directory, in MaxText's environment; returns the process."""
+    ended = subprocess.run(
+        ["bash", "-ec", commands],
+        cwd=directory,
+        env={
+            **os.environ,
+            "PATH": f"{environment.ENVIRONMENT}/bin:{os.environ['PATH']}",
+            "JAX_COMPILATION_CACHE_DIR": f"{directory}/cache",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-5000:]
+    return ended
+
+
+def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
+    lines = [" ".join(line.split()) for line in SET_UP.replace("\\\n", "").splitlines()]
+    documented = [" ".join(c.split()) for c in environment.documented_commands()]
+    assert lines == [*documented, "source .venv-maxtext/bin/activate"]
+    assert len(documented) == 2
+
+
+def test_it_installs_the_version_that_the_seam_is_written_for():
+    assert f'"maxtext=={maxtext_seams.TESTED_VERSION}"' in environment.GROUP.read_text()
+    assert f"MaxText {maxtext_seams.TESTED_VERSION} from PyPI" in GUIDE
+
+
+def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide():
+    # The reference is written of the keys of base.yml.
+    assert set(maxtext_config.OWN_KEYS) <= set(keys.keys())
+    for key in maxtext_config.OWN_DATA_KEYS:
+        assert f"`{key}`" in GUIDE
+    for key in maxtext_config._REMEDIES:
+        assert f"`{key}`" in GUIDE
+
+
+@pytest.mark.slow(minutes=0.1)
+def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
+    environment.set_up()
+    (base,) = environment.ENVIRONMENT.glob(
+        "lib/*/site-packages/maxtext/configs/base.yml"
+    )
+    pattern = r"^((?:grain|elastic|mtc|multi_tier|local_checkpoint)_\w+):"
+    theirs = set(re.findall(pattern, base.read_text(), re.MULTILINE))
+    assert {"grain_train_files", "elastic_enabled"} < theirs
+    read = set(maxtext_config.MAXTEXT_KEYS)
+    assert not {key for key in theirs - read if f"`{key}`" not in GUIDE}
+
+
+@pytest.mark.thorough
+@pytest.mark.slow(minutes=1.9)
+def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
+    environment.set_up()
+    (tmp_path / "tiny.yml").write_text(pages.blocks(GUIDE, "yaml")[0])
+    exports = next(line for line in FIRST.splitlines() if line.startswith("export"))
+    first = shell(FIRST, tmp_path)
+    assert re.findall(r"completed step: (\d+),", first.stderr)[-1] == "9"
+    continued = shell(f"{exports}\n{CONTINUED}", tmp_path)
+    assert "20" in re.findall(r"steps?\D+(\d+)", continued.stdout)
+    steps = [each.name for each in (tmp_path / "runs/tiny/checkpoints").iterdir()]
+    assert "19" in steps
+
+
+@pytest.mark.thorough
+@pytest.mark.slow(minutes=1.1)
+def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
+    environment.set_up()
+    tiny, live = pages.blocks(GUIDE, "yaml")
+    (tmp_path / "tiny.yml").write_text(tiny)
+    exports_and_data = "\n".join(FIRST.splitlines()[:2])
+    with shared_memory.directory("page") as ram:
+        text = live.replace("/dev/shm", ram)
+        assert ram in text
+        (tmp_path / "live.yml").write_text(text)
+        ended = shell(f"{exports_and_data}\n{LIVE}", tmp_path)
+    assert "slice 1 is lost: host 1 failed: killed by SIGKILL" in ended.stdout
+    assert "world 2 starts on slices 0" in ended.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.slow(minutes=0.6)
+def test_the_command_for_weights_of_hugging_face_writes_what_maxtext_begins_with(
+    tmp_path,
+):
+    environment.set_up()
+    source, name = tmp_path / "Llama-3.1-8B", "llama3.1"
+    source.mkdir()
+    vocab_size = 259
+    tensors = small_models.tensors(name)
+    for each in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[each] = np.resize(tensors[each], (vocab_size, small_models.EMBED))
+    config = {**small_models.hf_config(name), "vocab_size": vocab_size}
+    (source / "config.json").write_text(json.dumps(config))
+    safetensors_files.write(source / "model.safetensors", tensors)
+    texts = [{"text": f"text {number}"} for number in range(20)]
+    corpora.write_arrayrecord(tmp_path / "a.array_record", texts)
+    settings = {
+        **small_models.maxtext_settings(name),
+        "load_parameters_path": "$PWD/runs/llama/0/items",
+        "hardware": "cpu",
+        "skip_jax_distributed_system": True,
+        "override_model_config": True,
+        "run_name": "begun",
+        "base_output_directory": "$PWD/runs",
+        "steps": 2,
+        "attention": "dot_product",
+        "enable_goodput_recording": False,
+        "grain_train_files": "$PWD/a.array_record",
+        "num_logical_shards": 2,
+        "tokenizer_type": "bytes",
+        "vocab_size": vocab_size,
+        "per_device_batch_size": 2,
+        "max_target_length": 16,
+    }
+    assert CONVERTED.startswith("elastic-ckpt convert ")
+    assert CONVERTED.count("\n") == 1
+    written = " ".join(f"{key}={value}" for key, value in settings.items())
+    exports = FIRST.splitlines()[0]
+    ended = shell(f"{exports}\n{CONVERTED}elastic-ckpt maxtext {written}", tmp_path)
+    assert "completed step: 1," in ended.stderr

@@ -1,0 +1,121 @@
+"""The guides to clusters: their commands run in order, and their names are true."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+import yaml
+
+from elastic_ckpt.config import keys
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import compatibility
+from tests import pages, runs
+
+ROOT = pathlib.Path(__file__).parents[2]
+GUIDES = {
+    name: (ROOT / f"docs/pages/guides/{name}.md").read_text()
+    for name in ("kubernetes", "kubernetes-failures", "pathways", "slurm")
+}
+FILE = re.compile(r"```yaml\n# (\S+\.yml)\n")
+
+
+def lines(name):
+    return "".join(pages.blocks(GUIDES[name], "sh")).splitlines()
+
+
+ALL_LINES = [line for name in GUIDES for line in lines(name)]
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_manifests_are_made_as_the_guide_says(name, tmp_path, monkeypatch):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    named = FILE.findall(GUIDES[name])
+    for file, content in zip(named, pages.blocks(GUIDES[name], "yaml"), strict=True):
+        (tmp_path / file).write_text(content)
+    commands = [shlex.split(line) for line in lines(name)]
+    manifests = [
+        words[1:] for words in commands if words[:2] == ["elastic-ckpt", "manifest"]
+    ]
+    assert len(manifests) > 2
+    for arguments in manifests:
+        output = tmp_path / arguments[arguments.index("--output") + 1]
+        output.unlink(missing_ok=True)
+        runs.verb(*arguments)
+        assert output.exists(), arguments
+
+
+def test_they_show_how_to_build_to_apply_and_to_watch():
+    shown = {" ".join(line.split()[:2]) for line in ALL_LINES}
+    needed = {"docker build", "docker push", "kubectl apply", "kubectl get"}
+    assert needed | {"kubectl logs", "kubectl delete", "sbatch job.sh"} <= shown
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "pathways"])
+def test_jobs_and_containers_that_are_named_are_those_of_the_manifest(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (file, *_), (content, *_) = (
+        FILE.findall(GUIDES[name]),
+        pages.blocks(GUIDES[name], "yaml"),
+    )
+    (tmp_path / file).write_text(content)
+    runs.verb("manifest", file, "--output", "job.yaml")
+    (jobset,) = (
+        each
+        for each in yaml.safe_load_all((tmp_path / "job.yaml").read_text())
+        if each["kind"] == "JobSet"
+    )
+    jobs = {
+        f"{jobset['metadata']['name']}-{job['name']}-0": job["template"]["spec"]
+        for job in jobset["spec"]["replicatedJobs"]
+    }
+    logs = [line for line in lines(name) if line.startswith("kubectl logs")]
+    for line in logs:
+        job, container = re.search(r"job/(\S+)(?: -c (\S+))?", line).groups()
+        pod = jobs[job]["template"]["spec"]
+        every = [*pod["containers"], *pod.get("initContainers", [])]
+        assert container in [None, *(one["name"] for one in every)]
+    assert len(logs) == len(jobs)
+    named = [line.split()[-1] for line in lines(name) if "jobset" in line.split()]
+    assert set(named) == {jobset["metadata"]["name"]}
+
+
+def test_images_that_are_used_are_built():
+    (images,) = {line for line in ALL_LINES if line.startswith("export IMAGES=")}
+    prefix = images.partition("=")[2]
+    built = {
+        match[1].replace("$IMAGES", prefix)
+        for line in ALL_LINES
+        if (match := re.search(r" -t (\S+)", line))
+    }
+    used = set()
+    for guide in GUIDES.values():
+        used |= set(re.findall(r"^\w*image: (\S+)", guide, re.MULTILINE))
+    assert len(used) == 3
+    assert used <= built
+    targets = re.findall(r"--target (\w+)", "\n".join(ALL_LINES))
+    dockerfile = (ROOT / "sidecar/Dockerfile").read_text()
+    assert set(targets) == set(re.findall(r" AS (\w+)$", dockerfile, re.MULTILINE))
+
+
+def test_they_show_what_the_check_reports_of_other_versions():
+    (shown,) = re.findall(r"elastic-ckpt train: (the hosts .*)", GUIDES["pathways"])
+    head, host = re.findall(r"(?:the head|host 0) \([^)]*\)", shown)
+    facts = [{"host": head, "jax": "0.12.0"}, {"host": host, "jax": "0.10.0"}]
+    with pytest.raises(errors.ConfigError) as raised:
+        compatibility.check(facts)
+    assert str(raised.value).startswith(shown + ". ")
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_keys_that_are_named_exist(name):
+    words = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:=\S*)?`", GUIDES[name]))
+    # Values of keys that name a volume or a strategy.
+    values = {"empty_dir", "node_agent", "gke_multitier", "in_place", "restart_job"}
+    unknown = words - set(keys.keys()) - values
+    # A flag of Slurm, and a name of Python.
+    assert unknown <= {"jax_local_device_ids"}
+    assert len(words) > 6
