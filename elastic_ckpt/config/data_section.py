@@ -13,146 +13,167 @@ class DataSection:
 
     grain_train_files: str = key(
         "",
-        "Files with the training records: a path, a URI or a glob pattern, or several"
-        " separated by commas. A mixture has the form"
-        " patterns,weight;patterns,weight.",
+        "Training files: a path, a URI or a glob pattern, or several separated by"
+        " commas. Write a mixture as patterns,weight;patterns,weight.",
     )
     grain_train_mixture_config_path: str = key(
         "",
-        "A JSON file with the mixture instead:"
-        ' {"name": {"path": "files*", "weight": 0.5}, ...}; `datasets` instead of'
-        " `path` nests another mixture. Weights and datasets may change at a resume.",
+        'JSON file with the mixture, instead of grain_train_files: {"name": {"path":'
+        ' "files*", "weight": 0.5}, ...}; `datasets` instead of `path` nests another'
+        " mixture. Weights and datasets may change when you resume.",
     )
     grain_file_type: str = key(
         "arrayrecord",
-        "Format of the files.",
+        "Format of the files, those for evaluation included.",
         choices=("arrayrecord", "parquet", "tfrecord"),
     )
     grain_record_format: str = key(
         "bytes",
-        "Content of an ArrayRecord or TFRecord record: the text, or a tf.Example.",
+        "What a record of an ArrayRecord or TFRecord file contains: the text itself,"
+        " or a tf.Example.",
         choices=("bytes", "tf_example"),
     )
     train_data_columns: str = key(
         "text",
-        "The column, or feature of a tf.Example, that has the text or tokens; a list of"
+        "Column, or feature of a tf.Example, with the text or the tokens; a list of"
         " one column, as in MaxText, is accepted.",
         lists="one",
     )
     text_directory: str = key(
         "",
-        "If a dataset is a single path that does not exist yet, it is written from the"
-        " text files below this directory, as by `elastic-ckpt data`; `python-stdlib`"
-        " means the sources of Python's standard library, `python-stdlib/email` a part"
-        " of them. For several datasets give several directories, separated by"
-        " semicolons, those for evaluation last.",
+        "Directory of text files to write a dataset from if it is a single path that"
+        " does not exist yet, as `elastic-ckpt data` does; `python-stdlib` and"
+        " `python-stdlib/email` are Python's own sources. Several datasets: separated"
+        " by `;`, evaluation last.",
     )
     num_logical_shards: int = key(
         0,
-        "Number of logical shards, fixed for the whole run; the run can use any number"
-        " of hosts that divides it, at no cost (`elastic-ckpt plan` lists them). 0"
-        " selects the positional engine: ArrayRecord files, one example in each"
+        "Number of logical shards, fixed for the whole run. The run can use any"
+        " number of hosts that divides it, at no cost (`elastic-ckpt plan` lists"
+        " them). 0 selects the positional engine: ArrayRecord files, one example per"
         " record, no packing.",
         at_least=0,
     )
     num_epoch: int = key(
-        0, "Epochs after which the data and the run end; 0 never ends.", at_least=0
+        0,
+        "Epochs after which the data, and with it the run, ends; 0 repeats the data"
+        " endlessly.",
+        at_least=0,
     )
     drop_remainder: bool = key(
         False,
-        "Drop the last batch if it is not full; otherwise pad and mask it.",
+        "Drop the last batch if it is not full. If false, it is padded and masked.",
     )
     corrupt_records: str = key(
         "fail",
-        "Whether a corrupt record ends the run, or is skipped.",
+        "What to do with a corrupt record: end the run (`fail`), or leave the record"
+        " out (`skip`).",
         choices=("fail", "skip"),
     )
     tokenize_train_data: bool = key(
-        True, "Tokenize the column; false if it has the tokens."
+        True, "Tokenize the column. Set it to false if the column contains tokens."
     )
     tokenizer_type: str = key(
         "bytes",
-        "The tokenizer; the last three need the extra `tokenizers`.",
+        "Kind of tokenizer; all but `bytes` need the extra `tokenizers`.",
         choices=("bytes", "sentencepiece", "tiktoken", "huggingface"),
     )
-    tokenizer_path: str = key("", "The tokenizer's file, a path or a URI.")
+    tokenizer_path: str = key(
+        "", "Path or URI of the tokenizer's file; `bytes` has none."
+    )
     tokenizer_threads: int = key(
         0,
-        "Tokenizer threads on each host. 0 uses the machine's cores, divided by the"
-        " number of hosts on it. May change at a resume.",
+        "Tokenizer threads on each host. 0 divides the machine's cores among the"
+        " hosts on it. May change when you resume.",
         at_least=0,
     )
     add_bos: bool = key(
-        True, "Begin a text with the tokenizer's begin token; false if there is none."
+        True,
+        "Begin each text with the tokenizer's beginning-of-sequence token; set it to"
+        " false if the tokenizer has none.",
     )
     add_eos: bool = key(
-        True, "End a text with the tokenizer's end token; false if there is none."
+        True,
+        "End each text with the tokenizer's end-of-sequence token; set it to false if"
+        " the tokenizer has none.",
     )
-    max_target_length: int = key(256, "Tokens of a row.", at_least=1)
+    max_target_length: int = key(256, "Length of a row in tokens.", at_least=1)
     use_truncation: bool = key(
-        True, "Truncate longer texts to a row; false cuts them into several examples."
+        True,
+        "Truncate texts that are longer than a row. If false, they are cut into"
+        " several examples.",
     )
     packing: bool = key(False, "Pack several examples into a row.")
     grain_packing_type: str = key(
         "first_fit",
-        "How examples are packed into rows.",
+        "Where packing puts an example: into the first row with enough room, into the"
+        " fullest such row, or, with concat_then_split, after the previous one, cut"
+        " wherever a row is full.",
         choices=("first_fit", "best_fit", "concat_then_split"),
     )
     max_segments_per_seq: int = key(
         0,
-        "The most examples in a packed row, for first_fit and best_fit; 0, or -1 as in"
-        " MaxText, sets no limit.",
+        "Maximum number of examples in a packed row, for first_fit and best_fit. 0,"
+        " or -1 as in MaxText, sets no limit.",
         at_least=0,
         off=-1,
     )
     grain_shuffle_buffer_size: int = key(
         100,
-        "Size of each logical shard's shuffle buffer in examples, if"
-        " enable_data_shuffling; 0 shuffles only files and their blocks.",
+        "Examples in the shuffle buffer of each logical shard, if"
+        " enable_data_shuffling is true. 0 shuffles only the files and the blocks in"
+        " them.",
         at_least=0,
     )
     per_device_batch_size: float = key(
-        1.0, "Rows of each device in a step, if global_batch_size is 0.", at_least=0
+        1.0,
+        "Rows of a batch on each device; used if global_batch_size is 0.",
+        at_least=0,
     )
     global_batch_size: int = key(
         0,
-        "Rows of a global batch, for any number of devices; 0 takes"
+        "Rows of a batch on all devices together, whatever their number. 0 uses"
         " per_device_batch_size times the number of devices.",
         at_least=0,
     )
     enable_rampup_batch_size: bool = key(
         False,
-        "Start with smaller batches, in equal stages; needs per_device_batch_size.",
+        "Start with smaller batches, which grow in stages of equally many rows; needs"
+        " per_device_batch_size.",
     )
     per_device_batch_size_start: float = key(
-        4.0, "Rows of each device in a step of the first stage.", at_least=0
+        4.0, "Rows of a batch on each device in the first stage.", at_least=0
     )
     per_device_batch_size_increment: float = key(
-        2.0, "Rows of each device that each stage adds to the previous.", at_least=0
+        2.0, "Rows on each device that every stage adds.", at_least=0
     )
     global_rampup_samples: int = key(
-        500, "Rows of all stages before the last together.", at_least=1
+        500, "Rows of the whole ramp: of all stages but the last.", at_least=1
     )
     enable_data_shuffling: bool = key(
-        True, "Shuffle the records, differently in each epoch."
+        True, "Shuffle the records, in another order in each epoch."
     )
     data_shuffle_seed: int = key(0, "Seed of the shuffle.", at_least=0)
     grain_use_elastic_iterator: bool = key(
         False,
-        "Use Grain's ElasticIterator to assign rows to hosts: each batch has the same"
-        " rows on any number of hosts, but in a different order. Otherwise hosts load"
-        " the rows that their devices hold, and the order is the same, too.",
+        "Let Grain's ElasticIterator assign rows to hosts: a batch has the same rows"
+        " on any number of hosts, but in another order. If false, each host loads the"
+        " rows of its own devices, and the order is the same, too.",
     )
     grain_num_threads: int = key(
-        4, "Threads that read records on each host; positional engine.", at_least=0
+        4,
+        "Threads on each host that read records (positional engine only).",
+        at_least=0,
     )
     grain_prefetch_buffer_size: int = key(
-        16, "Records read ahead on each host; positional engine.", at_least=1
+        16,
+        "Records that each host reads in advance (positional engine only).",
+        at_least=1,
     )
     grain_worker_count: int = key(
         0,
-        "Worker processes that run the logical shards of each host; 0 or -1 runs them"
-        " in the host's own process. May change at a resume.",
+        "Worker processes on each host that run its logical shards. 0 or -1 runs them"
+        " in the host's own process. May change when you resume.",
         at_least=0,
         off=-1,
     )
@@ -161,29 +182,32 @@ class DataSection:
     )
     data_read_ahead_batches: int = key(
         2,
-        "Batches that each host loads onto its devices in advance; 0 loads a batch when"
-        " it is needed. May change at a resume.",
+        "Batches that each host loads onto its devices in advance; 0 loads a batch"
+        " when it is needed. May change when you resume.",
         at_least=0,
     )
     data_read_ahead_mib: int = key(
-        1024, "The most memory of these batches on each host.", at_least=1
+        1024,
+        "Memory limit, in MiB, for the batches that a host loads in advance.",
+        at_least=1,
     )
     grain_eval_files: str = key(
-        "", "Files for evaluation, in the same form as grain_train_files."
+        "", "Evaluation files, in the same form as grain_train_files."
     )
     eval_interval: int = key(
         0,
-        "Training steps between two evaluations; 0 or -1 never evaluates.",
+        "Training steps between two evaluations; 0 or -1 disables evaluation.",
         at_least=0,
         off=-1,
     )
     eval_steps: int = key(
         0,
-        "Batches of an evaluation; 0 or -1 takes all.",
+        "Batches per evaluation; 0 or -1 evaluates on all of them.",
         at_least=0,
         off=-1,
     )
     colocated_python_data_input: bool = key(
         False,
-        "Run the data iterator, and write its state, in colocated Python.",
+        "Run the data iterator in colocated Python, where it also writes its own"
+        " state.",
     )

@@ -13,116 +13,125 @@ class PodsSection:
 
     program_cpus: float = key(
         0.0,
-        "CPUs that the program of a host, or the head's, requests; 0 requests none.",
+        "CPUs that the program of a host (with Pathways, of the head) requests; 0"
+        " requests none.",
         at_least=0,
     )
     program_memory: str = key(
         "",
-        "Memory that this program needs itself: 200Gi. Request and limit of the pod are"
-        " larger by its RAM disk and shared memory, which count as its memory. Empty"
-        " requests the memory of these alone, and sets no limit.",
+        "Memory that this program itself needs: 200Gi. The pod's request and limit"
+        " add its RAM disk and shared memory, which count as its memory. Empty"
+        " requests only these, and sets no limit.",
     )
     sidecar_cpus: float = key(
         0.0,
-        "Pathways: CPUs that the sidecar of a worker requests; 0 requests none.",
+        "Pathways: CPUs that the sidecar of each worker requests; 0 requests none.",
         at_least=0,
     )
     sidecar_memory: str = key(
-        "", "Pathways: memory that the sidecar needs itself, as in program_memory."
+        "", "Pathways: memory that the sidecar itself needs, as in program_memory."
     )
     spot: bool = key(
         False, "Run the accelerator hosts on GKE's Spot VMs, which may be preempted."
     )
     reservation: str = key(
         "",
-        "The reservation of Compute Engine whose machines the accelerator hosts use:"
-        " NAME, or PROJECT/NAME if another project shares it. On Slurm it is one of"
-        " its reservations.",
+        "Compute Engine reservation for the accelerator hosts: NAME, or PROJECT/NAME"
+        " if another project shares it. On Slurm, the name of a Slurm reservation.",
     )
     pod_node_selector: str = key(
         "",
-        "Further labels of the nodes of the accelerator hosts, such as {pool: a}.",
+        "Further labels that the nodes of the accelerator hosts must have, such as"
+        " {pool: a}.",
         lists="yaml",
     )
     pod_affinity: str = key(
         "",
-        "The affinity of the accelerator hosts, as Kubernetes writes it: {nodeAffinity:"
+        "Affinity of the accelerator hosts, in Kubernetes' syntax: {nodeAffinity:"
         " {...}}.",
         lists="yaml",
     )
     pod_tolerations: str = key(
         "",
-        "Tolerations of all pods, as Kubernetes writes them: [{key: team, operator:"
+        "Tolerations of all pods, in Kubernetes' syntax: [{key: team, operator:"
         " Exists}].",
         lists="yaml",
     )
     pod_unreachable_seconds: int = key(
         -1,
-        "Seconds until Kubernetes evicts a pod whose node is unreachable or not ready;"
-        " -1 takes the cluster's default, 300.",
+        "Seconds until Kubernetes evicts a pod whose node is unreachable or not"
+        " ready; -1 uses the cluster's default, 300.",
         at_least=-1,
     )
-    pod_priority_class: str = key("", "The priority class of all pods.")
+    pod_priority_class: str = key("", "Priority class of all pods.")
     pod_labels: str = key(
-        "", "Labels of the JobSet and of all pods: {team: speech}.", lists="yaml"
+        "",
+        "Labels of the JobSet and of all pods, such as {team: speech}.",
+        lists="yaml",
     )
     pod_annotations: str = key(
         "", "Annotations of the JobSet and of all pods.", lists="yaml"
     )
     pod_image_pull_secrets: str = key(
-        "", "Names of the secrets to pull images with: [registry].", lists="yaml"
+        "",
+        "Names of the secrets to pull images with, such as [registry].",
+        lists="yaml",
     )
     pod_env: str = key(
         "",
-        "Variables of the programs and sidecars: {LEVEL: info, TOKEN: {secretKeyRef:"
-        " {name: hub, key: token}}}. A mapping is a source as Kubernetes writes it.",
+        "Environment variables of the programs and sidecars: {LEVEL: info, TOKEN:"
+        " {secretKeyRef: {name: hub, key: token}}}. A mapping is a source in"
+        " Kubernetes' syntax.",
         lists="yaml",
     )
     pod_env_secrets: str = key(
-        "", "Names of secrets whose keys become variables: [hub].", lists="yaml"
+        "",
+        "Names of secrets whose keys become environment variables, such as [hub].",
+        lists="yaml",
     )
     pod_volumes: str = key(
         "",
-        "Volumes of the programs and sidecars by their path: {/data:"
+        "Volumes of the programs and sidecars, by mount path: {/data:"
         " {persistentVolumeClaim: {claimName: texts}}, /bucket: {gcsfuse: my-bucket},"
         " /keys: {secret: {secretName: keys}, readOnly: true}}.",
         lists="yaml",
     )
     pod_security_context: str = key(
         "",
-        "The security context of all pods, as Kubernetes writes it: {runAsUser: 1000,"
+        "Security context of all pods, in Kubernetes' syntax: {runAsUser: 1000,"
         " fsGroup: 1000}.",
         lists="yaml",
     )
     program_security_context: str = key(
         "",
-        "The security context of the programs and sidecars: {capabilities: {add:"
+        "Security context of the programs and sidecars: {capabilities: {add:"
         " [IPC_LOCK]}}.",
         lists="yaml",
     )
     pod_startup_probe: str = key(
         "",
-        "A probe of the program that has to succeed once, as Kubernetes writes it:"
-        " {exec: {command: [test, -e, /tmp/ready]}, failureThreshold: 60}. Without"
-        " exec, httpGet, tcpSocket or grpc it reads the metrics at `prometheus_port`.",
+        "Probe of the program that must succeed once, in Kubernetes' syntax: {exec:"
+        " {command: [test, -e, /tmp/ready]}, failureThreshold: 60}. Without exec,"
+        " httpGet, tcpSocket or grpc it reads the metrics at prometheus_port.",
         lists="yaml",
     )
     pod_liveness_probe: str = key(
         "",
-        "A probe that has to go on succeeding, or the program is killed; see"
+        "Probe that must keep succeeding, or the program is killed; written as"
         " pod_startup_probe.",
         lists="yaml",
     )
     host_network: bool = key(
-        False, "Use the network of the nodes; DNS still resolves the cluster's names."
+        False, "Use the nodes' network; DNS still resolves the cluster's names."
     )
     gpu_direct: bool = key(
         False,
-        "Connect the GPUs of hosts directly, by the method of machine_type:"
-        " GPUDirect-TCPX on A3 High, -TCPXO on A3 Mega, RDMA on A3 Ultra and A4.",
+        "Connect the GPUs of different hosts directly, by the method of machine_type:"
+        " GPUDirect-TCPX on A3 High, GPUDirect-TCPXO on A3 Mega, RDMA on A3 Ultra and"
+        " A4.",
     )
     gpu_direct_networks: str = key(
         "",
-        "The networks of the GPUs, in the order of their interfaces, separated by `;`;"
-        " empty takes the names of Google's guides: vpc1;vpc2;... or rdma-0;rdma-1;...",
+        "Networks of the GPUs, in the order of their interfaces, separated by `;`."
+        " Empty uses the names of Google's guides: vpc1;vpc2;... or rdma-0;rdma-1;...",
     )

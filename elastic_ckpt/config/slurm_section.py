@@ -12,36 +12,38 @@ class SlurmSection:
     """The batch script of `elastic-ckpt manifest --slurm` (guides/slurm.md)."""
 
     slurm_tasks_per_node: int = key(
-        1, "Hosts on a node; `hosts` are divided among so many nodes.", at_least=1
+        1,
+        "Hosts on each node; the job requests `hosts` divided by this many nodes.",
+        at_least=1,
     )
-    slurm_partition: str = key("", "The partition; empty takes the cluster's default.")
-    slurm_account: str = key("", "The account that is charged; empty takes yours.")
+    slurm_partition: str = key("", "Partition; empty uses the cluster's default.")
+    slurm_account: str = key("", "Account to charge; empty uses your default.")
     slurm_time: str = key(
-        "", "The time limit, 2-00:00:00 for two days; empty takes the partition's."
+        "", "Time limit, such as 2-00:00:00 for two days; empty uses the partition's."
     )
     slurm_gres: str = key(
         "",
-        "Generic resources of a node, such as gpu:h100:8; empty takes devices_per_host"
-        " GPUs for each host with hardware=gpu.",
+        "Generic resources of each node, such as gpu:h100:8. Empty requests"
+        " devices_per_host GPUs for each host with hardware=gpu.",
     )
     slurm_options: str = key(
         "",
-        "Further options of sbatch: {constraint: ib, exclusive: true, mem: 0}.",
+        "Further options of sbatch, such as {constraint: ib, exclusive: true, mem: 0}.",
         lists="yaml",
     )
     slurm_ram_directory: str = key(
         "/dev/shm",
-        "The RAM disk of a node; each job has a directory there, which it removes when"
+        "RAM disk of each node. Each job has a directory there, and removes it when"
         " the run has ended.",
     )
     slurm_setup: str = key(
         "",
-        "Commands that a node runs before the program, such as module load cuda; may"
-        " have several lines.",
+        "Commands that each node runs before the program, such as module load cuda;"
+        " several lines are allowed.",
     )
     slurm_port: int = key(
         0,
-        "The first port of the supervisors of an elastic run; 0 takes one by the number"
-        " of the job.",
+        "First port of the supervisors of an elastic run; 0 derives one from the"
+        " number of the job.",
         at_least=0,
     )

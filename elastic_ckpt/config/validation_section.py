@@ -14,24 +14,26 @@ class ValidationSection:
     replica_validation: str = key(
         "none",
         "Compare the copies of the state on devices and hosts, to find memory that"
-        " changed without an error: `quick` compares a sample of each array, `tensor` a"
-        " digest of it, `full` its elements.",
+        " changed without an error: `quick` compares a sample of each array, `tensor`"
+        " a digest of it, `full` every element.",
         choices=("none", "quick", "tensor", "full"),
     )
     replica_validation_at_saves: bool = key(True, "Compare before each save.")
     replica_validation_interval: int = key(
-        0, "Steps between two comparisons besides those; 0 makes none.", at_least=0
+        0,
+        "Steps between two further comparisons, in addition to those before saves; 0"
+        " makes none.",
+        at_least=0,
     )
     replica_validation_tolerance: float = key(
         0.0,
-        "With `full`, the largest difference of two elements that counts as equal,"
-        " absolute and relative.",
+        "With `full`, the largest difference between two elements, absolute and"
+        " relative, that counts as equal.",
         at_least=0,
     )
     replica_validation_action: str = key(
         "warn",
-        "The answer to copies that differ: `warn` reports them, preserves the newest"
-        " step in storage from before, and goes on; `stop` ends the run before the step"
-        " is saved.",
+        "What to do if copies differ: `warn` reports it, preserves the newest earlier"
+        " step in storage and continues; `stop` ends the run before the step is saved.",
         choices=("warn", "stop"),
     )
