@@ -61,7 +61,7 @@ def check(tmp_path, corpus, kill, *, is_memory_lost=False, **settings):
 @pytest.mark.slow(minutes=0.2)
 @pytest.mark.parametrize(
     "kill",
-    [(kill,) for kill in (RAM[0], *STORED, *NEXT, SET_ASIDE)],
+    [RAM[0], *STORED, *NEXT, SET_ASIDE],
 )
 def test_killed_while_it_goes_back_a_run_leaves_out_the_same_data(
     tmp_path,
