@@ -7,7 +7,6 @@ Runs itself on a copy of the installed Orbax to which the patch is applied.
 
 import argparse
 import json
-import os
 import pathlib
 import shutil
 import statistics
@@ -16,26 +15,7 @@ import sys
 import tempfile
 import time
 
-HERE = pathlib.Path(__file__).parent
-PATCH = HERE / "orbax-checksums.patch"
-
-
-def patched(directory: pathlib.Path) -> pathlib.Path:
-    """A directory for PYTHONPATH with the installed Orbax and the patch."""
-    import orbax.checkpoint
-
-    (installed,) = orbax.checkpoint.__path__
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(installed, directory / "orbax/checkpoint", ignore=ignored)
-    # Outside of a repository, whose files the patch does not name.
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(directory.parent)}
-    subprocess.run(
-        ["git", "apply", "-p1", str(PATCH.resolve())],
-        cwd=directory,
-        env=environment,
-        check=True,
-    )
-    return directory
+import applied
 
 
 def find_flips(directory: pathlib.Path, num_flips: int, *, checks: bool) -> dict:
@@ -117,12 +97,11 @@ def main() -> None:
                 {"as_released": find_flips(place, arguments.flips, checks=False)}
             )
         )
-        path = os.pathsep.join([str(patched(place)), *sys.path[1:]])
-        subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--is-patched"],
-            env=os.environ | {"PYTHONPATH": path},
-            check=True,
+        words = [sys.executable, __file__, *sys.argv[1:], "--is-patched"]
+        environment = applied.patched(
+            place, "orbax.checkpoint", "orbax-checksums.patch"
         )
+        subprocess.run(words, env=environment, check=True)
 
 
 if __name__ == "__main__":

@@ -197,7 +197,8 @@ class ProcessCluster:
         self._crashed.clear()
         self._injector.begin_world()
         has_trained = False
-        start_step = 0
+        # Until it has restored, a world is where the one before was left.
+        start_step = self._step
         shadows = contextlib.ExitStack()
 
         def receive(name: str, **fields: storage.Json) -> None:

@@ -110,7 +110,9 @@ def test_a_run_loses_slices_with_their_memory_and_gets_them_back(
     assert names(run)[-1] == "run_stopped"
     # A planned change loses no step.
     starts = [attempt.start_step for attempt in step_log.read(run)]
-    assert starts[2:] == [left["step"] for left in runs.events(run, "world_left")]
+    # One that is left before it trains has no steps, and is where the one before was.
+    left = [each["step"] for each in runs.events(run, "world_left")]
+    assert starts[2:] == sorted({*left})
     assert "PASSED" in runs.verb("audit", run)
     # The second world of four slices loads what the first one has compiled.
     made = [name for name in names(run) if name in ("compiled", "executable_loaded")]
