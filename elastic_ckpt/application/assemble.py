@@ -137,8 +137,8 @@ def _start_step(config: schema.Config, saver: run_saver.RunSaver | None) -> int:
     start_step = (saver.latest_step if saver else None) or 0
     if start_step > config.run.steps:
         raise errors.ConfigError(
-            f"{run_directory.path_of(config)} is at step {start_step}, and"
-            f" steps={config.run.steps}: steps counts over all starts of a run; set it"
+            f"steps={config.run.steps}, but {run_directory.path_of(config)} is already"
+            f" at step {start_step}: steps counts over all starts of a run; set it"
             f" above {start_step} to continue, or choose another run_name"
         )
     return start_step

@@ -52,7 +52,7 @@ def run(config: schema.Config, emit: journal.Journal) -> None:
         slices = manager.Manager()
     if slices.total_slice_count != number:
         raise errors.ConfigError(
-            f"slices={number}, and the hardware has {slices.total_slice_count}; set"
+            f"slices={number}, but the hardware has {slices.total_slice_count}; set"
             f" slices={slices.total_slice_count}"
         )
     with contextlib.closing(

@@ -90,9 +90,9 @@ def check_checkpoints(config: schema.Config) -> None:
     """Raises a ConfigError if a run that is elastic saves nothing to go on from."""
     if config.elastic.elastic_enabled and not config.checkpoint.enable_checkpointing:
         raise errors.ConfigError(
-            "elastic_enabled=true needs enable_checkpointing=true: a run that loses a"
-            " slice goes on from a saved step, and without one it would begin anew at"
-            " step 0; set it, or elastic_enabled=false"
+            "elastic_enabled=true with enable_checkpointing=false: a run that loses a"
+            " slice continues from a saved step, and without one it would start again"
+            " at step 0; set enable_checkpointing=true or elastic_enabled=false"
         )
 
 
@@ -107,8 +107,9 @@ def check_counts(config: schema.Config) -> None:
         )
     if most and not section.elastic_enabled:
         raise errors.ConfigError(
-            f"elastic_max_slice_count={most} needs elastic_enabled=true: otherwise"
-            " spares would replace nothing"
+            f"elastic_max_slice_count={most} needs elastic_enabled=true, or else"
+            " spares would never replace a lost slice; set elastic_enabled=true or"
+            " elastic_max_slice_count=0"
         )
     if most and section.elastic_min_slice_count > most:
         raise errors.ConfigError(

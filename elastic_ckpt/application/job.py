@@ -237,9 +237,9 @@ class Job:
         step, steps = int(state[initial_weights.STEP]), self.config.run.steps
         if not 0 <= step <= steps:
             raise errors.ConfigError(
-                f"{model.init_from} is at step {step}, and steps={steps}: steps counts"
-                f" those before the run, too; set it above {step} to go on, or"
-                " init_from_optimizer=false to begin with step 0"
+                f"steps={steps}, but {model.init_from} is already at step {step}:"
+                " steps counts from the beginning of that training; set it above"
+                f" {step} to continue, or init_from_optimizer=false to begin at step 0"
             )
         self._resize(0, step)
         return state

@@ -51,17 +51,17 @@ def check(config: schema.Config) -> None:
     world, ram = config.world, config.tiers.local_checkpoint_directory
     if not storage.is_local(ram):
         raise errors.ConfigError(
-            f"local_checkpoint_directory={ram!r} is no directory of this machine; set"
-            " it to a RAM disk such as /dev/shm/runs, and base_output_directory to the"
-            " bucket"
+            f"local_checkpoint_directory={ram!r} is not a directory on this machine;"
+            " set it to a RAM disk such as /dev/shm/runs, and base_output_directory to"
+            " the bucket"
         )
     if world.hardware == "tpu" and world.hosts > 1:
         # libtpu needs the place of each process among all of a world before it
         # starts, and a world of some of the hosts is no topology that it has.
         raise errors.ConfigError(
-            f"hosts={world.hosts} with hardware=tpu: the local launcher starts hosts on"
-            " CPUs and GPUs; start one process a host with Slurm or a JobSet, or set"
-            " hosts=1"
+            f"hosts={world.hosts} with hardware=tpu: the local launcher starts hosts"
+            " only on CPUs and GPUs; start one process per host with Slurm or a"
+            " JobSet, or set hosts=1"
         )
     if world.hardware != "cpu" and world.hosts == 1:
         # It has as many devices as JAX finds.
@@ -69,9 +69,9 @@ def check(config: schema.Config) -> None:
     section = config.elastic
     if section.elastic_enabled and world.slices > world.hosts > 1:
         raise errors.ConfigError(
-            f"elastic_enabled=true with slices={world.slices} on hosts={world.hosts}:"
-            " a slice that is lost is made of whole hosts; set hosts to a multiple of"
-            " slices, or to 1"
+            f"elastic_enabled=true with slices={world.slices} and hosts={world.hosts}:"
+            " a slice must consist of whole hosts, which are lost with it; set hosts"
+            " to a multiple of slices, or to 1"
         )
     elastic_run.check_counts(config)
     faults.parse(section.faults)

@@ -54,20 +54,21 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
     )
     if not section.elastic_enabled:
         raise errors.ConfigError(
-            "elastic_machines needs elastic_enabled=true: otherwise an outer launcher"
-            " starts the hosts; set it, or leave elastic_machines empty"
+            "elastic_machines needs elastic_enabled=true: otherwise another launcher"
+            " starts the hosts; set elastic_enabled=true, or leave elastic_machines"
+            " empty"
         )
     elastic_run.check_checkpoints(config)
     if world.enable_single_controller:
         raise errors.ConfigError(
-            f"elastic_machines={section.elastic_machines!r} is for two machines or more"
-            " whose hosts are processes; leave it empty with"
-            " enable_single_controller=true"
+            f"elastic_machines={section.elastic_machines!r} with"
+            " enable_single_controller=true: only runs with a process per host have"
+            " supervisors on several machines; leave it empty"
         )
     if world.hosts % world.slices:
         raise errors.ConfigError(
-            f"slices={world.slices} on hosts={world.hosts} cannot be dealt evenly to"
-            f" {len(own.addresses)} machines; set hosts to a multiple of slices"
+            f"slices={world.slices} with hosts={world.hosts} cannot be divided evenly"
+            f" among {len(own.addresses)} machines; set hosts to a multiple of slices"
         )
     return own
 

@@ -84,13 +84,14 @@ def read_config(directory: str) -> schema.Config:
         values = json.loads(path.read_text())
     except FileNotFoundError:
         raise errors.RunError(
-            f"{directory} is not the directory of a run (no {CONFIG} in it); name"
-            " base_output_directory/run_name, or that of an ec.RunDirectory"
+            f"{directory} is not the directory of a run (it contains no {CONFIG});"
+            " give base_output_directory/run_name, or the directory of an"
+            " ec.RunDirectory"
         ) from None
     except ValueError as error:
         raise errors.ConfigError(
-            f"{path} is not JSON ({error}); restore it from a copy, or start the run"
-            " once more to have it written anew"
+            f"{path} is not valid JSON ({error}); restore it from a copy, or start the"
+            " run again, which rewrites it"
         ) from None
     return load.from_values(values, place=str(path))
 

@@ -62,9 +62,9 @@ def _write(
     named_type = text.file_type(patterns) or file_type
     if named_type != file_type:
         raise errors.ConfigError(
-            f"text_directory is to be written to {patterns}, whose name is that of"
-            f" {named_type}, as grain_file_type={file_type}; set"
-            f" grain_file_type={named_type} or another name"
+            f"grain_file_type={file_type}, but text_directory would be written to"
+            f" {patterns}, whose name is that of {named_type}; set"
+            f" grain_file_type={named_type}, or change the file's name"
         )
     written = text.write(directory, patterns, file_type=file_type)
     report(f"wrote {patterns}: {written.num_documents:,} documents")

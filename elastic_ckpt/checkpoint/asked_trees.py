@@ -71,8 +71,8 @@ def resolve(
     if missing:
         there = sorted(saved.keys() | contents.components.keys())
         raise errors.CheckpointError(
-            f"step {step} has no parts {missing} that are trees; it has {there}:"
-            " restore what it has, and a component by an object that loads it"
+            f"step {step} contains no pytrees named {missing}; it contains {there}."
+            " Restore those, and each component with an object that can load it"
         )
     given: dict[str, Any] = {}
     read: dict[str, Any] = {}
@@ -138,8 +138,8 @@ def _resolved(
         return (leaf, None) if partial else (_READ, leaf)
     if isinstance(was, Text) != (leaf is str or isinstance(leaf, str | Text)):
         raise errors.CheckpointError(
-            f"{path} was saved as {was!r}, and is to be restored as {leaf!r}; give"
-            " `str` for a text, and for texts alone"
+            f"{path} was saved as {was!r} and cannot be restored as {leaf!r}; request"
+            " `str` for texts, and only for texts"
         )
     if isinstance(was, Text):
         return was.value, None
@@ -175,7 +175,7 @@ def _of_type(path: str, kind: type, was: Any) -> Any:
         sharding = getattr(was, "sharding", None)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     raise errors.CheckpointError(
-        f"{path} is to be restored as {kind.__name__}; give jax.Array, np.ndarray,"
+        f"{path} cannot be restored as {kind.__name__}; give jax.Array, np.ndarray,"
         " bool, int, float or str, or an abstract array"
     )
 

@@ -465,8 +465,8 @@ class Checkpointer:
         number = step_number(step)
         if checkpointable_name is not None:
             raise errors.CheckpointError(
-                f"{checkpointable_name!r} of step {number} cannot be deleted alone: a"
-                " step is complete with all of its parts; delete the step"
+                f"{checkpointable_name!r} of step {number} cannot be deleted on its"
+                " own: a step can only be deleted as a whole; delete the step"
             )
         orbax_context.of_deletion(self._context)
         return self._in_background(
@@ -588,9 +588,9 @@ class Checkpointer:
     def _check_writable(self) -> None:
         if self._chosen.is_read_only:
             raise errors.CheckpointError(
-                "this checkpointer was opened with read_only=True, and changes nothing;"
-                " open one without it once no other program writes to"
-                f" {self.directory}"
+                "this checkpointer was opened with read_only=True and cannot save,"
+                " delete or change steps; when no other program writes to"
+                f" {self.directory}, open one without read_only"
             )
 
     def _in_background(self, work: Callable[[], T]) -> Response[T]:

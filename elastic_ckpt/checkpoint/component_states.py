@@ -44,8 +44,8 @@ def read(
     own_description = f"{component}/{description.FILE}"
     if own_description not in items:
         raise errors.CheckpointError(
-            f"component {component!r} has a separate file format; only numbers of"
-            " trees, and of components of ec.components, are edited"
+            f"component {component!r} has a file format of its own; only numbers in"
+            " pytrees and in components of ec.components can be edited"
         )
     try:
         names = description.from_bytes(content(own_description)).states

@@ -90,8 +90,8 @@ def check_named(checkpointables: Any, verb: str, alone: str) -> None:
     else:
         return
     raise errors.CheckpointError(
-        f"{verb} takes pytrees and components by name, as in"
-        f' {{"state": tree, "data": batches}}, and got {found}; {alone} one pytree'
+        f'{verb} takes a mapping of names to pytrees and components, as in {{"state":'
+        f' tree, "data": batches}}, and got {found}; {alone} one pytree'
     )
 
 

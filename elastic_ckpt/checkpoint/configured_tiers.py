@@ -45,9 +45,10 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[Tier]:
     )
     if not directory or not period:
         raise errors.ConfigError(
-            "enable_multi_tier_checkpointing needs local_checkpoint_directory and"
-            f" local_checkpoint_period, which are {directory!r} and {period}; set them,"
-            " for example to /dev/shm and 10"
+            "enable_multi_tier_checkpointing=true with"
+            f" local_checkpoint_directory={directory!r} and"
+            f" local_checkpoint_period={period}: both are needed; set them, for example"
+            " to /dev/shm and 10"
         )
     minutes, steps = _backup_interval(section)
     return [
@@ -145,8 +146,8 @@ def _backup_interval(section: schema.TiersSection) -> tuple[float | None, int | 
         raise errors.ConfigError(
             "set either multi_tier_checkpointing_backup_interval_minutes or"
             " multi_tier_checkpointing_backup_interval_steps, not"
-            f" {'both' if minutes else 'neither'}: backups to persistent storage are"
-            " made so often"
+            f" {'both' if minutes else 'neither'}: it is the interval between backups"
+            " to persistent storage"
         )
     return minutes or None, steps or None
 
@@ -161,8 +162,8 @@ def _peers(section: schema.TiersSection) -> Peers:
     if any(given):
         if not all(given):
             raise errors.ConfigError(
-                "peer_tls_certificate, peer_tls_key and peer_tls_ca are set together,"
-                f" and are {given}; give all three, or none to send unencrypted"
+                f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only"
+                " some of them are set; set all three, or none to send unencrypted"
             )
         certificate, key, authority = given
         tls = TlsFiles(certificate=certificate, key=key, authority=authority)
@@ -175,8 +176,9 @@ def _peers(section: schema.TiersSection) -> Peers:
             agent_url.check(url, what=name, needs_tls=tls is not None)
     if urls["peer_backup_urls"] and not section.peer_secret_file:
         raise errors.ConfigError(
-            "peer_backup_urls needs peer_secret_file: backup hosts do not take part in"
-            " choosing a secret; set it to a file that they have, too"
+            "peer_backup_urls needs peer_secret_file: backup hosts do not take part"
+            " when the hosts choose a secret; set it to a file with the secret of the"
+            " backup hosts"
         )
     bandwidth = section.peer_max_mib_per_sec * 2**20
     return Peers(

@@ -115,9 +115,9 @@ def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunE
     tiers = [tier for tier in (chosen.local, chosen.persistent) if tier]
     where = " or ".join(os.fspath(tier.directory) for tier in tiers)
     return errors.RunError(
-        f"{where} has steps of the run {found!r}, and this one is {run!r}: it would"
-        " begin anew between them; continue under the old name (a directory that was"
-        " renamed needs its old name, too), or save to another directory"
+        f"{where} contains the steps of another run, {found!r}, and this run is"
+        f" {run!r}; to continue that run, use its name (if the directory was renamed,"
+        " rename it back), otherwise save to another directory"
     )
 
 

@@ -70,7 +70,8 @@ class SavedStep:
             later = PersistentTier(self._root, run="").offers(self._step).later
             problem = later[0].problem if later else "none has a manifest"
             raise errors.CheckpointError(
-                f"{self._root.path} has no steps of a run of this library ({problem})"
+                f"{self._root.path} contains no steps that elastic_ckpt has saved"
+                f" ({problem}); check the directory"
             )
         self._run = run
         self._tier = PersistentTier(self._root, run=run)
@@ -78,8 +79,9 @@ class SavedStep:
         saved = self._search.of_step(self._step).step
         if self._search.line.abandons(self._step, saved.save):
             raise errors.CheckpointError(
-                f"step {self._step} in {self._root.path} was abandoned: the run went on"
-                " from an earlier step; modify a step that counts"
+                f"step {self._step} in {self._root.path} was abandoned when the run"
+                " went back to an earlier step; modify a step that the run would"
+                " continue from"
             )
         outcome = self._search.newest()
         newest = outcome.found_step
@@ -88,9 +90,9 @@ class SavedStep:
             raise errors.CheckpointError(refusal)
         if newest is not None and newest.step.step > self._step:
             raise errors.CheckpointError(
-                f"step {self._step} is not the newest in {self._root.path}, and step"
-                f" {newest.step.step} would count no longer; modify that one, or first"
-                " move the later steps out of the directory"
+                f"step {self._step} is not the newest in {self._root.path}: step"
+                f" {newest.step.step} was trained from it, and would be abandoned;"
+                " modify that step, or first move the later steps out of the directory"
             )
         self._original = saved
 
@@ -170,8 +172,9 @@ class SavedStep:
         if not storage.is_local(self._root.path):
             if not is_stopped:
                 raise errors.RunError(
-                    f"{self._root.path} has no locks that show whether a run writes to"
-                    f" it: if one is alive, {stop} with --stopped"
+                    f"{self._root.path} is not a local directory, so it has no lock"
+                    " that shows whether a program writes to it; if one is running,"
+                    f" {stop}; then add --stopped"
                 )
             with writer.Writer(self._root.path, advice=stop):
                 yield
@@ -181,7 +184,7 @@ class SavedStep:
             with presence.alone() as alone:
                 if not alone:
                     raise errors.RunError(
-                        f"a live run writes to {self._root.path}; {stop}"
+                        f"a running program writes to {self._root.path}; {stop}"
                     )
                 with writer.Writer(self._root.path, advice=stop):
                     yield
@@ -276,7 +279,7 @@ def _number(
     leaf = holdings.contents.leaves[leaves[path]]
     if not _is_number(leaf):
         raise errors.CheckpointError(
-            f"{path} is {leaf.dtype}{list(leaf.shape)}, and only single numbers are"
+            f"{path} is {leaf.dtype}{list(leaf.shape)}, and only single numbers can be"
             " edited"
         )
     item = int(np.searchsorted(holdings.leaf, leaves[path]))

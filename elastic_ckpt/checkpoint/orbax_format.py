@@ -162,8 +162,8 @@ def handler_name(name: str) -> str:
         if handler.__name__ == name:
             return f"{handler.__module__}.{handler.__qualname__}"
     raise errors.CheckpointError(
-        f"this version of orbax-checkpoint has no handler {name}; install the one that"
-        " elastic_ckpt was tested with (constraints.txt)"
+        f"the installed version of orbax-checkpoint has no handler {name}; install the"
+        " version in constraints.txt, which elastic_ckpt was tested with"
     )
 
 

@@ -191,8 +191,8 @@ class _Rules:
     def _layouts(self, step: int) -> Layouts:
         if self.layouts is None:
             raise errors.CheckpointError(
-                f"step {step} is of another layout, and this checkpointer reads none;"
-                " make it with `elastic_ckpt.Checkpointer`"
+                f"step {step} was saved in another layout, which this checkpointer"
+                " cannot read; open the steps with `elastic_ckpt.Checkpointer`"
             )
         return self.layouts
 
@@ -233,9 +233,10 @@ class _Reading:
             backup_requests.HasBackup(step=step, save=save)
         ):
             raise errors.CheckpointError(
-                f"step {step} is of another layout, and in the RAM of other processes"
-                " alone; under one controller a layout reads steps from persistent"
-                " storage. Restore it as it was saved, and save it with force=True"
+                f"step {step} was saved in another layout and is only in the RAM of"
+                " other processes; under one controller a layout can read only steps"
+                " in persistent storage. Restore it as it was saved, and save it with"
+                " force=True"
             )
         return self.rules.load(step, path / self.name, self.abstract)
 

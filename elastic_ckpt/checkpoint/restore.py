@@ -280,10 +280,15 @@ def _read_newest(
         if checkpoint is None and search.missing is not None:
             raise step_errors.StepNotFoundError(search.missing)
         if checkpoint is None:
-            listed = "; ".join(list(reasons.values())[:MOST_NAMED]) or "there is none"
+            listed = "; ".join(list(reasons.values())[:MOST_NAMED])
+            if not listed:
+                raise errors.CheckpointError(
+                    "no step is complete in any tier; test `checkpointer.latest is not"
+                    " None` before you load"
+                )
             raise errors.CheckpointError(
                 f"no step is complete in any tier: {listed}; bring back a host that has"
-                " what is missing, or start anew"
+                " the missing parts, or begin a new run in another directory"
             )
         if not checkpoint.save:
             return search, None

@@ -160,9 +160,9 @@ class RunSaver:
         )
         if saving is None or not saving.result():
             raise errors.CheckpointError(
-                f"step {step}, to which the run has gone back, could not be saved, and"
-                " a restart would continue from a later one; see `degraded` in the"
-                " run's events, make room, and start the run once more"
+                f"step {step}, which the run has gone back to, could not be saved, so"
+                " a restart would continue from a later one; find the reason in the"
+                " `degraded` events of the run, make room, and start the run again"
             )
         if evaluated is not None:
             # The new save is of the same state.
@@ -274,7 +274,8 @@ def close(checkpointer: Checkpointer, *, last_step: int | None) -> None:
         # The end of the block raises with the cause, if a step that was due is missing.
     if not is_stored:
         raise errors.CheckpointError(
-            f"step {last_step}, the last of the run, is not in persistent storage,"
-            " and would be lost with the hosts: see why in the lines before or"
-            " `degraded` in the run's events, and start the run once more to save it"
+            f"step {last_step}, the last of the run, is not in persistent storage and"
+            " would be lost with the hosts; find the reason in the messages above or"
+            " in the `degraded` events of the run, and start the run again to save the"
+            " step"
         )

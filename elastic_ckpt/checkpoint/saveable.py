@@ -53,7 +53,10 @@ def check(checkpointables: Mapping[str, Any], components: Mapping[str, Any]) -> 
       components: other parts by name.
     """
     if not (checkpointables or components):
-        raise errors.CheckpointError("there is nothing to save; give a checkpointable")
+        raise errors.CheckpointError(
+            "no checkpointables were given, so there is"
+            " nothing to save; give at least one"
+        )
     for name in [*checkpointables, *components]:
         _check_name(name)
     for name, tree in checkpointables.items():
@@ -80,8 +83,9 @@ def _check_name(name: str) -> None:
     refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
     if refused or manifest_file.is_file_name(name) or not _is_unicode(name):
         raise errors.CheckpointError(
-            f"a checkpointable cannot be called {name!r}: its name is that of a"
-            f" directory, and {sorted(_RESERVED)} are taken; rename it"
+            f"the name {name!r} cannot be used for a checkpointable: it becomes the"
+            f" name of a directory, and {sorted(_RESERVED)} are reserved; choose"
+            " another name"
         )
 
 

@@ -354,7 +354,8 @@ class SavedSteps:
             was_there |= self._hosts.first(backup_requests.RemoveBackup(step=step))
         if not (was_there or missing_ok):
             raise step_errors.StepNotFoundError(
-                f"step {step} is in no tier; `checkpoints` lists those that are there"
+                f"step {step} is not in any tier; `checkpoints` lists the steps that"
+                " are"
             )
         self.reload()
         return was_there
@@ -369,8 +370,9 @@ class SavedSteps:
     def _check_storage(self) -> None:
         if self.root is None:
             raise errors.CheckpointError(
-                "metrics of evaluations are recorded in persistent storage, and there"
-                " is none; add Persistent(directory), or give metrics with a save"
+                "metrics of evaluations are recorded in persistent storage, and this"
+                " checkpointer has none; add Persistent(directory), or pass metrics="
+                " when you save"
             )
 
     def _is_stored(self, saving: Saving) -> bool:
@@ -407,15 +409,15 @@ class SavedSteps:
         if not overwrite:
             if step == latest.step or step in [each.step for each in self.complete()]:
                 raise step_errors.StepAlreadyExistsError(
-                    f"step {step} exists already; save it with overwrite=True, or save"
+                    f"step {step} already exists; save it with overwrite=True, or save"
                     " a later step"
                 )
             return None
         if step < latest.step:
             raise errors.CheckpointError(
-                f"step {step} is not the newest, {latest.step} is, and only the newest"
-                " is overwritten; load an earlier step, with go_back=True, to go on"
-                " from there"
+                f"step {step} cannot be overwritten: only the newest step can, which"
+                f" is {latest.step}; to continue from an earlier step, load it with"
+                " go_back=True"
             )
         # Until the step is complete under the new line, nothing abandons the old save.
         after = max(self._save, latest.line[-1][1])

@@ -33,7 +33,7 @@ def step_number(step: Any) -> int:
         index = -1
     if index < 0:
         raise errors.CheckpointError(
-            f"{number!r} ({type(number).__name__}) is no step; give an integer at or"
-            " above 0"
+            f"{number!r} ({type(number).__name__}) is not a step; give an integer of"
+            " at least 0"
         )
     return index

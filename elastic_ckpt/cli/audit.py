@@ -82,7 +82,8 @@ def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
     else:
         if data is not None:
             raise errors.ConfigError(
-                f"--data: {directory} has its data in its configuration; leave it out"
+                f"--data: the data of {directory} is in its configuration; leave"
+                " --data out"
             )
         # MaxText names a save by its last step, counted from 0.
         is_maxtext = bool(config.deploy.maxtext)
@@ -137,8 +138,8 @@ def _own_data(
 
     if named is None:
         raise errors.ConfigError(
-            f"{directory} is recorded by a loop of its own, whose data is in its"
-            " program: name it with --data MODULE:NAME"
+            f"{directory} was recorded by your own training loop, whose data is"
+            " defined in its program; name it with --data MODULE:NAME"
         )
     module, _, name = named.partition(":")
     # As `python -m` does.

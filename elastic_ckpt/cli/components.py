@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         step = "step" if asked is None else f"step {asked}"
         raise errors.CheckpointError(
-            "; ".join([f"no {step} is complete in these places", *problems])
+            "; ".join([f"no {step} is complete in the given places", *problems])
             if numbers
-            else "there are no steps in these places; name where they are"
+            else "there are no steps in the given places; give the directory of a tier"
         )

@@ -66,9 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
                 tiers.check_versions()
             if not (report.known or report.leftovers or report.problems or is_run):
                 raise errors.RunError(
-                    f"{', '.join([*arguments.paths, *arguments.peer])}: neither a run"
-                    f" (no {run_directory.CONFIG} in it) nor steps in any tier; name"
-                    " base_output_directory/run_name, or where the steps are"
+                    f"{', '.join([*arguments.paths, *arguments.peer])}: this is"
+                    " neither the directory of a run (it contains no"
+                    f" {run_directory.CONFIG}) nor one with steps of any tier; give"
+                    " base_output_directory/run_name, or the directory with the steps"
                 )
             content["tiers"] = {"run": name, **dataclasses.asdict(report)}
             lines.append(tier_report.describe(name, report))
@@ -121,7 +122,7 @@ def _check_step(step: int | None, content: dict[str, Any]) -> None:
     known = {*content.get("known", ()), *content.get("tiers", {}).get("known", ())}
     if step is not None and step not in known:
         raise errors.CheckpointError(
-            f"there is no step {step} in these places; they have the steps"
+            f"there is no step {step} in the given places; they contain the steps"
             f" {sorted(known)}"
         )
 

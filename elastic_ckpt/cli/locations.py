@@ -99,7 +99,7 @@ def opened(
 
     paths = arguments.paths
     if not (paths or arguments.peer):
-        raise errors.ConfigError("name a PATH, or a peer with --peer URL")
+        raise errors.ConfigError("give a PATH, or a peer with --peer URL")
     for url in arguments.peer:
         from elastic_ckpt.tiers.peers import agent_url
 
@@ -116,8 +116,7 @@ def opened(
         run = next(filter(None, map(tier_locations.find_run, in_tiers)), None)
     if run is None and arguments.peer:
         raise errors.ConfigError(
-            "no PATH has a manifest that names the run to request of the peers; add"
-            " --run"
+            "no manifest in PATH names the run to request from the peers; add --run"
         )
     # Without a manifest there are only steps of plain Orbax.
     run = run or ""

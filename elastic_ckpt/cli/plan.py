@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_change(arguments)
     if None in (arguments.hosts, arguments.batches):
         raise errors.ConfigError(
-            "name --hosts and --batches, or a configuration with --from and --to"
+            "give --hosts and --batches, or a configuration with --from and --to"
         )
     from elastic_ckpt.data import plan, rows
 

@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     directory, slices = arguments.run, arguments.slices
     if run_directory.read_loop(directory) is not None:
         raise errors.RunError(
-            f"{directory} is recorded by a loop of its own, whose slices this command"
-            " cannot change; change them where the loop calls ec.elastic.run"
+            f"{directory} was recorded by your own training loop, whose slices this"
+            " command cannot change; change them where the loop calls ec.elastic.run"
         )
     config = run_directory.read_config(directory)
     if not config.elastic.elastic_enabled:
@@ -116,7 +116,7 @@ def _check_alive(directory: str, events: Sequence[dict[str, Any]]) -> None:
     is_ended = bool(events) and events[-1]["event"] in _ENDS
     if is_ended or run_directory.is_alive(directory) is False:
         raise errors.RunError(
-            f"{directory} is not running; start it on the slices that it is to have"
+            f"{directory} is not running; start it with slices=N instead"
         )
 
 

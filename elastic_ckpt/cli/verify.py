@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise errors.CheckpointError(
                 "; ".join(
                     [
-                        f"there is no step{asked} in these places",
-                        f"they have the steps {known}",
+                        f"there is no step{asked} in the given places",
+                        f"they contain the steps {known}",
                         *problems,
                     ]
                 )

@@ -146,7 +146,8 @@ def _read_file(
         path = epath.Path(f"{store}://{os.path.normpath(name)}")
     if path in below:
         raise errors.ConfigError(
-            f"{path}: base_config leads back to this file; remove it"
+            f"{path}: base_config includes this file again; remove it from one of the"
+            " files"
         )
     try:
         document = yaml.compose(path.read_text(), Loader)
@@ -154,9 +155,14 @@ def _read_file(
         by = f" (base_config of {below[-1]})" if below else ""
         raise errors.ConfigError(f"{path}: no such configuration file{by}") from None
     except (UnicodeDecodeError, *bucket_clients.failures()) as error:
-        raise errors.ConfigError(f"{path}: cannot be read: {error}") from None
+        raise errors.ConfigError(
+            f"{path}: this file cannot be read: {error}; check"
+            " the path and its permissions"
+        ) from None
     except yaml.YAMLError as error:
-        raise errors.ConfigError(f"{path}: not YAML: {error}") from None
+        raise errors.ConfigError(
+            f"{path}: this file is not valid YAML: {error}"
+        ) from None
     if document is None:
         return {}
     if not isinstance(document, yaml.MappingNode):
@@ -239,32 +245,33 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
         quoted = f'; put it in quotes ({key}: "{setting.value}")'
         is_number = expected is str and isinstance(value, int | float)
         raise errors.ConfigError(
-            f"{setting.place}: {key} takes {_ARTICLES[expected]}, not"
+            f"{setting.place}: {key} must be {_ARTICLES[expected]}, not"
             f" {setting.value!r}{quoted if is_number else ''}"
         )
     if choices and value not in choices:
         allowed = ", ".join(keys.render(choice) for choice in choices)
         raise errors.ConfigError(
-            f"{setting.place}: {key} is one of {allowed}, not {setting.value!r}"
+            f"{setting.place}: {key} must be one of {allowed}, not {setting.value!r}"
         )
     at_least = field.metadata["at_least"]
     if at_least is not None and not typing.cast(float, value) >= at_least:
         raise errors.ConfigError(
-            f"{setting.place}: {key} is at least {at_least}, not {setting.value!r}"
+            f"{setting.place}: {key} must be at least {at_least}, not {setting.value!r}"
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise errors.ConfigError(
-            f"{setting.place}: {key} is a finite number, not {setting.value!r}"
+            f"{setting.place}: {key} must be a finite number, not {setting.value!r}"
         )
     below = field.metadata["below"]
     if below is not None and not typing.cast(float, value) < below:
         raise errors.ConfigError(
-            f"{setting.place}: {key} is below {below}, not {setting.value!r}"
+            f"{setting.place}: {key} must be below {below}, not {setting.value!r}"
         )
     factor = field.metadata["multiple_of"]
     if factor is not None and typing.cast(int, value) % factor:
         raise errors.ConfigError(
-            f"{setting.place}: {key} is a multiple of {factor}, not {setting.value!r}"
+            f"{setting.place}: {key} must be a multiple of {factor}, not"
+            f" {setting.value!r}"
         )
     return typing.cast(Value, value)
 

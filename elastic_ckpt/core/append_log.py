@@ -81,8 +81,8 @@ class AppendLog:
         if not is_there:
             raise errors.RunError(
                 f"{self._path} was removed or replaced while this run was writing to"
-                " it: what it had recorded there is lost, so this run stops; leave the"
-                " directory of a live run alone, and start it again"
+                " it. What the run had recorded there is lost, so it stops; start it"
+                " again, and do not touch the directory while it runs"
             )
 
     def sync(self) -> None:

@@ -91,9 +91,9 @@ def prepare(url: str, *, is_data: bool = False) -> None:
         return
     if not is_data and protocol not in _OF_CHECKPOINTS:
         raise errors.ConfigError(
-            f"{url}: {protocol}:// holds training data alone, as TensorStore has no"
-            " driver for it; name a directory in gs:// or s3://, or a mounted one, for"
-            " runs and checkpoints"
+            f"{url}: {protocol}:// can only hold training data, because TensorStore"
+            " has no driver for it; give a directory in gs:// or s3://, or a mounted"
+            " one, for runs and checkpoints"
         )
     _prepare_protocol(protocol)
 

@@ -44,15 +44,16 @@ class Topology:
         """Raises a ConfigError unless hosts and devices divide into the slices."""
         if self.hosts % self.slices and self.slices % self.hosts:
             raise errors.ConfigError(
-                f"{self.hosts} hosts do not divide into slices={self.slices}: a slice"
-                " is made of whole hosts (or a host simulates whole slices); set slices"
-                f" to one of {_divisors(self.hosts)}"
+                f"slices={self.slices}: {self.hosts} hosts cannot be divided evenly"
+                " among that many slices, which consist of whole hosts (or one host"
+                " simulates whole slices); set slices to one of"
+                f" {_divisors(self.hosts)}"
             )
         if self.devices % self.slices:
             raise errors.ConfigError(
-                f"{self.devices} devices do not divide into slices={self.slices}; set"
-                f" slices to one of {_divisors(self.devices)}, or change"
-                " devices_per_host"
+                f"slices={self.slices}: {self.devices} devices cannot be divided"
+                " evenly among that many slices; set slices to one of"
+                f" {_divisors(self.devices)}, or change devices_per_host"
             )
 
 
@@ -128,8 +129,8 @@ def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mes
     available = present(world.slices, devices)
     if available != world:
         raise errors.ConfigError(
-            f"the devices are {available}, and the run was to be on {world}; pass the"
-            " topology and the devices of one world"
+            f"the devices are {available}, but the topology of the run is {world};"
+            " pass the topology and the devices of the same world"
         )
     world.check()
     ordered = sorted(devices, key=lambda d: (_hardware_slice(d), d.process_index, d.id))

@@ -121,9 +121,9 @@ class TreeAllgather:
                 return values.values(self.num_hosts)
             missing = values.missing
         raise errors.RunError(
-            f"host {self.host} waited for {errors.first_of(map(str, missing))} ({kind})"
-            f" for {timeout_secs:g} s; look at the log of the host that is missing, and"
-            " start the world anew"
+            f"host {self.host} waited for {errors.first_of(map(str, missing))}"
+            f" ({kind}) for {timeout_secs:g} s; look at the log of the host that is"
+            " missing, and start the run again"
         )
 
     def _of_child(

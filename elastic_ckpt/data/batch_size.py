@@ -74,14 +74,15 @@ def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int
         rows = round(exact)
         if not rows or rows != exact:
             raise errors.ConfigError(
-                f"per_device_batch_size={data.per_device_batch_size} on {world.devices}"
-                f" devices is {exact:g} rows; choose it so that this is an integer"
+                f"per_device_batch_size={data.per_device_batch_size} on"
+                f" {world.devices} devices makes a global batch of {exact:g} rows;"
+                " choose it so that this is a whole number"
             )
     for what, count in (("hosts", world.hosts), ("devices", world.devices)):
         if rows % count:
             raise errors.ConfigError(
-                f"a global batch of {rows} rows does not divide over {count} {what};"
-                f" set global_batch_size to a multiple of {count}, or use a number of"
-                f" {what} that divides {rows}"
+                f"a global batch of {rows} rows cannot be divided evenly among {count}"
+                f" {what}; set global_batch_size to a multiple of {count}, or use a"
+                f" number of {what} that divides {rows}"
             )
     return rows

@@ -108,8 +108,9 @@ def check(facts: Sequence[Facts]) -> None:
         raise errors.ConfigError(
             "the hosts of this run differ: "
             + "; ".join(differing)
-            + ". Give every host, and the image of the sidecar, the same versions;"
-            " if the pipeline differs, the same configuration and files"
+            + ". Install the same versions on every host and in the sidecar's image;"
+            " if the pipeline differs, give every host the same configuration and"
+            " files"
         )
 
 

@@ -68,9 +68,9 @@ def read(
         values = content["cursors"]
         if content["position"] != position or len(values) != last + 1 - first:
             raise errors.DataError(
-                f"shard cursors {path} are those of position {content['position']} and"
-                f" {len(values)} shards, not of {position} and shards {first} to"
-                f" {last}: the file is from another step; restore it from a copy"
+                f"shard cursors {path} belong to position {content['position']} and"
+                f" {len(values)} shards, not to position {position} and shards {first}"
+                f" to {last}: the file is from another step; restore it from a copy"
             )
         values_by_shard |= {shard: values[shard - first] for shard in in_file}
     missing = sorted(required - values_by_shard.keys())

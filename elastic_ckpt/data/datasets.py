@@ -75,7 +75,9 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
     try:
         content = json.loads(storage.absolute(path).read_text())
     except FileNotFoundError:
-        raise errors.ConfigError(f"{path}: no such mixture file") from None
+        raise errors.ConfigError(
+            f"{path}: this mixture file does not exist; check the path"
+        ) from None
     except ValueError as error:
         raise errors.ConfigError(f"{path}: not JSON ({error})") from None
     datasets = list(_entries(content, place=os.fspath(path), prefix="", share=1.0))

@@ -123,9 +123,9 @@ def feature_sharding(
                 what = f"global_batch_size={shape[0]}"
             over = ", ".join(f"{axis}={size}" for axis, size in axes.items())
             raise errors.ConfigError(
-                f"{what} does not divide over the {parts} parts that the mesh makes of"
-                f" it ({over or 'no axis'}); choose a positive multiple of {parts}, or"
-                " shard it over fewer axes (spec=)"
+                f"{what} cannot be divided evenly among the {parts} parts that the mesh"
+                f" makes of it ({over or 'no axis'}); choose a positive multiple of"
+                f" {parts}, or shard it over fewer axes (spec=)"
             )
     return NamedSharding(sharding.mesh, spec)
 

@@ -118,10 +118,10 @@ def check(data: Any, *, caller: str) -> None:
     found = f"{caller}: data is a {kind.__name__}"
     if kind.__module__.partition(".")[0] == "grain":
         raise errors.ConfigError(
-            f"{found} of Grain, whose position only its own number of hosts can load;"
-            " give ec.data.sharded(make_shard, num_shards=S, pipeline="
-            '"a name, version 1"), where make_shard(shard) returns the part'
-            " dataset[shard::S] of a MapDataset, with .to_iter_dataset() at its end"
+            f"{found} of Grain, whose state can only be loaded on the number of hosts"
+            " that saved it; give ec.data.sharded(make_shard, num_shards=S,"
+            ' pipeline="a name, version 1"), where make_shard(shard) returns the part'
+            " dataset[shard::S] of a MapDataset, followed by .to_iter_dataset()"
         )
     raise errors.ConfigError(
         f"{found}; give the result of ec.data.sharded(make_shard, num_shards=S) or of"

@@ -38,8 +38,9 @@ def adopt(
     """
     if len(states) != data.num_shards:
         raise errors.DataError(
-            f"{len(states)} Grain states for {data.num_shards} logical shards; pass the"
-            " state of each process, and use as many shards"
+            f"{len(states)} Grain states were given for {data.num_shards} logical"
+            " shards; give the state of every process, and make num_shards their"
+            " number"
         )
     position: cursors.Position = {"stream_row": num_rows * data.num_shards}
     by_shard = {shard: shard_rows.to_json(value) for shard, value in enumerate(states)}

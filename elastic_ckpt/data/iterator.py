@@ -231,8 +231,8 @@ class HostIterator:
         state.check_same_pipeline(saved, now.engine, now.pipeline)
         if saved.row > now.row:
             raise errors.DataError(
-                f"the data state in {directory} is of position {saved.row}, after"
-                f" {now.row}, where the run is; load it to continue from there"
+                f"the data state in {directory} is at position {saved.row}, after that"
+                f" of the run, {now.row}; load it to continue from there"
             )
         self._left_out = (*saved.left_out, (saved.row, now.row))
 

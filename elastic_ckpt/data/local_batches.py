@@ -66,13 +66,14 @@ class LocalBatches:
             )
         if global_batch_size < 1 or global_batch_size % num_ranks:
             raise errors.ConfigError(
-                f"LocalBatches: global_batch_size={global_batch_size} does not divide"
-                f" over num_ranks={num_ranks}; choose a positive multiple of it"
+                f"LocalBatches: global_batch_size={global_batch_size} cannot be"
+                f" divided evenly among num_ranks={num_ranks}; choose a positive"
+                " multiple of num_ranks"
             )
         if data.end is not elastic_data.End.NEVER and num_ranks > 1 and agree is None:
             raise errors.ConfigError(
-                f"finite data must end on all {num_ranks} ranks at once; pass agree=,"
-                " an all-reduce of a bool, to LocalBatches"
+                f"LocalBatches: finite data must end on all {num_ranks} ranks at once;"
+                " pass agree=, a function that all-reduces a bool over the ranks"
             )
         self._data = data
         self._identity = data.identity()
@@ -132,8 +133,8 @@ class LocalBatches:
         ranks = [saved] if isinstance(saved, Mapping) else saved
         if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
             raise errors.DataError(
-                f"{saved!r} is no state of LocalBatches; load the result of its"
-                " get_state or state_dict, or a list of the results of all ranks"
+                f"{saved!r} is not a state of LocalBatches; load what its get_state or"
+                " state_dict returned, or a list of what it returned on all ranks"
             )
         checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
         position = checked[0]["position"]

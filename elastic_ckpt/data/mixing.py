@@ -320,17 +320,17 @@ class _MixtureIterator(grain.DatasetIterator):
                 )
                 if due < until:
                     raise errors.DataError(
-                        f"mixture: dataset {name} is gone, but examples of it are in a"
-                        " shuffle window or in incomplete rows; add it again with"
-                        " weight 0 until they are used"
+                        f"mixture: dataset {name} was removed, but some of its"
+                        " examples are still in a shuffle buffer or in incomplete"
+                        " rows; add it again with weight 0 until they are used"
                     )
             new = sorted(self._weights.keys() - weights.keys())
             if stage.get(_ENDED) and new and (turn < until or is_read_again):
                 raise errors.DataError(
-                    f"mixture: the weights of {new} were raised from 0 when the other"
-                    " datasets had ended, but the last examples of these are in a"
-                    " shuffle window or in incomplete rows; set the weights to 0 until"
-                    " they are used"
+                    f"mixture: the weights of {new} were raised from 0 after the other"
+                    " datasets had ended, but the last examples of those are still in"
+                    " a shuffle buffer or in incomplete rows; leave the weights at 0"
+                    " until they are used"
                 )
             turn = max(turn, until)
 

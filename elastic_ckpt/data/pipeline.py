@@ -224,9 +224,10 @@ def from_config(
     if data.num_logical_shards:
         if data.grain_use_elastic_iterator:
             raise errors.ConfigError(
-                "grain_use_elastic_iterator=true and num_logical_shards="
-                f"{data.num_logical_shards}: Grain's elastic iterator does not support"
-                " shards; reset one of them"
+                "grain_use_elastic_iterator=true with"
+                f" num_logical_shards={data.num_logical_shards}: Grain's"
+                " ElasticIterator does not work with logical shards; set"
+                " grain_use_elastic_iterator=false or num_logical_shards=0"
             )
         return _sharded(data, vocab_size=vocab_size)
     needs = _needs_shards(data)

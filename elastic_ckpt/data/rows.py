@@ -95,8 +95,8 @@ class Placement:
         """The placement in which host h of H holds the h-th part of the rows."""
         if global_batch_size % num_hosts:
             raise errors.ConfigError(
-                f"{global_batch_size} rows do not divide over {num_hosts} hosts; choose"
-                f" a multiple of {num_hosts}"
+                f"a global batch of {global_batch_size} rows cannot be divided evenly"
+                f" among {num_hosts} hosts; choose a multiple of {num_hosts}"
             )
         row_hosts = np.repeat(np.arange(num_hosts), global_batch_size // num_hosts)
         return cls(row_hosts=row_hosts, host=host)

@@ -117,9 +117,9 @@ class CheckedShards:
             wrong = step.shard not in (None, shard)
             if wrong or step.num_shards not in (None, self.num_shards):
                 raise errors.ConfigError(
-                    f"make_shard({shard}) of {self.num_shards} shards has {step}; give"
-                    " its shard= the argument of make_shard, and the same num_shards="
-                    " everywhere"
+                    f"make_shard({shard}) of {self.num_shards} shards contains {step};"
+                    " pass the argument of make_shard as its shard=, and the same"
+                    " num_shards= everywhere"
                 )
         return made
 
@@ -144,7 +144,7 @@ def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
         if isinstance(made, grain.MapDataset):
             hint = "; end it with .to_iter_dataset()"
         raise errors.ConfigError(
-            f"make_shard({shard}) returns a {type(made).__name__}, not a"
+            f"make_shard({shard}) returned a {type(made).__name__}, not a"
             f" grain.IterDataset{hint}"
         )
     return made

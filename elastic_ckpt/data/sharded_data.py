@@ -79,7 +79,7 @@ class ShardedData:
         object.__setattr__(self, "end", elastic_data.End.of(self.end))
         if self.num_shards < 1:
             raise errors.ConfigError(
-                f"num_shards={self.num_shards}; use at least 1 logical shard"
+                f"num_shards={self.num_shards}: give at least 1 logical shard"
             )
 
     @property

@@ -88,7 +88,8 @@ def write(
         _WRITERS[file_type](temporary, counted)
         if not counted.num_documents:
             raise errors.DataError(
-                f"{directory}: no text file in it; give a directory that has some"
+                f"{directory}: this directory contains no text files; give one that"
+                " does"
             )
     return Written(
         num_documents=counted.num_documents,
@@ -207,8 +208,8 @@ def _documents(directory: str) -> list[pathlib.Path]:
         return [root]
     if not root.is_dir():
         raise errors.DataError(
-            f"{root}: no such directory; give one that has text files, a .jsonl file,"
-            f" or {PYTHON_STDLIB!r} for Python's own sources"
+            f"{root}: no such directory; give a directory with text files, a .jsonl"
+            f" file, or {PYTHON_STDLIB!r} for Python's own sources"
         )
     documents = []
     for path in root.rglob(pattern):
@@ -232,7 +233,7 @@ def _stored_contents(directory: str) -> Iterator[_Content]:
     ]
     if not names:
         raise errors.DataError(
-            f"{directory}: no file below it; give a directory that has text files"
+            f"{directory}: this directory contains no files; give one with text files"
         )
     with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
         for some in range(0, len(names), _READERS):

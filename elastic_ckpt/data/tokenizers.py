@@ -164,13 +164,13 @@ def load(kind: str, path: str = "") -> Tokenizer:
     """
     if kind not in KINDS:
         raise errors.ConfigError(
-            f"there is no kind {kind!r} of tokenizer (tokenizer_type in a"
-            f" configuration); it is one of {', '.join(KINDS)}"
+            f"tokenizer kind {kind!r}: there is no such kind; choose one of"
+            f" {', '.join(KINDS)} (tokenizer_type in a configuration)"
         )
     if (kind == _BYTES) != (not path):
         remedy = f"set it to {_FILES[kind]}" if kind in _FILES else "leave it empty"
         raise errors.ConfigError(
-            f"the path {path!r} does not fit a tokenizer of kind {kind!r}; {remedy}"
+            f"tokenizer path {path!r} does not fit the kind {kind!r}; {remedy}"
             " (tokenizer_path and tokenizer_type in a configuration)"
         )
     if kind == _BYTES:

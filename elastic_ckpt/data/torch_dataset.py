@@ -44,9 +44,9 @@ class TorchDataset(torch_data.IterableDataset):
         info = torch_data.get_worker_info()
         if info is not None and info.num_workers > 1:
             raise errors.ConfigError(
-                f"{info.num_workers} workers of a DataLoader would each read every row;"
-                " use num_workers=0 or 1, and num_workers of the data for more"
-                " processes"
+                f"each of the {info.num_workers} workers of the DataLoader would read"
+                " every row; use num_workers=0 or 1, and set num_workers of the data to"
+                " use more processes"
             )
         # PyTorch gives a dataset no access to its loader except the number of workers.
         frames = [
@@ -56,9 +56,9 @@ class TorchDataset(torch_data.IterableDataset):
         is_stateful = any(package == "torchdata" for package, _ in frames)
         if info is not None and not is_stateful:
             raise errors.ConfigError(
-                "a DataLoader's state_dict would not contain the position of its"
-                " worker; use torchdata's StatefulDataLoader, or num_workers=0, and"
-                " num_workers of the data for more processes"
+                "the DataLoader's state_dict would not contain the position of its"
+                " worker process; use torchdata's StatefulDataLoader, or num_workers=0"
+                " with num_workers of the data for more processes"
             )
         if any(
             frame.f_locals.get("auto_collation") is True
@@ -66,8 +66,8 @@ class TorchDataset(torch_data.IterableDataset):
             if package in ("torch", "torchdata")
         ):
             raise errors.ConfigError(
-                "the dataset yields whole batches, and the loader would batch them"
-                " again; set its batch_size=None"
+                "the dataset yields whole batches, which the DataLoader would batch"
+                " again; pass batch_size=None to it"
             )
         if self.batches.at_end:
             self.batches.reset()

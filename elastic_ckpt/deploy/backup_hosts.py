@@ -44,7 +44,8 @@ def check(config: schema.Config) -> None:
     if program.is_train(config) and not tiers.enable_multi_tier_checkpointing:
         raise errors.ConfigError(
             f"backup_hosts={deploy.backup_hosts} with"
-            " enable_multi_tier_checkpointing=false: there is nothing to hold; set it"
+            " enable_multi_tier_checkpointing=false: there would be no steps in memory"
+            " for them to hold; set enable_multi_tier_checkpointing=true"
         )
     if tiers.peer_backup_urls:
         raise errors.ConfigError(

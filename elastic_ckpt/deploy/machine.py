@@ -143,8 +143,9 @@ def from_config(config: schema.Config) -> Machine:
         )
     if world.hosts % world.slices:
         raise errors.ConfigError(
-            f"hosts={world.hosts} do not divide into slices={world.slices}; set hosts,"
-            " the hosts of all slices together, to a multiple"
+            f"hosts={world.hosts} cannot be divided evenly among"
+            f" slices={world.slices}; set hosts, which counts those of all slices, to a"
+            " multiple of slices"
         )
     hosts_per_slice = world.hosts // world.slices
     selector = {INSTANCE: deploy.machine_type} if deploy.machine_type else {}
@@ -190,8 +191,8 @@ def _known(
             else ", or set machine_gpus to the number of GPUs of another machine"
         )
         raise errors.ConfigError(
-            f"machine_type={machine_type!r} is no known machine with"
-            f" hardware={hardware}; the nearest is {near[0]!r}; choose one of"
+            f"machine_type={machine_type!r} is not a known machine type for"
+            f" hardware={hardware}; did you mean {near[0]!r}? Choose one of"
             f" {', '.join(machines)}{other}"
         )
     return machines[machine_type]
@@ -220,7 +221,8 @@ def _hosts_of_topology(deploy: schema.DeploySection, tpu: _Accelerator) -> int:
             else ""
         )
         raise errors.ConfigError(
-            f"topology={topology} is none of machine_type={deploy.machine_type}, whose"
-            f" slices have {known}{larger}; choose the topology of the node pool"
+            f"topology={topology} does not exist for"
+            f" machine_type={deploy.machine_type}, whose slices have {known}{larger};"
+            " choose the topology of the node pool"
         )
     return math.prod(lengths) // tpu.chips

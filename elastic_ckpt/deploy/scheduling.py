@@ -24,8 +24,8 @@ def check(config: schema.Config) -> None:
     pods = config.pods
     if pods.spot and pods.reservation:
         raise errors.ConfigError(
-            f"spot=true with reservation={pods.reservation}: Spot VMs are never"
-            " reserved; set one of them"
+            f"spot=true with reservation={pods.reservation}: Spot VMs cannot be"
+            " reserved; set only one of the two"
         )
     for name in pods.reservation.split("/") if pods.reservation else ():
         names.check_name("reservation", name)

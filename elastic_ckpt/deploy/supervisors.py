@@ -44,8 +44,8 @@ def check(config: schema.Config, host: machine.Machine) -> None:
         )
     if config.deploy.maxtext:
         raise errors.ConfigError(
-            "elastic_enabled=true with maxtext: it has a supervisor for one machine"
-            " alone; set elastic_enabled=false"
+            "elastic_enabled=true with maxtext: its supervisor works on one machine"
+            " only; set elastic_enabled=false"
         )
     if config.elastic.elastic_machines:
         raise errors.ConfigError(
@@ -54,9 +54,9 @@ def check(config: schema.Config, host: machine.Machine) -> None:
         )
     if world.slices < 2:
         raise errors.ConfigError(
-            f"elastic_enabled=true with slices={world.slices}: each slice is a pod, and"
-            " one that is lost needs another one to go on; set slices to 2 or more, and"
-            " hosts to a multiple"
+            f"elastic_enabled=true with slices={world.slices}: each slice is a pod,"
+            " and when one is lost the run needs another to continue on; set slices to"
+            " 2 or more, and hosts to a multiple of it"
         )
     devices = host.hosts_per_slice * world.devices_per_host
     if host.devices and devices != host.devices:

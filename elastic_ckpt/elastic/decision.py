@@ -62,7 +62,7 @@ class Policy:
     def __post_init__(self) -> None:
         if self.batch not in get_args(Batch):
             raise errors.ConfigError(
-                f"Policy(batch={self.batch!r}): give one of {get_args(Batch)}"
+                f"Policy(batch={self.batch!r}): choose one of {get_args(Batch)}"
             )
 
 

@@ -91,7 +91,7 @@ class Fault:
             kinds = [each.value for each in Kind]
             if self.kind not in kinds:
                 raise errors.ConfigError(
-                    f"Fault(kind={self.kind!r}): give one of {kinds}"
+                    f"Fault(kind={self.kind!r}): choose one of {kinds}"
                 )
             object.__setattr__(self, "kind", Kind(self.kind))
 
@@ -153,7 +153,7 @@ def _fault(entry: Any) -> Fault:
                 kind=Kind(names[0]), target=entry[names[0]], in_phase=phase, **when
             )
     raise errors.ConfigError(
-        f"faults has the entry {entry!r}; an entry is one of {kinds} with a number, and"
-        f" at_step with a number of steps, or in_phase with one of {list(PHASES)}, and"
-        " perhaps in_world with the number of a world"
+        f"faults: the entry {entry!r} is not a fault; give one of {kinds} with a"
+        " number, and either at_step with a number of steps, or in_phase with one of"
+        f" {list(PHASES)} and, if you like, in_world with the number of a world"
     )

@@ -43,9 +43,9 @@ def check_devices(hardware: str) -> None:
     """Raises a RunError if JAX has fallen back to CPUs, as it does without CUDA."""
     if hardware != "cpu" and jax.default_backend() == "cpu":
         raise errors.RunError(
-            f"hardware={hardware}, but JAX finds CPUs alone on {socket.gethostname()}:"
-            f" {jax.local_devices()}; install the JAX of your accelerator (jax[cuda12])"
-            " and look at its driver, or set hardware=cpu"
+            f"hardware={hardware}, but JAX finds only CPUs on {socket.gethostname()}:"
+            f" {jax.local_devices()}; install JAX for your accelerator (jax[cuda12])"
+            " and check its driver, or set hardware=cpu"
         )
 
 

@@ -290,16 +290,16 @@ class _Leaving:
 def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) -> None:
     if injected and simulated is None:
         raise errors.ConfigError(
-            "faults are injected into SimulatedSlices alone (hardware=cpu in a"
+            "faults can only be injected into SimulatedSlices (hardware=cpu in a"
             " configuration); remove them"
         )
     of_slices = (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE)
     for fault in injected:
         if fault.kind not in of_slices or fault.in_phase:
             raise errors.ConfigError(
-                f"faults has {fault.in_phase or fault.kind}, and the only host is"
-                " the process that trains; use kill_slice and return_slice at_step, or"
-                " set `hosts` to the number of slices"
+                f"faults contains {fault.in_phase or fault.kind}, but the only host is"
+                " the process that trains; use kill_slice and return_slice with"
+                " at_step, or set `hosts` to the number of slices"
             )
 
 

@@ -498,7 +498,7 @@ class Processes(ProcessCluster):
         for name, number in counts.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise errors.ConfigError(
-                    f"Processes({name}={number!r}): it is a whole number from 1"
+                    f"Processes({name}={number!r}): give a whole number of at least 1"
                 )
         if hardware not in ("cpu", "gpu"):
             raise errors.ConfigError(
@@ -507,12 +507,13 @@ class Processes(ProcessCluster):
             )
         if run is not None and (not run or run != os.path.basename(run)):
             raise errors.ConfigError(
-                f"Processes(run={run!r}): it is the name of a directory, such as 'x'"
+                f"Processes(run={run!r}): give a name that a directory can have, such"
+                " as 'my_run'"
             )
         if ram is not None and run is None:
             raise errors.ConfigError(
-                f"Processes(ram={os.fspath(ram)!r}) needs the name of the run, that of"
-                " its directories there; add run='x'"
+                f"Processes(ram={os.fspath(ram)!r}) needs the name of the run, which"
+                " its directories there get; add run='my_run'"
             )
         place = None
         if machines:

@@ -243,7 +243,7 @@ def _await_slices(
             continue
         if isinstance(now, Stop):
             raise errors.RunError(
-                f"{now.why}; bring slices back and start the run once more, or lower"
+                f"{now.why}; bring slices back and start the run again, or lower"
                 " min_slices (elastic_min_slice_count in a configuration)"
             )
         if now.why != waiting_for:
@@ -283,6 +283,7 @@ class _Retries:
             raise first
         if len(self._lost) > self._most:
             raise errors.RunError(
-                f"{len(self._lost)} worlds were lost without a new step, the first one"
-                f" because {first}"
+                f"{len(self._lost)} worlds in a row were lost without a new step, more"
+                " than max_retries (elastic_max_retries in a configuration) allows;"
+                f" remove the cause of the first loss and start the run again: {first}"
             ) from first

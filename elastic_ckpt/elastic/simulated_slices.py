@@ -36,7 +36,8 @@ class SimulatedSlices(manager.Manager):
         each, left = divmod(len(devices), num_slices)
         if left:
             raise errors.ConfigError(
-                f"{len(devices)} devices do not divide into slices={num_slices}; set"
+                f"slices={num_slices}: {len(devices)} devices cannot be divided evenly"
+                " among that many slices; set"
                 " jax_num_cpu_devices (devices_per_host in a configuration) to a"
                 " multiple of slices"
             )

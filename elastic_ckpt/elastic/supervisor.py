@@ -191,7 +191,7 @@ class HostProcesses:
             if lost is not None and self._is_stopping:
                 raise errors.StoppedError(
                     f"{self._describe(failure)}\nafter {termination.cause()} to the"
-                    " run, so that its last step may not be saved"
+                    " run, so its last step may not have been saved"
                 )
             if lost is not None:
                 raise host_failure.WorldLostError(

@@ -142,8 +142,8 @@ class HostReader:
         missing = sorted(set(components) - contents.components.keys())
         if missing:
             raise errors.CheckpointError(
-                f"step {restoring.saved.step} has no parts {missing}; it has"
-                f" {sorted(contents.components)}: restore what it has"
+                f"step {restoring.saved.step} contains no {missing}; it contains"
+                f" {sorted(contents.components)}. Request only those"
             )
         restoring.wanted = wanted
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}

@@ -67,8 +67,9 @@ def planned(
     lacking = int((volumes != boxes.boxes.volumes).sum())
     if lacking:
         raise errors.CheckpointError(
-            f"step {step.step}: {lacking} of {len(volumes)} boxes that this host needs"
-            " are not all in the parts that it received; restore an older step"
+            f"step {step.step}: {lacking} of {len(volumes)} array regions that this"
+            " host needs are missing from the parts that it received; restore an older"
+            " step"
         )
     return plan
 

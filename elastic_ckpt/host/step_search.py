@@ -143,8 +143,8 @@ class StepSearch:
         if not numbers:
             return f"there is no step {step}: {self._places()} has no checkpoints yet"
         return (
-            f"step {step} is in no tier of {self._places()}; newest complete step is"
-            f" {max(numbers)}: restore it with step={max(numbers)}"
+            f"step {step} is not in any tier of {self._places()}; newest complete step"
+            f" is {max(numbers)}: restore it with step={max(numbers)}"
         )
 
     def _places(self) -> str:

@@ -165,9 +165,10 @@ def check_same_model(
         shown = "; ".join(differing[:3])
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise errors.OtherModelError(
-            f"{what} is a checkpoint of another model ({shown}{more}); load it into the"
-            " model that saved it, or start a new run, in another directory (another"
-            " run_name in a configuration)"
+            f"{what} is a checkpoint of another model: its tree differs from the one"
+            f" that was requested ({shown}{more}); request the saved shapes and types,"
+            " or start a new run in another directory (with another run_name in a"
+            " configuration)"
         )
 
 
@@ -184,7 +185,7 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
         return AskedLeaf(path=path, shape=(), finish=lambda number: kind(number.item()))
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
-            f"{path} is to be restored as a {type(leaf).__name__}; give an array, a"
+            f"{path} cannot be restored as a {type(leaf).__name__}; give an array, a"
             " jax.ShapeDtypeStruct with a sharding, a NumPy array or a number"
         )
     if not hasattr(leaf, "sharding"):

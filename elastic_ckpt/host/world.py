@@ -224,8 +224,8 @@ class HostWorld:
         url = url or self._urls.get(machine, "")
         if not url:
             raise errors.CheckpointError(
-                f"no agent is known of the machine of host {host.id}, which lists parts"
-                f" of step {step}; start the world anew"
+                f"host {host.id}, which holds parts of step {step}, has announced no"
+                " agent that serves them; start the run again"
             )
         directory_name = layout.step_directory(step, save)
         return peer.PeerSource(self.endpoint(url), f"{slot}/{directory_name}")

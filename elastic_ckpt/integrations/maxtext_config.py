@@ -237,9 +237,9 @@ def divide(
     dataset_type = theirs.get(_DATASET, _SYNTHETIC)
     if dataset_type == _SYNTHETIC and _DATASET in explicit:
         raise errors.ConfigError(
-            f"{PLACE}: {_DATASET}={_SYNTHETIC} is made up by MaxText, and has no state;"
-            f" leave it out to train on {maxtext_files.TRAIN.key}, or run MaxText"
-            " itself"
+            f"{PLACE}: {_DATASET}={_SYNTHETIC} is data that MaxText generates, which"
+            " has no state to save; leave the key out to train on"
+            f" {maxtext_files.TRAIN.key}, or run MaxText itself"
         )
     # It is the default in MaxText's base.yml.
     if dataset_type not in ("grain", _SYNTHETIC):
@@ -252,14 +252,14 @@ def divide(
             else f"grain, and {files_key.key} to ArrayRecord, Parquet or TFRecord files"
         )
         raise errors.ConfigError(
-            f"{PLACE}: {_DATASET}={dataset_type} is read by MaxText alone; set it to"
-            f" {remedy}"
+            f"{PLACE}: {_DATASET}={dataset_type} can only be read by MaxText itself;"
+            f" set it to {remedy}"
         )
     if theirs.get("elastic_enabled") and not theirs.get("enable_single_controller"):
         raise errors.ConfigError(
-            f"{PLACE}: elastic_enabled=true needs hosts: set hosts and slices to those"
-            " that this program starts here, or enable_single_controller=true under"
-            " Pathways, where MaxText itself answers lost slices"
+            f"{PLACE}: elastic_enabled=true without hosts: set hosts and slices to"
+            " what this program is to start here, or enable_single_controller=true"
+            " under Pathways, where MaxText itself handles lost slices"
         )
     in_sidecar = theirs.get(_IN_SIDECAR, False)
     theirs |= {
@@ -392,16 +392,16 @@ def global_batch_size(
     rows_per_device = getattr(config, f"{prefix}per_device_batch_size")
     if rows_per_device < 1:
         raise errors.ConfigError(
-            f"{PLACE}: {prefix}per_device_batch_size={rows_per_device} has MaxText"
-            " load a row for every device and throw some away, other ones on other"
-            " numbers of devices; set it to a whole number"
+            f"{PLACE}: {prefix}per_device_batch_size={rows_per_device} makes MaxText"
+            " load a row for every device and drop some of them, and which ones"
+            " depends on the number of devices; set it to a whole number"
         )
     rows = getattr(config, f"global_batch_size_to_load{suffix}")
     if rows % num_devices:
         raise errors.ConfigError(
             f"{PLACE}: {prefix}per_device_batch_size={rows_per_device} makes a global"
-            f" batch of {rows} rows, which {num_devices} devices cannot share; set it"
-            " to a whole number"
+            f" batch of {rows} rows, which cannot be divided evenly among {num_devices}"
+            " devices; set it to a whole number"
         )
     return rows
 

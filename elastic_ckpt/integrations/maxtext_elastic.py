@@ -88,9 +88,10 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
     rows = config.data.per_device_batch_size * num_devices
     if rows < num_devices or round(rows) % num_devices:
         raise errors.ConfigError(
-            f"{maxtext_config.PLACE}: per_device_batch_size="
-            f"{config.data.per_device_batch_size:g} makes a global batch of {rows:g}"
-            f" rows, which {num_devices} devices cannot share; set it to a whole number"
+            f"{maxtext_config.PLACE}:"
+            f" per_device_batch_size={config.data.per_device_batch_size:g} makes a"
+            f" global batch of {rows:g} rows, which cannot be divided evenly among"
+            f" {num_devices} devices; set it to a whole number"
         )
     data = dataclasses.replace(config.data, global_batch_size=round(rows))
     # Its own program is compiled ahead, MaxText's is not.

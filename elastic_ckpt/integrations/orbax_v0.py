@@ -113,9 +113,10 @@ class _ItemHandler(ocp.AsyncCheckpointHandler):
         """Raises a CheckpointError: Orbax calls it only where there are no items."""
         del args, more
         raise errors.CheckpointError(
-            f"{directory} is to be a whole checkpoint, and the handlers of elastic_ckpt"
-            " write items of one; save through ocp.CheckpointManager, or with"
-            " ocp.args.Composite(state=...) through a CompositeCheckpointHandler"
+            f"{directory} would be a whole checkpoint, but the handlers of"
+            " elastic_ckpt write items of a checkpoint; save through"
+            " ocp.CheckpointManager, or with ocp.args.Composite(state=...) through a"
+            " CompositeCheckpointHandler"
         )
 
     def agreed(self, kind: str, work: Callable[[], Any]) -> Any:

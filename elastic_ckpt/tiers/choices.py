@@ -85,10 +85,10 @@ class Local(Tier):
         _check_keep(self)
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
-                f"the RAM disk of a host is on its machine, not at {self.directory};"
-                " set Local(directory), which is local_checkpoint_directory in a"
-                " configuration, to a path such as /dev/shm/run, and name buckets as"
-                " persistent storage"
+                f"Local({os.fspath(self.directory)!r}) is not a directory of this"
+                " machine, which a RAM disk must be; give a path such as /dev/shm/run"
+                " (local_checkpoint_directory in a configuration), and give buckets to"
+                " ec.Persistent"
             )
 
 
@@ -153,7 +153,7 @@ class Peers(Tier):
         for name, urls in (("known", self.known), ("backups", self.backups)):
             if isinstance(urls, str) or not isinstance(urls, Sequence):
                 raise errors.ConfigError(
-                    f"Peers({name}={urls!r}) is no tuple; give a tuple of URLs"
+                    f"Peers({name}={urls!r}): give a tuple of URLs"
                 )
             for url in urls:
                 agent_url.check(
@@ -241,26 +241,32 @@ class Chosen:
         """
         if isinstance(tiers, Tier):
             raise errors.ConfigError(
-                f"{type(tiers).__name__}(...) is one tier; give a list of tiers, such"
-                f" as [{type(tiers).__name__}(...)]"
+                f"tiers={type(tiers).__name__}(...) is one tier; give a list of tiers,"
+                f" such as [ec.{type(tiers).__name__}(...)]"
             )
         if isinstance(tiers, str) or not isinstance(tiers, Sequence):
             raise errors.ConfigError(
-                f"{tiers!r} is no list of tiers; give [Local(...), Persistent(...)]"
+                f"tiers={tiers!r} is not a list of tiers; give a list, such as"
+                " [ec.Local(...), ec.Persistent(...)]"
             )
         for tier in tiers:
             if not isinstance(tier, Local | Peers | Persistent):
                 raise errors.ConfigError(
-                    f"{tier!r} among the tiers is none; give Local(...), Peers(...) and"
-                    " Persistent(...), at most one of each"
+                    f"tiers contains {tier!r}, which is not a tier; give"
+                    " ec.Persistent(directory, ...), ec.Local(...) or ec.Peers(...)"
                 )
         local = _only([tier for tier in tiers if isinstance(tier, Local)])
         peers = _only([tier for tier in tiers if isinstance(tier, Peers)])
         persistent = _only([tier for tier in tiers if isinstance(tier, Persistent)])
-        if local is None and (peers is not None or persistent is None):
+        if local is None and peers is not None:
             raise errors.ConfigError(
-                "without a local tier a checkpointer has a persistent one, and no"
-                " peers; add Local(directory)"
+                "tiers contains ec.Peers(...) without ec.Local(...): peers copy the"
+                " steps in the hosts' RAM; add ec.Local(directory, every=STEPS)"
+            )
+        if local is None and persistent is None:
+            raise errors.ConfigError(
+                "tiers is empty; give ec.Persistent(directory, every=STEPS), with or"
+                " without ec.Local(...)"
             )
         if persistent is not None and not read_only and not _intervals(persistent):
             raise _not_one_interval(persistent)
@@ -299,7 +305,8 @@ class Chosen:
 def _only(tiers: Sequence[T]) -> T | None:
     if len(tiers) > 1:
         raise errors.ConfigError(
-            f"there are two tiers {type(tiers[0]).__name__}; give one of each kind"
+            f"tiers contains {type(tiers[0]).__name__}(...) twice; give at most one"
+            " tier of each kind"
         )
     return tiers[0] if tiers else None
 
@@ -312,7 +319,7 @@ def _intervals(persistent: Persistent) -> list[str]:
 def _not_one_interval(persistent: Persistent) -> errors.ConfigError:
     return errors.ConfigError(
         f"Persistent({os.fspath(persistent.directory)!r}) has"
-        f" {', '.join(_intervals(persistent)) or 'no interval'}; give one of"
+        f" {' and '.join(_intervals(persistent)) or 'no interval'}; give one of"
         " every=STEPS, every_minutes=MINUTES and save_decision_policy=POLICY"
     )
 
@@ -377,7 +384,7 @@ def _check_apart(local: Local, persistent: Persistent) -> None:
     )
     if os.path.commonpath([ram, stored]) == ram:
         raise errors.ConfigError(
-            f"Persistent({stored!r}) is inside of Local({ram!r}), and would be lost"
-            " with this memory; give another directory (base_output_directory in a"
+            f"Persistent({stored!r}) is inside Local({ram!r}), and would be lost with"
+            " the host's memory; give another directory (base_output_directory in a"
             " configuration)"
         )

@@ -213,8 +213,8 @@ def create(directory: epath.PathLike, identity: Identity) -> None:
         there = _read(path)
         if there is None or there.name != identity.name:
             raise errors.RunError(
-                f"another run has begun in {path} at the same time; start again, with"
-                " another directory if both are wanted"
+                f"another run started in {path} at the same time; start this one"
+                " again, in another directory if you want both"
             )
 
 
@@ -230,9 +230,9 @@ def check(directory: epath.PathLike, identity: Identity) -> None:
     if there is None or there.name != identity.name:
         what = "was removed" if there is None else "was removed, and is another run's,"
         raise errors.ReplacedError(
-            f"{path} {what} while this run was writing to it (its {FILE} is gone): what"
-            " it had saved there is lost, so this run stops; start it again, under"
-            " another name if others need the directory"
+            f"{path} {what} while this run was writing to it (its {FILE} is gone)."
+            " What the run had saved there is lost, so it stops; start it again, under"
+            " another name if another run needs the directory"
         )
 
 
@@ -259,10 +259,9 @@ def _refused(
 ) -> errors.RunError:
     host = f"host {number}: " if len(disks) > 1 else ""
     return errors.RunError(
-        f"{host}{disk.directory} has steps of another run than {other}, and they are"
-        " not taken for its own; choose another run_name (another directory of the"
-        " local tier), or remove that directory if nobody needs its steps:"
-        f" rm -r {disk.directory}"
+        f"{host}{disk.directory} contains steps of another run, not of {other}; choose"
+        " another run_name (another directory of ec.Local), or, if nobody needs these"
+        f" steps, remove the directory: rm -r {disk.directory}"
     )
 
 

@@ -265,7 +265,7 @@ def _check(name: object, callback: object) -> None:
         )
     if isinstance(callback, type):
         raise errors.ConfigError(
-            f"the callback {name!r} is a class; give an object of it"
+            f"the callback {name!r} is a class; give an instance of it"
         )
     missing = [each for each in _METHODS if not callable(getattr(callback, each, None))]
     if missing:

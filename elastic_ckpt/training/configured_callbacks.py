@@ -33,8 +33,9 @@ def of_run(
     goes_back = section.divergence_action == "rollback"
     if goes_back and not config.checkpoint.enable_checkpointing:
         raise errors.ConfigError(
-            "divergence_action=rollback with enable_checkpointing=false: there is no"
-            " step to go back to; set the first to stop, or the second to true"
+            "divergence_action=rollback with enable_checkpointing=false: there would"
+            " be no step to go back to; set divergence_action=stop or"
+            " enable_checkpointing=true"
         )
     callbacks: dict[str, Callback] = {}
     for more in (

@@ -67,8 +67,8 @@ def choose(
         step = 0
     if step is None:
         raise errors.DivergedError(
-            f"{finding.why}, and no step from before is left to go back to: complete"
-            f" are {list(saved) or 'none'}; keep more steps, or older ones, or save"
-            " more often"
+            f"{finding.why}, and no step from before that is left to go back to; the"
+            f" complete steps are {list(saved) or 'none'}. Keep more steps, or older"
+            " ones, or save more often"
         )
     return step

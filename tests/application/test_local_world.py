@@ -62,7 +62,7 @@ def test_hosts_are_started_on_cpus_and_gpus(tmp_path):
 
 
 def test_a_ram_disk_is_a_directory_of_the_machine(tmp_path):
-    with pytest.raises(errors.ConfigError, match="='gs://b/ram' is no directory of"):
+    with pytest.raises(errors.ConfigError, match="='gs://b/ram' is not a directory on"):
         checked(tmp_path, local_checkpoint_directory="gs://b/ram")
 
 
@@ -103,6 +103,6 @@ def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
 @pytest.mark.parametrize("hardware", ["gpu", "tpu"])
 def test_a_host_without_its_accelerators_does_not_compute_on_cpus(hardware):
     multicontroller.check_devices("cpu")
-    problem = f"hardware={hardware}, but JAX finds CPUs alone on .* set hardware=cpu"
+    problem = f"hardware={hardware}, but JAX finds only CPUs on .* set hardware=cpu"
     with pytest.raises(errors.RunError, match=problem):
         multicontroller.check_devices(hardware)

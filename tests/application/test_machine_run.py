@@ -37,13 +37,13 @@ def test_the_number_of_a_machine_is_that_of_its_launcher_unless_it_is_set(tmp_pa
     [
         ({"elastic_machine": -1}, "the environment has none of NODE_RANK"),
         ({"elastic_machine": 2}, "elastic_machine=2 is not the number of one of the 2"),
-        ({"elastic_machines": "10.0.0.1"}, "write it as host:port"),
-        ({"elastic_machines": "a:1;a:1"}, "has an address twice"),
-        ({"elastic_machines": "10.0.0.1:9000"}, "for two machines or more"),
-        ({"enable_single_controller": True}, "for two machines or more"),
-        ({"enable_checkpointing": False}, "needs enable_checkpointing=true"),
+        ({"elastic_machines": "10.0.0.1"}, "write host:port"),
+        ({"elastic_machines": "a:1;a:1"}, "contains an address twice"),
+        ({"elastic_machines": "10.0.0.1:9000"}, "names one machine; name two"),
+        ({"enable_single_controller": True}, "only runs with a process per host"),
+        ({"enable_checkpointing": False}, "with enable_checkpointing=false"),
         ({"elastic_enabled": False}, "needs elastic_enabled=true"),
-        ({"slices": 2, "hosts": 3}, "cannot be dealt evenly to 2 machines"),
+        ({"slices": 2, "hosts": 3}, "cannot be divided evenly among 2 machines"),
     ],
 )
 def test_places_that_cannot_work_are_refused(tmp_path, settings, message):

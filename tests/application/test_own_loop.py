@@ -152,7 +152,7 @@ def test_report_is_written(place, capsys):
 @pytest.mark.slow
 def test_slices_of_a_loop_are_not_scaled(place, capsys):
     assert main.main(["scale", str(place / "run"), "--slices", "2"]) != 0
-    assert "a loop of its own" in capsys.readouterr().err
+    assert "your own training loop" in capsys.readouterr().err
 
 
 def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path):

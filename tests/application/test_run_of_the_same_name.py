@@ -42,7 +42,7 @@ def test_a_directory_that_was_renamed_is_refused_and_under_its_old_name_continue
     train(written)
     (tmp_path / "tiny").rename(tmp_path / "moved")
     refused = train(written, "run_name=moved", "steps=8", code=1)
-    assert "moved/checkpoints has steps of the run 'tiny'" in refused
+    assert "moved/checkpoints contains the steps of another run, 'tiny'" in refused
     (tmp_path / "moved").rename(tmp_path / "tiny")
     train(written, "steps=8")
     assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
@@ -56,7 +56,7 @@ def test_a_run_does_not_begin_with_the_weights_of_another_of_its_name(
     other = config(tmp_path / "other", corpus, ram)
     train(one)
     refused = train(other, code=1)
-    assert f"{ram}/tiny has steps of another run than" in refused
+    assert f"{ram}/tiny contains steps of another run, not of" in refused
     assert "choose another run_name" in refused
     assert f"rm -r {ram}/tiny" in refused
     # The remedies, in turn.

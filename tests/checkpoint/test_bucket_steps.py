@@ -114,7 +114,7 @@ def test_a_number_is_edited_once_no_run_is_alive(bucket, tmp_path):
     with tiered_steps.checkpointer(tmp_path / "ram", bucket, **options) as run:
         tiered_steps.save(run, 1)
     edit = (f"{bucket}/1", "--set", "step=100")
-    assert "no locks that show" in runs.verb("modify", *edit, code=1)
+    assert "no lock that shows" in runs.verb("modify", *edit, code=1)
     assert "1 -> 100" in runs.verb("modify", *edit, "--stopped")
     assert listed(bucket) == [(1, True), (1, False)]
     assert "PASSED" in runs.verb("verify", "--strict", bucket)

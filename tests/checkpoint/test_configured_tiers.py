@@ -85,8 +85,8 @@ def test_an_amount_of_memory_is_read_as_kubernetes_reads_it(quantity, num_bytes)
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"local_checkpoint_period": 0}, "needs local_checkpoint_directory and"),
-        ({"local_checkpoint_directory": ""}, "needs local_checkpoint_directory and"),
+        ({"local_checkpoint_period": 0}, "local_checkpoint_period=0: both are needed"),
+        ({"local_checkpoint_directory": ""}, "local_checkpoint_directory='' and"),
         (
             {"multi_tier_checkpointing_backup_interval_minutes": 0.0},
             "set either .*_minutes or .*_steps, not neither",
@@ -97,7 +97,7 @@ def test_an_amount_of_memory_is_read_as_kubernetes_reads_it(quantity, num_bytes)
         ),
         ({"local_checkpoint_size_limit": "64 GB"}, "is not an amount of memory"),
         ({"peer_domains": "rack"}, "peer_domains='rack': 'rack' is not `kind=name`"),
-        ({"peer_tls_key": "k"}, "give all three, or none"),
+        ({"peer_tls_key": "k"}, "set all three, or none"),
     ],
 )
 def test_keys_that_do_not_fit_together_are_refused(keys, message):

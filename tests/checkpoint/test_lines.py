@@ -433,7 +433,9 @@ def test_an_overwrite_that_does_not_fit_into_ram_replaces_what_is_there(run):
 def test_only_the_newest_step_is_overwritten(run):
     with run.world() as opened:
         run.save(opened, 1, 2, 3, line=1)
-        with pytest.raises(errors.CheckpointError, match="2 is not the newest, 3 is"):
+        with pytest.raises(
+            errors.CheckpointError, match="only the newest step can, which is 3"
+        ):
             opened.save(2, {"w": jnp.full(4, 202)}, overwrite=True)
     assert run.stock() == run.steps() == [(1, 101), (2, 102), (3, 103)]
 

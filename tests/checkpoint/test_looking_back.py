@@ -145,7 +145,7 @@ def test_the_newest_step_is_overwritten_after_a_look_at_an_older_one(run):
         checkpointer.load(1)
         save(checkpointer, 3, line=2, overwrite=True)
         checkpointer.load(1)
-        with pytest.raises(errors.CheckpointError, match="exists already"):
+        with pytest.raises(errors.CheckpointError, match="already exists"):
             save(checkpointer, 1)
         assert run.events == []
         save(checkpointer, 1, line=3, overwrite=True)
@@ -158,7 +158,7 @@ def test_a_deleted_or_reloaded_run_has_forgotten_the_look(run):
         save(checkpointer, 1, 2, 3, 4)
         checkpointer.load(2)
         checkpointer.delete(2)
-        with pytest.raises(errors.CheckpointError, match="exists already"):
+        with pytest.raises(errors.CheckpointError, match="already exists"):
             save(checkpointer, 4)
         save(checkpointer, 5)
     assert run.events == []
@@ -184,7 +184,9 @@ def test_a_missing_step_and_an_empty_directory_are_told(run):
                 call(7)
         save(checkpointer, 1, 2)
         for call in [*calls, checkpointer.delete]:
-            with pytest.raises(not_found, match=r"^step 7 is in no tier") as caught:
+            with pytest.raises(
+                not_found, match=r"^step 7 is not in any tier"
+            ) as caught:
                 call(7)
             assert isinstance(caught.value, errors.CheckpointError)
             assert "host" not in type(caught.value).__name__.lower()

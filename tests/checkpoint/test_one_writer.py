@@ -100,7 +100,7 @@ def test_a_number_is_not_edited_where_a_program_writes(steps):
         if stopped:
             assert f"another live program, process {first.pid} on" in ended.stderr
         else:
-            assert f"a live run writes to {steps}; stop it" in ended.stderr
+            assert f"a running program writes to {steps}; stop it" in ended.stderr
         assert "then modify the step" in ended.stderr
         first.stdin.write("\n")
         first.stdin.flush()

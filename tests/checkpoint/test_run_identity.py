@@ -47,7 +47,7 @@ def forget(*directories):
 
 
 def refused(chosen, ram):
-    with pytest.raises(errors.RunError, match="steps of another run than") as raised:
+    with pytest.raises(errors.RunError, match="steps of another run, not of") as raised:
         newest(chosen)
     assert "another run_name" in str(raised.value)
     assert f"rm -r {ram}" in str(raised.value)
@@ -101,7 +101,9 @@ def test_the_disks_of_hosts_without_storage_are_of_one_run():
     agreed = run_identity.agreed(None, disks, list, fresh="2")
     assert agreed == disks[0].identity
     disks[1] = disk("b", identity="3")
-    with pytest.raises(errors.RunError, match="host 1: b has steps of another run"):
+    with pytest.raises(
+        errors.RunError, match="host 1: b contains steps of another run"
+    ):
         run_identity.agreed(None, disks, list, fresh="2")
 
 
@@ -116,7 +118,7 @@ def test_the_golden_identity_is_read(tmp_path):
     run_identity.create(tmp_path / "new", identity)
     assert (tmp_path / "new" / run_identity.FILE).read_bytes() == golden.read_bytes()
     other = run_identity.Identity(name="f" * 32, is_stored=True)
-    with pytest.raises(errors.RunError, match="another run has begun"):
+    with pytest.raises(errors.RunError, match="another run started"):
         run_identity.create(tmp_path / "new", other)
 
 

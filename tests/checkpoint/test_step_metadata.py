@@ -92,7 +92,7 @@ def test_a_step_that_exists_is_saved_only_to_overwrite_it(make, tmp_path):
                     each.save(step, {"n": 0}, force=force)
             assert not each.save(3, {"n": 3})
             assert each.load(4) == {"n": 4}
-    with pytest.raises(errors.CheckpointError, match="step 2 exists already"):
+    with pytest.raises(errors.CheckpointError, match="step 2 already exists"):
         checkpointer.save_checkpointables(2, {"state": {"n": 0}})
     assert checkpointer.save(4, {"n": 5}, overwrite=True)
     assert checkpointer.load() == {"n": 5}

@@ -76,6 +76,8 @@ def test_what_is_no_step_is_refused_by_name(name, step, checkpointer):
         checkpointer.delete,
         checkpointer.cancel,
     ):
-        with pytest.raises(errors.CheckpointError, match=f"^{name}.* is no step; give"):
+        with pytest.raises(
+            errors.CheckpointError, match=f"^{name}.* is not a step; give"
+        ):
             call(step)
     assert checkpointer.save(1, STATE)

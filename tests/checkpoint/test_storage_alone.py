@@ -211,7 +211,9 @@ def test_a_run_of_another_name_does_not_begin_anew_among_steps(make, tmp_path, l
     one = make(tiers=tiers, run="one")
     save(one, 2)
     one.close()
-    with pytest.raises(errors.RunError, match="of the run 'one', and this one is 'tw"):
+    with pytest.raises(
+        errors.RunError, match="another run, 'one', and this run is 'tw"
+    ):
         make(tiers=tiers, run="two")
     check(make(tiers=tiers), 2)
 

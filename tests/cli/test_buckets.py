@@ -166,4 +166,4 @@ def test_a_container_of_azure_is_one_error_wherever_a_run_would_be(tmp_path, cor
     for verb, output in outputs.items():
         (line,) = output.splitlines()
         assert line.startswith(f"elastic-ckpt {verb}: az://container/runs")
-        assert "holds training data alone" in line
+        assert "can only hold training data" in line

@@ -179,7 +179,10 @@ def test_of_a_run_it_shows_one_step_briefly_one_that_is_asked_for_and_all(tmp_pa
     assert [each["step"] for each in of_step["steps"]] == [2]
     assert of_step["tiers"]["known"] == [1, 2, 3]
     output = runs.verb("inspect", tmp_path, "--step", 7, code=1)
-    assert "there is no step 7 in these places; they have the steps [1, 2, 3]" in output
+    assert (
+        "there is no step 7 in the given places; they contain the steps [1, 2, 3]"
+        in output
+    )
 
 
 def test_of_a_run_it_shows_the_steps_in_this_machines_ram(tmp_path):
@@ -241,7 +244,10 @@ def test_a_peer_that_refuses_the_secret_is_reported(machines, tmp_path):
 
 def test_where_nothing_is_it_says_so(tmp_path):
     output = runs.verb("inspect", tmp_path, code=1)
-    assert "neither a run (no config.json in it) nor steps in any tier" in output
+    assert (
+        "neither the directory of a run (it contains no config.json) nor one with steps"
+        in output
+    )
 
 
 def test_it_shows_the_line_of_a_run_and_the_one_that_was_abandoned(tmp_path):

@@ -127,7 +127,9 @@ def test_the_config_verb_refuses_what_train_refuses(tmp_path):
     file.write_text("hots: 4\n")
     assert "unknown key 'hots'" in runs.verb("config", file, code=1)
     file.write_text("")
-    assert "hosts takes a whole number" in runs.verb("config", file, "hosts=x", code=1)
+    assert "hosts must be a whole number" in runs.verb(
+        "config", file, "hosts=x", code=1
+    )
 
 
 def test_without_a_file_the_config_verb_prints_every_key_with_its_meaning():

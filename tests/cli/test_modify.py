@@ -184,7 +184,7 @@ def test_an_edit_of_a_component_that_cannot_be_made_is_refused(
     ("edit", "why"),
     [
         (["--set", "nothing=1"], "its numbers are"),
-        (["--set", "w=1"], "only single numbers are edited"),
+        (["--set", "w=1"], "only single numbers can be edited"),
         (["--set", "step=1.5"], "cannot become 1.5"),
         (["--scale", "step=0.3"], "cannot become times 0.3"),
         (["--scale", "opt/lr=1e300"], "inf is not a number of float32"),
@@ -208,7 +208,7 @@ def _listed(steps):
 
 
 def test_only_the_newest_step_is_edited(steps, tmp_path):
-    assert "step 2 would count no longer" in modify(
+    assert "step 2 was trained from it" in modify(
         steps / "1", "--set", "step=3", code=1
     )
     for path in (steps / "7", steps, tmp_path / "none" / "3"):
@@ -219,7 +219,7 @@ def test_a_step_of_a_live_run_is_not_edited(steps):
     with opened(steps) as checkpointer:
         assert checkpointer.save(3, state(3))
         output = modify(steps / "3", "--set", "step=4", code=1)
-        assert "a live run writes to" in output
+        assert "a running program writes to" in output
         assert "stop it (SIGTERM" in output
         assert "-> 4" in modify(steps / "3", "--set", "step=4", "--dry-run")
     modify(steps / "3", "--set", "step=4")
@@ -246,4 +246,4 @@ def test_components_stay_and_preserved_steps_stay_preserved(tmp_path):
     assert cursors.names == ["a.json", "b.json"]
     assert state_
     options = ("--component", "data", "--set", "step=1")
-    assert "has a separate file format" in modify(steps / "1", *options, code=1)
+    assert "has a file format of its own" in modify(steps / "1", *options, code=1)

@@ -134,7 +134,7 @@ def test_a_run_with_too_few_slices_waits(tmp_path, corpus):
         (("--from", 5, "--to", 3), "the configuration has 4 slices"),
         (("--from", 1, "--to", 3), "--from 1: slices [0] usable, and min_slices=2"),
         (("--from", 4), "--from and --to need each other"),
-        ((), "name --hosts and --batches, or a configuration with --from and --to"),
+        ((), "give --hosts and --batches, or a configuration with --from and --to"),
     ],
 )
 def test_a_change_that_cannot_be_planned_is_refused(tmp_path, corpus, options, message):

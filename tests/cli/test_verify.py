@@ -380,7 +380,7 @@ def test_a_peer_that_does_not_answer_is_told(saved):
     assert problem["kind"] == "manifest"
     assert url in problem["why"]
     output = runs.verb("verify", *gone, *secret_of(saved), code=1)
-    assert "they have the steps []; the list of steps " in output
+    assert "they contain the steps []; the list of steps " in output
     assert f"cannot be read: {url} fails" in output
 
 
@@ -395,14 +395,17 @@ def secret_of(saved):
 
 
 def test_what_is_not_there_is_said(saved):
-    assert "name a PATH" in runs.verb("verify", code=1)
+    assert "give a PATH" in runs.verb("verify", code=1)
     output = runs.verb("verify", saved / "none", code=1)
     assert "none: there is no such directory" in output
     output = runs.verb("verify", saved / "steps", "--step", 5, code=1)
-    assert "there is no step 5 in these places; they have the steps [1, 2]" in output
+    assert (
+        "there is no step 5 in the given places; they contain the steps [1, 2]"
+        in output
+    )
     (saved / "empty").mkdir()
     output = runs.verb("verify", saved / "empty", code=1)
-    assert "they have the steps []" in output
+    assert "they contain the steps []" in output
 
 
 def test_the_json_is_stable(saved, golden):

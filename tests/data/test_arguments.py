@@ -123,12 +123,12 @@ def sharded(make_shard, num_shards=2):
         ({"num_ranks": 0}, "rank=0 of num_ranks=0; ranks are numbered from 0 to"),
         (
             {"global_batch_size": 0},
-            "global_batch_size=0 does not divide over",
+            "global_batch_size=0 cannot be divided evenly",
         ),
-        ({"global_batch_size": -4}, "global_batch_size=-4 does not divide over"),
+        ({"global_batch_size": -4}, "global_batch_size=-4 cannot be divided evenly"),
         (
             {"num_ranks": 3, "global_batch_size": 4},
-            "global_batch_size=4 does not divide over num_ranks=3; choose a positive",
+            "global_batch_size=4 cannot be divided evenly among num_ranks=3; choose",
         ),
     ],
 )
@@ -141,14 +141,14 @@ def test_ranks_and_rows_that_cannot_be_meant_are_refused(settings, message):
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused(size):
     mesh = topology.mesh_of(topology.present(2))
     with refused(
-        f"global_batch_size={size} does not divide over the 8 parts that the mesh makes"
-        r" of it \(slice=2, fsdp=4\); choose a positive multiple of 8, or shard it over"
+        f"global_batch_size={size} cannot be divided evenly among the 8 parts that the"
+        r" mesh makes of it \(slice=2, fsdp=4\); choose a positive multiple of 8"
     ):
         ec_data.Batches(sharded(numbers), mesh=mesh, global_batch_size=size)
 
 
 def test_a_batch_of_another_size_that_does_not_divide_leaves_the_iterator(mesh_batches):
-    with refused("global_batch_size=12 does not divide over the 8 parts"):
+    with refused("global_batch_size=12 cannot be divided evenly among the 8 parts"):
         mesh_batches.resize(12)
     assert next(mesh_batches)["x"].shape == (8,)
 

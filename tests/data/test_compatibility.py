@@ -44,9 +44,9 @@ def test_of_every_fact_that_differs_it_says_which_host_has_what(name):
     reported = complaint([facts_of(0), facts_of(1), facts_of(2, **{name: "0.0"})])
     assert reported == (
         f"the hosts of this run differ: {name.replace('_', '-')} is {own} on host 0"
-        " (node-0), host 1 (node-1), 0.0 on host 2 (node-2). Give every host, and the"
-        " image of the sidecar, the same versions; if the pipeline differs, the same"
-        " configuration and files"
+        " (node-0), host 1 (node-1), 0.0 on host 2 (node-2). Install the same versions"
+        " on every host and in the sidecar's image; if the pipeline differs, give every"
+        " host the same configuration and files"
     )
 
 

@@ -174,5 +174,5 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path, content, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with refused(r"none\.json: no such mixture file"):
+    with refused(r"none\.json: this mixture file does not exist"):
         datasets.from_file(tmp_path / "none.json")

@@ -182,7 +182,7 @@ def check(run, shards, end, make_directory):
         return stages.check(of_stages, run, make_directory)
     except errors.DataError as error:
         # Only of what cannot be read again as it was: the end of data in a buffer.
-        if shards[0].steps == "nothing" or "were raised from 0 when" not in str(error):
+        if shards[0].steps == "nothing" or "were raised from 0 after" not in str(error):
             raise
         hypothesis.reject()
 

@@ -43,7 +43,9 @@ def test_each_shard_needs_a_state(tmp_path):
         num_shards=3,
         pipeline="plain",
     )
-    with pytest.raises(errors.DataError, match="2 Grain states for 3 logical shards"):
+    with pytest.raises(
+        errors.DataError, match="2 Grain states were given for 3 logical shards"
+    ):
         grain_states.adopt(tmp_path, data, states=[{}, {}], num_rows=1)
     assert not list(tmp_path.iterdir())
     assert json.dumps(data.identity())

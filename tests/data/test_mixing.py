@@ -392,9 +392,7 @@ def test_a_dataset_of_which_examples_are_in_a_window_cannot_be_gone():
     elements = iter(in_windows({"a": 1, "b": 1}, "a", "b"))
     actual = take(elements, 21)
     state = saved(elements)
-    message = (
-        "dataset b is gone, but examples of it .*; add it again with weight 0 until"
-    )
+    message = "dataset b was removed, but some .*; add it again with weight 0 until"
     with pytest.raises(errors.DataError, match=message):
         resumed(in_windows({"a": 1}, "a"), state)
     elements = resumed(in_windows({"a": 1, "b": 0}, "a", "b"), state)
@@ -409,7 +407,9 @@ def test_weights_cannot_be_raised_while_the_end_of_data_is_in_a_window():
     elements = iter(in_windows({"a": 1, "b": 0}, a=30, b=30))
     actual = take(elements, 25)
     state = saved(elements)
-    message = r"weights of \['b'\] were raised from 0 when the other datasets had ended"
+    message = (
+        r"weights of \['b'\] were raised from 0 after the other datasets had ended"
+    )
     with pytest.raises(errors.DataError, match=message):
         resumed(in_windows({"a": 1, "b": 1}, a=30, b=30), state)
     elements = resumed(in_windows({"a": 1, "b": 0}, a=30, b=30), state)

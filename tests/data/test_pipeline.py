@@ -75,7 +75,11 @@ def test_a_configuration_may_be_a_mapping_a_path_or_keywords(corpus, tmp_path):
     ("arguments", "keys", "message"),
     [
         ([{"num_shards": 4}], {}, "from_config: unknown key 'num_shards'; the nearest"),
-        ([], {"packing": "yes"}, "from_config: packing takes true or false, not 'yes'"),
+        (
+            [],
+            {"packing": "yes"},
+            "from_config: packing must be true or false, not 'yes'",
+        ),
         ([7], {}, "from_config: got a int; give the path of a configuration, a map"),
         (["none.yml"], {}, "none.yml: no such configuration file"),
     ],
@@ -186,7 +190,7 @@ def test_what_the_positional_engine_has_nothing_for_is_named(corpus, asked, sett
 
 
 def test_grains_elastic_iterator_and_logical_shards_exclude_each_other(corpus):
-    with refused("grain_use_elastic_iterator=true and num_logical_shards=4: Grain's"):
+    with refused("grain_use_elastic_iterator=true with num_logical_shards=4: Grain's"):
         pipeline.from_config(section(corpus, grain_use_elastic_iterator=True))
 
 

@@ -216,7 +216,9 @@ def test_batches_that_no_host_count_divides_have_no_suggestion():
 
 
 def test_rows_that_do_not_divide_over_hosts_are_refused():
-    with pytest.raises(errors.ConfigError, match="10 rows do not divide over 4 hosts;"):
+    with pytest.raises(
+        errors.ConfigError, match="10 rows cannot be divided evenly among 4 hosts;"
+    ):
         in_order(4, 10)
 
 

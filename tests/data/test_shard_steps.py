@@ -188,9 +188,9 @@ def test_without_records_the_number_of_shards_has_to_be_given():
 
 
 def test_what_is_no_pipeline_is_named():
-    with refused(r"make_shard\(0\) returns a RangeMapDataset, .*to_iter_dataset\(\)"):
+    with refused(r"make_shard\(0\) returned a RangeMapDataset, .*to_iter_dataset\(\)"):
         sharded_data.sharded(lambda _: grain.MapDataset.range(9), num_shards=2)
-    with refused(r"make_shard\(0\) returns a list, not a grain.IterDataset$"):
+    with refused(r"make_shard\(0\) returned a list, not a grain.IterDataset$"):
         sharded_data.sharded(lambda _: [1, 2], num_shards=2)
 
 
@@ -199,12 +199,12 @@ def test_a_pipeline_that_reads_another_shard_is_refused_when_it_is_made(files):
         lambda shard: rows_of(files, 0 if shard == 1 else shard)
     )
     with refused(
-        r"make_shard\(1\) of 4 shards has Records\(shard=0 of 4\); give its shard="
+        r"make_shard\(1\) of 4 shards contains Records\(shard=0 of 4\); pass the"
     ):
         next(worlds.World(second_as_first, 1, NUM_SHARDS).hosts[0])
-    with refused(r"make_shard\(3\) of 4 shards has Records\(shard=0 of 4\)"):
+    with refused(r"make_shard\(3\) of 4 shards contains Records\(shard=0 of 4\)"):
         sharded_data.sharded(lambda _: rows_of(files, 0))
-    with refused(r"make_shard\(0\) of 4 shards has Records\(shard=1 of 4\)"):
+    with refused(r"make_shard\(0\) of 4 shards contains Records\(shard=1 of 4\)"):
         sharded_data.sharded(lambda shard: rows_of(files, shard + 1))
 
 

@@ -116,7 +116,9 @@ def test_the_same_tree_gives_the_same_bytes(tmp_path):
 def test_a_directory_without_text_or_missing_is_an_error_and_writes_nothing(tmp_path):
     (tmp_path / "tree").mkdir()
     out = tmp_path / "out"
-    with pytest.raises(errors.DataError, match="tree: no text file in it"):
+    with pytest.raises(
+        errors.DataError, match="tree: this directory contains no text files"
+    ):
         text.write_arrayrecord(str(tmp_path / "tree"), str(out))
     with pytest.raises(errors.DataError, match="none: no such directory"):
         text.write_arrayrecord(str(tmp_path / "none"), str(out))

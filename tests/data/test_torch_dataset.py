@@ -52,10 +52,10 @@ def test_loaders_resume_where_they_were_or_are_refused(
         "0 workers: each pass over data that ends is whole",
         "1 workers: each pass over data that ends is whole",
         "a plain loader: resumed",
-        "DataLoader of 2 workers: 2 workers of a DataLoader would each read every row",
-        "DataLoader of 1 worker: a DataLoader's state_dict would not contain the",
+        "DataLoader of 2 workers: each of the 2 workers of the DataLoader would read",
+        "DataLoader of 1 worker: the DataLoader's state_dict would not contain the",
         "DataLoader of batches: the dataset yields whole batches",
-        "StatefulDataLoader of 2 workers: 2 workers of a DataLoader would each read",
+        "StatefulDataLoader of 2 workers: each of the 2 workers of the DataLoader",
         "StatefulDataLoader of 1 worker: iterates",
         "StatefulDataLoader of batches: the dataset yields whole batches",
     ]

@@ -113,7 +113,11 @@ def test_with_slices_of_tpus_only_the_failed_slice_is_made_anew():
         (BACKUP, ["peer_secret_file="], "needs peer_secret_file"),
         (BACKUP, ["backup_size_limit=much"], "backup_size_limit='much' is not"),
         (BACKUP, ["peer_backup_urls=http://a:1"], "leave it empty"),
-        (BACKUP, ["enable_multi_tier_checkpointing=false"], "nothing to hold"),
+        (
+            BACKUP,
+            ["enable_multi_tier_checkpointing=false"],
+            "no steps in memory for them to hold",
+        ),
         (BACKUP, ["local_checkpoint_directory="], "cannot be mounted"),
         (jobsets.PATHWAYS, ["backup_hosts=1"], "would be made anew"),
     ],

@@ -279,7 +279,7 @@ def test_a_setting_that_is_not_one_is_refused(setting, message):
 
 
 def test_spot_machines_are_never_reserved():
-    with pytest.raises(errors.ConfigError, match="set one of them"):
+    with pytest.raises(errors.ConfigError, match="set only one of the two"):
         jobsets.documents(jobsets.GPU, spot=True, reservation="a")
 
 

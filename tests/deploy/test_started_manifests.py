@@ -25,7 +25,7 @@ from tests.deploy import fake_slurm, jobsets, local_pods
 from tests.multiprocess import outer_launcher
 
 LACKING = {
-    "gpu": "hardware=gpu, but JAX finds CPUs alone",
+    "gpu": "hardware=gpu, but JAX finds only CPUs",
     "tpu": "Unable to initialize backend 'tpu'",
 }
 in_gs = pytest.mark.parametrize("bucket", ["gs"], indirect=True)

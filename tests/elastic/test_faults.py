@@ -53,15 +53,21 @@ def test_faults_of_a_phase_are_due_when_a_host_of_their_target_is_in_it():
             r"'kill_slice' is not a list; write it as \[\{kill_slice",
         ),
         ('{"kill_slice": 1}', "is not a list"),
-        ("[3]", "has the entry 3; an entry is one of .*kill_slice.* and at_step"),
-        ('[{"kill_slice": 1}]', "has the entry"),
+        (
+            "[3]",
+            "the entry 3 is not a fault; give one of .*kill_slice.* either at_step",
+        ),
+        ('[{"kill_slice": 1}]', "the entry .* is not a fault"),
         ('[{"burn_slice": 1, "at_step": 2}]', "burn_slice"),
         ('[{"kill_slice": -1, "at_step": 2}]', "-1"),
         ('[{"kill_slice": true, "at_step": 2}]', "True"),
         ('[{"kill_slice": 1, "at_step": "2"}]', "at_step"),
         ('[{"kill_slice": 1, "in_phase": "lunch"}]', "in_phase with one of"),
-        ('[{"kill_slice": 1, "in_world": 2}]', "has the entry"),
-        ('[{"kill_slice": 1, "kill_host": 1, "at_step": 2}]', "has the entry"),
+        ('[{"kill_slice": 1, "in_world": 2}]', "the entry .* is not a fault"),
+        (
+            '[{"kill_slice": 1, "kill_host": 1, "at_step": 2}]',
+            "the entry .* is not a fault",
+        ),
     ],
 )
 def test_another_entry_is_refused_by_name(text, message):

@@ -108,7 +108,7 @@ def test_a_script_that_no_host_can_import_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"slices": 0}, r"Processes\(slices=0\): it is a whole number from 1"),
+        ({"slices": 0}, r"Processes\(slices=0\): give a whole number of at least 1"),
         ({"slices": 2.0}, r"slices=2\.0"),
         ({"slices": 2, "hosts_per_slice": -1}, "hosts_per_slice=-1"),
         ({"slices": 2, "devices_per_host": True}, "devices_per_host=True"),
@@ -120,10 +120,10 @@ def test_a_script_that_no_host_can_import_ends_the_run(tmp_path):
             "ram='gs://b/c' is not a direct",
         ),
         ({"slices": 2, "logs": "s3://b/c"}, "logs='s3://b/c' is not a directory of"),
-        ({"slices": 2, "run": "a/b"}, "the name of a directory"),
-        ({"slices": 2, "machines": ["a"]}, "write it as host:port"),
-        ({"slices": 2, "machines": ["a:1"]}, "for two machines or more"),
-        ({"slices": 3, "machines": ["a:1", "b:1"]}, "dealt evenly to 2 machines"),
+        ({"slices": 2, "run": "a/b"}, "give a name that a directory can have"),
+        ({"slices": 2, "machines": ["a"]}, "write host:port"),
+        ({"slices": 2, "machines": ["a:1"]}, "names one machine; name two"),
+        ({"slices": 3, "machines": ["a:1", "b:1"]}, "divided evenly among 2 machines"),
         ({"slices": 2, "machines": ["a:1", "b:1"]}, "machine is not set"),
         ({"slices": 2, "machines": ["a:1", "b:1"], "machine": 2}, "from 0 to 1"),
     ],

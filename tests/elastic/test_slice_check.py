@@ -90,7 +90,7 @@ def test_a_slice_whose_devices_are_gone_does_not_pass_on_cpus(tmp_path):
         checks.begin(0)
         assert "its host 0 failed in the check; see" in verdict(checks).problem
     (log,) = tmp_path.iterdir()
-    assert "hardware=gpu, but JAX finds CPUs alone" in log.read_text()
+    assert "hardware=gpu, but JAX finds only CPUs" in log.read_text()
 
 
 def hang(*_):

@@ -89,7 +89,7 @@ def test_texts_are_not_written_as_another_format_than_their_name_has(trained, tm
     message = wrong(
         trained, f"grain_train_files={file}", "text_directory=python-stdlib"
     )
-    assert "set grain_file_type=parquet or another name" in message
+    assert "set grain_file_type=parquet, or change" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -100,23 +100,26 @@ def test_empty_data(trained, tmp_path):
 
 def test_a_number_of_hosts_that_does_not_divide_the_batch(trained):
     message = wrong(trained, "hosts=3")
-    assert "a global batch of 8 rows does not divide over 3 hosts; set" in message
+    assert (
+        "a global batch of 8 rows cannot be divided evenly among 3 hosts; set"
+        in message
+    )
 
 
 def test_more_hosts_than_the_local_launcher_can_give_an_accelerator(trained):
     message = wrong(trained, "hosts=2", "hardware=tpu")
-    assert "start one process a host with Slurm or a JobSet" in message
+    assert "start one process per host with Slurm or a JobSet" in message
 
 
 def test_fewer_steps_than_the_run_has_trained(trained):
     message = wrong(trained, "steps=3")
-    assert "tiny is at step 4, and steps=3: steps counts over all starts" in message
+    assert "tiny is already at step 4: steps counts over all starts" in message
     assert "set it above 4 to continue" in message
 
 
 def test_a_checkpoint_of_another_model(trained):
     message = refuse(trained, "base_mlp_dim=48", "steps=8")
-    assert "step 4 is a checkpoint of another model (state/opt_state/" in message
+    assert "step 4 is a checkpoint of another model: " in message
     assert "saved [1, 16, 64], now [1, 16, 96]" in message
 
 

@@ -111,16 +111,21 @@ def test_without_a_spec_the_axes_named_for_rows_shard_them(axes, rows):
             {"data": 4, "tensor": 2},
             P("data"),
             6,
-            r"global_batch_size=6 does not divide over the 4 parts that the mesh makes"
-            r" of it \(data=4\); choose a positive multiple of 4, or shard it over",
+            r"global_batch_size=6 cannot be divided evenly among the 4 parts that"
+            r" the mesh makes of it \(data=4\); choose a positive multiple of 4",
         ),
-        ({"data": 4}, P(), 0, "global_batch_size=0 does not divide over the 1 parts"),
+        (
+            {"data": 4},
+            P(),
+            0,
+            "global_batch_size=0 cannot be divided evenly among the 1 parts",
+        ),
         (
             {"data": 2, "sequence": 4},
             P("data", "sequence"),
             8,
-            r"dim 1 of feature 'tokens\w*', of shape \[8, 10\], does not divide over"
-            r" the 4 parts that the mesh makes of it \(sequence=4\); choose a",
+            r"dim 1 of feature 'tokens\w*', of shape \[8, 10\], cannot be"
+            r" divided evenly among the 4 parts that the mesh makes of it",
         ),
     ],
 )

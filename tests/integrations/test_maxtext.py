@@ -178,7 +178,7 @@ def test_tiers_that_do_not_fit_together_are_one_line(install, files, capfd):
     both = tiers("/dev/shm", multi_tier_checkpointing_backup_interval_minutes=3)
     assert main.main(arguments(files, **both)) == errors.CONFIG_EXIT_CODE
     (line,) = printed_lines(capfd)
-    assert "not both: backups to persistent storage" in line
+    assert "not both: it is the interval between backups" in line
 
 
 def test_its_evaluation_begins_anew_and_padding_weighs_nothing(install, files):
@@ -297,8 +297,11 @@ def test_its_own_refusals_end_as_it_wants(install, files, capsys):
             {"num_logical_shard": 8},
             "unknown key 'num_logical_shard'.*num_logical_shards",
         ),
-        ({"dataset_type": "synthetic"}, "dataset_type=synthetic is made up by MaxText"),
-        ({"elastic_enabled": True}, "elastic_enabled=true needs hosts"),
+        (
+            {"dataset_type": "synthetic"},
+            "dataset_type=synthetic is data that MaxText generates",
+        ),
+        ({"elastic_enabled": True}, "elastic_enabled=true without hosts"),
         (
             # MaxText shards its batch over the devices before it asks for the data.
             {"global_batch_size_to_load": 13, "per_device_batch_size": 6.5},

@@ -155,7 +155,9 @@ def test_the_data_is_ours_if_nothing_else_was_asked_for(dataset_type):
 
 @pytest.mark.parametrize("dataset_type", ["tfds", "hf", "c4_mlperf", "olmo_grain"])
 def test_another_pipeline_of_maxtext_is_refused(dataset_type):
-    with refused(rf"dataset_type={dataset_type} is read by MaxText alone; set it to"):
+    with refused(
+        rf"dataset_type={dataset_type} can only be read by MaxText itself; set it to"
+    ):
         maxtext_config.divide({"num_logical_shards": 1, "dataset_type": dataset_type})
 
 
@@ -180,7 +182,7 @@ def test_another_pipeline_of_maxtext_is_refused(dataset_type):
     ],
 )
 def test_another_pipeline_s_files_are_named_as_what_to_set(settings, remedy):
-    with refused(re.escape(f"is read by MaxText alone; set it to {remedy}")):
+    with refused(re.escape(f"can only be read by MaxText itself; set it to {remedy}")):
         maxtext_config.divide({"num_logical_shards": 1, **settings})
 
 
@@ -234,12 +236,12 @@ def test_the_logical_shards_have_to_be_chosen(raw):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("num_logical_shards", "many", "takes a whole number, not 'many'"),
-        ("num_logical_shards", -3, "is at least 0, not -3"),
-        ("drop_remainder", 1, "takes true or false, not 1"),
-        ("corrupt_records", "keep", 'is one of "fail", "skip", not'),
-        ("grain_record_format", "json", 'is one of "bytes", "tf_example", not'),
-        ("colocated_python_data_input", "on", "takes true or false, not 'on'"),
+        ("num_logical_shards", "many", "must be a whole number, not 'many'"),
+        ("num_logical_shards", -3, "must be at least 0, not -3"),
+        ("drop_remainder", 1, "must be true or false, not 1"),
+        ("corrupt_records", "keep", 'must be one of "fail", "skip", not'),
+        ("grain_record_format", "json", 'must be one of "bytes", "tf_example", not'),
+        ("colocated_python_data_input", "on", "must be true or false, not 'on'"),
     ],
 )
 def test_values_of_our_keys_are_checked_like_anywhere(key, value, message):
@@ -321,8 +323,11 @@ def test_what_our_data_does_not_have_is_refused_with_a_way_out(key):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"train_data_columns": ["a", "b"]}, r"train_data_columns takes text, not \["),
-        ({"grain_file_type": "mmap"}, "grain_file_type is one of .*not 'mmap'"),
+        (
+            {"train_data_columns": ["a", "b"]},
+            r"train_data_columns must be text, not \[",
+        ),
+        ({"grain_file_type": "mmap"}, "grain_file_type must be one of .*not 'mmap'"),
         (
             {"tokenizer_type": "huggingface", "tokenizer_path": "org/model"},
             "tokenizer_path=org/model is not on this machine; download",
@@ -388,7 +393,7 @@ def test_tiers_of_checkpoints_are_taken_over_with_our_own_keys():
 
 def test_a_key_of_the_tiers_is_checked_like_anywhere():
     raw = {"num_logical_shards": 12, "peer_copies": -2}
-    with refused("^MaxText's configuration: peer_copies is at least 0, not -2"):
+    with refused("^MaxText's configuration: peer_copies must be at least 0, not -2"):
         maxtext_config.divide(raw)
 
 
@@ -403,14 +408,16 @@ def test_the_batch_is_what_maxtext_s_step_takes():
 
 
 def test_a_batch_of_which_maxtext_throws_rows_away_is_refused():
-    with refused("configuration: per_device_batch_size=0.5 has MaxText load"):
+    with refused("configuration: per_device_batch_size=0.5 makes MaxText load"):
         rows(per_device_batch_size=0.5)
-    with refused("configuration: eval_per_device_batch_size=0.5 has MaxText load"):
+    with refused("configuration: eval_per_device_batch_size=0.5 makes MaxText load"):
         rows(eval_per_device_batch_size=0.5, evaluation=True)
 
 
 def test_a_batch_that_the_devices_cannot_share_is_refused():
-    with refused("per_device_batch_size=1.5 makes a global batch of 12 rows, which 8"):
+    with refused(
+        "per_device_batch_size=1.5 makes a global batch of 12 rows, which cannot"
+    ):
         rows(per_device_batch_size=1.5, global_batch_size_to_load=12)
 
 
@@ -443,7 +450,9 @@ def test_synthetic_data_that_was_asked_for_is_not_taken_for_files(tmp_path, is_i
         arguments = [str(path), "steps=5"]
     raw = {"num_logical_shards": 12, "dataset_type": "synthetic"}
     explicit = maxtext_config.explicit_keys(arguments)
-    with refused("dataset_type=synthetic is made up by MaxText.*grain_train_files"):
+    with refused(
+        "dataset_type=synthetic is data that MaxText generates.*grain_train_files"
+    ):
         maxtext_config.divide(raw, explicit=explicit)
     # It is the default of MaxText's own file.
     (tmp_path / "base.yml").write_text("dataset_type: synthetic\n")
@@ -456,7 +465,7 @@ def test_synthetic_data_that_was_asked_for_is_not_taken_for_files(tmp_path, is_i
 
 def test_elastic_training_needs_hosts_or_pathways():
     raw = {"num_logical_shards": 12, "elastic_enabled": True}
-    with refused("elastic_enabled=true needs hosts: set hosts and slices"):
+    with refused("elastic_enabled=true without hosts: set hosts and slices"):
         maxtext_config.divide(raw)
     assert maxtext_config.divide({**raw, "enable_single_controller": True})
 

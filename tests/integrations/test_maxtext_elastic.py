@@ -49,13 +49,13 @@ def test_without_hosts_maxtext_starts_alone():
         ),
         (
             ["hosts=2", *RUN[:2], "per_device_batch_size=6.5"],
-            "per_device_batch_size=6.5 makes a global batch of 13 rows, which 2",
+            "per_device_batch_size=6.5 makes a global batch of 13 rows, which cannot",
         ),
         (
             ["hosts=2", *RUN[:2], "per_device_batch_size=0.5"],
-            "per_device_batch_size=0.5 makes a global batch of 1 rows, which 2 devices",
+            "per_device_batch_size=0.5 makes a global batch of 1 rows, which cannot",
         ),
-        (["hosts=two", *RUN], "hosts takes a whole number, not 'two'"),
+        (["hosts=two", *RUN], "hosts must be a whole number, not 'two'"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(given, message):

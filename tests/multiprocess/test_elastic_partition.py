@@ -86,7 +86,7 @@ def test_more_than_half_of_the_machines_go_on_and_half_of_them_stop(partitioned)
     for number in range(4):
         code, output = machines.ended(number, may=range(4))
         assert code == 1, output
-        assert output.count("which is no majority") == 1, output
+        assert output.count("which is not a majority") == 1, output
     # A machine may be late at the start.
     worlds = machines.worlds()
     assert worlds[worlds.index([0, 1, 2, 3]) :] == [[0, 1, 2, 3], [1, 2, 3]]

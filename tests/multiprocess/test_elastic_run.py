@@ -228,9 +228,9 @@ def test_a_run_that_is_not_elastic_ends_with_its_first_host(tmp_path, corpus, ra
 
 def test_settings_that_cannot_work_are_refused_before_the_start(tmp_path, corpus):
     for settings, message in (
-        ({"slices": 4, "hosts": 2}, "a slice that is lost is made of whole hosts"),
+        ({"slices": 4, "hosts": 2}, "a slice must consist of whole hosts"),
         ({"elastic_min_slice_count": 5}, "is more than slices=4; lower it"),
-        ({"faults": [{"burn": 1}]}, "an entry is one of"),
+        ({"faults": [{"burn": 1}]}, "is not a fault; give one of"),
     ):
         config = configured(tmp_path, corpus, "/nowhere", **settings)
         with pytest.raises(errors.ConfigError, match=re.escape(message)):

@@ -59,7 +59,7 @@ def test_a_malformed_url_is_refused_when_it_is_given(url):
 
 
 def test_one_string_is_no_list_of_urls():
-    with pytest.raises(errors.ConfigError, match="is no tuple; give a tuple"):
+    with pytest.raises(errors.ConfigError, match="give a tuple of URLs"):
         choices.Peers(known="http://10.0.0.7:8470")
 
 
@@ -72,7 +72,7 @@ def test_a_url_that_does_not_encrypt_is_refused_with_tls():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 1, "every_minutes": 2}, "has every, every_minutes; give one of"),
+        ({"every": 1, "every_minutes": 2}, "has every and every_minutes; give one of"),
         ({"every": 0}, r"Persistent\(every=0\): give an integer from 1"),
         ({"every_minutes": -1.0}, r"every_minutes=-1.0\): give a positive number"),
     ],
@@ -97,7 +97,7 @@ def test_a_persistent_tier_takes_a_policy_of_orbax():
 
 
 def test_a_ram_disk_is_not_in_a_bucket():
-    with pytest.raises(errors.ConfigError, match="not at gs://bucket/ram; set Local"):
+    with pytest.raises(errors.ConfigError, match=r"gs://bucket/ram'\) is not a direct"):
         choices.Local("gs://bucket/ram")
 
 
@@ -185,23 +185,29 @@ def test_a_file_of_tls_is_a_path(name):
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        (LOCAL, r"Local\(\.\.\.\) is one tier; give a list of tiers, such as \[Local"),
+        (
+            LOCAL,
+            r"Local\(\.\.\.\) is one tier; give a list of tiers, such as \[ec\.Local",
+        ),
         (PERSISTENT, r"is one tier; give a list"),
-        ("/dev/shm/run", "'/dev/shm/run' is no list of tiers; give"),
-        (None, "None is no list of tiers"),
-        ({LOCAL: 1}, "is no list of tiers"),
-        ([LOCAL, "gs://bucket"], "'gs://bucket' among the tiers is none; give Local"),
-        ([LOCAL, None], "None among the tiers is none"),
-        ([PERSISTENT, [LOCAL]], "among the tiers is none"),
-        ([PERSISTENT, choices.Local], "Local'> among the tiers is none"),
-        ([LOCAL, LOCAL], "two tiers Local; give one of each kind"),
-        ([], "without a local tier"),
-        ([choices.Peers(), PERSISTENT], "without a local tier"),
+        ("/dev/shm/run", "'/dev/shm/run' is not a list of tiers; give"),
+        (None, "None is not a list of tiers"),
+        ({LOCAL: 1}, "is not a list of tiers"),
+        (
+            [LOCAL, "gs://bucket"],
+            "'gs://bucket', which is not a tier; give ec.Persistent",
+        ),
+        ([LOCAL, None], "None, which is not a tier"),
+        ([PERSISTENT, [LOCAL]], "which is not a tier"),
+        ([PERSISTENT, choices.Local], "Local'>, which is not a tier"),
+        ([LOCAL, LOCAL], r"contains Local\(\.\.\.\) twice; give at most one"),
+        ([], "tiers is empty; give ec.Persistent"),
+        ([choices.Peers(), PERSISTENT], r"Peers\(\.\.\.\) without ec.Local"),
         (
             [LOCAL, choices.Persistent("/ram/run/steps", every=1)],
-            r"Persistent\('/ram/run/steps'\) is inside of Local\('/ram/run'\)",
+            r"Persistent\('/ram/run/steps'\) is inside Local\('/ram/run'\)",
         ),
-        ([LOCAL, choices.Persistent("/ram/x/../run", every=1)], "is inside of Local"),
+        ([LOCAL, choices.Persistent("/ram/x/../run", every=1)], "is inside Local"),
     ],
 )
 def test_tiers_that_are_none_or_do_not_fit_are_refused(tiers, message):
@@ -214,7 +220,7 @@ def test_storage_beside_the_ram_directory_is_taken(tmp_path):
     assert choices.Chosen.from_choices((LOCAL, stored)).persistent is stored
     (tmp_path / "link").symlink_to(tmp_path / "ram", target_is_directory=True)
     inside = choices.Persistent(tmp_path / "link" / "steps", every=1)
-    with pytest.raises(errors.ConfigError, match="is inside of Local"):
+    with pytest.raises(errors.ConfigError, match="is inside Local"):
         choices.Chosen.from_choices([choices.Local(tmp_path / "ram"), inside])
 
 

@@ -306,7 +306,7 @@ class TestRoomForRuns:
             node_memory.to_make_room("run", 61, self.OTHERS, self.LIFETIME)
         message = str(raised.value)
         assert message.startswith(
-            "run run needs 61 bytes of this node's memory, and 60 of 100 can be had"
+            "run run needs 61 bytes of this node's memory, but only 60 of 100 are"
         )
         assert "live 30 bytes (in use), new 10 bytes (unused for 59 s)" in message
 

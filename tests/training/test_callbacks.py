@@ -218,7 +218,7 @@ def test_a_function_that_cannot_be_imported_is_named(name):
             {"mine": object()},
             "'mine', a object, has no after_step, after_evaluation, get",
         ),
-        ({"mine": Counter}, "'mine' is a class; give an object of it"),
+        ({"mine": Counter}, "'mine' is a class; give an instance of it"),
     ],
 )
 def test_a_callback_that_is_none_is_refused_in_one_line(given, problem):

@@ -224,7 +224,9 @@ def test_a_run_goes_back_so_often():
 
 
 def test_a_run_without_a_good_step_says_which_there_are():
-    with pytest.raises(errors.DivergedError, match=r"complete are \[7, 8\]; keep more"):
+    with pytest.raises(
+        errors.DivergedError, match=r"complete steps are \[7, 8\]\. Keep more"
+    ):
         rollback.choose(FINDING, [7, 8], rollbacks=0, section=SECTION)
 
 
@@ -248,7 +250,9 @@ def test_at_the_first_save_a_run_goes_back_to_the_step_before_or_to_the_beginnin
     assert chosen([4, 8], since=4) == 0
     # Older steps were saved once: going back to the beginning would lose them all.
     assert chosen([40], since=41) == 40
-    with pytest.raises(errors.DivergedError, match=r"complete are \[40\]; keep more"):
+    with pytest.raises(
+        errors.DivergedError, match=r"complete steps are \[40\]\. Keep more"
+    ):
         chosen([40], since=41, rollbacks=1, began_at=40)
-    with pytest.raises(errors.DivergedError, match="complete are none"):
+    with pytest.raises(errors.DivergedError, match="complete steps are none"):
         chosen([], since=1, first_due=0)

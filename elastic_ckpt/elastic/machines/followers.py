@@ -185,11 +185,11 @@ class Followers:
             return
         if not membership.has_majority(alive, most):
             raise errors.RunError(
-                f"only machines {sorted(alive)} of {most} are left, which is no"
-                " majority, so that others may continue the run and this one stops;"
+                f"only machines {sorted(alive)} of {most} are left, which is not a"
+                " majority. Others may have continued the run, so this one stops;"
                 " bring machines back and start it again, or, if all machines write to"
-                " one storage, set needs_majority=False (in a configuration"
-                " elastic_machine_majority=false)"
+                " one storage, set needs_majority=False"
+                " (elastic_machine_majority=false in a configuration)"
             )
 
     def _drop_lost(self) -> None:

@@ -68,22 +68,23 @@ def place(
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise errors.ConfigError(
-                f"{of_all} has the address {address!r}; write it as host:port"
+                f"{of_all} contains {address!r}, which is not an address; write"
+                " host:port"
             )
     if len(set(addresses)) < len(addresses):
         raise errors.ConfigError(
-            f"{of_all} has an address twice, in {list(addresses)}; each machine has its"
-            " own"
+            f"{of_all} contains an address twice, in {list(addresses)}; give each"
+            " machine its own"
         )
     if len(addresses) < 2:
         raise errors.ConfigError(
-            f"{of_all}={list(addresses)} is for two machines or more; leave it empty"
-            " for one"
+            f"{of_all}={list(addresses)} names one machine; name two or more, or leave"
+            " it empty"
         )
     if slices % len(addresses):
         raise errors.ConfigError(
-            f"slices={slices} cannot be dealt evenly to {len(addresses)} machines; set"
-            " slices to a multiple of the machines"
+            f"slices={slices} cannot be divided evenly among {len(addresses)}"
+            " machines; set slices to a multiple of the number of machines"
         )
     return Place(
         number=_own_number(number, len(addresses), environment, names),

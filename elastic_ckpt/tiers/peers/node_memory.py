@@ -67,8 +67,8 @@ def to_make_room(
         if each not in removed
     ]
     raise errors.RunError(
-        f"run {path} needs {num_bytes} bytes of this node's memory, and"
-        f" {max(0, free)} of {lifetime.limit_bytes} can be had: other runs have"
+        f"run {path} needs {num_bytes} bytes of this node's memory, but only"
+        f" {max(0, free)} of {lifetime.limit_bytes} are available: other runs use"
         f" [{errors.first_of(remaining)}]; lower local_checkpoint_size_limit, raise"
         " node_agent_size_limit (--max-bytes), or use another node"
     )

@@ -157,9 +157,9 @@ def replaced(by: Claim) -> errors.ReplacedError:
       by: the claim of the other one.
     """
     return errors.ReplacedError(
-        f"another start of the run, {by.claimant}, has continued it as world"
-        f" {by.number}, so this one stops, and nothing that it saved since counts; if"
-        " that one is not wanted, end it and start the run again"
+        f"another start of this run, {by.claimant}, has continued it as world"
+        f" {by.number}, so this one stops, and what it has saved since is not used; if"
+        " you do not want the other one, end it and start the run again"
     )
 
 

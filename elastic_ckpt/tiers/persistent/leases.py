@@ -184,7 +184,7 @@ class _Lease:
     def __init__(self, step_path: epath.PathLike, duration_secs: float) -> None:
         if not duration_secs > 0:
             raise errors.ConfigError(
-                f"duration_secs={duration_secs!r}: give a positive number"
+                f"duration_secs={duration_secs!r}: give a positive number of seconds"
             )
         self.directory = storage.absolute(step_path)
         self._root, self._step = _parsed(self.directory)

@@ -171,8 +171,8 @@ class StepWriter:
             self.abandon()
             raise errors.CheckpointError(
                 f"step {self.manifest.step} could not be written to {self.directory}"
-                f" ({error}); {free} bytes were free there: give it more, or keep fewer"
-                " steps"
+                f" ({error}), where {free} bytes were free; give it more space, or keep"
+                " fewer steps"
             ) from error
 
 

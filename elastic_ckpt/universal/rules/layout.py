@@ -97,7 +97,10 @@ class Layout:
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise LayoutError(f"{path}: cannot be read: {error}") from None
+            raise LayoutError(
+                f"{path}: this file cannot be read: {error}; check the path and its"
+                " permissions"
+            ) from None
         return cls.parse(text, file=os.fspath(path))
 
     @classmethod

@@ -167,7 +167,7 @@ def read(text: str, *, file: str) -> dict[str, Any]:
     try:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise LayoutError(f"{file}: not YAML: {error}") from None
+        raise LayoutError(f"{file}: this file is not valid YAML: {error}") from None
     if document is None:
         raise LayoutError(f"{file}: the layout is empty; start with `version: 1`")
     return _read(_Node(document, file, ""))

@@ -324,7 +324,7 @@ def elements(kind, file):
 
 @pytest.mark.parametrize("protocol", ["az", "abfs", "abfss"])
 def test_containers_of_azure_hold_data_alone(protocol, monkeypatch):
-    with pytest.raises(errors.ConfigError, match="holds training data alone"):
+    with pytest.raises(errors.ConfigError, match="can only hold training data"):
         storage.absolute(f"{protocol}://container/run")
     _, extra = bucket_clients._CLIENTS[protocol]
     monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))

@@ -115,7 +115,7 @@ def test_the_inverse_of_the_inverse_is_the_layout():
         ("d ** 0.5", "d(1)", "rules[0].from['a.{layer}']", "not allowed"),
         ('"a.{layer}"', '"a.{layer"', "rules[0].from['a.{layer']", "brace"),
         ("layer x, ", "x, ", "rules[0].from['a.{layer}']", "layer x"),
-        ("[3, 5]", "[3, 5", "layout", "not YAML"),
+        ("[3, 5]", "[3, 5", "layout", "not valid YAML"),
         ("value: [a/kv, b], ", "", "line 2: sizes['kv']", "`value` is missing"),
         ("[a/kv, b]", "[a/kv, 3]", "sizes['kv'].value[1]", "expected a text"),
         ("default: 1", "defaults: 1", "sizes['kv'].defaults", "'default'"),
@@ -131,7 +131,7 @@ def test_a_mistake_is_named_with_its_place(old, new, place, problem):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(LayoutError, match=r"none\.yml: cannot be read"):
+    with pytest.raises(LayoutError, match=r"none\.yml: this file cannot be read"):
         Layout.load(tmp_path / "none.yml")
     (tmp_path / "empty.yml").write_text("")
     with pytest.raises(LayoutError, match=r"empty\.yml: the layout is empty"):
