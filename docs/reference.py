@@ -42,6 +42,7 @@ INCLUDED = {
     "configs/layouts/README.md": "reference/shipped-layouts.md",
     "elastic_ckpt/monitoring/METRICS.md": "reference/metrics.md",
     "CHANGELOG.md": "about/changelog.md",
+    "docs/upstream/README.md": "about/upstream.md",
 }
 # Links of those pages lead to the site where it has the page, and else to the code.
 ON_SITE = INCLUDED | {
