@@ -206,7 +206,7 @@ def test_an_error_in_a_layout_names_its_file_and_line(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"base_num_decoder_layers": 3}, "another model .*params/attention_norm"),
+        ({"base_num_decoder_layers": 3}, "another model.*params/attention_norm"),
         ({"init_from": "/elsewhere"}, "does not exist"),
     ],
 )
