@@ -47,7 +47,7 @@ def test_faults_of_hosts_are_refused(tmp_path, corpus):
         def stopped_without_a_save(self):
             pass
 
-    with pytest.raises(errors.ConfigError, match="faults has kill_host"):
+    with pytest.raises(errors.ConfigError, match="faults contains kill_host"):
         controlled_slices.run(config, Journal())
 
 

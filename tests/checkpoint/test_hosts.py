@@ -163,7 +163,7 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
         step = driver.first(search).complete_step
         driver.all(read_requests.OpenStep(step=step.step, save=step.save))
         paths = [leaf.path for leaf in driver.opened().leaves]
-        with pytest.raises(HostsFailedError, match="no parts"):
+        with pytest.raises(HostsFailedError, match=r"contains no \['data'\]"):
             driver.check(trees, ["data"], {})
         driver.check(trees, [], {})
         driver.all(read_requests.ReadStep())

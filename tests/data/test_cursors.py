@@ -69,7 +69,7 @@ def test_a_file_of_another_step_is_named(tmp_path):
 def test_a_renamed_file_is_named(tmp_path):
     cursors.write(tmp_path, part(0, 1), POSITION)
     (tmp_path / "shards-00000-00001.json").rename(tmp_path / "shards-00002-00004.json")
-    with refused("2 shards, not of .* shards 2 to 4"):
+    with refused("2 shards, not to .* shards 2 to 4"):
         cursors.read(tmp_path, [3], POSITION)
 
 

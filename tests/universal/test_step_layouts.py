@@ -175,7 +175,7 @@ def test_a_wrong_layout_is_refused_without_a_look_at_older_steps(make):
 def test_a_tree_that_was_not_saved_is_named(make):
     checkpointer = make()
     saved(checkpointer)
-    with pytest.raises(errors.CheckpointError, match=r"no parts \['other'\]"):
+    with pytest.raises(errors.CheckpointError, match=r"no pytrees named \['other'\]"):
         checkpointer.load_checkpointables(3, {"other": SCANNED}, layout=SCAN)
 
 
