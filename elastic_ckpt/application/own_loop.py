@@ -41,15 +41,15 @@ class RunDirectory:
     Every process of the loop makes one, after `jax.distributed.initialize`.
 
     Args:
-      directory: a path or URL, one a run; made if it is absent.
-      tiers: those of the loop's checkpointer; `status` and `audit` look there.
-      steps: the number of steps of the run; None if it is not known.
-      step_log: `"proof"`, from which an audit names the rows that differ, or
-        `"summary"`, a digest a step.
+      directory: a path or URI for this run alone; created if it does not exist.
+      tiers: the tiers of the loop's checkpointer, in which `status` and `audit` look.
+      steps: the number of steps of the whole run; None if it is not known.
+      step_log: what is logged of the data of each step: `"proof"`, from which an audit
+        names the rows that differ, or `"summary"`, a digest.
 
     Raises:
       RunError: if another live process records in the directory.
-      ConfigError: if the tiers do not fit together, or `step_log` is another text.
+      ConfigError: if the tiers do not fit together, or `step_log` is neither.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RunDirectory:
         self._closing.callback(self._log.close)
 
     def emit(self, name: str, **fields: storage.Json) -> None:
-        """Keeps an event; give it to `ec.Checkpointer(emit=)`. From any thread."""
+        """Records an event, from any thread; give it to `ec.Checkpointer(emit=)`."""
         if name == "save_started":
             self._show_pending()
             self._saved = int(str(fields["step"]))
@@ -115,18 +115,19 @@ class RunDirectory:
         tokens: int | None = None,
         learning_rate: float | None = None,
     ) -> None:
-        """Logs one step, on all processes alike, before the step is saved.
+        """Logs one step; every process calls it alike, before it saves the step.
 
-        It does not wait for the step: the log is written while the next one is
-        computed.
+        It does not wait for the step to be computed: its record is written while the
+        next one runs.
 
         Args:
-          step: the number of steps that are done with it, under which it is saved. One
-            that does not follow the last one begins anew there, as after a restart.
+          step: the number of steps that are done, this one included, which is also the
+            number that it is saved under. A number that does not follow the last one is
+            where a restarted loop continues.
           batch: the global batch from `ec.batches`, with `example_id`.
-          loss: before the update, a scalar; None if it is not reported.
-          tokens: in the batch, for rates.
-          learning_rate: of the update.
+          loss: the loss of the step, a scalar; None if it is not to be reported.
+          tokens: the number of tokens in the batch, for tokens a second.
+          learning_rate: the learning rate of the step.
 
         Raises:
           ConfigError: if `step` is not positive, or the batch has no `example_id`.
@@ -161,7 +162,7 @@ class RunDirectory:
         self._since_secs = now
 
     def close(self) -> None:
-        """Notes the end of the run, and writes what is left."""
+        """Writes what is left, and records the end of the run."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> RunDirectory:

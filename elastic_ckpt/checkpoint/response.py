@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Response(Generic[T]):
-    """A running call, as Orbax's `AsyncResponse`.
+    """The result of a call that goes on in the background, as Orbax's `AsyncResponse`.
 
     Args:
       doing: completed when the call is done.
@@ -20,16 +20,19 @@ class Response(Generic[T]):
         self._doing = doing
 
     def result(self, timeout: float | None = None) -> T:
-        """Waits for the call, and returns what it returns.
+        """Waits for the call to end, and returns its result.
+
+        Args:
+          timeout: the most seconds to wait; None waits without a limit.
 
         Raises:
-          Exception: as the call.
-          TimeoutError: if that takes more than `timeout` seconds.
+          Exception: the error of the call, if it failed.
+          TimeoutError: if it has not ended in time; it goes on.
         """
         return self._doing.result(timeout)
 
     def on_complete(self, callback: Callable[[T], Any]) -> None:
-        """Calls `callback(result)` from a background thread; never after an error."""
+        """Calls `callback(result)` from a background thread, unless the call fails."""
 
         def call(done: futures.Future[T]) -> None:
             if done.exception() is None:
@@ -39,10 +42,11 @@ class Response(Generic[T]):
 
 
 class SaveResponse(Response[bool]):
-    """A save under way: its result is whether the step was committed, or given up.
+    """A save in the background; its result is whether the step was committed.
 
-    With a local tier a step is committed when it is in the RAM of all hosts; without
-    one, when it is in persistent storage.
+    With a local tier, a step is committed once it is in the RAM of all hosts; without
+    one, once it is in persistent storage. A step that was given up, after an error that
+    an event describes, has the result False.
 
     Args:
       committed: completed when the step is committed or given up.
@@ -56,14 +60,18 @@ class SaveResponse(Response[bool]):
         self._is_stored = is_stored
 
     def durable(self) -> bool:
-        """Waits for backups, too; whether the step is in persistent storage.
+        """Waits until the step is stored, and returns whether it is.
 
-        Every process of the world calls it.
+        That is after copies to peers and the backup, if the step has them. Every
+        process of the run calls it.
+
+        Returns:
+          Whether the step is in persistent storage.
         """
         return self.result() and self._is_stored()
 
     def on_complete(self, callback: Callable[[bool], Any]) -> None:
-        """Calls `callback(committed)` from a background thread, also after an error."""
+        """Calls `callback(committed)` from a background thread, after an error too."""
         self._doing.add_done_callback(
             lambda done: callback(done.exception() is None and done.result())
         )

@@ -23,7 +23,10 @@ UNDECLARED = "undeclared"
 
 
 def pattern_of(array: Any) -> str:
-    """The pattern of an array, which may be abstract.
+    """Names how hosts share an array, by its sharding.
+
+    Args:
+      array: an array of JAX, or an abstract one.
 
     Returns:
       `"global"` on one device of the only host, `"per_host"` on devices of this host

@@ -56,45 +56,63 @@ class AwaitedDirectory(Protocol):
 
 
 class Component:
-    """A state, and how hosts share it.
+    """State of a run other than weights and data, with the way in which hosts share it.
+
+        schedule = ec.components.Component({"lr": 0.1}, "global")
+        checkpointer.save_checkpointables(40, {"state": state, "schedule": schedule})
+        checkpointer.load_checkpointables(40, {"state": like, "schedule": schedule})
+        schedule.state["lr"]
 
     Args:
       state: a pytree, or an object with `get_state` and `set_state`, or with
-        `state_dict` and `load_state_dict`. The state may hold arrays of JAX and NumPy,
-        random keys, numbers, texts, bytes, None, and dicts, lists, tuples and pytrees
-        of these.
-      sharing: `"global"`, `"replicated"` (a difference between hosts is a fault),
-        `"per_host"`, `"per_node"` or `"per_group"`; or a function that returns one of
-        them at each save and load, the same on all hosts: data, for example, has one
-        global state with a central loader, and otherwise a state for each host.
-      axis: of groups, the name of a mesh axis, or several. Devices that differ only in
-        their places on these axes share a state, as they share the result of
+        `state_dict` and `load_state_dict`. The state may contain arrays of JAX and
+        NumPy, random keys, numbers, texts, bytes, None, and dicts, lists, tuples and
+        other pytrees of these.
+      sharing: which hosts have a state of their own:
+
+        * `"global"`: none; host 0 saves the only state, and all hosts load it
+        * `"replicated"`: none; all hosts have the same state, and a difference between
+          them is a fault, which `validation` finds
+        * `"per_host"`: each host
+        * `"per_node"`: each machine, whose hosts share it
+        * `"per_group"`: each group of devices along `axis` of `mesh`
+
+        A function that returns one of these, the same on all hosts, is called at each
+        save and load.
+      axis: for `"per_group"`, the name of a mesh axis, or several. Devices that differ
+        only in their places on these axes share a state, as they share the result of
         `jax.lax.psum` over them: on a mesh of `data` and `model`, the state of
-        `axis="data"` belongs to one place on `model`. Axes of size 1 count as absent.
-      mesh: of groups, in which each host has devices of one group.
-      processes_per_node: of nodes, how many consecutive hosts are on one. Without it
-        the hosts publish the ids of their machines; all need to make the component.
-      validation: of replicas, a level of `validate` at which our checkpointer compares
-        the states of all hosts at each save: `"quick"`, `"tensor"` or `"full"`. A
-        difference is an event (`replicas_differ`), and the step is saved all the same.
-      on_resize: the rule for other states than were saved, as on another number of
-        hosts: `"error"`, `"reset"`, `"from_first"`, or a
-        function `(old_states, new_count) -> new states`; see `resize`. Another sharing
-        than before counts as a resize.
-      required: whether a step without this component is an error. An optional one that
-        raises on a host when it is saved is left out of the step, with a warning in the
-        log; our checkpointer leaves it out on all hosts, which is an event.
+        `axis="data"` belongs to one place on `model`. Axes of size 1 are ignored.
+      mesh: for `"per_group"`, the mesh; each host has devices of one group only.
+      processes_per_node: for `"per_node"`, how many consecutive hosts are on a machine.
+        Without it the hosts tell each other the ids of their machines, for which all of
+        them need to make the component.
+      validation: for `"replicated"`, the level of `validate` at which the states of all
+        hosts are compared when they are saved: `"quick"`, `"tensor"` or `"full"`. A
+        difference is reported by the event `replicas_differ`; the step is saved all the
+        same. Only `ec.Checkpointer` compares.
+      on_resize: what to load if the saved states are those of another number of hosts,
+        machines or groups, or of another sharing:
+
+        * `"error"`: nothing; the error lists these choices
+        * `"reset"`: the state that the component was made with
+        * `"from_first"`: the first of the saved states, on every host
+        * a function `(old_states, new_count) -> new_states`, with lists in the order of
+          hosts, machines or groups; all hosts call it with the same arguments
+      required: whether a step without this component is an error. An optional component
+        that raises when it is saved is left out of the step, with a warning in the log;
+        `ec.Checkpointer` leaves it out on all hosts, and emits an event.
 
     Attributes:
-      state: the object, or the pytree: the one that is saved next, or was loaded last.
+      state: the object, or the pytree, which is saved next, or was loaded last.
       sharing: as given.
       on_resize: as given.
       required: as given.
       validation: as given.
-      save_problem: why the last save has left it out; None if it has not.
-      save_timeout_secs: how long our checkpointer waits for it in a save, at most 240;
-        then the step fails, and the next one is tried. A load waits as long, and then
-        fails on all hosts.
+      save_problem: why the last save left it out; None if it did not.
+      save_timeout_secs: how long `ec.Checkpointer` waits for it in a save, at most 240;
+        then the save of the step fails. A load waits as long, and then fails on all
+        hosts.
 
     Raises:
       ConfigError: if there is no such sharing, rule or level; if the mesh has no such
@@ -137,14 +155,14 @@ class Component:
 
     @property
     def is_compared(self) -> bool:
-        """Whether our checkpointer compares the states of all hosts in a save."""
+        """Whether `ec.Checkpointer` compares the states of all hosts in a save."""
         return self.validation != "none" and topology.num_hosts() > 1
 
     def present(self) -> sharing_of.Sharing:
-        """The states in this world, and which of them is this host's.
+        """The names of the states that the hosts have now, and which is this host's.
 
         Raises:
-          ConfigError: if the function returns something else.
+          ConfigError: if `sharing` is a function, and returns no sharing.
         """
         given = self.sharing
         name = given() if callable(given) else given
@@ -163,12 +181,12 @@ class Component:
         )
 
     def get(self) -> Any:
-        """The values that are saved: the pytree, or what the object returns."""
+        """The values to save: the pytree, or the object's state."""
         methods = _methods(self.state)
         return self.state if methods is None else methods[0]()
 
     def put(self, values: Any) -> None:
-        """Sets the pytree or the object to values that `get` returned once."""
+        """Sets the pytree or the object to values that `get` has returned."""
         methods = _methods(self.state)
         if methods is None:
             self.state = values
@@ -176,7 +194,7 @@ class Component:
             methods[1](values)
 
     def undo(self) -> Callable[[], None]:
-        """Returns a function that sets the values back to those of now."""
+        """Returns a function that restores the present values."""
         state = self.state
         methods = _methods(state)
         if methods is None:
@@ -186,7 +204,7 @@ class Component:
         return lambda: self.put(encoding.decode(before, self.get()))
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
-        """Takes the state; the awaitable writes it into Orbax's directory."""
+        """Captures the state; the awaitable writes it into Orbax's directory."""
         files: dict[str, Callable[[epath.Path], None]] = {}
         self.save_problem, self.taken = None, None
         try:
@@ -205,9 +223,9 @@ class Component:
         return write()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Sets the state to the one in `directory`, before the awaitable is returned.
+        """Loads the state in `directory`; it is set when the awaitable is returned.
 
-        Orbax would wrap an error of the awaitable in one about another handler.
+        Otherwise Orbax would wrap an error in one about another handler.
         """
         self.put(await _in_thread(lambda: self.read(directory)))
         done = asyncio.get_running_loop().create_future()
@@ -215,11 +233,11 @@ class Component:
         return done
 
     def read(self, directory: epath.PathLike) -> Any:
-        """This host's values among those that were saved in `directory`.
+        """Reads the values for this host that are saved in `directory`.
 
         Raises:
-          CheckpointError: if they cannot be read, or there are other states than there
-            were and `on_resize` is `"error"`.
+          CheckpointError: if they cannot be read, or the hosts have other states than
+            were saved and `on_resize` is `"error"`.
         """
         path = epath.Path(directory)
         saved = description.read(path)
@@ -240,14 +258,14 @@ class Component:
         *,
         read: Callable[[int], Any],
     ) -> Any:
-        """This host's values among states that were saved, by any program.
+        """Chooses the values for this host from saved states, of any program.
 
         Args:
-          name: of the component, for messages.
-          pattern: under which they were saved, for messages.
-          states: their names, in order; `on_resize` decides unless they are those that
-            there are now.
-          read: reads the values of the state at a place.
+          name: the name of the component, for messages.
+          pattern: the sharing under which they were saved, for messages.
+          states: the names of the saved states, in order; if the hosts have others now,
+            `on_resize` decides.
+          read: reads the values of the state at an index of `states`.
 
         Raises:
           CheckpointError: as `read`.

@@ -48,13 +48,13 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The outcome of loading the components of a step.
+    """What `load` has loaded, and what it has not.
 
     Attributes:
       step: the training step.
-      loaded: by name, what was restored: components, and trees that were asked for.
-      skipped: by name, why it was left alone.
-      failed: by name, why it could not be loaded.
+      loaded: the components and trees that were loaded, by name.
+      skipped: why others were left as they are, by name.
+      failed: why others could not be loaded, by name.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Summary:
 
 
 def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of named components.
+    """Makes a dict of components, in which no name may occur twice.
 
     Args:
       components: a mapping, or pairs of a name and a component.
@@ -98,26 +98,26 @@ def load(
     strict: bool = True,
     ignore: Collection[str] = (),
 ) -> Summary:
-    """Loads components, and trees beside them, from a step.
+    """Loads components, and trees beside them, from a step: all of them or none.
 
-    Components are set once all of them have been read. A strict call that fails has set
-    none, on any host: those that had been set have their values from before. Objects
-    of other classes, such as batches, come last, in their order.
+    Components are set after all of them were read, so that a strict call that fails
+    leaves them, on all hosts, as they were. Objects of other classes, such as batches,
+    are loaded last, in their order. Every process calls it.
 
     Args:
-      checkpointer: ours or Orbax's; all hosts call this.
-      components: by name or as pairs; also abstract trees and other checkpointables, as
-        `load_checkpointables` takes them.
-      step: None takes the newest.
-      strict: whether a required component that is missing or cannot be loaded on any
-        host, and a component of the step that is not asked for, are errors. Otherwise
-        they are in the summary of their host alone.
-      ignore: names of the step that need not be asked for.
+      checkpointer: ours or Orbax's.
+      components: components by name, or pairs of a name and a component; also abstract
+        trees and other checkpointables, as `load_checkpointables` takes them.
+      step: the number of the step; None takes the newest.
+      strict: whether it is an error if a required component is missing or cannot be
+        loaded on any host, or if the step has a component that is not requested.
+        Otherwise the summary of that host lists it.
+      ignore: names of components of the step that need not be requested.
 
     Raises:
       ConfigError: if a name occurs twice.
       CheckpointError: if there is no such step, a tree cannot be restored, or `strict`
-        does not hold, on all hosts; it lists all names, and the hosts that differ.
+        is violated; raised on all hosts, with all names and the hosts that differ.
       RunError: if a host did not finish its load in time.
     """
     wanted = named(components)

@@ -68,16 +68,17 @@ class Copies(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Copies of a part of a leaf that should be equal and are not.
+    """A part of a leaf whose copies should be equal and are not.
 
     Attributes:
       leaf: the path of the leaf, such as `opt_state/1/0/mu/embedding`; empty if the
         trees of the hosts differ in more than one leaf.
-      box: the part of it, such as `[0:64, 0:32]`; empty for a value as a whole.
-      groups: the holders of equal copies; the largest group is the first.
-      differing: the number of elements that differ from the first replica, of the copy
-        that differs most; None if elements were not compared.
-      why: how they differ, if not in their values.
+      box: the part of the leaf, such as `[0:64, 0:32]`; empty for the whole value.
+      groups: hosts and devices by the copy that they hold, those with equal copies
+        together; the largest group comes first.
+      differing: the number of elements in which the copy that differs most differs from
+        the first replica; None if elements were not compared.
+      why: in what the copies differ, if not in their values.
     """
 
     leaf: str
@@ -88,13 +89,13 @@ class Finding:
 
     @property
     def is_certain(self) -> bool:
-        """Whether most copies are equal, so that the others are the suspects."""
+        """Whether one group is the largest, so that the others are the suspects."""
         first, second, *_ = map(len, self.groups)
         return first > second
 
     @property
     def suspects(self) -> tuple[Holder, ...]:
-        """The holders of the minority; all of them if no group is the largest."""
+        """The holders outside of the largest group; all if no group is the largest."""
         groups = self.groups[1:] if self.is_certain else self.groups
         return tuple(sorted(holder for group in groups for holder in group))
 
@@ -105,7 +106,7 @@ class Finding:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices of the suspects, by their ids."""
+        """The ids of the suspects' devices."""
         return tuple(sorted(h.device for h in self.suspects if h.device >= 0))
 
     def __str__(self) -> str:

@@ -15,10 +15,10 @@ _LOW = 2**32 - 1
 
 
 class Rng(Component):
-    """A global random key, from which all others are derived.
+    """A component with a global random key, from which all other keys are derived.
 
-    Keys are derived from it by a name, by a logical shard, or in turn, never by the
-    number of a host: a run goes on with the same keys on any number of hosts.
+    They depend on a name, a logical shard or their turn, never on the number of a host,
+    so that a run continues with the same keys on any number of hosts.
 
         rng = ec.components.Rng(seed=0)
         dropout = rng.for_name("dropout", step)
@@ -27,10 +27,10 @@ class Rng(Component):
 
     Args:
       seed: a number, or a typed key of `jax.random.key`.
-      required: see `Component`.
+      required: as for `Component`.
 
     Raises:
-      ConfigError: if it is neither.
+      ConfigError: if `seed` is neither.
     """
 
     def __init__(self, seed: int | jax.Array = 0, *, required: bool = True) -> None:
@@ -47,24 +47,24 @@ class Rng(Component):
 
     @property
     def key(self) -> jax.Array:
-        """The global key, a typed key without dims."""
+        """The global key, a typed key of shape `()`."""
         return self.state["key"]
 
     def next(self) -> jax.Array:
-        """A key that no earlier call returned; all hosts call it alike.
+        """The next key; all hosts call it alike.
 
-        How many were taken is saved.
+        No earlier call returned it, as the number of calls is saved.
         """
         taken = self.state["taken"]
         self.state = {**self.state, "taken": taken + 1}
         return _folded(self.key, _NEXT, taken & _LOW, taken >> 32)
 
     def for_shard(self, shard: int, step: Any = 0) -> jax.Array:
-        """The key of a logical shard at a step, a 32-bit number that may be traced."""
+        """The key of a logical shard at `step`, a 32-bit number that may be traced."""
         return _folded(self.key, _SHARD, shard, step)
 
     def for_name(self, name: str, step: Any = 0) -> jax.Array:
-        """The key of a name at a step, a 32-bit number that may be traced."""
+        """The key of a name at `step`, a 32-bit number that may be traced."""
         number = digest.name_hash(name)
         return _folded(self.key, _NAME, number & _LOW, number >> 32, step)
 

@@ -24,10 +24,12 @@ ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
 
 
 class End(enum.Enum):
-    """How data ends.
+    """How data ends; each value can be given by its name, such as `"padded"`.
 
-    NEVER: it is endless. PADDED: after the last real row; zeros fill the last batch,
-    and `mask` is false for them. DROPPED: after the last batch with only real rows.
+    Attributes:
+      NEVER: it does not end.
+      PADDED: after the last row. Zeros fill the last batch, with `mask` false for them.
+      DROPPED: after the last full batch.
     """
 
     NEVER = "never"
@@ -36,10 +38,10 @@ class End(enum.Enum):
 
     @classmethod
     def of(cls, value: End | str) -> End:
-        """The value itself, or that of a name.
+        """Returns a value, or the value of a name.
 
         Raises:
-          ConfigError: if there is none.
+          ConfigError: if there is no such value.
         """
         try:
             return cls(value)
@@ -79,7 +81,11 @@ class HostBatches(Protocol):
 
 
 class ElasticData(Protocol):
-    """Data that any number of hosts can share; it must be picklable by cloudpickle."""
+    """Data whose global batches are the same on any number of hosts.
+
+    `from_config`, `positional` and `sharded` make it, and `ec.batches` iterates over
+    it; the methods below are what iterators call. It must be picklable by cloudpickle.
+    """
 
     @property
     def engine(self) -> str:
@@ -87,27 +93,27 @@ class ElasticData(Protocol):
 
     @property
     def end(self) -> End:
-        """How it ends; if it does, batches have the feature `mask`, bool `[B]`."""
+        """How the data ends; if it does, batches have a `mask`, bool `[B]`."""
 
     @property
     def rows_of_end(self) -> int:
-        """The number of consecutive padding rows after which no real row follows."""
+        """After how many padding rows in succession no other row can follow."""
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> ElasticData:
-        """This data, with its datasets renamed to their names in a saved pipeline.
+        """This data, with its datasets under the names that they have in a saved state.
 
         Args:
-          pipeline: the identity in a saved state.
+          pipeline: the `identity` in the saved state.
         """
 
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
-        """The index of each row of a batch in the loaded rows; None if in order."""
+        """The place of each row of a batch among the loaded rows; None if in order."""
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:
-        """The batches of one host."""
+        """The rows of each global batch that one host loads."""
 
 
 def check(data: Any, *, caller: str) -> None:

@@ -357,12 +357,20 @@ class Batches:
         return self._deliver(self._host)
 
     def reset(self) -> None:
-        """Moves to the beginning."""
+        """Moves to the beginning of the data."""
         self._host.reset()
         self._deliver.begin()
 
     def resize(self, global_batch_size: int) -> None:
-        """Continues with batches of another size; see `HostIterator.resize`."""
+        """Continues with batches of another size.
+
+        Args:
+          global_batch_size: rows of a global batch from now on.
+
+        Raises:
+          ConfigError: if logical shards would have to move to other hosts, for which
+            the data has to be saved and loaded; nothing is changed.
+        """
         self._host.resize(global_batch_size)
         self._deliver.resize(global_batch_size)
 
@@ -380,10 +388,10 @@ class Batches:
         return write()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Moves to the data state in `directory`, on any number of hosts.
+        """Moves to the state saved in `directory`, by any number of hosts.
 
-        This happens before the awaitable is returned: Orbax would wrap an error of the
-        awaitable in one about an incompatible handler.
+        It has moved when the awaitable is returned: otherwise Orbax would wrap an error
+        in one about an incompatible handler.
         """
         with metrics.DATA_LOAD.timed():
             await asyncio.to_thread(self._host.load, directory)
@@ -394,14 +402,15 @@ class Batches:
 
     @property
     def left_out(self) -> state.Ranges:
-        """The rows that were left out; see `DataState`."""
+        """The ranges of rows that were skipped, each `(first row, row after it)`."""
         return self._host.left_out
 
     def leaving_out(self) -> leaving_out.LeavingOut:
-        """A component in place of the data, for a run that goes back to a step.
+        """What to load in place of this iterator to skip data, as after a loss spike.
 
-        Loading it does not move the iterator: it notes that all rows since that step
-        were left out, so that the run continues with the rows that come next.
+        The model goes back to an earlier step, and the iterator stays where it is: it
+        records that the rows since that step are left out, and the run continues with
+        the rows that come next.
         """
         return leaving_out.LeavingOut(self._host.leave_out)
 

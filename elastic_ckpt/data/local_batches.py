@@ -30,19 +30,21 @@ StateDict = dict[str, storage.Json]
 
 
 class LocalBatches:
-    """The rows of each global batch that one rank loads.
+    """One rank's rows of each global batch, as NumPy arrays, without JAX devices.
+
+    For PyTorch and other frameworks, and for tests; `ec.batches` gives a JAX program
+    global arrays. Its state is JSON, and one of another number of ranks can be loaded.
 
     Args:
-      data: the data; if hosts load rows other than their own, those that this rank
-        loads.
-      rank: this host's number.
-      num_ranks: the number of hosts.
-      global_batch_size: rows of all hosts together, B.
-      agree: an all-reduce of a bool over the ranks, required if the data is finite:
-        whether any rank has a row left or, if the data drops incomplete batches,
-        whether all have.
-      read_ahead: how far a thread reads ahead, or a number of batches; by default it
-        does not.
+      data: from `ec.data.from_config`, `positional` or `sharded`.
+      rank: the number of this process.
+      num_ranks: the number of processes.
+      global_batch_size: rows of all ranks together, B; each has B / num_ranks of them.
+      agree: an all-reduce of a bool over the ranks, needed if finite data is read by
+        several: for `end="padded"` whether any rank passes True, for `"dropped"`
+        whether all do.
+      read_ahead: how far a thread reads ahead: a number of batches, or
+        `ec.data.ReadAhead`. By default nothing is read ahead.
     """
 
     def __init__(

@@ -277,24 +277,27 @@ def positional(
     num_epochs: int | None = None,
     drop_remainder: bool = False,
 ) -> PositionalData:
-    """Elastic data in which each record is one example, and the state a position.
+    """Elastic data in which each record is one example.
+
+    The state is the number of rows that were read: the simplest data there is, with any
+    global shuffle, as long as nothing is filtered or packed. `sharded` does the rest.
 
     Args:
-      files: names of ArrayRecord files; a record is the bytes of one text.
+      files: paths of ArrayRecord files, of which each record is the bytes of a text.
       max_target_length: tokens of an example, L.
-      shuffle: whether to shuffle, differently in each epoch.
+      shuffle: whether to shuffle all records, anew in each epoch.
       shuffle_seed: the seed of the shuffle.
-      in_place: whether hosts load the rows that their devices hold; if not, Grain's
-        `ElasticIterator` assigns rows to hosts.
+      in_place: whether each host loads the rows that its devices hold; if not, Grain's
+        `ElasticIterator` deals rows to hosts, which then exchange them.
       num_threads: threads that read on each host; 0 reads in the caller.
       prefetch_records: records read ahead on each host.
       num_epochs: the number of epochs; None repeats the records endlessly.
-      drop_remainder: whether the last rows are dropped if they do not fill a batch.
-        Grain always drops them.
+      drop_remainder: whether rows at the end that do not fill a batch are dropped. With
+        `in_place=False` they always are.
 
     Raises:
-      ConfigError: if `files` is no list of names.
-      DataError: if a file is missing, or not of ArrayRecord.
+      ConfigError: if `files` is not a list of paths.
+      DataError: if a file is missing, or not in ArrayRecord's format.
     """
     return PositionalData(
         files=files,  # pyrefly: ignore

@@ -27,11 +27,11 @@ class ReadAhead:
     """How far to read ahead of the loop.
 
     Attributes:
-      batches: batches that are read ahead; 0 reads each when it is requested.
-      max_bytes: the most memory of these batches on one host; a batch that is larger is
-        read when it is requested.
-      warn_after_secs: a host that waits longer for a batch, except the first, is named
-        in a warning.
+      batches: how many batches are read ahead; 0 reads each when it is requested.
+      max_bytes: the most memory for them on one host; a batch larger than this is read
+        when it is requested.
+      warn_after_secs: a warning names each host that waits longer than this for a
+        batch, except for the first.
     """
 
     batches: int = 2
@@ -40,10 +40,10 @@ class ReadAhead:
 
     @classmethod
     def of(cls, value: ReadAhead | int) -> ReadAhead:
-        """The value itself, or a number of batches with the other defaults.
+        """Returns a value, or one with this number of batches and the defaults.
 
         Raises:
-          ConfigError: if it is neither.
+          ConfigError: if `value` is neither.
         """
         if isinstance(value, cls):
             return value
@@ -55,7 +55,7 @@ class ReadAhead:
         return cls(batches=value)
 
     def depth(self, batch_bytes: int) -> int:
-        """The number of batches to read ahead if one takes `batch_bytes` on a host."""
+        """How many batches to read ahead if one takes `batch_bytes` on a host."""
         return min(self.batches, self.max_bytes // max(batch_bytes, 1))
 
 

@@ -32,13 +32,14 @@ _MAX_FRUITLESS_UNITS = 1_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Settings for reading the records of a source.
+    """How `Records` reads its files.
 
     Attributes:
-      shuffle_seed: the seed of the order of units in each epoch; None reads them in
-        file order.
+      shuffle_seed: the seed with which blocks of records are shuffled, anew in each
+        epoch; None reads them in the order of the files. `WindowShuffle` shuffles the
+        records themselves.
       num_epochs: the number of epochs; None reads endlessly.
-      skip_corrupt: whether corrupt records are skipped and counted; otherwise they are
+      skip_corrupt: whether corrupt records are skipped and counted; by default one is
         an error.
     """
 
@@ -55,16 +56,16 @@ class ReadOptions:
 
 
 class Records(shard_steps.Step[source.Element]):
-    """The records of one shard, as dicts of columns.
+    """A `grain.IterDataset` of one shard's records, as dicts of columns.
 
-    Each element also has `record`, an int that no other element of the source has. The
-    state is the shard's turn (`data.units`), and the number of records taken in it.
+    Each element also has the field `record`, an int that no other element has, in any
+    epoch.
 
     Args:
-      source: the files.
-      shard: the shard's number.
-      num_shards: S.
-      read_options: the order and the number of epochs.
+      source: the files: `Parquet`, `ArrayRecord` or `TFRecord`.
+      shard: the number of the shard, from 0.
+      num_shards: S, the number of shards of the run.
+      read_options: the order, and the number of epochs.
     """
 
     @renamed.parameters(reading="read_options")

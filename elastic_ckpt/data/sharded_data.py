@@ -150,25 +150,43 @@ def sharded(
     num_workers: int = 0,
     per_worker_batches: int = 1,
 ) -> ShardedData:
-    """Elastic data from a pipeline for each logical shard.
+    """Elastic data made of S logical shards, each a Grain pipeline of its own.
 
-    At a resume, the saved state is compared with the files that `Records` reads and the
-    settings of our steps and Grain's. For functions with which the pipeline maps or
-    filters, only the name `pipeline` is compared.
+    Rows are taken from the shards in turn, so that they do not depend on the number of
+    hosts; when it changes, shards move between hosts. A shard may filter, tokenise,
+    shuffle and pack as it likes.
+
+        def make_shard(shard):
+            records = ec.data.Records(
+                ec.data.Parquet(files), shard=shard, num_shards=64
+            )
+            return records.map(decode)
+
+        data = ec.data.sharded(make_shard, pipeline="decoded images, version 1")
+
+    A state can be loaded if it was saved from the same files, with the same settings of
+    the steps in the pipeline. Functions cannot be compared: `pipeline` stands for them.
 
     Args:
-      make_shard: as in `ShardedData`.
-      num_shards: S; only needed if the pipeline has no `Records`.
-      pipeline: a name and version, JSON, of your own functions in `make_shard`; change
-        it when their examples change. Required if there are any.
-      end: how the data ends, as in `ShardedData`, or the name of that.
-      num_workers: worker processes of each host; 0 uses the host's own process.
-      per_worker_batches: that each worker process prepares in advance.
+      make_shard: makes the pipeline of a shard from its number: a
+        `grain.IterDataset` of dicts of arrays, whose shapes are the same everywhere. A
+        pure function, picklable by cloudpickle. Batches also have the feature
+        `example_id`, uint32 `[B, 2]`, the number of each row in the stream, a name that
+        examples must not use.
+      num_shards: S, fixed for the whole run; only needed if the pipeline does not begin
+        with `ec.data.Records`.
+      pipeline: a name and version, JSON, of your own functions in `make_shard`, to be
+        changed when they make other examples. Required if there are any.
+      end: how the data ends, an `ec.data.End` or its name. Finite data has the feature
+        `mask`, bool `[B]`, false for rows of padding.
+      num_workers: worker processes of each host that run its shards; 0 runs them in the
+        host's own process. The state does not depend on it.
+      per_worker_batches: how many batches each worker process prepares in advance.
 
     Raises:
       ConfigError: if S is missing or inconsistent, if `make_shard` reads another shard
-        than the requested one, or a source as a whole for each shard, or if `pipeline`
-        is missing.
+        than it is asked for or the whole source for each shard, or if `pipeline` is
+        missing.
     """
     made = shard_steps.made_for(make_shard, 0)
     given = shard_steps.numbers_of_shards(made)

@@ -23,13 +23,15 @@ def batches(
     colocated: bool | None = None,
     read_ahead: prefetch.ReadAhead | int = prefetch.TWO_BATCHES,
 ) -> iterator.Batches | remote_iterator.RemoteIterator:
-    """The global batches of `data` on `mesh`, from wherever the rows are best read.
+    """An iterator over the global batches of `data`, as arrays sharded over `mesh`.
 
-    The batches are the same on every mesh. Hosts whose devices hold the same rows, for
-    instance of one tensor-parallel group, each load them.
+    The batches, and their order, are the same on every mesh. Each host loads the rows
+    that its devices hold; hosts that hold the same rows, such as those of one
+    tensor-parallel group, each load them. The iterator is a checkpointable: save it
+    with the model, and load it to continue with the next batch, on any number of hosts.
 
     Args:
-      data: what to iterate over.
+      data: from `ec.data.from_config`, `positional` or `sharded`.
       mesh: the training mesh, with any axes.
       spec: the mesh axes that shard a batch: the first entry names those of the rows,
         the second, if there is one, those of dim 1 (the sequence) of features that have
@@ -38,14 +40,15 @@ def batches(
         axes named batch, data, fsdp, replica and slice.
       global_batch_size: rows of a global batch, B; a multiple of the product of the
         sizes of the axes that shard rows.
-      colocated: whether workers in colocated Python read; by default if this process
-        controls hosts other than its own.
-      read_ahead: how far each host reads ahead of the loop, or a number of batches.
+      colocated: whether workers in colocated Python, beside the accelerators, read the
+        data; by default they do if this process controls other hosts than its own.
+      read_ahead: how far each host reads ahead of the loop: a number of batches, or
+        `ec.data.ReadAhead`.
 
     Raises:
-      ConfigError: if `data` is not elastic data, such as a Grain dataset, if `spec`
-        does not fit the mesh, or if the rows do not divide over their axes. That
-        another dim does not divide is raised with the first batch.
+      ConfigError: if `data` is anything else, such as a Grain dataset, if `spec` does
+        not fit the mesh, or if the rows do not divide over their axes. Whether other
+        dims divide is seen, and raised, with the first batch.
     """
     elastic_data.check(data, caller="ec.batches")
     if not isinstance(mesh, Mesh):

@@ -35,29 +35,48 @@ def Checkpointer(
     context: ocp.Context | None = None,
     read_only: bool = False,
 ) -> checkpointer.Checkpointer:
-    """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
+    """Makes a checkpointer with the methods of Orbax's `training.Checkpointer`.
+
+    A step is saved into each of the tiers whose turn it is, and restored from the
+    nearest one that has it. Every process of the run makes one, with the same
+    arguments, and calls its methods alike.
+
+        tiers = [
+            ec.Local("/dev/shm/my_run", every=10),
+            ec.Persistent("gs://bucket/my_run/steps", every=1000),
+        ]
+        with ec.Checkpointer(tiers) as checkpointer:
+            if checkpointer.latest is not None:
+                state = checkpointer.load_checkpointables(
+                    None, {"state": abstract_state, "data": batches}
+                )["state"]
+            ...
+            checkpointer.save_checkpointables_async(
+                step, {"state": state, "data": batches}
+            )
 
     Args:
-      tiers: at most one of each kind; see `factory.Checkpointer`. Under a single
-        controller the directories are those of the hosts, and `Peers.interface` is the
-        head's address in the network that hosts share, by default that of its default
-        route.
-      mesh: the training mesh, if it is not over all devices.
-      run: the name of the run; by default that of the steps in its tiers, or else of
-        the directory of `Local`, or of `Persistent`.
-      slice_name: the slice that this process's devices are in, by default the
-        hardware's; those of a single controller follow from its mesh.
-      world: among those of the run, if there are several.
-      emit: called for each event.
-      context: Orbax's, of all calls outside of a `with` block of another one.
-      read_only: reads beside a program that writes: the steps in persistent storage and
-        in the RAM of this machine. Nothing is written, and saving is an error.
+      tiers: at most one each of `Local`, `Peers` and `Persistent`; `Peers` needs
+        `Local`. Under a single controller the directories are those of the hosts, and
+        `Peers.interface` is the controller's address in the network that the hosts
+        share, by default that of its default route.
+      mesh: the training mesh; needed only if it does not cover all devices.
+      run: the name of the run; by default that of the steps in the tiers, or, if there
+        are none, that of the directory of `Local` or `Persistent`.
+      slice_name: the slice that this process's devices are in, by default the one that
+        the hardware reports. A single controller takes the slices from its mesh.
+      world: the place of this checkpointer among those of an elastic run, which
+        `ec.elastic.World.checkpointer` fills in.
+      emit: called with each event.
+      context: Orbax's context for all calls outside of a `with` block of another one.
+      read_only: opens the steps in persistent storage and in the RAM of this machine
+        beside a program that writes them. Nothing is written, and saving is an error.
 
     Raises:
-      ConfigError: if the tiers do not fit together, or hosts differ in what they need
-        to have in common.
-      RunError: if hosts cannot be reached, a RAM disk is in use or has steps of another
-        run, or another program writes to the same storage.
+      ConfigError: if the tiers do not fit together, or hosts were given different
+        ones.
+      RunError: if a host cannot be reached, the RAM disk is in use or holds steps of
+        another run, or another program writes to the same storage.
     """
     chosen = Chosen.from_choices(tiers, read_only=read_only)
     mesh = mesh or Mesh(np.array(jax.devices()), ("device",))

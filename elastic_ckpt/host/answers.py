@@ -193,23 +193,25 @@ class ComponentsLoaded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """A complete step, with the attributes of Orbax's class of this name.
+    """A complete step, with the attributes of Orbax's class of the same name.
 
     Attributes:
       step: the training step.
-      save: which save of it; empty if Orbax alone saved it.
-      line: the steps, with their saves, from which later saves of its line went on,
-        oldest first, and last this one.
+      save: the id of this save, as a step may be saved again after the run went back to
+        an earlier one; empty if Orbax alone saved it.
+      line: the history of the step: `(step, save)` of each save from which the run
+        continued to reach it, oldest first, and its own at the end.
       path: its directory in persistent storage, once it is backed up; None if there is
         no persistent tier.
-      metrics: that it was saved with; None if there are none.
-      custom_metadata: added by the user; None if there is none.
-      commit_timestamp_nsecs: when it was committed, since 1970.
-      init_timestamp_nsecs: when its save began, since 1970, if that is known.
-      metadata: by the name of each checkpointable, the tree with abstract leaves, or
-        None for a component; or the tree of the one that was asked for. A text is
-        `"string"`. If Orbax alone saved the step, Orbax's metadata. None where only
-        steps are listed.
+      metrics: those it was saved with; None if there are none.
+      custom_metadata: as the user saved it; None if there is none.
+      commit_timestamp_nsecs: when it was committed, in nanoseconds since 1970.
+      init_timestamp_nsecs: when its save began, in nanoseconds since 1970; None if that
+        is not known.
+      metadata: abstract leaves in place of values: of the requested pytree, or a dict
+        of all checkpointables by name, in which a component is None. The leaf of a text
+        is `"string"`. Orbax's own metadata if Orbax alone saved the step; None if the
+        steps were only listed.
     """
 
     step: int
@@ -224,23 +226,23 @@ class CheckpointMetadata:
 
     @property
     def time(self) -> datetime.datetime:
-        """When it was committed."""
+        """When it was committed, in UTC."""
         return _time(self.commit_timestamp_nsecs or 0)
 
     @property
     def commit_timestamp(self) -> datetime.datetime | None:
-        """When it was committed, if that is known."""
+        """When it was committed, in UTC; None if that is not known."""
         nsecs = self.commit_timestamp_nsecs
         return None if nsecs is None else _time(nsecs)
 
     @property
     def init_timestamp(self) -> datetime.datetime | None:
-        """When its save began, if that is known."""
+        """When its save began, in UTC; None if that is not known."""
         nsecs = self.init_timestamp_nsecs
         return None if nsecs is None else _time(nsecs)
 
     def before(self) -> tuple[tuple[int, str], ...]:
-        """The parents of a save that replaces this step: the line without it."""
+        """The line of a save that replaces this step: everything before it."""
         *parents, (step, save) = self.line
         return (*parents, (step - 1, save)) if step else tuple(parents)
 

@@ -17,17 +17,17 @@ from elastic_ckpt.core import errors
 
 @dataclasses.dataclass(frozen=True)
 class BestN:
-    """Preserves the best steps by a metric; a `retention.PreservationPolicy`.
+    """A preservation policy that keeps the `n` best steps by a metric.
 
-    A step is not among the best if it has no such metric, or if the metric is NaN or
-    infinite. The oldest of steps with equal metrics counts as the best, so that only a
-    better step replaces one. A step is ranked from the time when its metric is known;
-    until then other policies, or a lease of the program that evaluates it, keep it.
+    A step without the metric, or with NaN or infinity, is not among the best. Of steps
+    with equal metrics the oldest is the best, so that a step is replaced by a better
+    one only. A step is ranked once its metric is known; until then, other policies or a
+    lease of the program that evaluates it keep it.
 
     Attributes:
-      n: steps to preserve.
+      n: how many steps to keep.
       metric: the name of the metric, such as `eval_loss`.
-      higher_is_better: False for a loss.
+      higher_is_better: True for an accuracy, False for a loss.
 
     Raises:
       ConfigError: if `n` is negative.
@@ -45,7 +45,7 @@ class BestN:
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any = None
     ) -> Sequence[bool]:
-        """Whether each of `checkpoints`, ordered by step, is among the best."""
+        """Whether each of `checkpoints`, in ascending order, is among the best."""
         del context
         ranks = [self.rank(each.metrics) for each in checkpoints]
         ordered = sorted(
@@ -55,10 +55,10 @@ class BestN:
         return [number in best for number in range(len(checkpoints))]
 
     def rank(self, metrics: Mapping[str, Any] | None) -> float | None:
-        """The rank of a step: lower is better; None if it is never among the best.
+        """The rank of a step, lower for a better one; None if it is not among them.
 
         Args:
-          metrics: of the step; None if it was not evaluated.
+          metrics: those of the step; None if it was not evaluated.
         """
         value = (metrics or {}).get(self.metric)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -94,18 +94,18 @@ class Source(Protocol):
 def best_step(
     checkpointer: Source, *, metric: str = "eval_loss", higher_is_better: bool = False
 ) -> int | None:
-    """The best complete step by a metric that was saved or recorded with it.
+    """The best complete step by a metric that was saved with it or recorded later.
 
-    Every process of the world calls it, as `checkpoints`.
+    Every process of the run calls it.
 
     Args:
-      checkpointer: whose `checkpoints` are ranked.
-      metric: its name.
-      higher_is_better: False for a loss.
+      checkpointer: ours or Orbax's, whose `checkpoints` are ranked.
+      metric: the name of the metric.
+      higher_is_better: True for an accuracy, False for a loss.
 
     Returns:
-      The training step, the oldest of equal ones; None if no step has the metric, or
-      only NaN or infinite ones.
+      The number of the step, the oldest of equal ones; None if no step has the metric
+      as a finite number.
     """
     policy = BestN(1, metric=metric, higher_is_better=higher_is_better)
     steps = checkpointer.checkpoints

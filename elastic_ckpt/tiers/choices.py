@@ -29,15 +29,15 @@ class SaveDecisionPolicy(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files with which agents authenticate, and clients verify them.
+    """PEM files for TLS between the agents of the machines.
 
     Attributes:
-      certificate: of this machine's agent.
-      key: of that certificate.
-      authority: certificates of those who may sign agents' certificates.
+      certificate: the certificate of this machine's agent.
+      key: the private key of that certificate.
+      authority: the certificates of the authorities that sign agents' certificates.
 
     Raises:
-      ConfigError: if one is not a path.
+      ConfigError: if one of them is not a path.
     """
 
     certificate: str
@@ -50,25 +50,27 @@ class TlsFiles:
 
 
 class Tier:
-    """A tier of a checkpointer: `Local`, `Peers` or `Persistent`."""
+    """A place where steps are kept: `Local`, `Peers` or `Persistent`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Local(Tier):
-    """The local tier: a RAM disk on each host.
+    """The local tier: each host keeps its part of a step on its own RAM disk.
 
     Attributes:
-      directory: on a RAM disk, one a run: `/dev/shm/<run>`.
+      directory: a directory for this run alone, on a RAM disk, such as
+        `/dev/shm/my_run`.
       every: steps between two saves.
-      keep: Orbax's preservation policy; by default only the newest complete step, as
-        memory is small and older steps are in storage. It ranks steps by the metrics of
-        their saves; evaluations that are recorded later rank steps in storage alone.
-        Steps that are due in storage stay until they are there or a later one is.
-      limit_bytes: the most that the directory may hold; by default what the file system
-        has.
+      keep: the steps to keep in RAM, as one of Orbax's preservation policies; by
+        default only the newest complete step, as memory is small and storage has older
+        ones. A policy that ranks steps sees the metrics they were saved with; those
+        that `record_metrics` adds later rank only the steps in storage. A step that is
+        due in storage stays until that step or a later one is there.
+      limit_bytes: the most bytes that the directory may hold; by default the size of
+        its file system.
 
     Raises:
-      ConfigError: if a setting is of another kind, or the directory is in a bucket.
+      ConfigError: if a setting is invalid, or the directory is in a bucket.
     """
 
     directory: str | os.PathLike[str]
@@ -94,32 +96,36 @@ class Local(Tier):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peers(Tier):
-    """The peer tier: copies in the RAM of other hosts.
+    """The peer tier: hosts keep copies of each other's parts in their RAM.
 
     Attributes:
-      copies: holders of everything besides the host that saved it.
-      assume_data_parallelism: copies nothing, for models of which no copy fits.
-      domain: the kinds of failure domain that may be lost as a whole, from large to
-        small, separated by `;`; `manifests.failure_domains` chooses one for each world.
-      domains: this host's failure domains by kind, such as `{"rack": "r7"}`; `slice`
-        and `host` are known without, and what the host's environment names (see
-        `manifests.failure_domains`).
-      interface: the address of this machine's agent in the network that the hosts
-        share; by default `POD_IP`, or the address that reaches JAX's coordinator.
-      port: of the agent; 0 lets the system choose.
-      known: URLs of agents of idle machines, read besides the world's machines.
-      backups: URLs of agents of backup hosts, which hold one more copy of everything.
-      secret_file: with the run's secret, which backup hosts have, too; None lets the
-        hosts choose one.
-      max_bytes_per_sec: of copies to this host.
-      timeout_secs: a peer that sends nothing for so long fails, and is left alone for
-        three times as long. Where nobody else has what it has, hosts wait for it as
-        long, at the end of a run too.
-      tls: encrypts what is sent.
+      copies: how many other hosts keep a copy of what a host saved.
+      assume_data_parallelism: copies nothing, because each slice already has the whole
+        model; for models too large to be kept twice.
+      domain: kinds of failure domain that may be lost as a whole, largest first,
+        separated by `;`. Copies are kept outside of the saving host's domain of the
+        first kind that every host has, and in whose largest domain are at most 60 % of
+        the hosts; if there is none, of the last kind.
+      domains: the names of this host's failure domains by kind, such as
+        `{"rack": "r7"}`, in addition to `slice`, `host` and those in the environment
+        variable `ELASTIC_CKPT_DOMAINS` (`rack=r7;zone=us-east5-a`).
+      interface: the address at which the other hosts reach this machine's agent; by
+        default `POD_IP`, or the address from which this host reaches JAX's coordinator.
+      port: the port of the agent; 0 lets the system choose.
+      known: URLs of agents of idle machines, whose copies are read too.
+      backups: URLs of agents of backup hosts, which keep one more copy of everything.
+      secret_file: a file with the secret of the run, which the backup hosts have too;
+        None lets the hosts agree on a secret.
+      max_bytes_per_sec: the most bytes a second of copies to this host; None sets no
+        limit.
+      timeout_secs: a peer that sends nothing for so long is regarded as failed, and is
+        not asked for three times as long. If only that peer has a part, hosts wait for
+        it as long, at the end of a run too.
+      tls: the files for encryption; None sends in plain text.
 
     Raises:
-      ConfigError: if a setting is of another kind, `known` or `backups` has something
-        else than URLs of agents, or backup hosts could not know the secret.
+      ConfigError: if a setting is invalid, `known` or `backups` contains anything but
+        URLs of agents, or there are `backups` without a `secret_file`.
     """
 
     copies: int = 2
@@ -171,21 +177,21 @@ class Persistent(Tier):
     """The persistent tier: Orbax checkpoints in storage that outlives all hosts.
 
     A program that saves gives exactly one of `every`, `every_minutes` and
-    `save_decision_policy`; one that only reads needs none of them. A step is also due
-    when the job is about to be preempted, unless a policy decides.
+    `save_decision_policy`; one that only reads needs none of them. With either of the
+    first two, a step is also saved when the job is about to be preempted.
 
     Attributes:
-      directory: a local path, an NFS mount or an object store.
-      every: steps between two saves. One that is due at a step that is not saved is
-        made with the next step that is.
-      every_minutes: between two saves: beside a local tier, of the next step that is
-        saved there.
-      save_decision_policy: Orbax's.
-      keep: Orbax's preservation policy; by default all steps.
+      directory: a local path, an NFS mount or the URI of an object store.
+      every: steps between two saves. If the loop does not save the step that is due,
+        the next one that it saves takes its place.
+      every_minutes: minutes between two saves. Beside a local tier, the next step that
+        is saved there is the one that goes to storage.
+      save_decision_policy: one of Orbax's policies.
+      keep: the steps to keep, as one of Orbax's preservation policies; by default all.
 
     Raises:
-      ConfigError: if several of the three are given, or a setting is of another kind.
-        Without any, a checkpointer that writes raises it.
+      ConfigError: if several of the three are given, or a setting is invalid. If none
+        is given, a checkpointer that writes raises it.
     """
 
     directory: epath.PathLike

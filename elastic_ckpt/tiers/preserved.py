@@ -19,10 +19,19 @@ def is_preserved(step_directory: epath.PathLike) -> bool:
 
 
 def pin(step_directory: epath.PathLike) -> None:
-    """Makes retention keep the step from now on."""
+    """Keeps a step whatever the preservation policy, until `unpin`.
+
+    Args:
+      step_directory: the directory of the step in storage or on a RAM disk; on one
+        host's RAM disk, it counts for the step on all hosts.
+    """
     storage.write_atomic(epath.Path(step_directory) / FILE, b"")
 
 
 def unpin(step_directory: epath.PathLike) -> None:
-    """Undoes `pin`."""
+    """Leaves a step that was pinned to the preservation policy again.
+
+    Args:
+      step_directory: as for `pin`; not an error if the step is not pinned.
+    """
     storage.remove(epath.Path(step_directory) / FILE)

@@ -33,18 +33,22 @@ def watch_steps(
     timeout_secs: float | None = None,
     duration_secs: float = leases.DURATION_SECS,
 ) -> Iterator[epath.Path]:
-    """Yields the steps of a run in storage, ascending, as they become complete.
+    """Waits for the steps of a run, and yields each as it becomes complete in storage.
 
-    Each step is leased (`leases.lease`) until the next one is requested. Steps that
-    the run removes before that are passed over. A step that the run saves again, after
-    it went back to an earlier one, is yielded again.
+    Each step is kept by a lease (`ec.lease`) until the next one is requested. Steps
+    that the run removes before their turn are passed over. A step that the run saves
+    again, after it went back to an earlier one, is yielded again.
 
     Args:
-      directory: of the run's steps in persistent storage; it need not exist yet.
-      after: the step after which to begin; by default all steps that are there.
-      poll_secs: between two looks at the storage.
-      timeout_secs: ends when no new step was found for so long; None never ends.
-      duration_secs: as for `ec.lease`.
+      directory: where the run keeps its steps in storage; it need not exist yet.
+      after: only later steps are yielded; by default all that are there.
+      poll_secs: the time between two looks at the storage.
+      timeout_secs: ends the iteration when there was no new step for so long; None
+        never ends it.
+      duration_secs: the duration of the leases, as for `ec.lease`.
+
+    Yields:
+      The directory of each step, in ascending order.
 
     Raises:
       CheckpointError: if the lease of a step was lost while it was read.
@@ -74,19 +78,20 @@ def watch_steps(
 
 
 def record_metrics(step_path: epath.PathLike, metrics: Mapping[str, Any]) -> None:
-    """Records metrics of a saved step, by which its run ranks it (`ec.BestN`).
+    """Records metrics of a saved step, so that its run ranks it by them (`ec.BestN`).
 
-    Any program may call it, while the run goes on or later. The run counts the metrics
-    from its next save on; a step that was saved again since is not ranked by them.
+    Any program may call it, during the run or later. The run counts the metrics from
+    its next save on. They belong to this save of the step: if the run goes back and
+    saves the step again, they do not count for that.
 
     Args:
       step_path: the directory of the step in persistent storage.
-      metrics: plain numbers by name; they replace those recorded for it before.
+      metrics: numbers by name; they replace those that were recorded for it before.
 
     Raises:
-      CheckpointError: if there is no such step of a run of this library, or the metrics
-        are not JSON.
-      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+      CheckpointError: if this is not a step that a run of this library has saved, or
+        the metrics are not JSON.
+      OSError: if storage is unavailable; for a bucket, it may be its client's error.
     """
     directory = storage.absolute(step_path)
     run = persistent_root.run_of(directory) if directory.is_dir() else None

@@ -42,28 +42,28 @@ _RENEWALS = 4
 
 
 class StepGoneError(errors.CheckpointError):
-    """The step was removed, or is about to be; a newer one may be there."""
+    """The step was removed, or is being removed; there may be a newer one."""
 
 
 @contextlib.contextmanager
 def lease(
     step_path: epath.PathLike, *, duration_secs: float = DURATION_SECS
 ) -> Iterator[epath.Path]:
-    """Keeps a step in storage from being removed by its run while the block runs.
+    """Keeps a step in storage: its run does not remove it until the block ends.
 
     Args:
       step_path: the directory of a committed step in persistent storage.
-      duration_secs: how long the step is kept after this process is killed, at least.
-        The storage may be away for less than that.
+      duration_secs: how long the step is kept, at least, if this process is killed; the
+        lease is lost if storage is out of reach for longer.
 
     Yields:
-      The directory.
+      The directory of the step.
 
     Raises:
       StepGoneError: if there is no such step, or it is being removed.
       CheckpointError: when the block ends, if the lease was lost meanwhile, so that
         files may have been removed before they were read.
-      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+      OSError: if storage is unavailable; for a bucket, it may be its client's error.
     """
     lease = _Lease(step_path, duration_secs)
     lease.begin()
