@@ -187,7 +187,9 @@ class IteratorContract:
         next(batches)
         run(batches.save(Created(tmp_path)))
         batches.reset()
-        with pytest.raises(errors.DataError, match="at position 16, after that of the run, 0; load it"):
+        with pytest.raises(
+            errors.DataError, match="at position 16, after that of the run, 0; load it"
+        ):
             run(batches.leaving_out().load(epath.Path(tmp_path)))
         assert batches.left_out == ()
 

@@ -122,7 +122,9 @@ def test_what_goes_on_in_the_background_comes_to_the_same(both):
     assert [each.step for each in ours.checkpoints] == [1, 3]
     assert ours.latest.step == 3
     assert not ours.delete_async(2, missing_ok=True).result()
-    with pytest.raises(ocp.training.errors.StepNotFoundError, match="step 2 is not in any tier"):
+    with pytest.raises(
+        ocp.training.errors.StepNotFoundError, match="step 2 is not in any tier"
+    ):
         ours.delete_async(2).result()
     with pytest.raises(errors.CheckpointError, match="'state' of step 3 cannot be del"):
         ours.delete(3, checkpointable_name="state")
