@@ -24,17 +24,21 @@ def adopt(
     states: Sequence[Any],
     num_rows: int,
 ) -> None:
-    """Writes a data state into `directory` that any iterator of `data` can load.
+    """Converts the states of Grain iterators, one a process, to elastic data.
+
+    A run of P processes with Grain alone continues with P logical shards, on any number
+    of hosts.
 
     Args:
-      directory: the directory to write to; with Orbax, that of a checkpointable.
-      data: P logical shards, of which shard `p` is the pipeline of process `p`.
-      states: the results of `get_state` of the P Grain iterators, whose elements are
-        rows.
-      num_rows: the number of rows that each of them had yielded.
+      directory: the directory to write the data state to; with Orbax, that of a
+        checkpointable.
+      data: data of P logical shards, in which shard `p` is the pipeline that process
+        `p` had.
+      states: the results of `get_state` of the P iterators, before rows are batched.
+      num_rows: the number of rows that each iterator had yielded.
 
     Raises:
-      DataError: if the number of states differs from the number of shards.
+      DataError: if there are not as many states as shards.
     """
     if len(states) != data.num_shards:
         raise errors.DataError(

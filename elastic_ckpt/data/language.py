@@ -52,13 +52,13 @@ _ROW_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
-    """The conversion of records to tokens.
+    """How records become documents of tokens, for `Tokens`.
 
     Attributes:
       column: the column with the text, or with the tokens.
-      tokenizer: makes the tokens; None if the column has them.
-      add_begin: whether a text begins with the tokenizer's begin token.
-      add_end: whether it ends with the end token.
+      tokenizer: the tokenizer; None if the column contains tokens.
+      add_begin: whether each text begins with the tokenizer's begin token.
+      add_end: whether each text ends with its end token.
     """
 
     column: str = "text"
@@ -82,11 +82,11 @@ class Documents:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether several threads tokenise faster than one."""
+        """Whether several threads tokenise faster than one thread."""
         return self.tokenizer is not None and self.tokenizer.is_parallel
 
     def value(self, element: dict[str, Any]) -> Value:
-        """The text of a record, or its tokens, int32 `[tokens]`; None if it has none.
+        """The text of a record, or its tokens, int32 `[tokens]`; None for a null value.
 
         Raises:
           DataError: if the column is missing or of another type.
@@ -134,15 +134,15 @@ def _as_tokens(token: int | None) -> np.ndarray:
 
 
 class Examples(grain.IterDataset[Example]):
-    """Pairs of at most L tokens from documents.
+    """Makes examples of documents: `inputs`, and `targets`, which are one token ahead.
 
-    A document of fewer than two tokens makes no example.
+    A document of fewer than two tokens makes none.
 
     Args:
-      parent: documents as arrays of tokens.
-      length: L.
-      truncate: whether a longer document is truncated to L; if not, it makes several
-        consecutive examples.
+      parent: documents, arrays of tokens.
+      length: the most tokens of an example.
+      truncate: whether the rest of a longer document is dropped; otherwise it makes
+        further examples.
     """
 
     def __init__(
@@ -233,22 +233,25 @@ def packed(
     max_examples: int = 0,
     features: Sequence[str] = (),
 ) -> grain.IterDataset:
-    """Rows of `length` tokens with several examples each, by one of `PACKINGS`.
+    """Packs several examples into each row of `length` tokens.
 
-    The segmentation numbers the examples of a row from 1, and is 0 for padding; the
-    position numbers the tokens of an example from 0.
+    A row has `inputs`, `targets`, their `inputs_segmentation` and
+    `targets_segmentation`, which number the examples of the row from 1 and are 0 for
+    padding, and their `inputs_position` and `targets_position`, which number the tokens
+    of each example from 0; all int32 `[length]`.
 
     Args:
-      parent: examples: dicts of `inputs`, `targets` and `features`, each with a value a
-        token. An example with another feature is an error.
-      packing: one of `PACKINGS`.
+      parent: examples, dicts of `inputs`, `targets` and `features`, each of which has a
+        value for each token. Another feature is an error.
+      packing: `"first_fit"` or `"best_fit"`, which keep examples whole and pad rows, or
+        `"concat_then_split"`, which fills rows and splits examples at their ends.
       length: tokens of a row.
-      seed: the seed of the order in which a fitting packer yields rows.
-      max_examples: the most examples in a row of a fitting packer; 0 sets no limit.
+      seed: the seed of the order in which the two that fit examples yield rows.
+      max_examples: the most examples in a row of these two; 0 sets no limit.
       features: further features to pack, such as `("loss_mask",)`; 0 in padding.
 
     Raises:
-      ConfigError: if `packing` is unknown, or `features` has a name of the result's.
+      ConfigError: if `packing` is unknown, or `features` has one of the names above.
     """
     more = files.names(features, argument="packed: features")
     if packing not in PACKINGS:

@@ -134,22 +134,20 @@ def first_multiple(step: int, modulus: int, low: int, high: int) -> int:
 
 
 class Mixture(shard_steps.Step):
-    """Elements of several datasets of one shard, by weight.
+    """Mixes several datasets of one shard by weight.
 
-    A dataset is opened when its first element is due. If a dataset ends, the others
-    continue, and the mixture ends with the last of them. The state is keyed by the
-    names of the datasets: at a resume, datasets may be new or gone, and weights may
-    differ. It does not record which datasets have ended: after a resume they are tried
-    again.
+    If a dataset ends, the others continue; the mixture ends with the last of them. A
+    dataset is opened when its first element is due.
 
-    A shuffle or a packer saves the state of its parent before the elements in its
-    buffer, and reads these again at a resume. A state therefore contains the weights by
-    which they were chosen; the current weights apply to the elements after them.
+    The state contains the state of each dataset under its name: when it is loaded,
+    datasets may have been added or removed, and weights changed. New weights apply to
+    the elements after those that a shuffle or a packer has already taken from here,
+    which it reads again, in the same order. Datasets that have ended are tried again.
 
     Args:
       parts: the datasets by name.
-      weights: a number from 0 on for each name; only their ratios count.
-      shard: the shard's number.
+      weights: the weight of each name, 0 or more; only their ratios count.
+      shard: the number of the shard.
     """
 
     describes_parents = True

@@ -22,16 +22,18 @@ _ADDED = ("_segment_ids", "_positions")
 
 
 class ConcatThenSplit(shard_steps.Step[Example]):
-    """Rows of L tokens without padding, except in the last row of finite data.
+    """Concatenates examples, and splits them into rows of `length` tokens.
 
-    For each feature, a row also has `{feature}_segment_ids`, which number the examples
-    of the row from 1 (0 is padding), and `{feature}_positions`, which number the tokens
-    of an example, or of its part in the row, from 0; both int32 `[L]`.
+    Only the last row of finite data has padding. For each feature, a row also has
+    `{feature}_segment_ids`, which number the examples of the row from 1 and are 0 for
+    padding, and `{feature}_positions`, which number the tokens of an example, or of its
+    part in this row, from 0; both int32 `[length]`.
 
     Args:
-      parent: examples: dicts of arrays of one length each, `[tokens, ...]`.
+      parent: examples, dicts of arrays `[tokens, ...]`, those of an example of the same
+        length.
       features: the features to pack; others are dropped.
-      length: L.
+      length: tokens of a row.
     """
 
     def __init__(

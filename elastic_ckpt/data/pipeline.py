@@ -199,25 +199,25 @@ def from_config(
     vocab_size: int = 0,
     **keys: Any,
 ) -> elastic_data.ElasticData:
-    """The training data that a configuration describes.
+    """Makes the training data that a configuration describes.
 
-    With `num_logical_shards` it is sharded, otherwise positional.
+    With `num_logical_shards` it is that of `sharded`, otherwise that of `positional`.
 
         from_config("train.yml", num_logical_shards=64)
         from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
                     num_logical_shards=64)
 
     Args:
-      data: a configuration, a mapping with its keys, or the path of a YAML file of
-        them; keys of other than the data are checked, and have no effect.
-      vocab_size: rows of the model's embedding; 0 if unknown. For a token without a
-        row, JAX would silently use another row.
-      **keys: of the configuration, which take precedence.
+      data: a configuration, a mapping of its keys, or the path of a YAML file. Keys
+        that do not concern the data are checked, and otherwise ignored.
+      vocab_size: rows of the model's embedding, so that a tokenizer with more tokens is
+        refused; JAX would use another row without a word. 0 if it is not known.
+      **keys: keys of the configuration, which take precedence over those in `data`.
 
     Raises:
-      ConfigError: if a key is unknown or its value invalid, if the engine does not
-        support a setting, or if the tokenizer has more tokens than `vocab_size`.
-      DataError: if files are missing or not of their format.
+      ConfigError: if a key is unknown or its value invalid, if two keys do not fit
+        together, or if the tokenizer has more tokens than `vocab_size`.
+      DataError: if a file is missing, or not in the format that the keys name.
     """
     data = _section(data, keys)
     _check_vocabulary(data, vocab_size)

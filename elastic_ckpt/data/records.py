@@ -196,15 +196,15 @@ def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
 
 
 class RandomMap(shard_steps.Step):
-    """Maps elements with randomness that depends only on the example.
+    """Maps elements with randomness, such as augmentation of images.
 
-    The random generator depends on the seed and on the element's `record`, which
-    differs in each epoch, but not on the host, the shard or other elements.
+    The random numbers of an element depend on the seed and its field `record`, which
+    differs in each epoch; not on the host, the shard, or the elements before it.
 
     Args:
       parent: elements with the field `record`, as `Records` yields them.
       function: `(element, numpy.random.Generator) -> element`.
-      seed: a non-negative number.
+      seed: a number from 0.
     """
 
     runs_own_code = True

@@ -188,12 +188,18 @@ def exchanged(batch: BatchRows, row_hosts: np.ndarray) -> np.ndarray | None:
 
 
 def suggest_num_shards(hosts: Sequence[int], batches: Sequence[int]) -> int:
-    """The smallest S with which rows are in place for all `hosts` and `batches`.
+    """The smallest number of logical shards that suits some hosts and batches.
+
+    With it, each host loads the rows that its own devices hold, and none has to be
+    exchanged.
 
     Args:
       hosts: the numbers of hosts that a run may have.
       batches: the global batch sizes that it may have; a number of hosts is only used
         with the sizes that it divides.
+
+    Returns:
+      S, for `ec.data.sharded` or `num_logical_shards`.
 
     Raises:
       ConfigError: if no number of hosts divides a batch size.

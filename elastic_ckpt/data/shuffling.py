@@ -19,14 +19,14 @@ from elastic_ckpt.data import shard_steps
 class WindowShuffle(shard_steps.Step):
     """Shuffles each window of `window_size` consecutive elements of the parent.
 
-    The order of a window is a function of the seed and the window's number. The state
-    is that of the parent at the start of the window, and the number of elements taken
-    since.
+    The order within a window depends on the seed and the number of the window alone.
+    The state is small, as it contains no elements: when it is loaded, the window is
+    read again.
 
     Args:
-      parent: the dataset.
+      parent: the dataset to shuffle.
       window_size: the number of elements in a window.
-      seed: a non-negative number.
+      seed: a number from 0.
     """
 
     def __init__(

@@ -53,23 +53,23 @@ class Written:
 def write_arrayrecord(
     directory: epath.PathLike, file: epath.PathLike, *, column: str = "text"
 ) -> Written:
-    """Writes each non-empty text file below `directory` as one record of `file`.
+    """Writes the text files below a directory as the records of an ArrayRecord file.
 
-    Of a file of JSON lines (`.jsonl`, `.ndjson`), each line's text is a record. Records
-    are in the order of the sorted relative paths, so the same tree gives the same file.
-    Files that are not UTF-8 are regarded as binary and skipped.
+    Each file is a record; of a file of JSON lines (`.jsonl`, `.ndjson`), each line is
+    one. Records are in the order of the sorted paths, so that the same files always
+    give the same records. Empty files, and those that are not UTF-8, are skipped.
 
     Args:
-      directory: any directory, also in a bucket, or one file of JSON lines, or
-        `python-stdlib` for the `.py` files of the standard library of the running
-        Python, or `python-stdlib/email` for a part of it.
-      file: the ArrayRecord file to write, local or in a bucket; it appears whole or not
-        at all.
-      column: the field of JSON lines that has the text.
+      directory: a directory, local or in a bucket, or one file of JSON lines; or
+        `python-stdlib`, the `.py` files of the standard library of the running Python,
+        or a part of it such as `python-stdlib/email`.
+      file: the ArrayRecord file to write, local or in a bucket; it appears complete or
+        not at all.
+      column: the field of a JSON line that contains the text.
 
     Raises:
-      DataError: if there is no such directory, or no text in it, or a JSON line has no
-        text.
+      DataError: if there is no such directory, if there is no text in it, or if a JSON
+        line has no text.
     """
     places = os.fspath(directory), os.fspath(file)
     return write(*places, file_type="arrayrecord", column=column)

@@ -46,15 +46,16 @@ def num_threads(asked: int, *, num_processes: int = 1) -> int:
 
 
 class Tokens(grain.IterDataset[np.ndarray]):
-    """The tokens of each document, int32 `[tokens]`.
+    """Tokenises documents: an element is the tokens of one, int32 `[tokens]`.
 
-    An error of the parent, or of a document, is raised when that document is due.
+    Threads work ahead of the consumer; an error in a document is raised when that
+    document is due.
 
     Args:
-      parent: records as dicts of columns.
-      documents: converts records to tokens.
-      num_threads: tokenizer threads of this process; 0 tokenises in the caller. The
-        tokens and the state do not depend on it.
+      parent: records, dicts of columns.
+      documents: how a record becomes tokens.
+      num_threads: threads of this process that tokenise; 0 tokenises in the caller.
+        Neither the tokens nor the state depend on it.
     """
 
     def __init__(

@@ -60,29 +60,29 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token, special ones included."""
+        """One more than the largest token, special tokens included."""
 
     @property
     def pad(self) -> int:
-        """The padding of a batch, always 0, which may also be a token."""
+        """The value of padding, always 0, which may be a token as well."""
 
     @property
     def begin(self) -> int | None:
-        """The token that begins a text, if there is one."""
+        """The token that begins a text; None if there is none."""
 
     @property
     def end(self) -> int | None:
-        """The token that ends a text, if there is one."""
+        """The token that ends a text; None if there is none."""
 
     @property
     def is_parallel(self) -> bool:
-        """Whether several threads encode faster than one."""
+        """Whether several threads encode faster than one thread."""
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of `text` without begin and end, int32 of shape `[tokens]`."""
+        """The tokens of a text, without those of begin and end, int32 `[tokens]`."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """The tokens of each text, as by `encode`."""
+        """The tokens of each text, as `encode` returns them."""
 
     def identity(self) -> storage.Json:
         """The settings that determine the tokens, without the path of the file."""
@@ -151,15 +151,17 @@ class FileTokenizer:
 
 
 def load(kind: str, path: str = "") -> Tokenizer:
-    """The tokenizer of `kind` in the file at `path`; a process opens each file once.
+    """Loads a tokenizer from its file; a process opens each file once.
 
     Args:
-      kind: one of `KINDS`.
-      path: its file, a local path or a URI; empty for `bytes`.
+      kind: `"bytes"`, in which a byte is a token, `"sentencepiece"`, `"tiktoken"` or
+        `"huggingface"`.
+      path: the path or URI of a SentencePiece `.model` file, a `.tiktoken` file, or a
+        `tokenizer.json` or its directory; empty for `"bytes"`.
 
     Raises:
-      ConfigError: if kind and path do not match, or the kind's package is not
-        installed.
+      ConfigError: if there is no such kind, `path` does not fit it, or its package is
+        not installed.
       DataError: if the file is missing, cut short or of another kind.
     """
     if kind not in KINDS:

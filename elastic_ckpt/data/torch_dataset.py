@@ -19,16 +19,16 @@ from elastic_ckpt.data import local_batches
 
 
 class TorchDataset(torch_data.IterableDataset):
-    """The rows of one rank from each global batch; a loader saves its state.
+    """One rank's rows of each global batch, for a loader of PyTorch.
 
-    Pass it to a `StatefulDataLoader` with `batch_size=None` and at most one worker. For
-    more processes use `num_workers` of the data, which does not change the state. A
-    plain `DataLoader` cannot read the state of a worker, so it must have none. An
-    iteration continues after the previous one; after the end of finite data, it is
-    another pass over it.
+    Pass it to torchdata's `StatefulDataLoader` with `batch_size=None` and at most one
+    worker, and save the loader's state; or to a `DataLoader` without workers. To read
+    with more processes, set `num_workers` of the data, on which the state does not
+    depend. An iteration continues where the one before stopped; after the end of finite
+    data, it starts another pass.
 
     Args:
-      batches: the rows.
+      batches: the rows of this rank.
     """
 
     def __init__(self, batches: local_batches.LocalBatches) -> None:
@@ -74,7 +74,7 @@ class TorchDataset(torch_data.IterableDataset):
         return self.batches
 
     def state_dict(self) -> local_batches.StateDict:
-        """The state after the last batch that a loader has delivered."""
+        """The state after the last batch that its loader has delivered."""
         if torch_data.get_worker_info() is None:
             states = self._loader_states()
             if len(states) > 1:
@@ -93,7 +93,7 @@ class TorchDataset(torch_data.IterableDataset):
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
-        """Moves to a state, or to the combined state of several ranks."""
+        """Moves to a state, or to the combined states of all ranks."""
         self.batches.set_state(state_dict)
         self._abandoned = weakref.WeakSet(
             loader._iterator

@@ -24,12 +24,17 @@ _MAX_OPEN = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecord(record_format.RecordFiles):
-    """ArrayRecord files, in blocks of 1,024 records.
+    """ArrayRecord files as a source; a block is 1,024 records.
 
     Attributes:
-      files: their paths or URIs; a remote file is copied to this machine first.
-      columns: the columns to keep, see `record_format`.
-      record_format: the content of a record: `bytes` or `tf_example`.
+      files: the paths or URIs of the files; a remote file is copied to this machine
+        first.
+      columns: of `tf_example`, the features to keep, by default all; of `bytes`, the
+        name of the only column, by default `text`.
+      record_format: the content of a record: `"bytes"`, or `"tf_example"` for a
+        serialised `tf.train.Example`. Of that, a feature with one value of bytes is
+        that value, one with several is a list of them, and numbers are float32 or int64
+        of shape `[values]`.
     """
 
     file_type = "arrayrecord"
@@ -42,7 +47,7 @@ class ArrayRecord(record_format.RecordFiles):
         )
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """The records of a unit without the first `skip`."""
+        """Reads the records of a unit, a block or a part of one, from number `skip`."""
         decode = record_format.decoder(self.record_format, self.columns)
         file = self.files[unit.file]
         begin = unit.block * source.BLOCK_RECORDS + unit.first

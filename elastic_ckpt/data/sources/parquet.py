@@ -44,15 +44,15 @@ _MAX_SHARED_BYTES = 256 * 1024 * 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parquet:
-    """Parquet files, in which each row group is a block.
+    """Parquet files as a source; a block is a row group.
 
     An element has the value of each column by name: lists of numbers as read-only NumPy
     arrays, text as `str`, other values as Arrow converts them to Python; None if there
     is no value.
 
     Attributes:
-      files: their paths or URIs.
-      columns: the columns to read; empty reads all.
+      files: the paths or URIs of the files.
+      columns: the columns to read; all if it is empty.
     """
 
     files: tuple[str, ...]
@@ -88,7 +88,7 @@ class Parquet:
         )
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """The rows of a unit without the first `skip`."""
+        """Reads the rows of a unit, a row group or a part of it, from number `skip`."""
         rows = _OpenRows(self, unit, skip)
         place = f"{self.files[unit.file]}, row group {unit.block}"
         row, stop = unit.first + skip, unit.first + unit.num_records
