@@ -52,18 +52,21 @@ def leaving_for(decided: Decision | None) -> list[storage.Json]:
 
 
 class Cluster(Protocol):
-    """Slices, and worlds on them; `run` drives it from one thread."""
+    """The slices of a run: `Processes` or `Pathways`.
+
+    Its methods are what `run` calls, from one thread.
+    """
 
     @property
     def devices_per_slice(self) -> int:
-        """The devices of each slice."""
+        """The number of devices of each slice."""
         ...
 
     def slices(self, current: frozenset[int]) -> Slices:
         """The slices that are alive now.
 
         Args:
-          current: the slices of the world that runs, or ran last.
+          current: the slices of the present world, or of the last one.
         """
         ...
 
@@ -75,23 +78,23 @@ class Cluster(Protocol):
         emit: events.Emit,
         has_changed: Callable[[], Decision | None],
     ) -> bool:
-        """Calls `train` on all hosts of a new world, and returns when it has ended.
+        """Calls `train` on all hosts of a new world, and returns when the world ends.
 
         Args:
           train: the training loop.
-          assignment: the world.
-          emit: called for the events of the hosts.
-          has_changed: returns the decision to continue on other slices, or to wait for
-            some; None as long as the world is to go on; called often. Once there is a
-            decision, the next world may be prepared, and the hosts leave after a step
-            that they agree on; `world_leaving` is emitted when they are asked to.
+          assignment: the slices and rows of the world.
+          emit: called with each event of the hosts.
+          has_changed: called often; returns the decision to continue on other slices,
+            or to wait for some, and None as long as the world is to go on. After a
+            decision the next world may be prepared; then the hosts are asked to leave,
+            with the event `world_leaving`, and do so after a step that they agree on.
 
         Returns:
-          Whether the run is over; False if the hosts left for another world.
+          Whether the run is over; False if the hosts have left for another world.
 
         Raises:
           WorldLostError: if hosts or devices were lost; `slices` then lacks theirs.
-          StoppedError: if the run was asked to end and did not within its time.
+          StoppedError: if the run was asked to end, and did not end in time.
           RunError: if `train` raised, with its error.
         """
         ...

@@ -30,22 +30,25 @@ Batch = Literal["keep_global", "keep_per_device"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The policy of a run for slices that are lost and come back.
+    """What a run does when slices are lost and come back.
 
     Attributes:
-      min_slices: the least number of slices to train on.
-      max_slices: the greatest; slices beyond it are spares. None takes all.
-      batch: what stays the same when the number of slices changes: the global batch
-        (`"keep_global"`), or the rows of a device (`"keep_per_device"`).
-      wait_secs: how long to wait for `min_slices` before the run ends.
-      settle_secs: how long a slice has to be there before the run grows.
-      check_secs: how long to wait, after the hosts of a slice have died, for the check
-        that shows that nothing but its processes was lost.
-      max_retries: how many worlds may be lost in a row without a new step.
-      quarantine_failures: a slice that fails so often is not used again; 0 for never.
-      quarantine_secs: within how long these failures have to be.
-      leave_out_slow: whether slices with slow hosts are left out, if the run can train
-        without them.
+      min_slices: the fewest slices to train on.
+      max_slices: the most; slices beyond it are spares. None takes all.
+      batch: what stays the same when the number of slices changes: the rows of the
+        global batch (`"keep_global"`), or those of a device (`"keep_per_device"`).
+      wait_secs: how long to wait for `min_slices` before the run ends with an error.
+      settle_secs: how long a new slice has to be there before the run grows onto it.
+      check_secs: how long to wait, after the processes of a slice have died, for a
+        check whether its machines and devices still work, so that it need not be left
+        out.
+      max_retries: how many worlds in succession may be lost without a new step before
+        the run ends with an error.
+      quarantine_failures: a slice with this many failures within `quarantine_secs` is
+        not used again; 0 uses every slice.
+      quarantine_secs: the time within which failures count.
+      leave_out_slow: whether slices with slow hosts are left out, if there are enough
+        slices without them.
     """
 
     min_slices: int = 1
@@ -68,15 +71,17 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step: its rows, and the devices that they are for.
+    """The rows of a batch, from which each world gets its `rows` and `microbatches`.
 
     Attributes:
-      num_slices: the slices that `rows` were chosen for.
-      rows: of a global batch on `num_slices`.
-      devices_per_slice: the devices of each slice.
-      max_rows_per_device: that fit into the memory of a device at a time.
-      objection: why the data cannot be dealt to a number of slices, for a batch of a
-        number of rows; None if it can.
+      num_slices: the number of slices for which `rows` was chosen.
+      rows: rows of a global batch on `num_slices`; `Policy.batch` says what becomes of
+        them on another number.
+      devices_per_slice: the number of devices of a slice.
+      max_rows_per_device: the most rows that fit into a device at a time; with more, it
+        computes its rows in several microbatches.
+      objection: a function of a number of slices and of rows that returns why the data
+        cannot be divided so, or None if it can; such a world is not formed.
     """
 
     num_slices: int
@@ -87,7 +92,7 @@ class Work:
 
     @classmethod
     def of_any_rows(cls, devices_per_slice: int) -> Work:
-        """The work of a run that chooses its rows itself, on any number of slices."""
+        """For a run that chooses its rows itself, on any number of slices."""
         return cls(
             num_slices=1,
             rows=0,

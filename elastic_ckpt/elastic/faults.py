@@ -70,13 +70,15 @@ OF_HOSTS = (Kind.KILL_HOST, Kind.HANG_HOST, Kind.SLOW_HOST)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, or the return of a slice.
+    """A fault to inject into a run, or the return of a slice.
 
     Attributes:
-      kind: what happens: a `Kind`, or the name of one, such as `"kill_slice"`.
+      kind: what happens: `"kill_slice"`, `"return_slice"`, `"preempt_slice"`,
+        `"break_slice"`, `"kill_host"`, `"hang_host"`, `"slow_host"` or `"cut_off"`.
       target: the number of the slice or host.
-      at_step: the least number of steps that are done when it happens.
-      in_phase: the phase in which a host of the target is then; empty for any.
+      at_step: the number of steps that have to be done before it happens.
+      in_phase: the phase that a host of the target has to be in, such as `restore`;
+        empty for any.
       in_world: the number of the world in which it happens; 0 for any.
     """
 

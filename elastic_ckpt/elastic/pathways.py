@@ -33,19 +33,21 @@ _SHOWN_LINES = 15
 
 
 class Pathways:
-    """Slices that this process controls.
+    """Slices whose devices this process controls, on Pathways or simulated.
 
     Args:
-      manager: of the slices; `SimulatedSlices` stands for those of hardware.
-      injected: faults, by their steps; only for simulated slices.
-      poll_secs: between two checks of the slices that no world uses.
-      grace_secs: the time limit to save and end after SIGTERM; then the process ends.
-      ended: called before the process ends so.
-      emit: called when a slice is lost or comes back; by default what `run` calls.
+      manager: pathwaysutils' `Manager` of the slices, or `SimulatedSlices`.
+      injected: faults to inject, in the order of their steps; only into simulated
+        slices.
+      poll_secs: the time between two checks of slices that are not in use.
+      grace_secs: how long the run has, after SIGTERM, to save and to end; then the
+        process ends.
+      ended: called before the process ends in this way.
+      emit: called when a slice is lost or comes back; by default the `emit` of `run`.
 
     Raises:
-      ConfigError: if there are faults, and slices are not simulated, or a fault is of
-        a host.
+      ConfigError: if there are faults and the slices are not simulated, or a fault is
+        that of a host.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Pathways:
         time.sleep(min(secs, _LOOK_SECS))
 
     def close(self) -> None:
-        """Ends the checks of slices."""
+        """Stops checking slices."""
         self._manager.close()
 
     def _emit(self, name: str, **fields: storage.Json) -> None:

@@ -437,37 +437,39 @@ class ProcessCluster:
 
 
 class Processes(ProcessCluster):
-    """Slices of host processes on this machine, and on those that follow it.
+    """Slices of host processes, on this machine or on several.
 
-    The script that makes one runs again in each host process, as a module: make it, and
-    call `run`, under `if __name__ == "__main__":`.
+    Each host process imports the script that makes this: make it, and call `run`, under
+    `if __name__ == "__main__":`.
 
     Args:
-      slices: of the run, on all of its machines.
-      hosts_per_slice: the processes of each slice.
-      devices_per_host: of each process: CPU devices, or GPUs of its own.
-      hardware: `cpu` or `gpu`.
-      ram: the RAM disk of a machine; each slice has a directory there, which an agent
-        serves: `world.ram_directory`. None if hosts keep no checkpoints in memory.
-      run: the name of the run, of its directories in `ram`.
-      logs: the directory for what hosts print; by default `logs/<run>`.
-      jax_cache_dir: of JAX's compilation cache; empty for none.
-      machines: if there are several, the address of each, `host:port`, the same on
-        all; the slices are dealt to them in order.
-      machine: the number of this one; by default NODE_RANK, SLURM_NODEID or
-        JOB_COMPLETION_INDEX in the environment.
-      machine_timeout_secs: a machine that gives no sign for so long is lost.
-      needs_majority: whether the run continues only with more than half of the
-        machines; needed if they do not share persistent storage.
-      injected: faults, by their steps.
+      slices: the number of slices of the run, on all machines together.
+      hosts_per_slice: the number of host processes of each slice.
+      devices_per_host: the number of devices of each process: CPU devices, or GPUs that
+        no other process uses.
+      hardware: `"cpu"` or `"gpu"`.
+      ram: the RAM disk of the machine, such as `/dev/shm`. Each slice has a directory
+        in it, `world.ram_directory`, which an agent that outlives the hosts serves.
+        None if hosts keep no checkpoints in RAM.
+      run: the name of the run, and of its directories in `ram`.
+      logs: the directory for the output of the hosts; by default `logs/<run>`.
+      jax_cache_dir: the directory of JAX's compilation cache; empty for none.
+      machines: for a run on several machines, the address of each, `host:port`, the
+        same list on all; slices are assigned to them in this order.
+      machine: the number of this machine in the list; by default `NODE_RANK`,
+        `SLURM_NODEID` or `JOB_COMPLETION_INDEX` in the environment.
+      machine_timeout_secs: a machine that is not heard of for so long is lost.
+      needs_majority: whether the run continues only on more than half of the machines,
+        which it must if they do not share persistent storage.
+      injected: faults to inject, in the order of their steps.
       limits: how long hosts may take.
-      emit: called when a slice is lost or comes back, and for faults; by default what
-        `run` calls.
+      emit: called when a slice is lost or comes back, and for each injected fault; by
+        default the `emit` of `run`.
 
     Raises:
-      ConfigError: if the values do not fit together, or the script would make one in
-        each host process.
-      RunError: if the RAM disk cannot be served.
+      ConfigError: if the arguments do not fit together, or the script makes this
+        outside of the `if` above.
+      RunError: if the agents of the RAM disk cannot be started.
     """
 
     def __init__(

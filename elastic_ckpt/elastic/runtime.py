@@ -52,24 +52,42 @@ def run(
     compile_ahead: TrainFunction | None = None,
     emit: events.Emit | None = None,
 ) -> None:
-    """Trains on the slices that are there, until `train` returns.
+    """Trains on whatever slices are there, until the training function is done.
+
+    `train` is called on every host of a world. When slices are lost or come back, that
+    world ends, and `train` is called on the hosts of the next one, where it restores
+    the newest step and goes on:
+
+        def train(world):
+            mesh = world.mesh
+            with world.checkpointer(tiers) as checkpointer:
+                ...  # Restore the newest step, if there is one.
+                while step < 1000:
+                    ...  # Train a step, and save it.
+                    if world.should_stop(step):
+                        return
+
+        if __name__ == "__main__":
+            ec.elastic.run(train, cluster=ec.elastic.Processes(slices=4))
 
     Args:
-      train: called on every host of each world; picklable.
+      train: the training function, picklable. It returns at the end of the run, and
+        when `world.should_stop` says so.
       cluster: the slices.
-      policy: when to train, to wait and to stop; or a function that is called often and
-        returns the present policy, which is another object after each change.
+      policy: when to train, to wait and to stop; or a function that returns the present
+        policy and is called often: another object changes it.
       work: the rows of a batch; None if `train` chooses them.
-      compile_ahead: compiles with `world.compiled` what `train` does, and writes
-        nothing; picklable. It is called on every host of a shadow world, one slice
-        smaller than the one that trains. None compiles when a world begins.
-      emit: called for each event of the run; by default they are printed.
+      compile_ahead: a function like `train`, picklable, which only compiles, with
+        `world.compiled`, and writes nothing. It is called on hosts that prepare a world
+        of one slice less while the present one trains. None compiles when a world
+        begins.
+      emit: called with each event of the run; by default events are printed.
 
     Raises:
       ConfigError: if `train` cannot be sent to the hosts of the cluster.
       RunError: if `train` raised; if slices are missing for too long; or, with the
         first cause, if worlds are lost again and again without a new step.
-      StoppedError: if the run was asked to end and did not within its time.
+      StoppedError: if the run was asked to end, and did not end in time.
     """
     if emit is None:
         with progress.Progress(_LOG_PERIOD) as shown:

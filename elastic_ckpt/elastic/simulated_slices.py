@@ -19,16 +19,16 @@ from elastic_ckpt.core import errors
 
 
 class SimulatedSlices(manager.Manager):
-    """pathwaysutils' manager over equal groups of this process's devices.
+    """A stand-in for the slices of Pathways: equal groups of this process's devices.
 
-    All of its methods are called in the thread that trains: the simulator replaces
-    functions of JAX while it is on.
+    It is pathwaysutils' manager with its own simulator of lost slices, which replaces
+    functions of JAX: call its methods in the thread that trains.
 
     Args:
       num_slices: the number of groups.
 
     Raises:
-      ConfigError: if the devices do not divide into them.
+      ConfigError: if the devices cannot be divided evenly among them.
     """
 
     def __init__(self, num_slices: int) -> None:
@@ -52,11 +52,11 @@ class SimulatedSlices(manager.Manager):
         self._faulty = contextlib.ExitStack()
 
     def start_monitoring(self, poll_interval: float | int = 10) -> None:
-        """Does nothing: `give_back` checks the slices, in the thread that trains."""
+        """Does nothing: `give_back` checks the slices."""
         del poll_interval
 
     def lose(self, number: int) -> None:
-        """Loses a slice; the world that uses it fails when it reads an array."""
+        """Loses a slice; a world on it fails when it reads an array."""
         self._down.add(number)
         if number in self.active_slice_indices:
             self._faulty.close()
@@ -65,16 +65,16 @@ class SimulatedSlices(manager.Manager):
             self._check()
 
     def give_back(self, number: int) -> None:
-        """Has a slice there again, without its arrays."""
+        """Returns a slice, without the arrays that it had."""
         self._down.discard(number)
         self._check()
 
     def end_world(self) -> None:
-        """Ends the errors of lost arrays, when the world that had them has ended."""
+        """Stops the errors of lost arrays, once their world has ended."""
         self._faulty.close()
 
     def alive(self) -> frozenset[int]:
-        """The slices that compute."""
+        """The numbers of the slices that compute."""
         with self._simulated():
             active = elastic.get_active_slice_indices(self.slice_to_devices)
         # The look's own arrays may have the addresses of arrays that were lost.

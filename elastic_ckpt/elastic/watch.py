@@ -54,13 +54,15 @@ class Hang:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long hosts may take.
+    """How long the hosts of a run may take before they count as lost.
 
     Attributes:
-      most_secs: the longest that hosts may take without a step, or for a phase.
-      heartbeat_secs: a host that sends none for so long, stopped or frozen, is lost.
-      grace_secs: for hosts to save and end after SIGTERM.
-      compile_ahead_secs: for a shadow world, while another trains; 0 starts none.
+      most_secs: the longest that a step, or another phase such as a restore, may take.
+        Once a run has taken steps, a multiple of the longest one counts, if less.
+      heartbeat_secs: a host whose process sends no heartbeat for so long is lost.
+      grace_secs: how long hosts have, after SIGTERM, to save and to end.
+      compile_ahead_secs: how long hosts may compile for the next smaller world, while
+        the present one trains; 0 does not compile ahead.
     """
 
     most_secs: float = 600.0

@@ -51,29 +51,30 @@ class BetweenWorlds:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """The hosts that train together until one is lost or another is added.
+    """The hosts that train together, until one is lost or another is added.
 
-    Every host of a world has one.
+    `run` passes one to the training function on each host.
 
     Attributes:
-      number: of the world, from 1 at each start of the run.
+      number: the number of the world, from 1 at each start of the run.
       slices: the numbers of its slices, in the order of the mesh.
-      slice_name: the slice of this host.
-      rows: of a global batch; 0 if the training function chooses it.
-      devices: of the slices, if a single controller has more; None takes all.
-      ram_directory: of the run on the RAM disk of this host's slice, which the slice's
-        agent serves: `ec.Local(world.ram_directory)`. None if no agent does.
-      microbatches: equal parts in which a device computes its rows of a batch, so that
-        they fit into its memory; their gradients are summed.
-      emit: called for each event of the run.
-      should_stop: called with the number of steps done, after each step, on all hosts;
-        returns whether to save and return now, the same on all hosts.
-      should_stop_early: as `should_stop`, before the first step of this world, which
+      slice_name: the name of this host's slice.
+      rows: rows of a global batch; 0 if the training function chooses them.
+      devices: the devices of the world, if a single controller has more; None means all
+        devices.
+      ram_directory: the directory of the run on this slice's RAM disk, for
+        `ec.Local(world.ram_directory)`; None if the cluster has no RAM disk.
+      microbatches: into how many equal parts a device divides its rows of a batch so
+        that they fit into its memory; the gradients of the parts are summed.
+      emit: call it with an event to report it.
+      should_stop: call it after each step, on all hosts, with the number of steps that
+        are done; returns, the same on all hosts, whether to save and return now.
+      should_stop_early: the same before the first step of this world, as the function
         may take long to compile.
-      will_resume: whether the hosts have agreed to leave, and the run continues in
-        another world, so that copies and backups are left to that world.
-      begin: called with the name of a phase that begins (`restore`, `step`,
-        `evaluate`), or begins once more, so that a hang in it is found sooner.
+      will_resume: returns whether the hosts have agreed to leave and the run continues
+        in another world, so that copies and backups can be left to that one.
+      begin: call it with the name of a phase (`restore`, `step`, `evaluate`) whenever
+        it begins, so that a hang in it is found sooner.
     """
 
     number: int
@@ -93,12 +94,15 @@ class World:
     def compiled(
         self, jitted: Any, *arguments: Any, step: int = 0
     ) -> Callable[..., Any]:
-        """Compiles a jitted function, or loads what an earlier world has compiled.
+        """Compiles a jitted function, or takes what an earlier world has compiled.
 
         Args:
-          jitted: a function of `jax.jit`; the same on all hosts.
-          arguments: positional, arrays or their abstract values, with shardings.
-          step: the step that it is compiled for, for the events.
+          jitted: a function of `jax.jit`, the same on all hosts.
+          *arguments: its positional arguments: arrays, or abstract ones with shardings.
+          step: the step that it is compiled for, which events report.
+
+        Returns:
+          The compiled function.
         """
         from elastic_ckpt.elastic import executables
 
@@ -123,22 +127,28 @@ class World:
         return topology.mesh_of(self.topology, self.devices)
 
     def put_state(self, step: int, state: Any) -> None:
-        """Leaves a saved state in device memory for the next world, where it can stay.
+        """Leaves a saved state in device memory for the next world.
+
+        That saves restoring it, where the process and its devices stay. Call it before
+        the training function returns.
 
         Args:
-          step: the steps that are done.
-          state: a pytree of arrays, which must not be donated any more.
+          step: the number of steps that are done.
+          state: a pytree of arrays, which must not be donated afterwards.
         """
         device_state = self._between.device_state
         if device_state is not None and self.will_resume():
             device_state.put(step, state)
 
     def take_state(self, step: int, abstract_state: Any) -> Any:
-        """The state that the world before has put there; None if there is none.
+        """The state that the world before this one has left in device memory.
 
         Args:
           step: the newest saved step.
-          abstract_state: its shapes, dtypes and shardings.
+          abstract_state: a pytree of abstract arrays with the shardings of this world.
+
+        Returns:
+          The arrays; None if there are none for this step.
         """
         device_state = self._between.device_state
         return None if device_state is None else device_state.take(step, abstract_state)
@@ -146,10 +156,15 @@ class World:
     def checkpointer(
         self, tiers: Sequence[Tier], *, run: str | None = None
     ) -> Checkpointer:
-        """A checkpointer that all hosts of this world make; see `ec.Checkpointer`.
+        """Makes the checkpointer of this world; every host calls it alike.
+
+        Args:
+          tiers: as for `ec.Checkpointer`; `ec.Local` needs `world.ram_directory`.
+          run: the name of the run, as for `ec.Checkpointer`.
 
         Raises:
-          ConfigError: if `Local` is not in `ram_directory`, which the agent serves.
+          ConfigError: if `ec.Local` has another directory.
+          Exception: as `ec.Checkpointer`.
         """
         from elastic_ckpt.frontend import checkpointer
         from elastic_ckpt.tiers.choices import Local

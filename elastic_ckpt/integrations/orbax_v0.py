@@ -138,13 +138,12 @@ class _ItemHandler(ocp.AsyncCheckpointHandler):
 class TreeHandler(_ItemHandler):
     """Saves and restores pytrees of arrays, numbers, texts and random keys.
 
-    A save copies what this host's devices hold (`host.capture`); the rest happens in
-    the background. On disk the item is what Orbax's own handler would write, with
-    CRC-32C behind the values.
+    A save copies the state from the devices, and writes it in the background. On disk
+    the item is what Orbax's own handler would write, with a CRC-32C for each value.
 
     Args:
-      timeout_secs: how long hosts wait for each other in one stage of a save, or for a
-        restore; as `AsyncOptions.timeout_secs`.
+      timeout_secs: how long hosts wait for each other in a stage of a save, or in a
+        restore, as `AsyncOptions.timeout_secs`.
     """
 
     _pool = functools.cached_property(lambda _: host_memory.Pool())
@@ -153,7 +152,11 @@ class TreeHandler(_ItemHandler):
     def begin(
         self, name: str, directory: epath.Path, item: Any
     ) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-        """See `_ItemHandler`; raises a CheckpointError that names a wrong leaf."""
+        """Captures the state of the tree, and returns what writes it.
+
+        Raises:
+          CheckpointError: if a leaf cannot be saved; it is named.
+        """
         description = StepDescription.from_trees(
             {name: item}, {}, metrics=None, custom_metadata=None
         )
@@ -176,9 +179,10 @@ class TreeHandler(_ItemHandler):
         return write, finish
 
     def restore(self, directory: epath.Path, args: TreeRestore | None = None) -> Any:
-        """Restores the tree, verified, under any sharding and number of hosts.
+        """Restores and verifies the tree, under any sharding and number of hosts.
 
-        Logs a warning if plain Orbax wrote the item: such values cannot be verified.
+        If plain Orbax wrote the item, its values cannot be verified: a warning is
+        logged.
 
         Raises:
           CheckpointError: if the step is of another model, or a value is not what was
@@ -203,7 +207,8 @@ class TreeSave(ocp.args.CheckpointArgs):
     """Saves a pytree.
 
     Attributes:
-      item: the tree; its arrays may be donated once `CheckpointManager.save` returned.
+      item: the tree; its arrays may be donated once `CheckpointManager.save` has
+        returned.
     """
 
     item: Any
@@ -216,8 +221,8 @@ class TreeRestore(ocp.args.CheckpointArgs):
 
     Attributes:
       item: the tree with abstract leaves, `jax.ShapeDtypeStruct`s with shardings; None
-        restores it as it was saved.
-      partial_restore: whether leaves that were saved may be left out.
+        restores the tree as it was saved.
+      partial_restore: whether `item` may lack leaves that were saved.
     """
 
     item: Any = None
@@ -225,21 +230,24 @@ class TreeRestore(ocp.args.CheckpointArgs):
 
 
 class StatefulHandler(_ItemHandler):
-    """Saves and restores objects with the methods `save` and `load` of Orbax v1."""
+    """Saves and restores objects that have Orbax v1's methods `save` and `load`.
+
+    For instance the iterator of `ec.batches`, and components of `ec.components`.
+    """
 
     def begin(
         self, name: str, directory: epath.Path, item: Any
     ) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-        """See `_ItemHandler`; the hosts write their files into `directory`."""
+        """Captures the state of the object, and returns what writes it."""
         write = components.begin_save({name: item}, lambda _: directory)
         return write, lambda _: steps.add_files(directory)
 
     def restore(self, directory: epath.Path, args: StatefulRestore) -> Any:
-        """Moves the object to the saved state, on any number of hosts; returns it.
+        """Loads the saved state into the object, and returns the object.
 
         Raises:
           CheckpointError: if a file is not what was saved.
-          Exception: as `load` of the object.
+          Exception: as the method `load` of the object.
         """
 
         def load() -> None:
@@ -261,7 +269,7 @@ class StatefulSave(ocp.args.CheckpointArgs):
     """Saves an object, for instance the iterator of `ec.batches`.
 
     Attributes:
-      item: the object; its state is taken before `CheckpointManager.save` returns.
+      item: the object; it may change again once `CheckpointManager.save` has returned.
     """
 
     item: v1.StatefulCheckpointable
@@ -270,10 +278,10 @@ class StatefulSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(StatefulHandler, for_restore=True)
 @dataclasses.dataclass
 class StatefulRestore(ocp.args.CheckpointArgs):
-    """Restores an object.
+    """Restores an object, for instance the iterator of `ec.batches`.
 
     Attributes:
-      item: the object, which moves to the saved state.
+      item: the object, into which the saved state is loaded.
     """
 
     item: v1.StatefulCheckpointable

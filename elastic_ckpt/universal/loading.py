@@ -22,29 +22,30 @@ def load(
     layout: Layout | str | os.PathLike[str] | None = None,
     budget_bytes: int = restored_tree.BUDGET_BYTES,
 ) -> Any:
-    """Reads a checkpoint of any format into the arrays of a tree.
+    """Loads a checkpoint of another program into the arrays of a tree.
 
-        state = universal.load("gs://bucket/llama", abstract_state, layout="llama.yml")
+        state = ec.universal.load("gs://bucket/llama", abstract_state,
+        layout="llama.yml")
 
-    In a world of several hosts each calls it, and reads what its devices need, once.
+    Every process calls it, and reads only what its own devices need.
 
     Args:
-      path: of the checkpoint, local or in a bucket.
-      abstract_state: a tree of `jax.ShapeDtypeStruct`s with shardings, arrays or
-        numbers. The keys to a leaf, joined by "/", are its name in the layout.
-      layout: relates the tensors of the checkpoint (`from`) with those leaves (`to`);
-        a text is the path of a YAML file, or the name of a layout that ships. If it is
-        None, the checkpoint is DeepSpeed's, and its description of itself is the
-        layout, see `deepspeed_layout.described_layout`.
+      path: the directory or file of the checkpoint, local or in a bucket.
+      abstract_state: a pytree of `jax.ShapeDtypeStruct`s with shardings, of arrays or
+        of numbers. The keys to a leaf, joined by "/", are its name in the layout.
+      layout: how the tensors of the checkpoint (`from`) relate to these leaves (`to`):
+        a `Layout`, the path of a YAML file, or the name of a layout that comes with the
+        package. None is for checkpoints of DeepSpeed that describe their own layout.
       budget_bytes: the most bytes in flight, whatever the size of the model.
 
     Returns:
-      A tree like `abstract_state`, of arrays in its shardings and dtypes.
+      A pytree like `abstract_state`, of arrays in its shardings and dtypes.
 
     Raises:
-      FormatError: if `path` is of no format that is read, or damaged.
+      FormatError: if the checkpoint is damaged, or in no format that can be read.
       LayoutError: if the layout does not fit the checkpoint or the tree.
-      CheckpointError: if a file cannot be read, or sources that should be equal differ.
+      CheckpointError: if a file cannot be read, or copies of a tensor that should be
+        equal differ.
     """
     rules = None if layout is None else shipped_layouts.resolve(layout)
     checkpoint = opening.open_checkpoint(path)

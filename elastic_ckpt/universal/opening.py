@@ -80,15 +80,22 @@ _FORMATS = (
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens the checkpoint at `path`; no values are read.
+    """Opens a checkpoint of another program to look at it; no values are read.
+
+        checkpoint = ec.universal.open_checkpoint("gs://bucket/Qwen3-0.6B")
+        checkpoint.format  # "safetensors"
+        [tensor.name for tensor in checkpoint.tensors]
 
     Args:
-      path: a directory, or a file if its format has checkpoints of one file; local or
-        in a bucket.
+      path: a directory, or the file of a checkpoint of one file, local or in a bucket.
+
+    Returns:
+      The checkpoint, with its `format`, its `tensors`, and its `values`, such as the
+      numbers of a `config.json`, by path.
 
     Raises:
-      FormatError: if there is none, it is of no format that is read, damaged, or made
-        to do harm.
+      FormatError: if there is no checkpoint, or it is damaged, made to do harm, or in
+        no format that can be read.
       ConfigError: if the client of the bucket is not installed.
     """
     bucket_clients.prepare(str(path))

@@ -6,4 +6,4 @@ from elastic_ckpt.core import errors
 
 
 class FormatError(errors.CheckpointError):
-    """A file of another program that is damaged, unsafe, or of another layout."""
+    """A file of another program is damaged, unsafe, or in an unknown format."""

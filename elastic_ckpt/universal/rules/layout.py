@@ -26,27 +26,31 @@ TREE = "state"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Rules, and what they have in common.
+    """How the tensors of a checkpoint relate to the leaves of a tree.
+
+    `load` reads one from a YAML file, and `from_dict` from Python values; the site's
+    page of layout rules explains the keys, of which the attributes are the parsed form.
 
     Attributes:
-      rules: at least one.
-      sizes: of dims, by name.
-      widths: the sizes on each rank, by dim and rank axis.
-      index: tables, by dim.
+      rules: the rules, each of which relates some tensors with some leaves.
+      sizes: the sizes of dims by name.
+      widths: the sizes of a dim on each rank, by dim and rank axis, if ranks differ.
+      index: tables that reorder a dim, by dim.
       ranks: the number of ranks by axis, where the format does not store it.
-      states: the kinds of tensors that follow a parameter.
-      drop: names of tensors of the checkpoint that are not used; `*` is any text.
-      drop_inverse: the same for the inverse.
-      drop_of_kind: kinds and names, as in `drop`; not in files.
-      fill: numbers, or values of the checkpoint, by the names of leaves of the target
-        that no rule fills.
-      fill_inverse: the same for the inverse: tensors of the checkpoint that are not
-        used; not in files.
-      lists: the paths of trees in a written target that are lists, `opt_state`; their
+      states: the kinds of tensors that belong to a parameter: itself, its master
+        weights, its moments.
+      drop: names of tensors of the checkpoint that are not used; `*` stands for any
+        text.
+      drop_inverse: the same in the other direction.
+      drop_of_kind: the same for tensors of one kind; it cannot be given in a file.
+      fill: values for leaves that no rule fills, by their names: numbers, or references
+        to values of the checkpoint.
+      fill_inverse: the same in the other direction; it cannot be given in a file.
+      lists: the paths of lists, such as `opt_state`, in a tree that is written; their
         keys are numbers.
-      tree: the name that the tree of targets has in a written step of Orbax.
-      tree_inverse: the same for the inverse.
-      place: for messages.
+      tree: the name of the tree in a step of Orbax that is written.
+      tree_inverse: the same in the other direction.
+      place: the file, or another name, for messages.
     """
 
     rules: tuple[Rule, ...]
@@ -89,10 +93,11 @@ class Layout:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Layout:
-        """The layout in a YAML file.
+        """Reads a layout from a YAML file.
 
         Raises:
-          LayoutError: names file, line and the path in the file.
+          LayoutError: if the file cannot be read, or is no layout; it names the line,
+            and the place in the layout.
         """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -105,31 +110,35 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, file: str = "layout") -> Layout:
-        """The layout in `text`; messages name `file`.
+        """Reads a layout from the text of a YAML file.
+
+        Args:
+          text: the text.
+          file: a name for messages.
 
         Raises:
-          LayoutError: as in `load`.
+          LayoutError: as `load`.
         """
         return cls(**layout_file.read(text, file=file), place=file)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, name: str = "layout") -> Layout:
-        """The layout of the values that its file would have; messages name `name`.
+        """Makes a layout of the values that its file would contain.
 
             rule = {"from": {"wte": "vocab embed"}, "to": {"emb": "vocab embed"}}
             Layout.from_dict({"rules": [rule]})
 
         Args:
-          fields: by key, as GRAMMAR.md lists them; `version` may be left out.
-          name: for messages.
+          fields: the keys of a layout file; `version` may be left out.
+          name: a name for messages.
 
         Raises:
-          LayoutError: names the path in the layout.
+          LayoutError: if it is no layout; it names the place.
         """
         return cls(**layout_file.read_values(fields, name=name), place=name)
 
     def inverse(self) -> Layout:
-        """The layout of the other direction."""
+        """The layout of the other direction: from the tree to the checkpoint."""
         return dataclasses.replace(
             self,
             rules=tuple(rule.inverse() for rule in self.rules),
@@ -144,12 +153,12 @@ class Layout:
         )
 
     def with_sizes(self, sizes: Mapping[str, Size]) -> Layout:
-        """The layout with other sizes, in place of those of the same names.
+        """The layout with other sizes of dims, which replace those of the same names.
 
-        Rules that have a size of the name themselves keep it.
+        A size that a rule has of its own stays.
 
         Raises:
-          LayoutError: if a size is none of those to choose from.
+          LayoutError: if the layout lists sizes to choose from, and one is not listed.
         """
         if not sizes:
             return self
@@ -160,10 +169,10 @@ class Layout:
         return dataclasses.replace(self, sizes={**self.sizes, **sizes})
 
     def check_choices(self) -> None:
-        """Checks that every size that a user has to choose was chosen.
+        """Checks that `with_sizes` has set every size that is left to the user.
 
         Raises:
-          LayoutError: names the size and what its numbers mean.
+          LayoutError: if one is not set; it says what its numbers mean.
         """
         for sizes in (self.sizes, *(rule.sizes for rule in self.rules)):
             for name, size in sizes.items():
@@ -171,14 +180,14 @@ class Layout:
                     raise size.missing(name)
 
     def with_values(self, values: Mapping[str, Any]) -> Layout:
-        """The layout with numbers for the values of a checkpoint.
+        """The layout with numbers in place of its references to a checkpoint's values.
 
         Args:
-          values: by path, see `stored.Checkpoint`. Those that it lacks are left as they
-            are: shapes may determine the sizes.
+          values: the values by path, such as those of a `config.json`. References to
+            others stay: shapes may determine these sizes.
 
         Raises:
-          LayoutError: if one is no number.
+          LayoutError: if a value is not a number.
         """
         made = [_with_values(each, values) for each in (self.sizes, self.fill)]
         rules = [
@@ -191,7 +200,7 @@ class Layout:
         return dataclasses.replace(self, sizes=sizes, fill=fill, rules=tuple(rules))
 
     def only(self, kinds: Collection[str]) -> Layout:
-        """The layout that drops tensors of states other than `kinds`."""
+        """The layout without the tensors of other kinds than `kinds`."""
         states = {
             kind: state if kind in kinds else State(source=state.source, target=None)
             for kind, state in self.states.items()
@@ -208,10 +217,10 @@ class Layout:
         )
 
     def weights(self) -> Layout:
-        """The layout that drops all but parameters, or master weights in their place.
+        """The layout of the weights alone: parameters, or else master weights.
 
         Raises:
-          LayoutError: if the target has neither.
+          LayoutError: if the tree has neither.
         """
         for kind in ("parameter", "master"):
             state = self.states.get(kind)

@@ -6,4 +6,4 @@ from elastic_ckpt.core import errors
 
 
 class LayoutError(errors.ConfigError):
-    """A malformed layout, or one that does not fit its checkpoint or its target."""
+    """A layout is malformed, or does not fit its checkpoint or its tree."""
