@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import json
 import pathlib
 import posixpath
@@ -29,6 +30,14 @@ API = {
     "elastic_ckpt.elastic": "Elastic runs",
     "elastic_ckpt.universal": "Layouts of other programs",
     "elastic_ckpt.orbax_v0": "Orbax's older API",
+}
+
+# What exported functions return, if it is not exported, for its methods.
+RETURNED = {
+    "elastic_ckpt.Checkpointer": "elastic_ckpt.checkpoint.checkpointer.Checkpointer",
+    "elastic_ckpt.universal.open_checkpoint": (
+        "elastic_ckpt.universal.stored.Checkpoint"
+    ),
 }
 
 # Pages beside the code, and where the site has them.
@@ -57,6 +66,12 @@ _KEYS = """\
 A configuration file sets keys, and `key=value` arguments override it. A key that
 MaxText has too carries MaxText's name. `elastic-ckpt config FILE` prints what would
 run, and where each key is set.
+"""
+
+_RETURNED = """\
+::: {path}
+    options: {{heading: "{heading}", heading_level: 3, show_signature: false,
+      merge_init_into_class: false, filters: ["!^_"]}}
 """
 
 _ERRORS = """\
@@ -103,7 +118,12 @@ def api(name: str) -> str:
     exported = [n for n in module.__all__ if n not in modules | {"__version__"}]
     lines = [f"# {API[name]}", ""]
     lines += [f"`{name}`: {(module.__doc__ or '').strip()}", ""]
-    lines += [f"::: {name}.{exported_name}\n" for exported_name in exported]
+    for exported_name in exported:
+        path = f"{name}.{exported_name}"
+        lines.append(f"::: {path}\n")
+        if path in RETURNED:
+            heading = f"What {exported_name} returns"
+            lines.append(_RETURNED.format(path=RETURNED[path], heading=heading))
     return "\n".join(lines)
 
 
@@ -173,8 +193,9 @@ def errors() -> str:
 
 def _message(call: ast.Call) -> str:
     # The first argument of a call such as errors.DataError(f"...").
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    if not (name.endswith("Error") and call.args):
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    is_ours = name.endswith("Error") and not hasattr(builtins, name)
+    if not (is_ours and call.args):
         return ""
     text = _literal(call.args[0])
     return f"{name}: {text}" if len(text.replace("…", "").split()) > 2 else ""

@@ -36,20 +36,11 @@ _SILENT_SECS = 2.0
 
 
 class Checkpointer:
-    """Saves and restores steps in tiers; every process makes one, alike.
+    """Saves and restores steps in tiers; `ec.Checkpointer` makes it.
 
-    A save blocks its caller while host memory takes what the devices hold. The rest
-    happens beside the training (`save_stages`). Not to be called from several threads.
-
-    Args:
-      hosts: of the world.
-      chosen: the tiers.
-      world: among those of the run.
-      emit: called for each event, in the caller's thread.
-      layouts: read trees of other layouts; None if there are none.
-      context: Orbax's, of all calls outside of a `with` block of another one; see
-        `orbax_context`.
-      of_storage: this program as the writer of storage; None if nothing else writes.
+    A save blocks its caller only while the state is copied from the devices into host
+    memory; the rest happens beside the training. Every process calls the methods alike,
+    and from one thread.
     """
 
     def __init__(
@@ -63,6 +54,19 @@ class Checkpointer:
         context: ocp.Context | None = None,
         of_storage: Writing | None = None,
     ) -> None:
+        """Makes the checkpointer of one process.
+
+        Args:
+          hosts: the hosts of the world.
+          chosen: the tiers.
+          world: the place of this checkpointer among those of the run.
+          emit: called with each event, in the caller's thread.
+          layouts: what reads trees of other layouts; None if nothing does.
+          context: Orbax's context for all calls outside of a `with` block of another
+            one.
+          of_storage: this program as the writer of storage; None if nothing else
+            writes.
+        """
         self._hosts = hosts
         self._context = None if context is None else ocp.Context(context)
         self._chosen = chosen
@@ -83,7 +87,7 @@ class Checkpointer:
 
     @property
     def directory(self) -> epath.Path:
-        """The directory of the steps in storage, or in RAM if that is the only tier."""
+        """The directory of the steps in storage; without storage, that in RAM."""
         if self._steps.root is not None:
             return self._steps.root.path
         ram_directory = self._chosen.read_ram or self._chosen.ram_directory()
@@ -91,25 +95,25 @@ class Checkpointer:
 
     @property
     def latest(self) -> CheckpointMetadata | None:
-        """The newest step that is complete, in all tiers together."""
+        """The newest complete step, in whichever tier; None if there is none."""
         return self._steps.latest
 
     def claim_world(self) -> int:
-        """Claims the world, as a save does (see `RunWorld`); returns its number."""
+        """Claims the storage for this world, as a save does; returns its number."""
         self._check_writable()
         with self._events.flushing():
             return self._steps.claim()
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
-        """The steps that are complete now, ascending, by a look at all tiers.
+        """The complete steps, in ascending order; all tiers are searched.
 
-        Saves under way are not waited for, and are not among them.
+        A step whose save is not done is not among them.
         """
         return self._steps.complete()
 
     def should_save(self, step: int) -> bool:
-        """Whether a tier is due at `step`, or the job is about to be preempted."""
+        """Whether a tier is due at this step, or the job is about to be preempted."""
         if self._chosen.is_read_only:
             return False
         number = step_number(step)
@@ -126,26 +130,29 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> SaveResponse | None:
-        """Saves pytrees and components as `step`, in the background.
+        """Saves pytrees and components in the background, into the tiers that are due.
 
-        Waits until the save before is committed.
+        It returns when the state is in host memory: arrays may then be donated. It
+        first waits until the save before this one is committed.
 
         Args:
-          step: the training step.
-          checkpointables: by name.
-          force: saves to every tier, due or not.
-          overwrite: saves the newest step anew, to every tier.
-          metrics: by which retention may rank it: JSON.
-          custom_metadata: goes into the checkpoint in persistent storage.
+          step: the number of the training step.
+          checkpointables: pytrees, components, and iterators of `ec.batches`, by name.
+          force: saves to every tier, whether it is due or not.
+          overwrite: saves the newest step again, to every tier.
+          metrics: JSON, by which a preservation policy may rank the step.
+          custom_metadata: JSON to keep with the step in persistent storage.
 
         Returns:
-          None if no tier is due, or a later step is there.
+          The save; None if no tier is due, or there is a later step.
 
         Raises:
-          StepAlreadyExistsError: if the step is there, and not to be overwritten.
-          CheckpointError: of a leaf, of metrics, of an older step to be overwritten.
-          ReplacedError: if another program writes to the same storage now.
-          Exception: as `save` of a component; an OSError fails the step alone.
+          StepAlreadyExistsError: if the step exists, and `overwrite` is not set.
+          CheckpointError: if a leaf or the metrics cannot be saved, or `overwrite`
+            names a step that is not the newest.
+          ReplacedError: if another program has begun to write to the same storage.
+          Exception: the error of a component that cannot be saved. After an OSError
+            only this save is given up, and its result is False.
         """
         self._check_writable()
         number = step_number(step)
@@ -171,7 +178,11 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Saves, waits, and returns whether the step was committed."""
+        """As `save_checkpointables_async`, and waits until the step is committed.
+
+        Returns:
+          Whether it was committed; False also if no tier was due.
+        """
         response = self.save_checkpointables_async(
             step,
             checkpointables,
@@ -193,7 +204,7 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> SaveResponse | None:
-        """Saves one pytree; otherwise as `save_checkpointables_async`."""
+        """As `save_checkpointables_async`, for a single pytree."""
         return self.save_checkpointables_async(
             step,
             {checkpointable_name: state},
@@ -214,7 +225,7 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Saves one pytree, waits, and returns whether the step was committed."""
+        """As `save_checkpointables`, for a single pytree."""
         response = self.save_async(
             step,
             state,
@@ -231,12 +242,15 @@ class Checkpointer:
     save_pytree_async = save_async
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records metrics of training step `step` in storage, saved or not.
+        """Records metrics of a training step, by which retention ranks it (`ec.BestN`).
 
-        They rank it, or the newest saved one before (`tiers.persistent.evaluations`).
+        Args:
+          step: the number of the step. If it is not saved, the metrics count for the
+            newest saved step before it.
+          metrics: numbers by name.
 
         Raises:
-          CheckpointError: if they are not JSON, or there is no persistent tier.
+          CheckpointError: if the metrics are not JSON, or there is no persistent tier.
         """
         self._check_writable()
         number = step_number(step)
@@ -244,15 +258,15 @@ class Checkpointer:
             self._steps.record_metrics(number, metrics)
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
-        """The recorded metrics of steps that are kept, or not saved yet, by step."""
+        """The recorded metrics by step, of steps that are kept or not saved yet."""
         with self._events.flushing():
             return self._steps.evaluations()
 
     def cancel(self, step: int | CheckpointMetadata | None = None) -> None:
-        """Removes a step once its save is done: a save is not interrupted.
+        """Removes a step when its save is done; the save itself is not interrupted.
 
         Args:
-          step: None takes the one that is being saved, if any.
+          step: the number of the step; None takes the one that is being saved, if any.
         """
         if step is None:
             begun = self.is_saving_in_progress()
@@ -263,7 +277,7 @@ class Checkpointer:
             self.delete(step, missing_ok=True)
 
     def root_metadata(self) -> ocp.training.RootMetadata:
-        """The directory of the steps, and Orbax's metadata of all of them together."""
+        """The directory of the steps, and Orbax's metadata of the directory."""
         noted = read_json(self.directory / "metadata" / "_ROOT_METADATA")
         return ocp.training.RootMetadata(
             directory=self.directory, custom_metadata=noted.get("custom_metadata")
@@ -272,10 +286,14 @@ class Checkpointer:
     def checkpointables_metadata(
         self, step: int | CheckpointMetadata | None = None
     ) -> CheckpointMetadata:
-        """The contents of a step, by checkpointable; loads nothing.
+        """Describes the contents of a step; no values are read.
 
         Args:
-          step: None takes the newest complete one.
+          step: the number of the step; None takes the newest complete one.
+
+        Returns:
+          The step, whose `metadata` has an abstract tree for each pytree by name, and
+          None for each component.
 
         Raises:
           StepNotFoundError: if there is no such step.
@@ -290,12 +308,19 @@ class Checkpointer:
         *,
         checkpointable_name: str | None = None,
     ) -> CheckpointMetadata:
-        """The contents of one pytree; otherwise as `checkpointables_metadata`.
+        """Describes one pytree of a step; no values are read.
 
         Args:
-          step: None takes the newest complete one.
-          checkpointable_name: None takes `state`, or if the step has none the first
-            pytree by name, as Orbax does.
+          step: the number of the step; None takes the newest complete one.
+          checkpointable_name: the name of the pytree; None takes `state` or, if there
+            is none of that name, the first by name, as Orbax does.
+
+        Returns:
+          The step, whose `metadata` is the abstract tree.
+
+        Raises:
+          StepNotFoundError: if there is no such step.
+          CheckpointError: if the step has nothing of this name.
         """
         held = self.checkpointables_metadata(step)
         if checkpointable_name is None:
@@ -319,29 +344,35 @@ class Checkpointer:
         layout: Any = None,
         go_back: bool | None = None,
     ) -> dict[str, Any]:
-        """Restores pytrees and components, from the nearest good copies.
+        """Restores pytrees and components from the nearest good copies, verified.
 
         Args:
-          step: None takes the newest complete one; if it proves to be unreadable, the
-            one before.
-          abstract_checkpointables: by name, requested trees (`asked_trees`) and
-            components, which are set to the saved state. Other saved checkpointables
-            are not read. None in the place of a tree takes it as it was saved; None
-            for all takes all trees so. Such an array has the sharding that it was
-            saved under if those devices exist, otherwise it is whole on a device of
-            each host.
+          step: the number of the step; None takes the newest complete one or, if that
+            proves to be unreadable, the one before it.
+          abstract_checkpointables: what to restore, by name; nothing else is read:
+
+            * for a pytree, the tree with abstract leaves, `jax.ShapeDtypeStruct`s with
+              the shardings to restore to, or None for the tree as it was saved
+            * for a component or an iterator, the object, into which the state is loaded
+
+            None in place of the dict restores all pytrees as they were saved. Such an
+            array has the sharding that it was saved with if those devices exist, and
+            otherwise is whole on one device of each host.
           partial: whether trees may lack leaves that were saved.
-          layout: of `elastic_ckpt.universal`, through which trees are read that were
-            saved with other leaves.
-          go_back: whether the training goes on from an older step, so that the next
-            save abandons newer ones. By default it does if components are set to it, if
-            this process has loaded and saved nothing before, or if the next save is of
-            a step that is there already. Otherwise the step was only looked at.
+          layout: an `ec.universal.Layout`, or the name of one, by which trees are read
+            that were saved with other leaves.
+          go_back: whether the training continues from this older step, so that the next
+            save abandons the newer ones. By default it does if components are loaded,
+            if nothing was loaded or saved before, or if the next save is of a step that
+            exists; otherwise the step was only looked at.
+
+        Returns:
+          The pytrees and objects by name.
 
         Raises:
           StepNotFoundError: if there is no such step.
-          CheckpointError: if it is not complete, or of another model, or no good copy
-            of a part of it is left.
+          CheckpointError: if the step is not complete, or of another model, or if no
+            good copy of a part of it is left.
         """
         load = self._load_later(
             step,
@@ -384,7 +415,7 @@ class Checkpointer:
         layout: Any = None,
         go_back: bool | None = None,
     ) -> Any:
-        """Restores one pytree; otherwise as `load_checkpointables`."""
+        """As `load_checkpointables`, for a single pytree, which is returned."""
         wanted = {checkpointable_name: abstract_state}
         restored = self.load_checkpointables(
             step, wanted, partial=partial, layout=layout, go_back=go_back
@@ -414,13 +445,13 @@ class Checkpointer:
     pytree_metadata = metadata
 
     def reload(self) -> None:
-        """Searches again for the newest complete step: other programs may write too."""
+        """Searches for the newest step again, as another program may have saved it."""
         self.wait()
         with self._events.flushing():
             self._steps.reload()
 
     def begin_anew(self) -> None:
-        """Goes back to before the first step: the next save abandons all before it."""
+        """Continues from before the first step: the next save abandons all steps."""
         self.wait()
         with self._events.flushing():
             self._steps.begin_anew()
@@ -435,16 +466,17 @@ class Checkpointer:
         """Removes a step from the RAM of all hosts and from persistent storage.
 
         Args:
-          step: the training step, in every save of it.
-          checkpointable_name: None; a step is complete with all of its parts alone.
-          missing_ok: whether there may be no such step.
+          step: the number of the step.
+          checkpointable_name: only None, as a step can only be removed as a whole; for
+            the signature of Orbax.
+          missing_ok: whether it is no error if there is no such step.
 
         Returns:
-          Whether there was one.
+          Whether there was such a step.
 
         Raises:
-          StepNotFoundError: if there was none.
-          CheckpointError: if a checkpointable is named.
+          StepNotFoundError: if there was none, and `missing_ok` is not set.
+          CheckpointError: if `checkpointable_name` is not None.
         """
         name = checkpointable_name
         response = self.delete_async(
@@ -474,28 +506,31 @@ class Checkpointer:
         )
 
     def is_durable(self, step: int) -> bool:
-        """Whether `step` is the newest and in persistent storage; waits for backups."""
+        """Whether `step` is the newest step and in storage; waits for its backup."""
         number = step_number(step)
         self.wait()
         return self._steps.is_durable(number)
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a step is being committed."""
+        """Whether a save is not committed yet."""
         return self._steps.stages.is_committing
 
     def wait(self) -> None:
-        """Returns when all started work is done, in every tier."""
+        """Waits until all work that was begun is done, in every tier."""
         self._background.wait()
         self._steps.stages.wait()
         self._events.flush()
 
     @property
     def is_left(self) -> bool:
-        """Whether the next world of the run makes the backups that are not done."""
+        """Whether the next world of the run makes the backups that are left to do."""
         return self._chosen.local is not None and self._world.is_left()
 
     def close(self) -> None:
-        """Waits, or if it is left for the last save alone, and releases the hosts.
+        """Waits for all saves and backups, and releases the hosts.
+
+        If the run continues in another world, that one makes the backups, and only the
+        last commit is waited for.
 
         Raises:
           CheckpointError: if a step that was due is not in persistent storage.
@@ -504,18 +539,19 @@ class Checkpointer:
             self._finish()
 
     def abandon(self) -> None:
-        """Releases the hosts, some of which may be gone: waits for no save."""
+        """Releases the hosts without waiting for saves, as some hosts may be gone."""
         with self._closing():
             self._hosts.close()
 
     def leave(self, error: BaseException) -> None:
-        """Releases the hosts after an error, or Ctrl-C, in the training.
+        """Releases the hosts after an error in the training, or Ctrl-C.
 
-        Saves in flight are finished, for at most ten minutes, if this is the only
-        process, or all processes leave at once. Another Ctrl-C ends the wait.
+        Saves that have begun are finished, within ten minutes, if this is the only
+        process, or if all processes leave at once. Another Ctrl-C ends the wait. A
+        `with` block calls this if it is left by an exception.
 
         Args:
-          error: gets a note if a save could not be finished.
+          error: the error, which gets a note if a save could not be finished.
         """
         with contextlib.closing(self._hosts), self._closing():
             if not self._hosts.are_leaving(error):
@@ -574,7 +610,7 @@ class Checkpointer:
         return load
 
     def let_others_write(self) -> None:
-        """Commits nothing more to storage, where another program may write now."""
+        """Commits nothing more to storage, so that another program may write there."""
         if self._of_storage is not None:
             self._of_storage.close()
 
