@@ -20,10 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backup.add_argument(
         "--backup",
         action="store_true",
-        help="fetch and hold copies of a run's steps (peer_backup_urls) besides",
+        help="also fetch and keep copies of a run's steps, for peer_backup_urls",
     )
     backup.add_argument(
-        "--tls-ca", help="a PEM file with the authority of the hosts' certificates"
+        "--tls-ca",
+        help="a PEM file with the authority that signs the hosts' certificates",
     )
 
 

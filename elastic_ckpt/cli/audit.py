@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="MODULE:NAME",
-        help="the data of a loop of your own, in a module that can be imported from"
-        " here: what ec.batches was given, or a function that returns it",
+        help="for a training loop of your own: its data, as ec.batches was given it,"
+        " or a function that returns it, in a module that can be imported",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -18,7 +18,9 @@ from elastic_ckpt.core import errors
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     locations.add_arguments(parser)
-    parser.add_argument("--step", type=int, help="the one to show, not the newest")
+    parser.add_argument(
+        "--step", type=int, help="the step to show; by default the newest"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

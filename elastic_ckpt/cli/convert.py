@@ -27,44 +27,44 @@ _LISTED = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     parser.add_argument(
-        "source", metavar="SRC", help="a checkpoint of any format that is read"
+        "source", metavar="SRC", help="a checkpoint in any format that can be read"
     )
     parser.add_argument(
         "target",
         metavar="DST",
-        help="the checkpoint to write: DIRECTORY/<step> of Orbax, or a directory of"
-        " safetensors, or of DeepSpeed's universal format",
+        help="the checkpoint to write: DIRECTORY/<step> for Orbax, or the directory of"
+        " safetensors files or of a universal checkpoint of DeepSpeed",
     )
     parser.add_argument(
         "--rules",
         metavar="LAYOUT",
-        help="the layout that relates them: a file, or the name of one that ships; by"
-        " default DeepSpeed's own description of SRC, or the names in SRC",
+        help="the layout: a YAML file, or the name of one that comes with the package;"
+        " by default what DeepSpeed has written into SRC, or the names as they are",
     )
     parser.add_argument(
         "--size",
         action="append",
         default=[],
         metavar="NAME=NUMBER",
-        help="the size of a dim of the layout; may be given several times",
+        help="the size of a dim of the layout; may be repeated",
     )
     parser.add_argument(
         "--reverse",
         action="store_true",
-        help="the layout leads from DST to SRC, and is inverted",
+        help="apply the layout in the other direction: it leads from DST to SRC",
     )
     parser.add_argument(
         "--to",
         choices=("orbax", "safetensors", "deepspeed"),
         default="orbax",
-        help="the format of DST; by default orbax",
+        help="the format to write; by default orbax",
     )
     parser.add_argument(
         "--processes",
         type=int,
         default=1,
         metavar="N",
-        help="that read and write; by default 1, which has several threads",
+        help="processes that read and write, each with several threads; by default 1",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show the plan, and write nothing"

@@ -19,13 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--type",
         choices=("arrayrecord", "parquet", "tfrecord"),
-        help="its format, a text a record, in Parquet in the column text; without it,"
-        " as the file's name ends (.parquet, .tfrecord), else arrayrecord",
+        help="its format; by default that of the file's suffix (.parquet, .tfrecord),"
+        " or else arrayrecord. Each text is a record, in Parquet with the column text",
     )
     parser.add_argument(
         "--column",
         default="text",
-        help="the field of .jsonl files that has the text (text)",
+        help="the field of .jsonl files with the text; by default text",
     )
 
 

@@ -29,14 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KIND",
-        help="another kind of failure domain than host and slice: rack, zone",
+        help="show the loss of another kind of failure domain too, such as rack or"
+        " zone",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="show this step, and all of its arrays")
     which.add_argument(
         "--all",
         action="store_true",
-        help="show every step; without it, the newest one, briefly",
+        help="show every step; by default only the newest",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -23,25 +23,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="*",
         metavar="PATH",
-        help="a run (with what is in this machine's RAM of it), a RAM disk, persistent"
-        " steps or one of them; several count as one",
+        help="the directory of a run (with its steps in the RAM of this machine), a RAM"
+        " disk, a directory of steps, or one step; several are searched together",
     )
     parser.add_argument(
         "--peer",
         action="append",
         default=[],
         metavar="URL",
-        help="the agent of another machine; may be given several times",
+        help="the URL of another machine's agent; may be repeated",
     )
     parser.add_argument(
         "--secret-file",
-        help="a file with the run's secret; without it, that of the RAM disk at PATH",
+        help="a file with the secret of the run; by default that of the RAM disk at"
+        " PATH",
     )
     parser.add_argument(
-        "--tls-authority", help="a PEM file: who signs the certificates of agents"
+        "--tls-authority",
+        help="a PEM file with the authority that signs the agents' certificates",
     )
     parser.add_argument(
-        "--run", help="the identity of the run; without it, that of the first manifest"
+        "--run",
+        help="the identity of the run, if PATH has steps of several; by default the"
+        " first",
     )
 
 

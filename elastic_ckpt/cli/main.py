@@ -15,26 +15,29 @@ from elastic_ckpt.core import errors
 VERBS = {
     "train": "train a model, or continue a run, on the hosts that the configuration"
     " names",
-    "scale": "continue a run that is alive on another number of slices",
+    "scale": "continue a live run on another number of slices",
     "config": "print the configuration that would run, and where each key is set",
-    "data": "write the text files below a directory as one file of training data",
-    "audit": "prove that a run had the batches of a one-host run, each example once",
-    "plan": "show which host would read which shards, by hosts and batch size",
-    "simulate": "show what failures would cost a run, under several settings",
-    "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration, or"
-    " a batch script for Slurm",
+    "data": "write a directory of texts as one file of training data",
+    "audit": "prove that a run trained on the batches of a one-host run, each once",
+    "plan": "show which host would read which shards of the data, and what a change"
+    " moves",
+    "simulate": "show what failures would cost a run, for several settings side by"
+    " side",
+    "manifest": "write the JobSet for Kubernetes, or the batch script for Slurm, that"
+    " runs a configuration",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
-    "status": "show how far a run is, its hosts and newest steps, and what a loss would"
-    " cost",
-    "report": "write one HTML page about a run, with plots",
-    "inspect": "show the steps of a run, their arrays and their data state, or in which"
-    " tiers they are, and what they would lose with a host or slice",
-    "verify": "read every copy of every part of a checkpoint, in any tier, and compare",
-    "components": "show the parts of a step, how hosts share them, and their sizes",
-    "convert": "write a checkpoint of any program in another layout, or show the plan",
-    "modify": "edit numbers of a saved step, which is saved once more",
-    "pin": "keep steps that retention would remove",
+    "status": "show how far a run is, its hosts, its newest steps, and what a loss"
+    " would cost",
+    "report": "write an HTML page about a run, with plots",
+    "inspect": "show the steps of a run: their arrays, their data state, the tiers"
+    " that have them, and what the loss of a host or slice would cost",
+    "verify": "read every copy of a checkpoint, in every tier, and compare them",
+    "components": "show the trees and components of a step, their sharing and their"
+    " sizes",
+    "convert": "convert a checkpoint, of this or another program, to another layout",
+    "modify": "change numbers in the newest step, such as the learning rate",
+    "pin": "keep steps that would otherwise be deleted",
 }
 # What verbs were called before.
 _RENAMED = {"preserve": "pin"}

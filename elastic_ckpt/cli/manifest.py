@@ -13,14 +13,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/deploy/pathways_v6e.yml")
     parser.add_argument(
-        "--slurm", action="store_true", help="write a batch script for Slurm instead"
+        "--slurm", action="store_true", help="write a batch script for Slurm"
     )
     parser.add_argument(
         "--nodes",
         action="store_true",
-        help="write what nodes need once so that their memory outlives pods, instead",
+        help="write the DaemonSet with which RAM disks outlive pods, once for a"
+        " cluster",
     )
-    parser.add_argument("--output", help="the file to write; without it, print")
+    parser.add_argument("--output", help="the file to write; by default it is printed")
 
 
 def run(arguments: argparse.Namespace) -> int:

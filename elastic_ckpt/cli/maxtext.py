@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments",
         nargs=argparse.REMAINDER,
         metavar="ARGS",
-        help="what MaxText's trainer takes: a YAML file and key=value, ours among them",
+        help="what MaxText's trainer takes: a YAML file and key=value, with our keys"
+        " too",
     )
 
 

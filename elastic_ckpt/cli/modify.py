@@ -29,21 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--component",
         default="state",
         metavar="NAME",
-        help="the tree or component that has the numbers; by default state",
+        help="the tree or component with the numbers; by default state",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="PATH=VALUE",
-        help="sets a number, such as step=100; may be given several times",
+        help="set a number, such as step=100; may be repeated",
     )
     parser.add_argument(
         "--scale",
         action="append",
         default=[],
         metavar="PATH=FACTOR",
-        help="multiplies a number; may be given several times",
+        help="multiply a number; may be repeated",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show the changes, and write nothing"
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stopped",
         action="store_true",
-        help="confirm that no run writes to the bucket, which has no locks",
+        help="confirm that no run writes to the bucket, as buckets have no locks",
     )
 
 

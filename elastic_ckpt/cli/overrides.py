@@ -23,7 +23,10 @@ def add_arguments(
         help=f"a YAML file, for example {example}",
     )
     overrides = parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings on top of the file"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override those of the file",
     )
     # argcomplete calls it.
     overrides.completer = complete  # pyrefly: ignore

@@ -13,12 +13,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="STEP_PATH",
-        help="the directory of a step in persistent storage, or of a host's part of one"
-        " in a RAM disk, which pins it on all hosts",
+        help="the directory of a step in persistent storage, or on the RAM disk of any"
+        " host, which counts for all hosts",
     )
-    parser.add_argument(
-        "--undo", action="store_true", help="leave them to retention again"
-    )
+    parser.add_argument("--undo", action="store_true", help="let them be deleted again")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,22 +28,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        help="a YAML file whose data to show, and whose number of shards to take",
+        help="a YAML file, for its data and its number of shards",
     )
     parser.add_argument("--hosts", help="numbers of hosts, separated by commas")
     parser.add_argument("--batches", help="global batch sizes, separated by commas")
     parser.add_argument(
-        "--shards", default="0", help="logical shards; without it, the least that fit"
+        "--shards",
+        default="0",
+        help="number of logical shards; by default the smallest that fits",
     )
     parser.add_argument(
         "--from",
         dest="before",
         type=int,
         metavar="N",
-        help="slices of the configured run before a change",
+        help="number of slices before a change",
     )
     parser.add_argument(
-        "--to", dest="after", type=int, metavar="N", help="slices after the change"
+        "--to",
+        dest="after",
+        type=int,
+        metavar="N",
+        help="number of slices after the change",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -28,11 +28,11 @@ _MOST_STEPS = 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     parser.add_argument("run", help="the directory of a run")
+    parser.add_argument("--output", help=f"the file to write; by default RUN/{_FILE}")
     parser.add_argument(
-        "--output", help=f"the file to write; without it, {_FILE} in RUN"
-    )
-    parser.add_argument(
-        "--no-audit", action="store_true", help="do not read the run's data again"
+        "--no-audit",
+        action="store_true",
+        help="leave out the audit, which reads the data again",
     )
 
 

@@ -24,14 +24,14 @@ _SHOWN = ("world_leaving", "world_left", "world_started", "recovered", *_ENDS)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    parser.add_argument("run", help="the directory of a run that is alive")
+    parser.add_argument("run", help="the directory of a live run")
     parser.add_argument(
-        "--slices", type=int, required=True, help="the number to continue on"
+        "--slices", type=int, required=True, help="the number of slices to continue on"
     )
     parser.add_argument(
         "--no-wait",
         action="store_true",
-        help="return at once; without it, show the change until it is done",
+        help="return at once; by default the change is shown until it is done",
     )
 
 

@@ -25,20 +25,25 @@ _DAY_SECS = 86400.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/demo_cpu.yml")
-    parser.add_argument("--hosts", type=int, default=0, help="hosts of the cluster")
+    parser.add_argument(
+        "--hosts", type=int, default=0, help="number of hosts of the cluster"
+    )
     parser.add_argument(
         "--slices",
         type=int,
         default=0,
-        help="slices of the cluster; without it, as many hosts a slice as configured",
+        help="number of slices; by default slices have as many hosts as configured",
     )
     parser.add_argument(
-        "--rack-hosts", type=int, default=0, help="hosts of a rack; 0 for no racks"
+        "--rack-hosts",
+        type=int,
+        default=0,
+        help="number of hosts in a rack; 0 for no racks",
     )
     parser.add_argument(
         "--days",
         type=float,
-        help=f"the time to simulate, {_DAYS:g} by default; with --trace until all steps"
+        help=f"days to simulate; by default {_DAYS:g}, or with --trace until all steps"
         " are done",
     )
     parser.add_argument(
@@ -46,22 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUES",
-        help="values of a key, of spares or of slices, separated by commas; several"
-        " --vary give all combinations",
+        help="compare values of a key, of spares or of slices, separated by commas; if"
+        " repeated, all combinations",
     )
     _add_failures_and_costs(parser)
     parser.add_argument(
         "--state-gib",
         type=float,
         default=0.0,
-        help="size of the state; without it, that of the configured model",
+        help="size of the state; by default that of the configured model",
     )
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="decide anew in each world, which takes longer and gives the same",
+        help="take no decision from an earlier world; slower, with the same result",
     )
-    parser.add_argument("--output", help="an HTML page with plots to write")
+    parser.add_argument("--output", help="the HTML page to write, with plots")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -116,27 +121,30 @@ def _add_failures_and_costs(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KIND=HOURS",
-        help="the mean time between failures of one machine, slice, rack, process, or"
-        " process that hangs (hang)",
+        help="the mean time between failures of a machine, slice, rack or process, or"
+        " between hangs of a process (hang)",
     )
     parser.add_argument(
         "--repair",
         action="append",
         default=[],
         metavar="KIND=HOURS",
-        help="the mean time until a machine, slice or rack is back",
+        help="the mean time until a machine, slice or rack is back after a failure",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the failures")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the failures")
     parser.add_argument(
-        "--trace", default="", help="a file of failures, not random ones"
+        "--trace", default="", help="a file with the failures, in place of random ones"
     )
-    parser.add_argument("--costs", help="the directory of a run whose costs to take")
+    parser.add_argument(
+        "--costs",
+        help="the directory of a run, for the times that it took for a step and a save",
+    )
     parser.add_argument(
         "--cost",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="one of the costs, such as step_secs=10",
+        help="set one of these times, such as step_secs=10; may be repeated",
     )
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help=f"show it anew every {_WATCH_SECS:g} seconds, until Ctrl-C",
+        help=f"show it again every {_WATCH_SECS:g} seconds, until Ctrl-C",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

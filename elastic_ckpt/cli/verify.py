@@ -29,16 +29,16 @@ _SHOWN = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     locations.add_arguments(parser)
-    parser.add_argument("--step", type=int, help="the one to verify; without it, all")
+    parser.add_argument("--step", type=int, help="the step to verify; by default all")
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="fail also for steps without digests, which Orbax alone saved",
+        help="also fail for steps that Orbax alone saved, which have no digests",
     )
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="put bad copies right from good ones; nothing else is written",
+        help="replace bad copies by good ones; nothing else is written",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

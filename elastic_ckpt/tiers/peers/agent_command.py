@@ -27,64 +27,78 @@ _OF_NODE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the agent's arguments."""
-    parser.add_argument("directory", help="the root of the RAM disk to serve")
+    parser.add_argument("directory", help="the directory of the RAM disk to serve")
     parser.add_argument(
         "--interface",
         default="127.0.0.1",
-        help="the address to listen at, at which other machines reach this one",
+        help="the address to listen on, at which other machines reach this one",
     )
     parser.add_argument(
-        "--port", type=_port, default=0, help="without it, the system picks one"
+        "--port",
+        type=_port,
+        default=0,
+        help="the port to listen on; by default the system chooses one",
     )
     parser.add_argument(
         "--secret-file",
-        help="a file with the run's secret; without it, DIRECTORY/secret",
+        help="a file with the secret of the run; by default DIRECTORY/secret",
     )
-    parser.add_argument("--tls-certificate", help="a PEM file: encrypt")
-    parser.add_argument("--tls-key", help="the certificate's private key, a PEM file")
     parser.add_argument(
-        "--max-bytes-per-sec", type=float, help="to all clients together"
+        "--tls-certificate",
+        help="a PEM file with the certificate of this machine, to encrypt",
+    )
+    parser.add_argument(
+        "--tls-key", help="a PEM file with the private key of the certificate"
+    )
+    parser.add_argument(
+        "--max-bytes-per-sec",
+        type=float,
+        help="the most bytes a second, to all clients together",
     )
     parser.add_argument(
         "--until-stdin-closes",
         action="store_true",
-        help="end with the program that holds the other end of the standard input",
+        help="end when the standard input is closed, as by the program that started"
+        " this",
     )
     parser.add_argument(
         "--beside",
         action="store_true",
-        help="serve beside the directory's agent, which does not answer; hosts that"
-        " start this one tell the others its address",
+        help="serve although the directory has an agent, which does not answer; for the"
+        " host that starts this and tells the others its address",
     )
     node = parser.add_argument_group("the agent of a node")
     node.add_argument(
         "--node",
         action="store_true",
-        help="serve the RAM disks of all runs below the directory, also of later pods",
+        help="serve the RAM disks of all runs in the directory, those of later pods"
+        " too",
     )
     node.add_argument(
-        "--domains", default="", help="of the node, such as rack=r7;zone=us-east5-a"
+        "--domains",
+        default="",
+        help="failure domains of the node, such as rack=r7;zone=us-east5-a",
     )
     node.add_argument(
         "--kubernetes-node",
         metavar="NAME",
-        help="a node whose labels name its domains, read from the Kubernetes API",
+        help="the node's name, to read its failure domains from its Kubernetes labels",
     )
     node.add_argument(
         "--domain-labels",
         default="",
-        help="further labels of nodes by the kind of domain: rack=example.com/rack",
+        help="further labels to read, by kind of domain: rack=example.com/rack",
     )
     node.add_argument(
         "--remove-unused-after",
         type=float,
         metavar="SECS",
-        help="remove a run's directory that no process has used for so long",
+        help="remove the directory of a run that no process has used for so long",
     )
     node.add_argument(
         "--max-bytes",
         type=int,
-        help="of all runs; above it, remove those that were unused the longest",
+        help="the most bytes of all runs; above it, remove the longest unused",
     )
 
 
