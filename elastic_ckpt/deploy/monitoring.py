@@ -44,16 +44,15 @@ def check(config: schema.Config) -> None:
     wanted += probes
     if not wanted:
         return
+    missing = []
     if not metrics.prometheus_port:
-        raise errors.ConfigError(
-            f"{wanted[0]} reads metrics at prometheus_port, which is 0; set it, for"
-            " example prometheus_port=9400"
-        )
+        missing.append("prometheus_port=9400")
     if program.is_train(config) and metrics.prometheus_interface in _LOOPBACK:
+        missing.append("prometheus_interface=0.0.0.0")
+    if missing:
         raise errors.ConfigError(
-            f"{wanted[0]} reads metrics from outside of the pod, but they are served at"
-            f" prometheus_interface={metrics.prometheus_interface}; set"
-            " prometheus_interface=0.0.0.0"
+            f"{wanted[0]} reads metrics from outside of the pod, which serves none"
+            f" there; set {' and '.join(missing)}"
         )
 
 

@@ -66,7 +66,8 @@ def test_a_probe_without_an_action_reads_the_metrics():
 )
 def test_metrics_that_nobody_can_read_are_refused(setting):
     key = setting.partition("=")[0]
-    with pytest.raises(errors.ConfigError, match=f"{key} reads .* which is 0; set it"):
+    both = r"set prometheus_port=9400 and prometheus_interface=0\.0\.0\.0"
+    with pytest.raises(errors.ConfigError, match=f"{key} reads .*{both}"):
         jobsets.documents(jobsets.GPU, setting)
     with pytest.raises(
         errors.ConfigError, match=r"set prometheus_interface=0\.0\.0\.0"
