@@ -99,13 +99,14 @@ class Peers(Tier):
     """The peer tier: hosts keep copies of each other's parts in their RAM.
 
     Attributes:
-      copies: how many other hosts keep a copy of what a host saved.
+      copies: how many other hosts keep what a host saved; one that has saved an equal
+        replica counts.
       assume_data_parallelism: copies nothing, because each slice already has the whole
         model; for models too large to be kept twice.
       domain: kinds of failure domain that may be lost as a whole, largest first,
-        separated by `;`. Copies are kept outside of the saving host's domain of the
-        first kind that every host has, and in whose largest domain are at most 60 % of
-        the hosts; if there is none, of the last kind.
+        separated by `;`. One copy is kept outside of the saving host's domain, of the
+        first kind that every host has and whose largest domain has at most 60 % of the
+        hosts; if there is none, of the last kind.
       domains: the names of this host's failure domains by kind, such as
         `{"rack": "r7"}`, in addition to `slice`, `host` and those in the environment
         variable `ELASTIC_CKPT_DOMAINS` (`rack=r7;zone=us-east5-a`).
