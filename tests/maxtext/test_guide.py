@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 
 import numpy as np
 import pytest
+import yaml
 
+from elastic_ckpt.cli import main as cli
 from elastic_ckpt.config import keys
 from elastic_ckpt.integrations import maxtext_config, maxtext_seams
 from tests import corpora, pages, shared_memory
@@ -15,7 +18,7 @@ from tests.maxtext import environment, small_models
 from tests.universal import safetensors_files
 
 GUIDE = (environment.ROOT / "docs/pages/guides/maxtext.md").read_text()
-SET_UP, FIRST, CONTINUED, PLAN, LIVE, CONVERTED = pages.blocks(GUIDE, "sh")
+SET_UP, FIRST, CONTINUED, CLUSTER, PLAN, LIVE, CONVERTED = pages.blocks(GUIDE, "sh")
 
 
 def shell(commands, directory):
@@ -57,6 +60,19 @@ def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide(
         assert f"`{key}`" in GUIDE
 
 
+def test_its_file_of_a_job_makes_a_manifest_that_runs_maxtext(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tpu.yml").write_text(pages.blocks(GUIDE, "yaml")[1])
+    assert cli.main(shlex.split(CLUSTER)[1:]) == 0
+    manifest = (tmp_path / "job.yaml").read_text()
+    (jobset,) = (
+        each for each in yaml.safe_load_all(manifest) if each["kind"] == "JobSet"
+    )
+    (job,) = jobset["spec"]["replicatedJobs"]
+    assert job["replicas"] == 2
+    assert "num_logical_shards: 768" in manifest
+
+
 @pytest.mark.slow(minutes=0.1)
 def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     environment.set_up()
@@ -88,7 +104,7 @@ def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
 @pytest.mark.slow(minutes=1.1)
 def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
     environment.set_up()
-    tiny, live = pages.blocks(GUIDE, "yaml")
+    tiny, _, live = pages.blocks(GUIDE, "yaml")
     (tmp_path / "tiny.yml").write_text(tiny)
     exports_and_data = "\n".join(FIRST.splitlines()[:2])
     with shared_memory.directory("page") as ram:
