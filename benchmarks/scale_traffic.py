@@ -15,7 +15,8 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import boxes
-from elastic_ckpt.host import read_requests
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.step_search import Query
 from elastic_ckpt.host.trees import WantedLeaf
 from elastic_ckpt.manifests.manifest import Contents
 
@@ -74,10 +75,7 @@ def _save(hosts: scale_world.SimulatedHosts) -> Cost:
 
 def _restore(hosts: scale_world.SimulatedHosts, num_hosts: int) -> Cost:
     driver = cast(Hosts, hosts)
-    request = read_requests.FindStep(
-        step=None, save="", without=(), own_line=None, is_shared=True
-    )
-    outcome, shared_with = shared_step.find(driver, request)
+    outcome, shared_with = shared_step.find(driver, Query(is_shared=True))
     step = outcome.complete_step
     assert step is not None
     assert shared_with == num_hosts
@@ -85,9 +83,9 @@ def _restore(hosts: scale_world.SimulatedHosts, num_hosts: int) -> Cost:
     contents = hosts.opened()
     hosts.select(lambda number: _wanted(contents, number, num_hosts))
     shared_step.deal(driver, step, num_hosts, [])
-    answers = hosts.all(read_requests.ReadStep())
+    answers = hosts.all(HostReader.read)
     assert {each["planned"] for each in answers} == {len(contents.leaves)}
-    hosts.all(read_requests.CloseStep())
+    hosts.all(HostReader.close_step)
     return _cost(hosts)
 
 

@@ -2,7 +2,7 @@
 
 Each host has the product's own part of an exchange (`host.copies`), a RAM disk with its
 manifest, mail and a share of the coordination service that count, and no devices. A
-request runs on one host after the other; the time that it takes is that of the slowest
+call runs on one host after the other; the time that it takes is that of the slowest
 host, because real ones run at the same time.
 """
 
@@ -15,17 +15,16 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.hosts import HostRequest
-from elastic_ckpt.core import boxes, codec, host_tree, tree_allgather
+from elastic_ckpt.checkpoint.hosts import Method
+from elastic_ckpt.core import boxes, calls, codec, host_tree, tree_allgather
 from elastic_ckpt.core.tree_allgather import TreeAllgather
 from elastic_ckpt.host import copies, reader, recovery, replication, trees
 from elastic_ckpt.host.answers import Written
-from elastic_ckpt.host.phases import decode_answer
-from elastic_ckpt.host.step_notes import OfStep
+from elastic_ckpt.host.step_notes import WrittenStep
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, manifest_file
 from elastic_ckpt.manifests.holdings import Holdings
@@ -36,6 +35,7 @@ from elastic_ckpt.tiers.ram.ram_disk import RamDisk
 from elastic_ckpt.tiers.source import ReadError, Source
 
 AnswerT = TypeVar("AnswerT")
+P = ParamSpec("P")
 _BRIEF_SECS = 60.0
 
 
@@ -181,7 +181,7 @@ class _ReaderAlone(reader.HostReader):
         self.wanted: Sequence[trees.WantedLeaf] = ()
         self.open: tuple[int, str] = (0, "")
 
-    def open_step(self, step: int, save: str, *, is_shared: bool) -> None:
+    def open_step(self, step: int, save: str, *, is_shared: bool = False) -> None:
         super().open_step(step, save, is_shared=is_shared)
         self.open = (step, save)
 
@@ -230,15 +230,15 @@ class _SaverAlone:
         name = f"shards-{number:05d}-{number:05d}.json"
         self._written = Written(files={"data": (name,)}, time_ms=number)
 
-    def write(self, *request: Any) -> Written:
+    def write(self, **arguments: Any) -> Written:
         """See `HostSaver.write`."""
-        del request
+        del arguments
         return self._written
 
-    def commit(self, written: OfStep) -> None:
+    def commit(self, written: WrittenStep) -> None:
         """See `HostSaver.commit`."""
 
-    def collect(self, *request: Any) -> None:
+    def collect(self, **arguments: Any) -> None:
         """See `HostSaver.collect`."""
 
 
@@ -253,7 +253,7 @@ class SimulatedHosts:
     Attributes:
       own: the number of the host whose driver this is.
       traffic: the messages so far.
-      secs: the time that the requests so far took, of the slowest host each.
+      secs: the time that the calls so far took, of the slowest host each.
       step: that the manifests are of.
     """
 
@@ -276,39 +276,46 @@ class SimulatedHosts:
             world.mail = office.box(number)
             worlds.append(world)
         assert len(hosts) == num_hosts
-        self._hosts = [_endpoint(world) for world in worlds]
+        self._hosts = [_Endpoint(world) for world in worlds]
         self._allgathers = [
             TreeAllgather(self._store, "scale", host=number, num_hosts=num_hosts)
             for number in range(num_hosts)
         ]
         self._turns: collections.Counter[str] = collections.Counter()
 
-    def all(self, request: HostRequest[AnswerT]) -> list[AnswerT]:
+    def all(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> list[AnswerT]:
         """See `Hosts`."""
-        name = type(request).__name__
-        answers = self._gather(name, [self._run(request, h) for h in self._hosts])
+        call = calls.of(method)
+        arguments = call.bind(*args, **kwargs)
+        outcomes = [self._run(call, arguments, host) for host in self._hosts]
+        answers = self._gather(call.turn(arguments), outcomes)
         began = time.process_time()
         distinct = {id(each): each for each in answers}
-        decoded = {n: decode_answer(request, each) for n, each in distinct.items()}
+        decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
         self.secs += time.process_time() - began
         return [decoded[id(each)] for each in answers]
 
-    def first(self, request: HostRequest[AnswerT]) -> AnswerT:
+    def first(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> AnswerT:
         """See `Hosts`."""
-        outcome = self._run(request, self._hosts[0])
+        call = calls.of(method)
+        arguments = call.bind(*args, **kwargs)
+        outcome = self._run(call, arguments, self._hosts[0])
         others = [(None, 0.0)] * (len(self._hosts) - 1)
-        name = f"first/{type(request).__name__}"
-        return decode_answer(request, self._gather(name, [outcome, *others])[0])
+        turn = f"first/{call.turn(arguments)}"
+        return call.decode_answer(self._gather(turn, [outcome, *others])[0])
 
-    def share(self, value: AnswerT) -> list[AnswerT]:
+    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
         """See `Hosts`; all drivers have the same value."""
-        name = f"share/{type(value).__name__}"
-        answers = self._gather(name, [(codec.encode(value), 0.0)] * len(self._hosts))
-        return [value for _ in answers]
+        shared = [(codec.encode(value), 0.0)] * len(self._hosts)
+        return [value for _ in self._gather(f"share/{name}", shared)]
 
     def opened(self) -> Contents:
         """See `Hosts`."""
-        return self._hosts[0].tiers.reader.opened()
+        return self._hosts[0].part("HostReader").opened()
 
     def forget_costs(self) -> None:
         """Begins to count messages and time anew."""
@@ -323,18 +330,21 @@ class SimulatedHosts:
           wanted: returns the leaves that a host needs, by its number.
         """
         for number, host in enumerate(self._hosts):
-            host.tiers.reader.wanted = wanted(number)
-            host.tiers.reader.select(host.tiers.reader.wanted, ())
+            of_host = host.part("HostReader")
+            of_host.wanted = wanted(number)
+            of_host.select(of_host.wanted, ())
         self._gather("check", [(None, 0.0)] * len(self._hosts))
 
-    def _run(self, request: HostRequest[Any], host: Any) -> tuple[Any, float]:
+    def _run(
+        self, call: calls.Call, arguments: Mapping[str, Any], host: calls.Host
+    ) -> tuple[Any, float]:
         # The answer, and the time that it took.
         began = time.process_time()
-        answer = codec.encode(request.run(host))
+        answer = codec.encode(call.run(host, arguments))
         return answer, time.process_time() - began
 
     def _gather(self, kind: str, outcomes: Sequence[tuple[Any, float]]) -> list[Any]:
-        # Each request ends when the slowest host has answered; then hosts pass answers
+        # Each call ends when the slowest host has answered; then hosts pass answers
         # up their tree, those of one level at the same time.
         turn = self._turns[kind]
         self._turns[kind] += 1
@@ -395,11 +405,18 @@ def _world(
     )
 
 
-def _endpoint(world: HostWorld) -> Any:
-    tiers = types.SimpleNamespace(
-        world=world,
-        saver=_SaverAlone(world.number),
-        copies=_CopiesAlone(world),
-        reader=_ReaderAlone(world),
-    )
-    return types.SimpleNamespace(tiers=tiers)
+class _Endpoint:
+    # The parts of a host that a save and a restore call.
+
+    def __init__(self, world: HostWorld) -> None:
+        of_restore = _ReaderAlone(world)
+        self._parts = {
+            "HostWorld": world,
+            "HostSaver": _SaverAlone(world.number),
+            "HostCopies": _CopiesAlone(world),
+            "HostReader": of_restore,
+            "StepSharing": of_restore.sharing,
+        }
+
+    def part(self, name: str) -> Any:
+        return self._parts[name]

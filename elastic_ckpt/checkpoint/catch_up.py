@@ -19,13 +19,8 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.host import backup_requests
-from elastic_ckpt.host.answers import (
-    BackupWaits,
-    CheckpointMetadata,
-    HostsFailedError,
-    StepInRam,
-)
+from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, StepInRam
+from elastic_ckpt.host.backup import HostBackup
 from elastic_ckpt.manifests.line import Line
 
 
@@ -110,8 +105,7 @@ class CatchUp:
 
     def _look(self) -> Sequence[StepInRam]:
         try:
-            request = backup_requests.ListStepsInRam(line=self._line)
-            held = self._hosts.first(request)
+            held = self._hosts.first(HostBackup.steps_in_ram, self._line)
         except HostsFailedError as error:
             logging.warning("steps without a backup were not looked for: %s", error)
             return ()
@@ -128,8 +122,8 @@ class CatchUp:
         newest: Saving | None = None
         for each in list(self._owed):
             # Host 0 decides: the stages of other processes may be a moment behind.
-            waits = BackupWaits(is_waiting=self._is_short or is_waiting())
-            if newest is not None and self._hosts.share(waits)[0].is_waiting:
+            waits = self._is_short or is_waiting()
+            if newest is not None and self._hosts.share("backup_waits", waits)[0]:
                 break
             if newest is None:
                 self._work.due.add(each.step)
@@ -149,8 +143,7 @@ class CatchUp:
             self._work.collect_backups(newest)
 
     def _saving(self, held: StepInRam) -> Saving:
-        request = backup_requests.GetSavedContents(step=held.step, save=held.save)
-        contents = self._hosts.first(request)
+        contents = self._hosts.first(HostBackup.contents, held.step, held.save)
         return Saving(
             step=held.step,
             save=held.save,

@@ -270,7 +270,7 @@ class Checkpointer:
         """
         if step is None:
             begun = self.is_saving_in_progress()
-            is_saving = any(self._hosts.share(begun))
+            is_saving = any(self._hosts.share("is_saving", begun))
             self.wait()
             step = self.latest if is_saving else None
         if step is not None:

@@ -32,7 +32,7 @@ from elastic_ckpt.manifests.manifest import ComponentFile
 T = TypeVar("T")
 
 # For taking the states of all components, and again for writing them. Both together
-# take less time than other hosts wait for this one (`host.phases.BRIEF_SECS`).
+# take less time than other hosts wait for this one (`core.calls.BRIEF_SECS`).
 SAVE_TIMEOUT_SECS = 240.0
 # For a component that declares no limit, and has to read its way to a position: less
 # than other hosts wait for this one.

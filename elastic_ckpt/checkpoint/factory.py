@@ -20,7 +20,7 @@ from elastic_ckpt.core import (
     storage,
     topology,
 )
-from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
+from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.tiers.persistent import persistent_root
@@ -76,7 +76,7 @@ def Checkpointer(
         directory=chosen.ram_directory(),
         chosen=chosen,
     )
-    members = hosts.InEveryProcess(HostEndpoint(config, HostTiers), messages)
+    members = hosts.InEveryProcess(HostEndpoint(config), messages)
     return over(
         members,
         chosen,

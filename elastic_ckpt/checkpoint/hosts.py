@@ -1,26 +1,27 @@
-"""The hosts of a world, to which a checkpointer sends requests.
+"""The hosts of a world, which a checkpointer drives by calls.
 
-A request (`host.phases`) runs on all hosts, or on the first, and the driver goes on
-with the answers. Every process of a multi-controller world is a driver
+A call (`core.calls`) is a method of a host that all hosts run, or the first, and the
+driver goes on with the answers. Every process of a multi-controller world is a driver
 (`InEveryProcess`); one controller of many hosts is the only driver of them, through
 the sidecar.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 from absl import logging
 
-from elastic_ckpt.core import codec, errors
+from elastic_ckpt.core import calls, codec, errors
 from elastic_ckpt.core.allgather import Allgather
-from elastic_ckpt.host import phases
 from elastic_ckpt.host.answers import failure
-from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
-from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Request, decode_answer
+from elastic_ckpt.host.endpoint import HostEndpoint
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt.host.step_boxes import TreeReading
 from elastic_ckpt.manifests.manifest import Contents
 
@@ -28,7 +29,9 @@ from elastic_ckpt.manifests.manifest import Contents
 _LEAVING_SECS = 10.0
 
 AnswerT = TypeVar("AnswerT")
-HostRequest = Request[HostEndpoint[HostTiers], AnswerT]
+P = ParamSpec("P")
+# A method that `calls.call` decorates, of whichever class.
+Method = Callable[Concatenate[Any, P], AnswerT]
 
 
 class Hosts(Protocol):
@@ -39,10 +42,12 @@ class Hosts(Protocol):
         """The number of the host whose paths mean the same to this process."""
         ...
 
-    def all(self, request: HostRequest[AnswerT]) -> list[AnswerT]:
-        """Runs a request on every host, and returns the answers in their order.
+    def all(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> list[AnswerT]:
+        """Calls a method of every host, and returns the answers in their order.
 
-        Requests of one channel (`phases.channel`) come from one thread at a time, in
+        Calls of one name and channel (`calls.Call`) come from one thread at a time, in
         the same order in all processes that drive the world.
 
         Raises:
@@ -51,8 +56,10 @@ class Hosts(Protocol):
         """
         ...
 
-    def first(self, request: HostRequest[AnswerT]) -> AnswerT:
-        """Runs a request on host 0 alone, and returns its answer.
+    def first(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> AnswerT:
+        """Calls a method of host 0 alone, and returns its answer.
 
         Raises:
           HostsFailedError: if it failed.
@@ -60,11 +67,12 @@ class Hosts(Protocol):
         """
         ...
 
-    def share(self, value: AnswerT) -> list[AnswerT]:
+    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
         """Passes a value of each driver to all drivers, in their order.
 
         Args:
-          value: of a class that `codec` encodes; see `all` for the order of calls.
+          name: of the values, as calls have one; see `all` for their order.
+          value: a dataclass that `codec` encodes, or JSON.
         """
         ...
 
@@ -77,7 +85,7 @@ class Hosts(Protocol):
         ...
 
     def opened(self) -> Contents:
-        """The contents of the step that is open (`read_requests.OpenStep`)."""
+        """The contents of the step that is open (`HostReader.open_step`)."""
         ...
 
     def check(
@@ -86,7 +94,7 @@ class Hosts(Protocol):
         components: Sequence[str],
         others: Mapping[str, TreeReading],
     ) -> int:
-        """Selects what `read_requests.ReadStep` reads of the step that is open.
+        """Selects what `HostReader.read` reads of the step that is open.
 
         Args:
           trees: that are wanted; the step has all of their leaves, in their shapes.
@@ -127,7 +135,7 @@ class InEveryProcess:
       allgather: between the processes.
     """
 
-    def __init__(self, own: HostEndpoint[HostTiers], allgather: Allgather) -> None:
+    def __init__(self, own: HostEndpoint, allgather: Allgather) -> None:
         self._own = own
         self._allgather = allgather
 
@@ -136,39 +144,46 @@ class InEveryProcess:
         """See `Hosts`."""
         return self._allgather.host
 
-    def all(self, request: HostRequest[AnswerT]) -> list[AnswerT]:
+    def all(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> list[AnswerT]:
         """See `Hosts`."""
-        name = phases.channel(request)
-        outcome = _outcome(name, lambda: request.run(self._own))
-        answers = self._gather(name, outcome, PHASES.limit_secs(request))
+        call = calls.of(method)
+        arguments = call.bind(*args, **kwargs)
+        outcome = _outcome(call.name, lambda: call.run(self._own, arguments))
+        answers = self._gather(call.turn(arguments), outcome, call.limit_secs)
         # Equal answers are one object, which is decoded once.
         distinct = {id(each): each for each in answers}
-        decoded = {n: decode_answer(request, each) for n, each in distinct.items()}
+        decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
         return [decoded[id(each)] for each in answers]
 
-    def first(self, request: HostRequest[AnswerT]) -> AnswerT:
+    def first(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> AnswerT:
         """See `Hosts`."""
-        name = phases.channel(request)
+        call = calls.of(method)
+        arguments = call.bind(*args, **kwargs)
         outcome: dict[str, Any] = {"answer": None}
         if self._allgather.host == 0:
-            outcome = _outcome(name, lambda: request.run(self._own))
-        answers = self._gather(f"first/{name}", outcome, PHASES.limit_secs(request))
-        return decode_answer(request, answers[0])
+            outcome = _outcome(call.name, lambda: call.run(self._own, arguments))
+        turn = f"first/{call.turn(arguments)}"
+        answers = self._gather(turn, outcome, call.limit_secs)
+        return call.decode_answer(answers[0])
 
-    def share(self, value: AnswerT) -> list[AnswerT]:
+    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
         """See `Hosts`."""
-        kind = type(value)
-        name = kind.__name__
+        kind = type(value) if dataclasses.is_dataclass(value) else Any
         answers = self._gather(f"share/{name}", {"answer": codec.encode(value)})
         return [codec.decode(kind, each, name=name) for each in answers]
 
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
-        return self._own.tiers.saver.capture(step, save, trees)
+        saver: HostSaver = self._own.part(HostSaver.__name__)
+        return saver.capture(step, save, trees)
 
     def opened(self) -> Contents:
         """See `Hosts`."""
-        return self._own.tiers.reader.opened()
+        return self._reader.opened()
 
     def check(
         self,
@@ -177,14 +192,15 @@ class InEveryProcess:
         others: Mapping[str, TreeReading],
     ) -> int:
         """See `Hosts`."""
-        reader = self._own.tiers.reader
-        outcome = _outcome("check", lambda: reader.check(trees, components, others))
+        outcome = _outcome(
+            "check", lambda: self._reader.check(trees, components, others)
+        )
         self._gather("check", outcome)
         return 0
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
-        return self._own.tiers.reader.arrays(trees)
+        return self._reader.arrays(trees)
 
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""
@@ -202,8 +218,15 @@ class InEveryProcess:
         """See `Hosts`."""
         self._own.close()
 
+    @property
+    def _reader(self) -> HostReader:
+        return self._own.part(HostReader.__name__)
+
     def _gather(
-        self, kind: str, outcome: dict[str, Any], timeout_secs: float = BRIEF_SECS
+        self,
+        kind: str,
+        outcome: dict[str, Any],
+        timeout_secs: float = calls.BRIEF_SECS,
     ) -> list[Any]:
         outcomes = self._allgather.gather(kind, outcome, timeout_secs=timeout_secs)
         failed = {
@@ -232,7 +255,7 @@ def _outcome(name: str, run: Callable[[], Any]) -> dict[str, Any]:
     except (errors.ElasticCkptError, OSError) as error:
         return {"failed": str(error)}
     except Exception as error:
-        # A bug fails this request on all hosts, not only on this one.
+        # A bug fails this call on all hosts, not only on this one.
         logging.exception("%s failed", name)
         last = traceback.format_exception_only(error)[-1].strip()
         return {"failed": f"{name} failed with {last}; see this host's log"}

@@ -11,8 +11,8 @@ import orbax.checkpoint as v0
 from elastic_ckpt.checkpoint import foreign_steps, tree_structure
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.tree_structure import Text
-from elastic_ckpt.host import read_requests
 from elastic_ckpt.host.answers import CheckpointMetadata
+from elastic_ckpt.host.reader import HostReader
 from elastic_ckpt.manifests.manifest import Contents
 
 
@@ -28,11 +28,9 @@ def of_step(hosts: Hosts, checkpoint_found: CheckpointMetadata) -> CheckpointMet
     """
     if not checkpoint_found.save:
         return _of_orbax(checkpoint_found)
-    hosts.all(
-        read_requests.OpenStep(step=checkpoint_found.step, save=checkpoint_found.save)
-    )
+    hosts.all(HostReader.open_step, checkpoint_found.step, checkpoint_found.save)
     contents = hosts.opened()
-    hosts.all(read_requests.CloseStep())
+    hosts.all(HostReader.close_step)
     return of_contents(checkpoint_found, contents)
 
 

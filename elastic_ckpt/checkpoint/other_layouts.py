@@ -21,12 +21,11 @@ from elastic_ckpt.checkpoint import (
 )
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.host import backup_requests
 from elastic_ckpt.host.answers import (
     CheckpointMetadata,
-    ComponentsLoaded,
     HostsFailedError,
 )
+from elastic_ckpt.host.backup import HostBackup
 from elastic_ckpt.host.step_boxes import StepBoxes
 from elastic_ckpt.manifests.manifest import Contents
 
@@ -201,10 +200,10 @@ class _Rules:
         try:
             result = work()
         except Exception as error:
-            self.hosts.share(ComponentsLoaded(problem=str(error)))
+            self.hosts.share("layout", str(error))
             raise
-        outcomes = self.hosts.share(ComponentsLoaded(problem=None))
-        failed = {n: each.problem for n, each in enumerate(outcomes) if each.problem}
+        problems: list[str | None] = self.hosts.share("layout", None)
+        failed = {n: each for n, each in enumerate(problems) if each is not None}
         if failed:
             # An older step is no remedy, unlike for a step that cannot be read.
             raise errors.CheckpointError(str(HostsFailedError(failed)))
@@ -229,9 +228,7 @@ class _Reading:
             self.checkpoint.save,
             self.checkpoint.path,
         )
-        if path is None or not self.rules.hosts.first(
-            backup_requests.HasBackup(step=step, save=save)
-        ):
+        if path is None or not self.rules.hosts.first(HostBackup.holds, step, save):
             raise errors.CheckpointError(
                 f"step {step} was saved in another layout and is only in the RAM of"
                 " other processes; under one controller a layout can read only steps"

@@ -6,26 +6,31 @@ a host cannot read, because an agent does not answer, go by way of the driver.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.hosts import HostRequest, Hosts
-from elastic_ckpt.host import part_requests
+from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.host.part_exchange import Kind, Letter, tree_of
+from elastic_ckpt.host.world import HostWorld
 
 AnswerT = TypeVar("AnswerT")
 
 
 def exchanged(
-    hosts: Hosts, kind: Kind, *, offer: HostRequest[None], decide: HostRequest[AnswerT]
+    hosts: Hosts,
+    kind: Kind,
+    *,
+    offer: Callable[[], list[None]],
+    decide: Callable[[], AnswerT],
 ) -> AnswerT:
     """Has host 0 decide by what all hosts offer, and deal each host its parts.
 
     Args:
       hosts: of the world.
       kind: of the exchange.
-      offer: has a host offer what it has.
+      offer: has all hosts offer what they have.
       decide: has host 0 decide.
 
     Returns:
@@ -38,45 +43,39 @@ def exchanged(
     return dealt(hosts, kind, decide, num_hosts=num_hosts)
 
 
-def gathered(hosts: Hosts, kind: Kind, offer: HostRequest[None]) -> int:
+def gathered(hosts: Hosts, kind: Kind, offer: Callable[[], list[None]]) -> int:
     """Passes what all hosts offer to host 0; returns the number of hosts.
 
-    Args:
-      hosts: of the world.
-      kind: of the exchange.
-      offer: see `exchanged`.
-
-    Raises:
-      HostsFailedError: if any of it failed.
+    See `exchanged`.
     """
-    num_hosts = len(hosts.all(offer))
+    num_hosts = len(offer())
     for level in range(tree_of(num_hosts).depth - 1, -1, -1):
-        _pass(hosts, kind, part_requests.MergeParts(kind=kind, level=level))
+        _pass(hosts, kind, HostWorld.merge_parts, level)
     return num_hosts
 
 
 def dealt(
-    hosts: Hosts, kind: Kind, decide: HostRequest[AnswerT], *, num_hosts: int
+    hosts: Hosts, kind: Kind, decide: Callable[[], AnswerT], *, num_hosts: int
 ) -> AnswerT:
     """Passes what host 0 deals to all hosts; returns its answer.
 
-    Args:
-      hosts: of the world.
-      kind: of the exchange.
-      decide: see `exchanged`.
-      num_hosts: of the world.
-
-    Raises:
-      HostsFailedError: if any of it failed.
+    See `exchanged`.
     """
-    decision = hosts.first(decide)
+    decision = decide()
     for level in range(1, tree_of(num_hosts).depth + 1):
-        _pass(hosts, kind, part_requests.PassParts(kind=kind, level=level))
+        _pass(hosts, kind, HostWorld.pass_parts, level)
     return decision
 
 
-def _pass(hosts: Hosts, kind: Kind, request: HostRequest[tuple[Letter, ...]]) -> None:
-    letters = tuple(each for unread in hosts.all(request) for each in unread)
+def _pass(
+    hosts: Hosts,
+    kind: Kind,
+    method: Callable[[HostWorld, Kind, int], tuple[Letter, ...]],
+    level: int,
+) -> None:
+    letters = tuple(
+        each for unread in hosts.all(method, kind, level) for each in unread
+    )
     if not letters:
         return
     logging.warning(
@@ -85,10 +84,6 @@ def _pass(hosts: Hosts, kind: Kind, request: HostRequest[tuple[Letter, ...]]) ->
         len(letters),
         sorted({letter.writer for letter in letters}),
     )
-    forwarded = hosts.all(part_requests.ForwardMail(kind=kind, letters=letters))
-    hosts.all(
-        part_requests.DeliverMail(
-            kind=kind, letters=letters, forwarded=tuple(forwarded)
-        )
-    )
-    hosts.all(request)
+    forwarded = hosts.all(HostWorld.forward_mail, kind, letters)
+    hosts.all(HostWorld.deliver_mail, kind, letters, tuple(forwarded))
+    hosts.all(method, kind, level)

@@ -10,7 +10,7 @@ import collections
 from collections.abc import Callable, Sequence
 
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.host import world_requests
+from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import known_agents
 from elastic_ckpt.tiers.run_identity import Identity
@@ -30,7 +30,7 @@ def join(
       HostsFailedError: if a host cannot take part, with the reason.
       RunError: if the RAM disk of a host has steps of another run.
     """
-    introduced = hosts.all(world_requests.Introduce())
+    introduced = hosts.all(HostEndpoint.introduce)
     # Machines that were in a world before have its secret, and so have idle ones.
     secrets = [each.secret for each in introduced if each.secret is not None]
     secret = introduced[0].fresh_secret
@@ -40,12 +40,10 @@ def join(
     identity = run_identity.agreed(
         introduced[0].stored,
         [each.disk for each in introduced],
-        lambda: hosts.all(world_requests.GetLines()),
+        lambda: hosts.all(HostEndpoint.lines),
         fresh=introduced[0].fresh_identity,
     )
-    joined = hosts.all(
-        world_requests.JoinWorld(slots=slots, secret=secret, identity=identity)
-    )
+    joined = hosts.all(HostEndpoint.join, slots, secret, identity)
     begin_writing(identity)
     agents = known_agents.joined(
         [each.agents for each in introduced],
@@ -59,11 +57,7 @@ def join(
         },
         now_secs=introduced[0].now_secs,
     )
-    hosts.all(
-        world_requests.ConnectHosts(
-            hosts=tuple(each.host for each in joined), agents=agents
-        )
-    )
+    hosts.all(HostEndpoint.connect, tuple(each.host for each in joined), agents)
 
 
 def slots_of(machines: Sequence[str]) -> tuple[int, ...]:

@@ -25,13 +25,13 @@ from elastic_ckpt.checkpoint import (
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics, storage_cause
 from elastic_ckpt.core.errors import MOST_NAMED
-from elastic_ckpt.host import read_requests
 from elastic_ckpt.host.answers import (
     CheckpointMetadata,
-    ComponentsLoaded,
     HostsFailedError,
 )
+from elastic_ckpt.host.reader import HostReader
 from elastic_ckpt.host.step_boxes import TreeReading
+from elastic_ckpt.host.step_search import Query
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.manifests.read_plan import NEARNESS
@@ -139,7 +139,7 @@ def find(
         save = getattr(step, "save", "")
     outcome, num_hosts = shared_step.find(
         hosts,
-        read_requests.FindStep(
+        Query(
             step=number,
             save=save,
             without=tuple(without),
@@ -211,7 +211,7 @@ def restore(
     made = hosts.arrays(read.asked.read)
     parts = {**made, **read.asked.filled(made), **stateful}
     restored = {name: parts[name] for name in wanted}
-    hosts.all(read_requests.CloseStep())
+    hosts.all(HostReader.close_step)
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     if hosts.own == 0:
         _record(read.num_bytes, bad)
@@ -231,12 +231,11 @@ def _load_components(
             own, problem = error, f"{name!r} was not loaded: {error!r}"
             break
     # No host waits for one that has stopped.
-    outcomes = hosts.share(ComponentsLoaded(problem=problem))
-    if any(each.problem for each in outcomes):
-        hosts.all(read_requests.CloseStep())
-        raise own or HostsFailedError(
-            {n: each.problem for n, each in enumerate(outcomes) if each.problem}
-        )
+    problems = hosts.share("components_loaded", problem)
+    failed = {n: each for n, each in enumerate(problems) if each is not None}
+    if failed:
+        hosts.all(HostReader.close_step)
+        raise own or HostsFailedError(failed)
 
 
 def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
@@ -249,13 +248,13 @@ def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
 
 def _repair(hosts: Hosts) -> dict[str, int]:
     # The numbers of bad copies that were read, and of those that were repaired.
-    answers = hosts.all(read_requests.ListBadCopies())
+    answers = hosts.all(HostReader.bad_copies)
     bad = tuple(copy for copies in answers for copy in copies)
     for each in bad:
         logging.warning(
             "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why
         )
-    repaired = hosts.all(read_requests.RepairCopies(bad=bad)) if bad else []
+    repaired = hosts.all(HostReader.repair, bad) if bad else []
     return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
 
 
@@ -322,10 +321,9 @@ def _read(
         # An older step would not have it either: the request is wrong.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
     shared_step.deal(hosts, checkpoint, num_hosts, stateful)
-    answers = hosts.all(read_requests.ReadStep())
+    answers = hosts.all(HostReader.read)
     directories = {
-        name: hosts.all(read_requests.MaterialiseComponent(component=name))[hosts.own]
-        for name in stateful
+        name: hosts.all(HostReader.materialise, name)[hosts.own] for name in stateful
     }
     num_bytes = {
         f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)

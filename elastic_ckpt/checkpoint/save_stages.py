@@ -29,14 +29,16 @@ from absl import logging
 from elastic_ckpt.checkpoint.catch_up import CatchUp
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
-from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
+from elastic_ckpt.checkpoint.saving import Saving, committing
 from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.core import errors, events, metrics, storage_cause
-from elastic_ckpt.host import backup_requests, save_requests
 from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Readiness
-from elastic_ckpt.host.step_notes import StepNotes
+from elastic_ckpt.host.backup import HostBackup
+from elastic_ckpt.host.saver import HostSaver
+from elastic_ckpt.host.step_notes import StepNotes, WrittenStep
+from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests.line import Line
 
 T = TypeVar("T")
@@ -106,8 +108,7 @@ class SaveStages:
 
     def claim(self, line: Line) -> int:
         """Claims the world, which will save to a line; returns its number."""
-        request = backup_requests.BeginLine(line=line, claimant=self._claimant)
-        number = self._hosts.first(request)
+        number = self._hosts.first(HostBackup.begin_line, line, self._claimant)
         self._begins_line = False
         return number
 
@@ -194,7 +195,7 @@ class SaveStages:
         late = self._due.take()
         if late is not None:
             # It may lack what only a peer has that all leave alone by now.
-            secs = max(self._hosts.all(backup_requests.GetSecsUntilPeersAreAsked()))
+            secs = max(self._hosts.all(HostWorld.secs_until_peers_are_asked))
             if secs:
                 logging.warning("peers are asked again in %.1f s", secs)
                 time.sleep(secs)
@@ -253,18 +254,20 @@ class SaveStages:
         problem = problem or (difference if self._hosts.own == 0 else None)
         if not self._in_ram:
             self._due.add(saving.step, in_ram=False)
-        abandon = save_requests.AbandonStep(step=saving.step, save=saving.save)
+        abandon = functools.partial(
+            self._hosts.all, HostSaver.abandon, saving.step, saving.save
+        )
         try:
             written = saving.write(self._hosts, problem)
-            commit = committing(saving, written, notes)
+            complete = committing(saving, written, notes)
             if not self._in_ram:
-                stored = self._store(saving, commit)
-                self._hosts.all(abandon)
+                stored = self._store(saving, complete)
+                abandon()
                 return stored
-            self._hosts.all(commit)
+            self._hosts.all(HostSaver.commit, complete)
         except HostsFailedError as error:
             stored = self._in_ram and self._store_captured(saving, notes, str(error))
-            self._hosts.all(abandon)
+            abandon()
             if not stored:
                 why = f"it was not saved: {error}"
                 if not self._in_ram:
@@ -274,7 +277,7 @@ class SaveStages:
             if self._in_ram:
                 self._make_room()
             return stored
-        self._note_committed(saving, commit.notes)
+        self._note_committed(saving, complete.notes)
         self._begin_line(saving)
         if saving.is_copied_at_once:
             self._copy_newest()
@@ -312,8 +315,7 @@ class SaveStages:
         self._due.is_owed = True
         self._due.add(saving.step, in_ram=False)
         try:
-            listing = save_requests.ListWritten(step=saving.step, save=saving.save)
-            written = self._hosts.all(listing)
+            written = self._hosts.all(HostSaver.files, saving.step, saving.save)
         except HostsFailedError:
             # A component could not be saved, as `why` reports: storage does not help.
             self._due.blame(saving.step, f"it was not saved: {why}")
@@ -322,14 +324,14 @@ class SaveStages:
         self._work.degraded("local", saving.step, why)
         return self._store(saving, committing(saving, written, notes))
 
-    def _store(self, saving: Saving, commit: save_requests.CommitStep) -> bool:
+    def _store(self, saving: Saving, written: WrittenStep) -> bool:
         # Uploads a step from the memory that it was captured in.
         # Hosts upload one step at a time.
         self._catch_up_stage.wait()
         self._backup_stage.wait()
         futures.wait(self._cleaned)
         try:
-            self._hosts.all(save_requests.HoldStep(**vars(commit)))
+            self._hosts.all(HostSaver.hold, written)
             problem = saving.diverged(self._hosts)
         except HostsFailedError as error:
             problem = str(error)
@@ -342,7 +344,7 @@ class SaveStages:
         self._due.begin(saving.step)
         self._due.end()
         self._clock.begin_again()
-        self._note_committed(saving, commit.notes)
+        self._note_committed(saving, written.notes)
         # RAM holds nothing of it that could be copied.
         self._copied = self.committed
         self._begin_line(saving)
@@ -391,7 +393,7 @@ class SaveStages:
             can_back_up=self._backup_stage.idle and not is_late,
             is_time=self._clock.left_secs() <= 0,
         )
-        return self._hosts.share(readiness)
+        return self._hosts.share("readiness", readiness)
 
     def _replicate(self, committed: CheckpointMetadata) -> None:
         if self._catch_up is not None:
@@ -413,9 +415,15 @@ class SaveStages:
             in_flight.append(self._covered)
         if self._catch_up is not None:
             in_flight += self._catch_up.in_flight
-        collect = collecting(committed, in_flight, self._preserved)
         try:
-            self._hosts.all(collect)
+            self._hosts.all(
+                HostSaver.collect,
+                committed.step,
+                committed.save,
+                tuple(in_flight),
+                tuple(self._preserved),
+                committed.line[:-1],
+            )
         except HostsFailedError as error:
             why = f"older steps were not removed: {error}"
             self._work.degraded("local", committed.step, why)

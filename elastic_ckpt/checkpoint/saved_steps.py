@@ -33,13 +33,11 @@ from elastic_ckpt.core import (
     storage_cause,
     user_json,
 )
-from elastic_ckpt.host import (
-    backup_requests,
-    read_requests,
-    save_requests,
-    world_requests,
-)
-from elastic_ckpt.host.answers import CheckpointMetadata, Due, HostsFailedError
+from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError
+from elastic_ckpt.host.backup import HostBackup
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.saver import HostSaver
+from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import best_steps
 from elastic_ckpt.manifests.line import FROM_SCRATCH, Line
 from elastic_ckpt.tiers.choices import Chosen
@@ -116,7 +114,7 @@ class SavedSteps:
 
     def complete(self) -> list[CheckpointMetadata]:
         """The steps that are complete now, ascending, by a look at all tiers."""
-        listed = list(self._hosts.first(read_requests.ListSteps()))
+        listed = list(self._hosts.first(HostReader.complete_steps))
         if self.root is None:
             return listed
         try:
@@ -141,11 +139,7 @@ class SavedSteps:
         text = user_json.text_of("metrics", metrics)
         self._check_storage()
         try:
-            self._hosts.first(
-                backup_requests.RecordMetrics(
-                    step=step, save=self._line.save, metrics=text
-                )
-            )
+            self._hosts.first(HostBackup.record_metrics, step, self._line.save, text)
         except HostsFailedError as error:
             why = f"its metrics were not recorded: {error}"
             cause = storage_cause.of_message(why).name
@@ -154,8 +148,8 @@ class SavedSteps:
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The metrics that were recorded; see `Checkpointer.evaluations`."""
         self._check_storage()
-        request = backup_requests.ListEvaluations(line=self._line)
-        return {step: json.loads(text) for step, text in self._hosts.first(request)}
+        recorded = self._hosts.first(HostBackup.evaluations, self._line)
+        return {step: json.loads(text) for step, text in recorded}
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
         """Whether a tier is due at `step`, and it is newer than all others.
@@ -349,9 +343,9 @@ class SavedSteps:
 
     def delete(self, step: int, *, missing_ok: bool) -> bool:
         """Removes a step; see `Checkpointer.delete`."""
-        was_there = any(self._hosts.all(save_requests.RemoveStep(step=step)))
+        was_there = any(self._hosts.all(HostSaver.remove, step))
         if self.root is not None:
-            was_there |= self._hosts.first(backup_requests.RemoveBackup(step=step))
+            was_there |= self._hosts.first(HostBackup.remove, step)
         if not (was_there or missing_ok):
             raise step_errors.StepNotFoundError(
                 f"step {step} is not in any tier; `checkpoints` lists the steps that"
@@ -365,7 +359,7 @@ class SavedSteps:
         latest = self.latest
         if latest is None or latest.step != step or self.root is None:
             return False
-        return self._hosts.first(backup_requests.HasBackup(step=step, save=latest.save))
+        return self._hosts.first(HostBackup.holds, step, latest.save)
 
     def _check_storage(self) -> None:
         if self.root is None:
@@ -421,14 +415,14 @@ class SavedSteps:
             )
         # Until the step is complete under the new line, nothing abandons the old save.
         after = max(self._save, latest.line[-1][1])
-        save = self._hosts.first(world_requests.NewSave(after=after))
+        save = self._hosts.first(HostWorld.new_save, after)
         return Line(save=save, parents=latest.before())
 
     def _go_on_from(self, search: restore.Search) -> None:
         self._restored = search.checkpoint
         self.stages.go_on_from(0 if self._restored is None else self._restored.step)
         # Later saves must not be mixed with earlier ones.
-        self._save = self._hosts.first(world_requests.NewSave(after=search.newest_save))
+        self._save = self._hosts.first(HostWorld.new_save, search.newest_save)
         self._schedule.go_on_from([] if self._restored is None else [self._restored])
 
 
@@ -436,7 +430,7 @@ def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
     # Goes on from the backup of another world: worlds may be shorter than the period.
     if every_minutes is None:
         return BackupClock()
-    since_secs = hosts.first(backup_requests.GetSecsSinceBackup())
+    since_secs = hosts.first(HostBackup.secs_since_backup)
     return BackupClock(every_minutes, since_secs=since_secs)
 
 
@@ -445,5 +439,5 @@ def _never() -> bool:
 
 
 def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:
-    due = hosts.share(Due(is_time=is_time, skipped=skipped))[0]
-    return due.is_time, due.skipped
+    is_due, num_skipped = hosts.share("due", [is_time, skipped])[0]
+    return bool(is_due), int(num_skipped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,9 +15,10 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.components.component import Component
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import CheckpointMetadata, LeftOut, Written
-from elastic_ckpt.host.step_notes import StepNotes
+from elastic_ckpt.host.answers import CheckpointMetadata, Written
+from elastic_ckpt.host.backup import HostBackup
+from elastic_ckpt.host.saver import HostSaver
+from elastic_ckpt.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.manifests import line
 
 
@@ -69,12 +71,12 @@ class Saving:
           first difference, if hosts save different things.
         """
         parts = self.description.parts(self.component_kinds)
-        notes = hosts.share(self.description.host_notes(parts))
+        notes = hosts.share("notes", self.description.host_notes(parts))
         agreed = self.description.agreed(notes[0])
         difference = None
         if len({each.parts_digest for each in notes}) > 1:
             # Of texts, host 0's are saved.
-            of_hosts = [dict(each.kinds) for each in hosts.share(parts)]
+            of_hosts = [dict(each.kinds) for each in hosts.share("parts", parts)]
             difference = _difference(of_hosts)
         return dataclasses.replace(self, description=agreed), difference
 
@@ -88,9 +90,9 @@ class Saving:
         if not self.optional:
             return self, why
         problems = {n: c.save_problem for n, c in self.optional.items()}
-        left_out = LeftOut(problems={n: p for n, p in problems.items() if p})
-        for number, of_host in enumerate(hosts.share(left_out)):
-            for name, problem in of_host.problems.items():
+        left_out = {n: p for n, p in problems.items() if p}
+        for number, of_host in enumerate(hosts.share("left_out", left_out)):
+            for name, problem in of_host.items():
                 why.setdefault(name, f"host {number}: {problem}")
         for name in why:
             self.optional[name].save_problem = why[name]
@@ -122,14 +124,8 @@ class Saving:
 
     def write(self, hosts: Hosts, problem: str | None) -> list[Written]:
         """Writes the step on all hosts; a problem of any of them fails it."""
-        return hosts.all(
-            save_requests.WriteStep(
-                step=self.step,
-                save=self.save,
-                components=tuple(self.description.components),
-                problem=problem,
-            )
-        )
+        names = tuple(self.description.components)
+        return hosts.all(HostSaver.write, self.step, self.save, names, problem)
 
     def diverged(self, hosts: Hosts) -> str | None:
         """The first part of a held step that hosts hold with different values.
@@ -141,11 +137,9 @@ class Saving:
         holders: dict[str, list[int]] = {}
         # Groups of hosts; then the leaves and boxes of one that differs.
         for _ in range(3):
-            request = save_requests.DigestHeld(
-                step=self.step, save=self.save, under=under
-            )
             digests: dict[str, dict[str, list[int]]] = {}
-            for number, answer in enumerate(hosts.all(request)):
+            answers = hosts.all(HostSaver.digests, self.step, self.save, under)
+            for number, answer in enumerate(answers):
                 for name, each in answer.items():
                     of_name = digests.setdefault(name, {})
                     of_name.setdefault(each, []).append(number)
@@ -164,14 +158,8 @@ class Saving:
 
     def collect_backups(self, hosts: Hosts) -> None:
         """Removes what storage does not keep now that the step is there."""
-        hosts.first(
-            backup_requests.CollectBackups(
-                step=self.step,
-                save=self.save,
-                overwrite=self.overwrite,
-                parents=tuple(self.parents),
-            )
-        )
+        own_line = line.Line(save=self.save, parents=tuple(self.parents))
+        hosts.first(HostBackup.collect, own_line, self.step, self.overwrite)
 
     def upload(
         self, hosts: Hosts, *, check_writer: Callable[[], None] = lambda: None
@@ -191,18 +179,17 @@ class Saving:
         """
         check_writer()
         step, save, description = self.step, self.save, self.description
-        deal = backup_requests.GetChunkShapes(step=step, save=save)
+        deal = functools.partial(hosts.first, HostBackup.chunk_shapes, step, save)
         if self.is_held:
-            chunks = hosts.first(deal)
+            chunks = deal()
         else:
-            offer = backup_requests.OfferToBackUp(step=step, save=save)
+            offer = functools.partial(hosts.all, HostBackup.offer, step, save)
             chunks = part_passes.exchanged(hosts, "backup", offer=offer, decide=deal)
         names = description.names(chunks)
-        share = backup_requests.BackUpStep(step=step, save=save, names=names)
-        answers = hosts.all(share)
+        answers = hosts.all(HostBackup.back_up, step, save, names)
         files = description.files(chunks)
         check_writer()
-        hosts.first(backup_requests.CommitBackup(**vars(share), orbax_files=files))
+        hosts.first(HostBackup.commit, step, save, names, files)
         bad = dict.fromkeys(why for each in answers for why in each.bad)
         return sum(each.num_bytes for each in answers), list(bad)
 
@@ -244,8 +231,8 @@ def _difference(of_hosts: Sequence[Mapping[str, str]]) -> str:
 
 def committing(
     saving: Saving, written: Sequence[Written], notes: StepNotes | None
-) -> save_requests.CommitStep:
-    """Returns the request that commits a step, or holds it for a backup.
+) -> WrittenStep:
+    """Returns a step as hosts commit it, or hold it for a backup.
 
     Args:
       saving: the step.
@@ -253,22 +240,9 @@ def committing(
       notes: of the step; there are some if it was written.
     """
     assert notes is not None
-    return save_requests.CommitStep(
+    return WrittenStep(
         step=saving.step,
         save=saving.save,
         parts=components.numbered([each.files for each in written]),
         notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
-    )
-
-
-def collecting(
-    committed: CheckpointMetadata, in_flight: Sequence[int], preserved: Sequence[int]
-) -> save_requests.CollectSteps:
-    """Returns the request that removes steps which `committed` replaces."""
-    return save_requests.CollectSteps(
-        step=committed.step,
-        save=committed.save,
-        in_flight=tuple(in_flight),
-        preserved=tuple(preserved),
-        parents=committed.line[:-1],
     )

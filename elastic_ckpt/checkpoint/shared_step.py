@@ -6,27 +6,29 @@ asks all others itself, as the only host of a world does.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 
 from absl import logging
 
 from elastic_ckpt.checkpoint import part_passes
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.host import read_requests, sharing_requests
 from elastic_ckpt.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
     SearchOutcome,
 )
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.step_search import Query
+from elastic_ckpt.host.step_sharing import StepSharing
 
 
-def find(hosts: Hosts, request: read_requests.FindStep) -> tuple[SearchOutcome, int]:
+def find(hosts: Hosts, query: Query) -> tuple[SearchOutcome, int]:
     """Has host 0 search what all hosts have.
 
     Args:
       hosts: of the world.
-      request: for the step.
+      query: the step.
 
     Returns:
       The outcome, and the number of hosts that the step can be shared with; 0 if it
@@ -35,21 +37,21 @@ def find(hosts: Hosts, request: read_requests.FindStep) -> tuple[SearchOutcome, 
     Raises:
       HostsFailedError: if a certain step is not complete.
     """
-    offer = sharing_requests.OfferSaves()
+    offer = functools.partial(hosts.all, StepSharing.offer_saves)
     num_hosts = part_passes.gathered(hosts, "restore", offer)
     if num_hosts == 1:
-        return hosts.first(request), 0
+        return hosts.first(HostReader.find, query, None), 0
     surveyed: tuple[int, ...] = ()
     while True:
-        outcome = hosts.first(dataclasses.replace(request, surveyed=surveyed))
+        outcome = hosts.first(HostReader.find, query, surveyed)
         if outcome.needs is None:
             break
-        offer_step = sharing_requests.OfferStep(step=outcome.needs)
+        offer_step = functools.partial(hosts.all, StepSharing.offer_step, outcome.needs)
         part_passes.gathered(hosts, "restore", offer_step)
         surveyed = (*surveyed, outcome.needs)
     if outcome.is_shared:
         return outcome, num_hosts
-    hosts.all(sharing_requests.EndSharing())
+    hosts.all(StepSharing.end)
     return outcome, 0
 
 
@@ -66,9 +68,9 @@ def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, num_hosts: int) -> N
     """
     step, save = checkpoint.step, checkpoint.save
     if num_hosts:
-        decide = sharing_requests.ShareStep(step=step, save=save)
+        decide = functools.partial(hosts.first, StepSharing.share, step, save)
         part_passes.dealt(hosts, "restore", decide, num_hosts=num_hosts)
-    hosts.all(read_requests.OpenStep(step=step, save=save, is_shared=num_hosts > 0))
+    hosts.all(HostReader.open_step, step, save, is_shared=num_hosts > 0)
 
 
 def deal(
@@ -92,10 +94,8 @@ def deal(
         part_passes.exchanged(
             hosts,
             "restore",
-            offer=sharing_requests.OfferWanted(),
-            decide=sharing_requests.PlanReads(
-                step=step, save=save, components=tuple(components)
-            ),
+            offer=lambda: hosts.all(HostReader.offer_wanted),
+            decide=lambda: hosts.first(StepSharing.plan, step, save, tuple(components)),
         )
     except HostsFailedError as error:
         logging.warning("step %d: each host plans its reads: %s", step, error)

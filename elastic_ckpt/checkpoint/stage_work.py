@@ -14,8 +14,9 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.core.errors import MOST_NAMED
-from elastic_ckpt.host import backup_requests, copy_requests
 from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Placed
+from elastic_ckpt.host.backup import HostBackup
+from elastic_ckpt.host.copies import HostCopies
 
 
 class Copies(NamedTuple):
@@ -91,10 +92,9 @@ class StageWork:
           The copies that were made; None if a host failed.
         """
         step, began_secs = committed.step, time.monotonic()
-        request = copy_requests.ReplicateStep(step=step, save=committed.save)
         try:
             placed = self._place(step, committed.save)
-            answers = self._hosts.all(request)
+            answers = self._hosts.all(HostCopies.take, step, committed.save)
         except HostsFailedError as error:
             self.degraded("peer", step, str(error))
             return None
@@ -120,8 +120,8 @@ class StageWork:
         return part_passes.exchanged(
             self._hosts,
             "copies",
-            offer=copy_requests.OfferParts(step=step, save=save),
-            decide=copy_requests.PlaceCopies(step=step, save=save),
+            offer=lambda: self._hosts.all(HostCopies.offer, step, save),
+            decide=lambda: self._hosts.first(HostCopies.place, step, save),
         )
 
     def upload(self, saving: Saving) -> bool:
@@ -157,7 +157,7 @@ class StageWork:
     def clean(self, step: int, save: str) -> None:
         """Removes leftovers of crashed worlds from persistent storage."""
         try:
-            removed = self._hosts.first(backup_requests.CleanUploads(save=save))
+            removed = self._hosts.first(HostBackup.clean, save)
         except HostsFailedError as error:
             self.degraded("persistent", step, f"leftovers were not removed: {error}")
             return

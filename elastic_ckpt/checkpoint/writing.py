@@ -106,7 +106,7 @@ class Writing:
             writer.check()
 
     def _agreed(self, act: Callable[[Writer], None]) -> WriterOutcome:
-        return self._hosts.share(self._outcome(act))[0]
+        return self._hosts.share("writer", self._outcome(act))[0]
 
     def _outcome(self, act: Callable[[Writer], None]) -> WriterOutcome:
         if self._writer is None:

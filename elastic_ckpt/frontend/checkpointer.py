@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import colocated_tiers, remote_hosts
+from elastic_ckpt_sidecar import host_agent, remote_hosts
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
@@ -103,7 +103,7 @@ def Checkpointer(
     hosts = remote_hosts.hosts_of(mesh)
     slices = topology.slices_of(mesh)
     choices = [
-        colocated_tiers.HostChoice(
+        host_agent.HostChoice(
             number=number,
             device_ids=tuple(cpu.id for cpu in host.cpus),
             run=run,

@@ -1,4 +1,4 @@
-"""The answers of a host to the requests of a driver."""
+"""The answers of a host to the calls of a driver."""
 
 from __future__ import annotations
 
@@ -70,19 +70,6 @@ class Readiness:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Due:
-    """Whether a save is due by the clock of a driver.
-
-    Attributes:
-      is_time: whether one is.
-      skipped: the steps until the clock is read again.
-    """
-
-    is_time: bool
-    skipped: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
     """A step that a host has written, and not yet committed.
 
@@ -93,17 +80,6 @@ class Written:
 
     files: Mapping[str, tuple[str, ...]]
     time_ms: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """The optional components that a host cannot save.
-
-    Attributes:
-      problems: by the name of a component, why.
-    """
-
-    problems: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,28 +143,6 @@ class StepInRam:
     step: int
     save: str
     is_owed: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BackupWaits:
-    """Whether another backup waits for the one that a driver makes.
-
-    Attributes:
-      is_waiting: whether there is one.
-    """
-
-    is_waiting: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ComponentsLoaded:
-    """Whether a driver has loaded its components from an open step.
-
-    Attributes:
-      problem: why not; None if it has.
-    """
-
-    problem: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,7 +250,7 @@ class BadCopyReport:
 
 
 class HostsFailedError(errors.CheckpointError):
-    """A request failed on some hosts.
+    """A call failed on some hosts.
 
     Attributes:
       of_host: by the number of a host, its message.
@@ -314,7 +268,7 @@ class HostsFailedError(errors.CheckpointError):
 def failure(
     of_host: Mapping[int, str], *, is_replaced: bool
 ) -> errors.ElasticCkptError:
-    """The error of a request that failed on some hosts.
+    """The error of a call that failed on some hosts.
 
     Args:
       of_host: by the number of a host, its message.

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import calls, errors
 from elastic_ckpt.host import (
     backlog,
     backup_collector,
@@ -19,8 +19,7 @@ from elastic_ckpt.host import (
     upload_share,
     verified_read,
 )
-from elastic_ckpt.host.answers import BackedUp
-from elastic_ckpt.host.step_notes import OfBackup
+from elastic_ckpt.host.answers import BackedUp, StepInRam
 from elastic_ckpt.host.world import HostWorld, not_in_ram
 from elastic_ckpt.manifests import part_choices, search, uploads
 from elastic_ckpt.manifests.holdings import Holdings, Offer
@@ -30,6 +29,7 @@ from elastic_ckpt.tiers.persistent import (
     arrange,
     claims,
     commit,
+    evaluations,
     ocdbt,
     persistent_root,
     upload,
@@ -38,6 +38,9 @@ from elastic_ckpt.tiers.persistent import (
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.retries import PATIENT
 from elastic_ckpt.tiers.source import Source
+
+# By the path of a leaf, the checkpointable and name that Orbax uses.
+Names = Mapping[str, tuple[str, str]]
 
 
 class HostBackup:
@@ -56,7 +59,8 @@ class HostBackup:
         # On host 0, the holdings of the step that is being backed up.
         self._holdings: Holdings | None = None
 
-    def clean(self, save: str) -> list[tuple[int, str]]:
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def clean(self, save: str) -> tuple[tuple[int, str], ...]:
         """Removes leftovers of crashed uploads; host 0 does it (see `writers`).
 
         Those of steps that are whole in RAM stay: their uploads are continued.
@@ -67,7 +71,7 @@ class HostBackup:
         Returns:
           The steps whose saves were interrupted, with the paths that were removed.
         """
-        return [
+        return tuple(
             (each.step, str(each.path))
             for each in self._writing.discard_dead(
                 before=save,
@@ -75,8 +79,9 @@ class HostBackup:
                 is_claimed=self._claim is not None,
             )
             if each.save != persistent_root.REMOVED
-        ]
+        )
 
+    @calls.call()
     def begin_line(self, line: Line, claimant: claims.Claimant | None) -> int:
         """Records the line of a committed step, or of a world that begins, in storage.
 
@@ -106,10 +111,12 @@ class HostBackup:
         )
         return self._claim.number
 
+    @calls.call()
     def offer(self, step: int, save: str) -> None:
         """Offers what this host has of a step in RAM."""
         self._part_exchange.offer(part_offers.of_save(self._world, step, save))
 
+    @calls.call(limit_secs=calls.LONG_SECS)
     def contents(self, step: int, save: str) -> Contents:
         """The contents of a step in RAM.
 
@@ -118,6 +125,7 @@ class HostBackup:
         """
         return self._read(step, save)[1].contents
 
+    @calls.call(limit_secs=calls.LONG_SECS)
     def chunk_shapes(self, step: int, save: str) -> dict[str, tuple[int, ...]]:
         """The shapes of the chunks of each leaf of a step, by its path.
 
@@ -134,19 +142,26 @@ class HostBackup:
             )
         return self._chunks(holdings, step, save)
 
-    def back_up(self, backup: OfBackup) -> BackedUp:
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def back_up(self, step: int, save: str, names: Names) -> BackedUp:
         """Writes this host's share of a step to persistent storage.
 
         The host's bad copies are read from another holder, and repaired.
 
+        Args:
+          step: the training step.
+          save: which save of it.
+          names: by the path of a leaf, the checkpointable and name that Orbax uses.
+
         Raises:
           CheckpointError: if this host's share is unknown, or storage fails.
         """
-        step, save = backup.step, backup.save
         sources, share = self._share(step, save)
         holdings = share.holdings
         uploading = upload.Upload(
-            self._root(), self._saved_step(holdings, backup), self._world.own.host
+            self._root(),
+            self._saved_step(holdings, step, save, names),
+            self._world.own.host,
         )
         reader = verified_read.VerifiedReader(sources)
         own = self._world.own
@@ -161,30 +176,35 @@ class HostBackup:
         recovery.put_right(holdings, reader, own, map(recovery.report, reader.bad))
         return BackedUp(num_bytes=num_bytes, bad=bad)
 
-    def commit(self, backup: OfBackup, orbax_files: Mapping[str, str]) -> None:
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def commit(
+        self, step: int, save: str, names: Names, orbax_files: Mapping[str, str]
+    ) -> None:
         """Makes a checkpoint of what all hosts have uploaded; one host does it.
 
         Args:
-          backup: of the step.
-          orbax_files: what Orbax adds to the values, by path.
+          step: the training step.
+          save: which save of it.
+          names: see `back_up`.
+          orbax_files: the texts of the files that Orbax adds to the values, by path.
 
         Raises:
           CheckpointError: if it cannot be committed.
           ReplacedError: if another start has continued the run.
         """
-        step, save = backup.step, backup.save
         holdings = self._holdings or self._read(step, save)[1]
         self._holdings = None
         self._check_claim()
         with self._writing.committing():
             commit.commit(
                 self._root(),
-                self._saved_step(holdings, backup),
+                self._saved_step(holdings, step, save, names),
                 hosts=[host.id for host in self._world.hosts],
                 orbax_files={path: text.encode() for path, text in orbax_files.items()},
                 make_way=lambda: self._make_way(holdings.contents, step, save),
             )
 
+    @calls.call(limit_secs=calls.LONG_SECS)
     def collect(self, line: Line, step: int, overwrite: bool) -> None:
         """Removes steps that are no longer kept, after a commit; host 0 does it.
 
@@ -194,8 +214,9 @@ class HostBackup:
           overwrite: whether older saves of the step that were set aside go too.
         """
         self._writing.discard_own(step, line.save)
-        self.collector.collect(line, step, overwrite=overwrite)
+        self._collector.collect(line, step, overwrite=overwrite)
 
+    @calls.call()
     def holds(self, step: int, save: str) -> bool:
         """Whether that save of a step is committed to persistent storage.
 
@@ -211,6 +232,7 @@ class HostBackup:
             return False
         return not save or arrange.save_of(root, step, run=self._world.run) == save
 
+    @calls.call(limit_secs=calls.LONG_SECS)
     def remove(self, step: int) -> bool:
         """Removes all saves of a step from persistent storage; whether there were any.
 
@@ -219,6 +241,35 @@ class HostBackup:
         tier = self._world.persistent
         assert tier is not None
         return tier.remove_all(step)
+
+    @calls.call()
+    def record_metrics(self, step: int, save: str, metrics: str) -> None:
+        """Records the metrics of an evaluation; see `evaluations`.
+
+        Args:
+          step: the training step that was evaluated.
+          save: of this world.
+          metrics: JSON text.
+        """
+        evaluation = evaluations.Evaluation(
+            run=self._world.run, step=step, save=save, metrics=metrics
+        )
+        evaluations.record(self._root(), evaluation)
+
+    @calls.call()
+    def evaluations(self, line: Line) -> tuple[tuple[int, str], ...]:
+        """The training steps of a line with metrics; see `evaluations.counted`."""
+        return tuple(evaluations.counted(self._root(), line, run=self._world.run))
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def steps_in_ram(self, line: Line) -> tuple[StepInRam, ...]:
+        """The steps of a line that are whole in RAM; see `backlog.steps_in_ram`."""
+        return tuple(backlog.steps_in_ram(self._world, line))
+
+    @calls.call()
+    def secs_since_backup(self) -> float:
+        """How long ago a step was stored; see `backlog.secs_since_backup`."""
+        return backlog.secs_since_backup(self._world)
 
     def close(self) -> None:
         """Removes this world's mark from storage: it writes no more."""
@@ -297,8 +348,7 @@ class HostBackup:
         return self._world.root
 
     @functools.cached_property
-    def collector(self) -> backup_collector.BackupCollector:
-        """Removes the steps that are not kept, and records what ranks them."""
+    def _collector(self) -> backup_collector.BackupCollector:
         return backup_collector.BackupCollector(self._world)
 
     @functools.cached_property
@@ -315,17 +365,19 @@ class HostBackup:
             else captured.chunk_shapes
         )
 
-    def _saved_step(self, holdings: Holdings, backup: OfBackup) -> upload.SavedStep:
-        chunks = self._chunks(holdings, backup.step, backup.save)
+    def _saved_step(
+        self, holdings: Holdings, step: int, save: str, names: Names
+    ) -> upload.SavedStep:
+        chunks = self._chunks(holdings, step, save)
         return upload.SavedStep(
             run=self._world.run,
-            step=backup.step,
-            save=backup.save,
+            step=step,
+            save=save,
             contents=holdings.contents,
             arrays={
                 path: ocdbt.StoredArray(
                     checkpointable=checkpointable, name=name, chunk=chunks[path]
                 )
-                for path, (checkpointable, name) in backup.names.items()
+                for path, (checkpointable, name) in names.items()
             },
         )

@@ -26,23 +26,6 @@ class BackupCollector:
         self._tier = world.persistent
         self._leases = leases.Watch()
 
-    def record(self, step: int, save: str, metrics: str) -> None:
-        """Records the metrics of an evaluation; see `evaluations`.
-
-        Args:
-          step: the training step that was evaluated.
-          save: of this world.
-          metrics: JSON text.
-        """
-        evaluation = evaluations.Evaluation(
-            run=self._run, step=step, save=save, metrics=metrics
-        )
-        evaluations.record(self._root, evaluation)
-
-    def evaluations(self, line: Line) -> list[tuple[int, str]]:
-        """The training steps of a line with metrics; see `evaluations.counted`."""
-        return evaluations.counted(self._root, line, run=self._run)
-
     def collect(self, line: Line, step: int, *, overwrite: bool) -> None:
         """Removes what is no longer kept.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import calls, errors
 from elastic_ckpt.host import backup_copies, part_offers, replication, verified_read
 from elastic_ckpt.host.answers import Placed, Replicated
 from elastic_ckpt.host.world import HostWorld, not_in_ram
@@ -33,10 +33,12 @@ class HostCopies:
         self._part_exchange = world.exchanges["copies"]
         self._backups = backup_copies.BackupCopies(world)
 
+    @calls.call()
     def offer(self, step: int, save: str) -> None:
         """Offers what this host has of a step."""
         self._part_exchange.offer(part_offers.of_save(self._world, step, save))
 
+    @calls.call()
     def place(self, step: int, save: str) -> Placed:
         """Places the copies of a step, and compares replicas; host 0 does it.
 
@@ -53,6 +55,7 @@ class HostCopies:
             self._backups.send(message)
         return placed
 
+    @calls.call(limit_secs=calls.LONG_SECS)
     def take(self, step: int, save: str) -> Replicated:
         """Takes the copies that placement gives this host.
 

@@ -14,7 +14,7 @@ messages of hosts below it and one of the host above it, however many hosts ther
 
 `merge` and `pass_on` return the messages that could not be read. Their writers are
 alive, only their machines' agents do not answer: the driver asks the hosts themselves
-for these messages (`part_requests.ForwardMail`), delivers them, and repeats the call.
+for these messages (`HostWorld.forward_mail`), delivers them, and repeats the call.
 """
 
 from __future__ import annotations

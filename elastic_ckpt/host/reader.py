@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import calls, errors, storage
 from elastic_ckpt.host import (
     idle_repair,
     recovery,
@@ -50,8 +50,9 @@ class HostReader:
         self.sharing = step_sharing.StepSharing(world)
         self._search = step_search.StepSearch(world, self.sharing)
 
+    @calls.call()
     def find(
-        self, query: step_search.Query, surveyed: Sequence[int] | None
+        self, query: step_search.Query, surveyed: tuple[int, ...] | None
     ) -> SearchOutcome:
         """Finds the newest complete step, or a certain one, without some saves.
 
@@ -65,14 +66,16 @@ class HostReader:
         """
         return self._search.find(query, surveyed)
 
-    def complete_steps(self) -> list[CheckpointMetadata]:
+    @calls.call()
+    def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
         """The steps that are complete, ascending, without those that are abandoned.
 
         Those that Orbax alone saved are among them.
         """
-        return self._search.complete_steps()
+        return tuple(self._search.complete_steps())
 
-    def open_step(self, step: int, save: str, *, is_shared: bool) -> None:
+    @calls.call()
+    def open_step(self, step: int, save: str, *, is_shared: bool = False) -> None:
         """Opens a step for reading.
 
         Args:
@@ -96,6 +99,7 @@ class HostReader:
         saved = SavedStep(self._world.run, step, save, contents)
         self._restoring = _Restoring(saved=saved, whole=whole)
 
+    @calls.call()
     def offer_wanted(self) -> None:
         """Offers a list of the boxes that this host needs of the step that is open."""
         restoring = self._opened()
@@ -104,6 +108,7 @@ class HostReader:
             wanted = recovery.wanted_boxes(restoring.wanted, restoring.saved.contents)
         self.sharing.offer_wanted(restoring.saved, wanted)
 
+    @calls.call()
     def opened(self) -> Contents:
         """The contents of the step that was opened."""
         return self._opened().saved.contents
@@ -149,6 +154,7 @@ class HostReader:
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
         return {leaf.path: saved[contents.listed_path(leaf.path)] for leaf in wanted}
 
+    @calls.call(limit_secs=calls.LONG_SECS)
     def read(self) -> dict[str, int]:
         """Reads and verifies the selected parts of the step.
 
@@ -193,6 +199,7 @@ class HostReader:
             total[near[offer]] += num_bytes
         return dict(total)
 
+    @calls.call(limit_secs=calls.LONG_SECS)
     def materialise(self, component: str) -> str:
         """Writes the verified files of a component; returns the directory."""
         restoring = self._opened()
@@ -227,12 +234,14 @@ class HostReader:
             for leaf in restoring.wanted
         }
 
-    def bad_copies(self) -> list[BadCopyReport]:
+    @calls.call()
+    def bad_copies(self) -> tuple[BadCopyReport, ...]:
         """The bad copies that this host detected while it read."""
         bad = [each for reader in self._opened().readers for each in reader.bad]
-        return list(dict.fromkeys(map(recovery.report, bad)))
+        return tuple(dict.fromkeys(map(recovery.report, bad)))
 
-    def repair(self, bad: Sequence[BadCopyReport]) -> list[str]:
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def repair(self, bad: tuple[BadCopyReport, ...]) -> tuple[str, ...]:
         """Repairs bad copies of the step that was read: this host's, and idle ones.
 
         Each bad copy of no host of the world is repaired by one host of it.
@@ -247,18 +256,19 @@ class HostReader:
         is_own = any((each.tier, each.host) == ("local", own.host.id) for each in bad)
         idle = idle_repair.dealt(bad, world.hosts, world.number)
         if world.is_read_only or not (is_own or idle):
-            return []
+            return ()
         try:
             whole = self._whole(self._opened())
         except errors.CheckpointError as error:
             # The step was read; it is not given up for copies that stay bad.
             logging.warning("bad copies are not repaired: %s", error)
-            return []
+            return ()
         holdings = whole.step.holdings
         reader = verified_read.VerifiedReader(whole.sources)
         mended = recovery.put_right(holdings, reader, own, bad)
-        return mended + idle_repair.put_right(holdings, whole.sources, idle)
+        return (*mended, *idle_repair.put_right(holdings, whole.sources, idle))
 
+    @calls.call()
     def close_step(self) -> None:
         """Releases the step that is open, its values and messages."""
         self._release()

@@ -14,7 +14,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import errors, host_memory, storage
+from elastic_ckpt.core import calls, errors, host_memory, storage
 from elastic_ckpt.host import (
     capture,
     captured_step,
@@ -22,7 +22,7 @@ from elastic_ckpt.host import (
     views,
 )
 from elastic_ckpt.host.answers import Written
-from elastic_ckpt.host.step_notes import OfWrittenStep
+from elastic_ckpt.host.step_notes import WrittenStep
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, retention
 from elastic_ckpt.manifests.line import Line
@@ -84,12 +84,19 @@ class HostSaver:
         """The directory for the component files of a step that is being saved."""
         return self._saving[step, save].directory
 
+    @calls.call()
     def write(
-        self, step: int, save: str, components: Sequence[str], problem: str | None
+        self, step: int, save: str, components: tuple[str, ...], problem: str | None
     ) -> Written:
         """Writes the captured values.
 
         Without a local tier the files are read, and nothing is written.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          components: that have written their files.
+          problem: why the step cannot be written, on this driver; None if it can.
 
         Raises:
           CheckpointError: if it does not fit, or an earlier problem prevents it.
@@ -118,6 +125,7 @@ class HostSaver:
         writer.write(saving.captured)
         return self._files(saving)
 
+    @calls.call()
     def files(self, step: int, save: str) -> Written:
         """Returns the answer of `write`, for a step that it could not write.
 
@@ -129,7 +137,8 @@ class HostSaver:
             raise errors.CheckpointError("components have not written their files")
         return self._files(saving)
 
-    def hold(self, written: OfWrittenStep) -> None:
+    @calls.call()
+    def hold(self, written: WrittenStep) -> None:
         """Makes a backup read the captured values, until `abandon`."""
         step, save = written.step, written.save
         saving = self._saving[step, save]
@@ -144,7 +153,8 @@ class HostSaver:
             host=self._world.own.host,
         )
 
-    def commit(self, written: OfWrittenStep) -> None:
+    @calls.call()
+    def commit(self, written: WrittenStep) -> None:
         """Commits this host's part of the step."""
         saving = self._saving.pop((written.step, written.save))
         assert saving.writer is not None
@@ -153,6 +163,7 @@ class HostSaver:
         files = _component_files(saving, written)
         saving.writer.commit(files, contents=contents)
 
+    @calls.call()
     def abandon(self, step: int, save: str) -> None:
         """Removes the files that this host wrote of a step, committed or not."""
         self._world.captured.pop((step, save), None)
@@ -167,12 +178,13 @@ class HostSaver:
             # Components began to write, even if there is no room.
             self._world.own.remove(step, save)
 
+    @calls.call()
     def collect(
         self,
         step: int,
         save: str,
-        in_flight: Sequence[int],
-        preserved: Sequence[int],
+        in_flight: tuple[int, ...],
+        preserved: tuple[int, ...],
         parents: tuple[tuple[int, str], ...],
     ) -> None:
         """Removes steps that are not needed after a step is complete.
@@ -217,12 +229,18 @@ class HostSaver:
             oldest = min([step, *in_flight])
             self._world.own.remove_idle(line, before=oldest, preserved=preserved)
 
+    @calls.call()
     def remove(self, step: int) -> bool:
         """Removes all saves of a step; returns whether there were any."""
         saves = [each for each in self._world.own.held() if each[0] == step]
         for each in saves:
             self._world.own.remove(*each)
         return bool(saves)
+
+    @calls.call()
+    def digests(self, step: int, save: str, under: tuple[str, ...]) -> dict[str, str]:
+        """Digests of what several hosts hold of a step; see `CapturedStep.digests`."""
+        return self._world.captured[step, save].digests(under)
 
     def _staging(self, step: int, save: str) -> epath.Path:
         if self._world.local_tier is None:
@@ -276,7 +294,7 @@ class _Saving:
             storage.remove(self.staging.parent)
 
 
-def _contents(saving: _Saving, written: OfWrittenStep) -> Contents:
+def _contents(saving: _Saving, written: WrittenStep) -> Contents:
     return Contents(
         leaves=saving.captured.leaves,
         components={name: len(files) for name, files in written.parts.items()},
@@ -284,7 +302,7 @@ def _contents(saving: _Saving, written: OfWrittenStep) -> Contents:
     )
 
 
-def _component_files(saving: _Saving, written: OfWrittenStep) -> list[ComponentFile]:
+def _component_files(saving: _Saving, written: WrittenStep) -> list[ComponentFile]:
     files = []
     for file in saving.written:
         component, _, name = file.path.partition("/")

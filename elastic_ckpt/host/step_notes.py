@@ -58,37 +58,17 @@ class StepNotes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfStep:
-    """Fields of requests about one save of one step.
+class WrittenStep:
+    """A step that all hosts have written.
 
     Attributes:
       step: the training step.
       save: which save of it.
-    """
-
-    step: int
-    save: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OfWrittenStep(OfStep):
-    """Fields of requests about a step that all hosts have written.
-
-    Attributes:
       parts: by component and file, the number of the part that a file is.
       notes: of the step.
     """
 
+    step: int
+    save: str
     parts: Parts
     notes: StepNotes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OfBackup(OfStep):
-    """Fields of requests about the backup of a step.
-
-    Attributes:
-      names: by the path of a leaf, the checkpointable and name that Orbax uses.
-    """
-
-    names: Mapping[str, tuple[str, str]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from etils import epath
@@ -29,7 +29,8 @@ _NOTHING = SearchOutcome(
 )
 
 
-class Query(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Query:
     """The step that is wanted.
 
     Attributes:
@@ -40,11 +41,11 @@ class Query(NamedTuple):
       is_shared: whether its parts are kept, to deal them to all hosts.
     """
 
-    step: int | None
-    without: Collection[tuple[int, str]]
-    save: str
-    own_line: line.Line | None
-    is_shared: bool
+    step: int | None = None
+    without: tuple[tuple[int, str], ...] = ()
+    save: str = ""
+    own_line: line.Line | None = None
+    is_shared: bool = False
 
 
 class StepSearch:
@@ -66,7 +67,7 @@ class StepSearch:
           CheckpointError: if a certain step is not complete.
         """
         if surveyed is None or not self._world.is_connected:
-            alone = query._replace(is_shared=False)
+            alone = dataclasses.replace(query, is_shared=False)
             return self._find(alone, self._world.ram_tiers)
         ram = self._sharing.survey(surveyed)
         if ram.is_partial:
@@ -78,11 +79,11 @@ class StepSearch:
             return dataclasses.replace(_NOTHING, needs=error.step)
 
     def _find(self, query: Query, ram_tiers: Sequence[Tier]) -> SearchOutcome:
-        step, without, save, own_line, is_shared = query
+        step, save, own_line = query.step, query.save, query.own_line
         tiers, foreign, recorded, out_of_reach = self._within_reach(ram_tiers)
         own = [] if own_line is None else [own_line]
         looking = tier_search.Search(
-            tiers, lines=[*own, *recorded], without=set(without)
+            tiers, lines=[*own, *recorded], without=set(query.without)
         )
         passed_over: Mapping[int, str] = {}
         refusal: str | None = None
@@ -113,7 +114,7 @@ class StepSearch:
             complete, chosen = self._foreign_step(foreign_step, foreign), None
         elif chosen is not None:
             complete = self._complete(chosen)
-        kept = chosen if is_shared else None
+        kept = chosen if query.is_shared else None
         self._sharing.choose(kept)
         return SearchOutcome(
             complete_step=complete,

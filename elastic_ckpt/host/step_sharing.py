@@ -14,11 +14,11 @@ Between two of these, hosts `merge` and `pass_on` level by level.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import calls, errors
 from elastic_ckpt.host import part_offers
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import part_choices, read_plan, search
@@ -46,10 +46,12 @@ class StepSharing:
         self._ram = SurveyedRam(PartMessage())
         self._chosen: FoundStep | None = None
 
+    @calls.call()
     def offer_saves(self) -> None:
         """Offers the steps that this host has."""
         self._part_exchange.offer(part_offers.of_all(self._world))
 
+    @calls.call()
     def offer_step(self, step: int) -> None:
         """Offers what this host has of a step."""
         self._part_exchange.offer(part_offers.of_step(self._world, step))
@@ -98,6 +100,7 @@ class StepSharing:
         if step_found is None:
             self._ram = SurveyedRam(PartMessage())
 
+    @calls.call()
     def share(self, step: int, save: str) -> None:
         """Passes the contents of the chosen step to all hosts; host 0 does it.
 
@@ -118,7 +121,8 @@ class StepSharing:
             raise errors.CheckpointError(f"step {step}: its contents were not received")
         return tables[0].saved.contents
 
-    def plan(self, step: int, save: str, components: Collection[str]) -> None:
+    @calls.call()
+    def plan(self, step: int, save: str, components: tuple[str, ...]) -> None:
         """Plans the reads of all hosts, and deals each its parts; host 0 does it.
 
         Args:
@@ -181,6 +185,7 @@ class StepSharing:
         )
         return FoundStep(step=complete, sources=sources)
 
+    @calls.call()
     def end(self) -> None:
         """Removes the messages of this host, which all hosts have read."""
         self._part_exchange.end()

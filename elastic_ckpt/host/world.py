@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import calls, errors
 from elastic_ckpt.host.captured_step import CapturedStep
-from elastic_ckpt.host.part_exchange import KINDS, Kind, PartExchange
+from elastic_ckpt.host.part_exchange import KINDS, Kind, Letter, PartExchange
 from elastic_ckpt.manifests import failure_domains, layout, placement
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Host
@@ -31,6 +33,22 @@ from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.ram.machine import find as find_machine
 from elastic_ckpt.tiers.source import ReadError, Source, Tier, merged
+
+# The columns of messages are much alike, and speed counts.
+_COMPRESSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forwarded:
+    """The part of a host in what agents did not send.
+
+    Attributes:
+      messages: by name, compressed.
+      urls: by the id of its machine, an agent that serves it now.
+    """
+
+    messages: Mapping[str, bytes]
+    urls: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,6 +267,7 @@ class HostWorld:
             raise errors.CheckpointError(not_in_ram(step, problems))
         return sources
 
+    @calls.call()
     def new_save(self, after: str) -> str:
         """A name for the saves from now on, greater as text than `after` and its own.
 
@@ -270,15 +289,10 @@ class HostWorld:
             is_patient=True,
         )
 
-    def serve_beside(self) -> str | None:
-        """Serves this machine's RAM by another agent: the present one does not answer.
-
-        What this host has does not depend on that agent, which may be stopped, or busy.
-
-        Returns:
-          The url of the new one; None if another host has to start it, or there is no
-          other port for it.
-        """
+    def _serve_beside(self) -> str | None:
+        # Serves this machine's RAM by another agent: the present one does not answer,
+        # as it may be stopped, or busy. None if another host has to start it, or there
+        # is no other port for it.
         service = self._service
         if self._beside is None and service is not None and not service.port:
             try:
@@ -287,8 +301,8 @@ class HostWorld:
                 logging.warning("%s", error)
         return None if self._beside is None else self._beside.url
 
-    def use_agents(self, urls: Mapping[str, str]) -> None:
-        """Asks other agents from now on, by the ids of their machines."""
+    def _use_agents(self, urls: Mapping[str, str]) -> None:
+        # Asks other agents from now on, by the ids of their machines.
         for machine, url in urls.items():
             before = self._urls.get(machine)
             if before is not None and before != url:
@@ -300,6 +314,67 @@ class HostWorld:
                     if each != before
                 } | {url: certificate}
                 self.agent_urls[machine] = agent_url.pinned(url, certificate)
+
+    @calls.call(channel="kind")
+    def merge_parts(self, kind: Kind, level: int) -> tuple[Letter, ...]:
+        """Merges what is offered below this host; see `PartExchange.merge`."""
+        return self.exchanges[kind].merge(level)
+
+    @calls.call(channel="kind")
+    def pass_parts(self, kind: Kind, level: int) -> tuple[Letter, ...]:
+        """Takes this host's parts, and passes on others; see `PartExchange.pass_on`."""
+        return self.exchanges[kind].pass_on(level)
+
+    @calls.call(channel="kind")
+    def forward_mail(self, kind: Kind, letters: tuple[Letter, ...]) -> Forwarded:
+        """Returns the messages of this host that its machine's agent did not send.
+
+        The first host of such a machine starts another agent, for what is read later.
+
+        Args:
+          kind: of the exchange.
+          letters: that could not be read.
+        """
+        del kind
+        messages = {}
+        for letter in letters:
+            if letter.writer == self.number:
+                with contextlib.suppress(ReadError):
+                    content = self.mail.read(self.number, letter.name)
+                    messages[letter.name] = zlib.compress(content, _COMPRESSION)
+        writers = {self.hosts[letter.writer].id for letter in letters}
+        machine = self.disk.machine
+        url: str | None = None
+        if machine in {i.rpartition(".")[0] for i in writers}:
+            url = self._serve_beside()
+        return Forwarded(messages=messages, urls={} if url is None else {machine: url})
+
+    @calls.call(channel="kind")
+    def deliver_mail(
+        self,
+        kind: Kind,
+        letters: tuple[Letter, ...],
+        forwarded: tuple[Forwarded, ...],
+    ) -> None:
+        """Delivers what `forward_mail` returned.
+
+        Args:
+          kind: of the exchange.
+          letters: that could not be read.
+          forwarded: by each host, by number.
+        """
+        del kind
+        for each in forwarded:
+            self._use_agents(each.urls)
+        for letter in letters:
+            content = forwarded[letter.writer].messages.get(letter.name)
+            if letter.reader == self.number and content is not None:
+                self.mail.deliver(letter.writer, letter.name, zlib.decompress(content))
+
+    @calls.call()
+    def secs_until_peers_are_asked(self) -> float:
+        """How long this host still leaves peers alone that have failed, in seconds."""
+        return self.client.left_skipped_secs()
 
     def close(self) -> None:
         """Removes the messages of this host, and ends the agent that it has started."""

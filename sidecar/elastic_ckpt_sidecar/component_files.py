@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import calls, storage
+from elastic_ckpt.host.saver import HostSaver
 
 
 def read(directory: epath.PathLike) -> dict[str, bytes]:
@@ -41,3 +42,30 @@ def take(directory: epath.PathLike, components: Sequence[str]) -> dict[str, byte
     }
     storage.remove(directory)
     return contents
+
+
+class ComponentFiles:
+    """The files of components on a host, for a head that has not its memory.
+
+    Args:
+      saver: of the host.
+    """
+
+    def __init__(self, saver: HostSaver) -> None:
+        self._saver = saver
+
+    @calls.call()
+    def put(self, step: int, save: str, files: Mapping[str, bytes]) -> None:
+        """Writes files into a step that is being saved.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          files: by path in the step, their content.
+        """
+        write(self._saver.directory(step, save), files)
+
+    @calls.call()
+    def get(self, directory: str) -> Mapping[str, bytes]:
+        """Returns the content of the files below a directory of the host, by path."""
+        return read(directory)

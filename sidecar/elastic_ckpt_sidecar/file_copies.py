@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.host import read_requests, save_requests
-from elastic_ckpt_sidecar import array_requests, component_files
+from elastic_ckpt.core.calls import Call
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.saver import HostSaver
+from elastic_ckpt_sidecar import component_files
+from elastic_ckpt_sidecar.component_files import ComponentFiles
+from elastic_ckpt_sidecar.host_arrays import HostArrays
 
 
 class FileCopies:
-    """Copies files before and after the requests that use them.
+    """Copies files before and after the calls that use them.
 
     Args:
-      first: runs a request on host 0.
+      first: calls a method of host 0.
     """
 
-    def __init__(self, first: Callable[[Any], Any]) -> None:
+    def __init__(self, first: Callable[..., Any]) -> None:
         self._first = first
         self._captured: dict[tuple[int, str], str] = {}
         self._restored: list[str] = []
 
-    def before(self, request: Any) -> None:
+    def before(self, call: Call, arguments: Mapping[str, Any]) -> None:
         """Sends host 0 the files that components of the head have written."""
-        match request:
-            case save_requests.WriteStep(step=step, save=save):
-                directory = self._captured.pop((step, save))
-                files = component_files.take(directory, request.components)
-                if files and request.problem is None:
-                    self._first(
-                        array_requests.PutFiles(step=step, save=save, files=files)
-                    )
+        if call.method is HostSaver.write:
+            step, save = arguments["step"], arguments["save"]
+            directory = self._captured.pop((step, save))
+            files = component_files.take(directory, arguments["components"])
+            if files and arguments["problem"] is None:
+                self._first(ComponentFiles.put, step, save, files)
 
-    def after(self, request: Any, answers: list[Any]) -> None:
+    def after(
+        self, call: Call, arguments: Mapping[str, Any], answers: list[Any]
+    ) -> None:
         """Receives the files that components of the head will read."""
-        match request:
-            case array_requests.CaptureArrays(step=step, save=save):
-                self._captured[step, save] = answers[0]
-            case read_requests.MaterialiseComponent():
-                self._restored.append(answers[0])
-                files = self._first(array_requests.GetFiles(directory=answers[0]))
-                component_files.write(answers[0], files)
-            case read_requests.CloseStep():
-                while self._restored:
-                    storage.remove(self._restored.pop())
+        if call.method is HostArrays.capture:
+            self._captured[arguments["step"], arguments["save"]] = answers[0]
+        elif call.method is HostReader.materialise:
+            self._restored.append(answers[0])
+            files = self._first(ComponentFiles.get, answers[0])
+            component_files.write(answers[0], files)
+        elif call.method is HostReader.close_step:
+            while self._restored:
+                storage.remove(self._restored.pop())

@@ -1,7 +1,7 @@
-"""The host agent: runs requests on an accelerator host under a single controller.
+"""The host agent: runs calls on an accelerator host under a single controller.
 
 One object in each host's process, in colocated Python, has the endpoints of its hosts.
-The head sends requests and polls for the answers, because the calls of a process may
+The head sends calls and polls for the answers, because the calls of a process may
 be carried out one after the other: a host that writes, copies or reads for seconds
 does so in a thread, and the data iterator's calls are not held up.
 """
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -20,17 +20,32 @@ import jax
 import numpy as np
 from jax.experimental import colocated_python
 
-from elastic_ckpt.core import addresses, background, codec
+from elastic_ckpt.core import addresses, background, calls, codec
 from elastic_ckpt.host.endpoint import HostEndpoint
+from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import failures, messages
-from elastic_ckpt_sidecar.array_requests import COLOCATED_PHASES
-from elastic_ckpt_sidecar.colocated_tiers import ColocatedTiers, HostChoice
+from elastic_ckpt_sidecar.component_files import ComponentFiles
+from elastic_ckpt_sidecar.host_arrays import HostArrays
 
 # An answer is returned in chunks, because a method returns arrays of a fixed size.
 CHUNK_BYTES = 16384
 # Stands for the length of an answer that is not there yet.
 UNDER_WAY = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostChoice(HostConfig):
+    """The configuration of a host, from the head.
+
+    Its agent uses the local address from which the host reaches the head; `interface`
+    of the peer tier is an address of the head.
+
+    Attributes:
+      device_ids: of its CPU devices.
+    """
+
+    device_ids: tuple[int, ...]
 
 
 class _HostAgent:
@@ -45,7 +60,7 @@ class _HostAgent:
         self._host_of = {
             device: choice.number for choice in choices for device in choice.device_ids
         }
-        self._hosts: dict[int, HostEndpoint[ColocatedTiers]] = {}
+        self._hosts: dict[int, HostEndpoint] = {}
         self._answers: dict[tuple[int, int], futures.Future[bytes]] = {}
 
     @failures.reported
@@ -64,7 +79,7 @@ class _HostAgent:
         def machine_id(device: jax.Device) -> np.ndarray:
             choice = self._choices[self._host_of[device.id]]
             text = ""
-            # The first request of the driver raises the error.
+            # The first call of the driver raises the error.
             with contextlib.suppress(OSError):
                 text = machine.machine_id(choice.directory)
             return np.frombuffer(text.ljust(machine.ID_LENGTH).encode(), np.uint8)
@@ -73,10 +88,10 @@ class _HostAgent:
 
     @failures.reported
     def begin(self, call: jax.Array) -> jax.Array:
-        """Begins a request, under the number of the call; answers as `lengths`."""
+        """Begins a call, under its number; answers as `lengths`."""
         content = messages.decode(call)
         for number in self._asked(call):
-            ask = functools.partial(self._answer, number, content["request"])
+            ask = functools.partial(self._answer, number, content["method"])
             self._answers[content["call"], number] = background.in_thread(
                 ask, name="host-agent"
             )
@@ -112,7 +127,7 @@ class _HostAgent:
         """Keeps the arrays of a group, on the devices of `call`, for a capture."""
         content = messages.decode(call)
         for number in self._asked(call):
-            self._hosts[number].tiers.arrays.hold(
+            self._arrays_of(number).hold(
                 content["layout"], content["group"], arrays, kept=content["kept"]
             )
         return messages.on_each(call, 0)
@@ -125,7 +140,7 @@ class _HostAgent:
         """
         content = messages.decode(call)
         layout, group = content["layout"], content["group"]
-        hosts = [self._hosts[number].tiers.arrays for number in self._asked(call)]
+        hosts = [self._arrays_of(number) for number in self._asked(call)]
         made = [arrays.made(layout, group) for arrays in hosts]
         abstract = hosts[0].abstract(layout, group)
         return [
@@ -143,10 +158,13 @@ class _HostAgent:
             {self._host_of[shard.device.id] for shard in call.addressable_shards}
         )
 
+    def _arrays_of(self, number: int) -> HostArrays:
+        return self._hosts[number].part(HostArrays.__name__)
+
     def _answer(self, number: int, encoded: Any) -> bytes:
         try:
-            request = COLOCATED_PHASES.decode(encoded)
-            answer = codec.encode(request.run(self._hosts[number]))
+            call, arguments = calls.decode(encoded)
+            answer = codec.encode(call.run(self._hosts[number], arguments))
             return json.dumps({"answer": answer}).encode()
         # The root of a thread: the head raises it.
         except Exception as error:
@@ -162,18 +180,19 @@ class _HostAgent:
         return messages.reply(call, length)
 
 
-def _endpoint(
-    choice: HostChoice, devices: dict[int, jax.Device]
-) -> HostEndpoint[ColocatedTiers]:
+def _endpoint(choice: HostChoice, devices: dict[int, jax.Device]) -> HostEndpoint:
     peers = choice.chosen.peers
     if peers is not None and peers.interface is not None:
         own_address = addresses.toward(peers.interface)
         peers = dataclasses.replace(peers, interface=own_address)
-    make_tiers = functools.partial(
-        ColocatedTiers, device_ids=choice.device_ids, devices=devices
-    )
     chosen = dataclasses.replace(choice.chosen, peers=peers)
-    return HostEndpoint(dataclasses.replace(choice, chosen=chosen), make_tiers)
+
+    def more_parts(parts: Mapping[str, Any]) -> Mapping[str, Any]:
+        saver, reader = parts["HostSaver"], parts["HostReader"]
+        arrays = HostArrays(saver, reader, own=choice.device_ids, devices=devices)
+        return {"HostArrays": arrays, "ComponentFiles": ComponentFiles(saver)}
+
+    return HostEndpoint(dataclasses.replace(choice, chosen=chosen), more_parts)
 
 
 HostAgent: Any = colocated_python.colocated_python_class(_HostAgent)

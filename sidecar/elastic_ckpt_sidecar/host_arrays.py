@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import jax
 import numpy as np
 
-from elastic_ckpt.core import boxes
+from elastic_ckpt.core import boxes, calls
 from elastic_ckpt.host import trees
 from elastic_ckpt.host.capture import Shards
 from elastic_ckpt.host.reader import HostReader
@@ -19,7 +19,7 @@ _Held = dict[int, jax.Array]
 
 
 class HostArrays:
-    """The arrays of one host, for the requests of saves and restores.
+    """The arrays of one host, for the calls of saves and restores.
 
     A save goes through `hold` for each group, and `capture`; a restore through
     `select`, before the host reads, and `made` for each group.
@@ -51,8 +51,9 @@ class HostArrays:
         self._kept: set[str] = set()
         self._dtypes: dict[str, str] = {}
 
-    def describe(self, layout: int, groups: Sequence[GroupDescription]) -> None:
-        """Receives a layout, which later requests name by its number."""
+    @calls.call()
+    def describe(self, layout: int, groups: tuple[GroupDescription, ...]) -> None:
+        """Receives a layout, which later calls name by its number."""
         known = [each.group(self._devices) for each in groups]
         self._boxes[layout] = {
             leaf.path: self._boxes_of(group, leaf)
@@ -83,6 +84,7 @@ class HostArrays:
             if kept:
                 self._kept.add(leaf.path)
 
+    @calls.call()
     def capture(self, step: int, save: str, layout: int) -> str:
         """Copies the held shards, and releases them; see `Hosts.capture`."""
         held, kept = self._held, self._kept
@@ -96,7 +98,8 @@ class HostArrays:
         }
         return self._saver.capture(step, save, shards)
 
-    def select(self, layout: int, components: Sequence[str]) -> None:
+    @calls.call()
+    def select(self, layout: int, components: tuple[str, ...]) -> None:
         """Selects this host's boxes of a layout, to be read from the open step.
 
         Args:
@@ -115,6 +118,7 @@ class HostArrays:
             leaf.path: saved[leaf.path] for leaf in leaves if leaf.dtype is None
         }
 
+    @calls.call()
     def dtypes(self) -> dict[str, str]:
         """Returns the saved dtypes of the leaves that are requested in any dtype."""
         return self._dtypes

@@ -1,7 +1,7 @@
 """The head's handle of all hosts of a world, whose agents run beside the accelerators.
 
 It implements `checkpoint.hosts.Hosts`, so saves and restores are driven as in a
-multi-controller world. Requests and answers are messages; arrays stay on their hosts.
+multi-controller world. Calls and answers are messages; arrays stay on their hosts.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.core import background, errors, topology
+from elastic_ckpt.core import background, calls, errors, topology
 from elastic_ckpt.data import compatibility
-from elastic_ckpt.host import read_requests, save_requests, world_requests
 from elastic_ckpt.host.answers import HostsFailedError, failure
 from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.phases import Request, decode_answer
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt.host.step_boxes import TreeReading
 from elastic_ckpt.host.trees import arrays as captured_leaves
 from elastic_ckpt.host.trees import asked, rebuilt
 from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (
-    array_requests,
     failures,
     head_arrays,
     host_agent,
@@ -38,13 +37,14 @@ from elastic_ckpt_sidecar import (
     worker,
 )
 from elastic_ckpt_sidecar.array_layout import Group
-from elastic_ckpt_sidecar.array_requests import COLOCATED_PHASES
-from elastic_ckpt_sidecar.colocated_tiers import ColocatedTiers, HostChoice
 from elastic_ckpt_sidecar.file_copies import FileCopies
 from elastic_ckpt_sidecar.head_arrays import HostDevices
+from elastic_ckpt_sidecar.host_agent import HostChoice
+from elastic_ckpt_sidecar.host_arrays import HostArrays
 
 AnswerT = TypeVar("AnswerT")
-ColocatedRequest = Request[HostEndpoint[ColocatedTiers], AnswerT]
+P = ParamSpec("P")
+Method = Callable[Concatenate[Any, P], AnswerT]
 
 
 def hosts_of(mesh: Mesh) -> list[HostDevices]:
@@ -101,21 +101,29 @@ class RemoteHosts:
         # This also runs if `close` is never called.
         background.close_with(self, functools.partial(_release, self._agent))
 
-    def all(self, request: ColocatedRequest[AnswerT]) -> list[AnswerT]:
+    def all(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> list[AnswerT]:
         """See `Hosts`."""
+        call = calls.of(method)
+        arguments = call.bind(*args, **kwargs)
         if self._copies is not None:
-            self._copies.before(request)
-        answers = self._send(self._everyone, request)
+            self._copies.before(call, arguments)
+        answers = self._send(self._everyone, call, arguments)
         if self._copies is not None:
-            self._copies.after(request, answers)
+            self._copies.after(call, arguments, answers)
         return answers
 
-    def first(self, request: ColocatedRequest[AnswerT]) -> AnswerT:
+    def first(
+        self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
+    ) -> AnswerT:
         """See `Hosts`."""
-        return self._send(self._first, request)[0]
+        call = calls.of(method)
+        return self._send(self._first, call, call.bind(*args, **kwargs))[0]
 
-    def share(self, value: AnswerT) -> list[AnswerT]:
+    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
         """See `Hosts`; this process is the only driver."""
+        del name
         return [value]
 
     def are_leaving(self, error: BaseException) -> bool:
@@ -135,16 +143,14 @@ class RemoteHosts:
             arrays = head_arrays.beside(group, of_group)
             self._call(self._agent.hold, content, _over(group.mesh), *arrays)
         try:
-            return self.all(
-                array_requests.CaptureArrays(step=step, save=save, layout=layout)
-            )[0]
+            return self.all(HostArrays.capture, step, save, layout)[0]
         except HostsFailedError:
-            self.all(save_requests.AbandonStep(step=step, save=save))
+            self.all(HostSaver.abandon, step, save)
             raise
 
     def opened(self) -> Contents:
         """See `Hosts`."""
-        return self.first(read_requests.GetContents())
+        return self.first(HostReader.opened)
 
     def check(
         self,
@@ -156,16 +162,14 @@ class RemoteHosts:
         self._others = {name: each.of_storage() for name, each in others.items()}
         groups, _ = self._arrays.to_restore(asked(trees))
         layout = self._layout(groups)
-        self.all(
-            array_requests.SelectArrays(layout=layout, components=tuple(components))
-        )
+        self.all(HostArrays.select, layout, tuple(components))
         return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._others))
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
         groups, wanted = self._arrays.to_restore(asked(trees))
         layout = self._layout(groups)
-        dtypes = self.first(array_requests.GetDtypes())
+        dtypes = self.first(HostArrays.dtypes)
         made: dict[str, Any] = {}
         for number, (group, of_group) in enumerate(zip(groups, wanted, strict=True)):
             abstract = [group.abstract(leaf, dtypes) for leaf in group.leaves]
@@ -186,7 +190,7 @@ class RemoteHosts:
         if not vars(self._agent):
             return
         try:
-            self.all(world_requests.CloseHost())
+            self.all(HostEndpoint.close)
         finally:
             messages.release(self._agent)
 
@@ -195,23 +199,23 @@ class RemoteHosts:
         if known is None:
             known = len(self._layouts)
             descriptions = tuple(group.describe() for group in groups)
-            self.all(array_requests.DescribeLayout(layout=known, groups=descriptions))
+            self.all(HostArrays.describe, known, descriptions)
             self._layouts[groups] = known
         return known
 
     def _send(
-        self, sharding: NamedSharding, request: ColocatedRequest[AnswerT]
-    ) -> list[AnswerT]:
+        self, sharding: NamedSharding, method: calls.Call, arguments: Mapping[str, Any]
+    ) -> list[Any]:
         call = next(self._numbers)
-        content = {"call": call, "request": COLOCATED_PHASES.encode(request)}
-        limit_secs = COLOCATED_PHASES.limit_secs(request)
+        content = {"call": call, "method": method.encode(arguments)}
+        limit_secs = method.limit_secs
         until_secs = time.monotonic() + limit_secs
         lengths = self._call(self._agent.begin, content, sharding)
         pauses = messages.pauses()
         while (lengths == host_agent.UNDER_WAY).any():
             if time.monotonic() > until_secs:
                 raise errors.RunError(
-                    f"hosts have not answered {type(request).__name__} for"
+                    f"hosts have not answered {method.name} for"
                     f" {limit_secs:g} s; look at their logs, and start the run again"
                 )
             next(pauses)
@@ -232,7 +236,7 @@ class RemoteHosts:
             kinds = [answers[number]["failed"]["kind"] for number in failed]
             is_replaced = errors.ReplacedError.__name__ in kinds
             raise failure(failed, is_replaced=is_replaced)
-        return [decode_answer(request, answer["answer"]) for answer in answers]
+        return [method.decode_answer(answer["answer"]) for answer in answers]
 
     def _call(
         self, method: Any, content: Any, sharding: NamedSharding, *arrays: jax.Array

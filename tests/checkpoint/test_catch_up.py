@@ -1,5 +1,6 @@
 """Backups that a world could not finish are made by the next one, from RAM."""
 
+import functools
 import json
 import threading
 
@@ -31,11 +32,12 @@ class Worlds:
         self._released = threading.Event()
         back_up = backup.HostBackup.back_up
 
-        def held_back_up(host, request):
+        @functools.wraps(back_up)
+        def held_back_up(host, **arguments):
             if self.is_held:
                 assert self._released.wait(600)
                 raise errors.CheckpointError("its process has ended")
-            return back_up(host, request)
+            return back_up(host, **arguments)
 
         monkeypatch.setattr(backup.HostBackup, "back_up", held_back_up)
 

@@ -1,5 +1,6 @@
 """Steps that are kept for their evaluations, or while another program reads them."""
 
+import functools
 import time
 
 import pytest
@@ -141,9 +142,10 @@ def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, 
 def test_the_best_and_pinned_steps_reach_slow_storage(tmp_path, monkeypatch):
     back_up = backup.HostBackup.back_up
 
-    def slow(*args):
+    @functools.wraps(back_up)
+    def slow(*args, **kwargs):
         time.sleep(0.2)
-        return back_up(*args)
+        return back_up(*args, **kwargs)
 
     monkeypatch.setattr(backup.HostBackup, "back_up", slow)
     run = saver(tmp_path, every=2, checkpoint_steps_to_keep="5")

@@ -14,10 +14,13 @@ from elastic_ckpt_sidecar import remote_hosts
 
 from elastic_ckpt.checkpoint import hosts, rendezvous, shared_step, stage_work
 from elastic_ckpt.core import checked_json, storage
-from elastic_ckpt.host import read_requests, save_requests, world_requests
 from elastic_ckpt.host.answers import HostsFailedError, Readiness
-from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
-from elastic_ckpt.host.step_notes import StepNotes
+from elastic_ckpt.host.endpoint import HostEndpoint
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.saver import HostSaver
+from elastic_ckpt.host.step_notes import StepNotes, WrittenStep
+from elastic_ckpt.host.step_search import Query
+from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import part_message
 from elastic_ckpt.tiers import find
 from tests.sidecar import simulated_hosts
@@ -61,7 +64,7 @@ def in_every_process(machines):
     barrier, values = threading.Barrier(NUM_HOSTS), {}
     drivers = [
         hosts.InEveryProcess(
-            HostEndpoint(config, HostTiers),
+            HostEndpoint(config),
             ThreadAllgather(config.number, barrier, values),
         )
         for config in chosen
@@ -103,23 +106,19 @@ def same(answers):
 def test_answers_of_all_hosts_come_in_their_order(drive):
     introduced = same(
         drive(
-            lambda driver: [
-                each.machine for each in driver.all(world_requests.Introduce())
-            ]
+            lambda driver: [each.machine for each in driver.all(HostEndpoint.introduce)]
         )
     )
     assert len(set(introduced)) == NUM_HOSTS
     drive(join)
     readiness = Readiness(can_copy=True, can_back_up=False, is_time=True)
-    shared = drive(lambda driver: driver.share(readiness))
+    shared = drive(lambda driver: driver.share("ready", readiness))
     assert same(shared) == [readiness] * len(shared)
 
 
 def test_the_first_host_alone_answers(drive):
     drive(join)
-    save = same(
-        drive(lambda driver: driver.first(world_requests.NewSave(after="1" * 20)))
-    )
+    save = same(drive(lambda driver: driver.first(HostWorld.new_save, "1" * 20)))
     assert save > "1" * 20
 
 
@@ -129,7 +128,7 @@ def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive, call, f
 
     def fail(driver):
         with pytest.raises(HostsFailedError) as raised:
-            getattr(driver, call)(read_requests.OpenStep(step=9, save="1"))
+            getattr(driver, call)(HostReader.open_step, 9, "1")
         return raised.value.of_host
 
     of_host = same(drive(fail))
@@ -141,7 +140,7 @@ def test_a_bug_reaches_each_driver_as_a_failure(drive):
     def fail(driver):
         # No host has joined.
         with pytest.raises(HostsFailedError, match="AssertionError"):
-            driver.first(read_requests.ListSteps())
+            driver.first(HostReader.complete_steps)
 
     drive(fail)
 
@@ -152,23 +151,20 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
 
     def save(driver):
         driver.capture(**one, trees=trees)
-        write = save_requests.WriteStep(**one, components=(), problem=None)
-        written = driver.all(write)
-        commit = save_requests.CommitStep(**one, parts={}, notes=NOTES)
-        driver.all(commit)
+        written = driver.all(HostSaver.write, **one, components=(), problem=None)
+        driver.all(HostSaver.commit, WrittenStep(**one, parts={}, notes=NOTES))
         return [each.files for each in written]
 
     def restore(driver):
-        search = read_requests.FindStep(step=None, save="", without=(), own_line=None)
-        step = driver.first(search).complete_step
-        driver.all(read_requests.OpenStep(step=step.step, save=step.save))
+        step = driver.first(HostReader.find, Query(), None).complete_step
+        driver.all(HostReader.open_step, step.step, step.save)
         paths = [leaf.path for leaf in driver.opened().leaves]
         with pytest.raises(HostsFailedError, match=r"contains no \['data'\]"):
             driver.check(trees, ["data"], {})
         driver.check(trees, [], {})
-        driver.all(read_requests.ReadStep())
+        driver.all(HostReader.read)
         restored = driver.arrays(trees)
-        driver.all(read_requests.CloseStep())
+        driver.all(HostReader.close_step)
         return step, paths, restored
 
     drive(join)
@@ -195,16 +191,11 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
 
     def save(driver):
         driver.capture(**one, trees=trees)
-        driver.all(save_requests.WriteStep(**one, components=(), problem=None))
-        driver.all(save_requests.CommitStep(**one, parts={}, notes=NOTES))
+        driver.all(HostSaver.write, **one, components=(), problem=None)
+        driver.all(HostSaver.commit, WrittenStep(**one, parts={}, notes=NOTES))
 
     def restore(driver):
-        outcome, num_hosts = shared_step.find(
-            driver,
-            read_requests.FindStep(
-                step=None, save="", without=(), own_line=None, is_shared=True
-            ),
-        )
+        outcome, num_hosts = shared_step.find(driver, Query(is_shared=True))
         step = outcome.complete_step
         shared_step.open_step(driver, step, num_hosts)
         contents = driver.opened()
@@ -212,9 +203,9 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
         if lost:
             monkeypatch.setattr(part_message, "parse", refuse)
         shared_step.deal(driver, step, num_hosts, [])
-        driver.all(read_requests.ReadStep())
+        driver.all(HostReader.read)
         restored = driver.arrays(trees)
-        driver.all(read_requests.CloseStep())
+        driver.all(HostReader.close_step)
         return num_hosts, [leaf.path for leaf in contents.leaves], restored
 
     def refuse(content):
@@ -242,10 +233,9 @@ def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
         directory.mkdir(parents=True)
         if driver.own == 0:
             (directory / "cursors.json").write_text("{}")
-        write = save_requests.WriteStep(**one, components=("data",), problem=None)
-        driver.all(write)
+        driver.all(HostSaver.write, **one, components=("data",), problem=None)
         parts = {"data": {"cursors.json": 0}}
-        driver.all(save_requests.CommitStep(**one, parts=parts, notes=NOTES))
+        driver.all(HostSaver.commit, WrittenStep(**one, parts=parts, notes=NOTES))
         work = stage_work.StageWork(
             driver, world=1, emit=lambda name, **fields: emitted.append((name, fields))
         )

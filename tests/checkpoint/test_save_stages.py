@@ -2,17 +2,19 @@
 
 import dataclasses
 import threading
+import types
 
 import pytest
 
 from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import errors
-from elastic_ckpt.host import answers, backup_requests, save_requests
+from elastic_ckpt.core import calls, errors
+from elastic_ckpt.host import answers
 from elastic_ckpt.host.answers import HostsFailedError
-from elastic_ckpt.host.backup_requests import BackUpStep
-from elastic_ckpt.host.copy_requests import PlaceCopies, ReplicateStep
-from elastic_ckpt.host.save_requests import CollectSteps, WriteStep
+from elastic_ckpt.host.backup import HostBackup
+from elastic_ckpt.host.copies import HostCopies
+from elastic_ckpt.host.saver import HostSaver
+from elastic_ckpt.host.world import HostWorld
 
 SAVE = "7"
 TIERS = ("local", "peer", "persistent")
@@ -25,35 +27,38 @@ BACKED_UP = answers.BackedUp(num_bytes=0, bad=())
 
 
 class OneHost:
-    """Answers each class of requests as a test defines; `requests` lists them in order.
+    """Answers each method as a test defines; `calls` lists what was called, in order.
 
-    An answer is a value, a function of the request, or the text of a failure.
+    An answer is a value, a function of the call, or the text of a failure.
     """
 
     own = 0
 
     def __init__(self, answers):
         self._answers = answers
-        self.requests = []
+        self.calls = []
 
-    def all(self, request):
-        self.requests.append(request)
-        answer = self._answers.get(type(request))
+    def all(self, method, *args, **kwargs):
+        arguments = calls.of(method).bind(*args, **kwargs)
+        call = types.SimpleNamespace(method=method, **arguments)
+        self.calls.append(call)
+        answer = self._answers.get(method)
         if callable(answer):
-            answer = answer(request)
+            answer = answer(call)
         if isinstance(answer, str):
             raise HostsFailedError({0: answer})
         return [answer]
 
-    def first(self, request):
-        return self.all(request)[0]
+    def first(self, method, *args, **kwargs):
+        return self.all(method, *args, **kwargs)[0]
 
-    def share(self, value):
+    def share(self, name, value):
+        del name
         return [value]
 
-    def requests_of(self, kind):
-        """The requests of a class."""
-        return [request for request in self.requests if isinstance(request, kind)]
+    def calls_of(self, method):
+        """The calls of a method."""
+        return [call for call in self.calls if call.method is method]
 
 
 @pytest.fixture
@@ -68,12 +73,12 @@ def stages(emitted):
     def make(answers=None):
         host = OneHost(
             {
-                save_requests.WriteStep: WRITTEN,
-                PlaceCopies: PLACED,
-                ReplicateStep: COPIES,
-                backup_requests.GetChunkShapes: {"n": ()},
-                backup_requests.BackUpStep: BACKED_UP,
-                backup_requests.CleanUploads: (),
+                HostSaver.write: WRITTEN,
+                HostCopies.place: PLACED,
+                HostCopies.take: COPIES,
+                HostBackup.chunk_shapes: {"n": ()},
+                HostBackup.back_up: BACKED_UP,
+                HostBackup.clean: (),
             }
             | (answers or {})
         )
@@ -118,36 +123,35 @@ def test_the_newest_step_that_has_its_copies_is_kept_until_another_has(stages):
     failing = {2, 3}
     made, host = stages(
         {
-            ReplicateStep: lambda request: dataclasses.replace(
+            HostCopies.take: lambda request: dataclasses.replace(
                 COPIES, failed=request.step in failing
             )
         }
     )
     for step in (1, 2, 3, 4):
         save(made, step)
-    kept = {each.step: each.in_flight for each in host.requests_of(CollectSteps)}
+    kept = {each.step: each.in_flight for each in host.calls_of(HostSaver.collect)}
     assert kept == {1: (1,), 2: (1,), 3: (1,), 4: (4,)}
 
 
 def test_a_step_that_was_restored_is_kept_until_another_has_its_copies(stages):
-    made, host = stages({ReplicateStep: "copies do not fit"})
+    made, host = stages({HostCopies.take: "copies do not fit"})
     made.go_on_from(5)
     save(made, 6)
-    assert host.requests_of(CollectSteps) == [
-        CollectSteps(step=6, save=SAVE, in_flight=(5,), preserved=(), parents=())
-    ]
+    (collected,) = host.calls_of(HostSaver.collect)
+    assert (collected.step, collected.in_flight, collected.parents) == (6, (5,), ())
 
 
 def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, emitted):
     full = {3}
     made, host = stages(
         {
-            WriteStep: lambda each: "no room" if each.step in full else WRITTEN,
-            ReplicateStep: lambda each: COPIES if each.step == 1 else "no room",
+            HostSaver.write: lambda each: "no room" if each.step in full else WRITTEN,
+            HostCopies.take: lambda each: COPIES if each.step == 1 else "no room",
         }
     )
     assert [save(made, step) for step in (1, 2, 3, 4)] == [True, True, False, True]
-    kept = [(each.step, each.in_flight) for each in host.requests_of(CollectSteps)]
+    kept = [(each.step, each.in_flight) for each in host.calls_of(HostSaver.collect)]
     # The third does not fit: the first goes, and the second is the newest.
     assert kept == [(1, (1,)), (2, (1,)), (2, ()), (4, ())]
     assert reasons(emitted, "local") == [(3, "it was not saved: host 0: no room")]
@@ -156,14 +160,14 @@ def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, emitted):
 def test_a_step_whose_replicas_differ_replaces_none(stages):
     made, host = stages(
         {
-            PlaceCopies: lambda request: dataclasses.replace(
+            HostCopies.place: lambda request: dataclasses.replace(
                 PLACED, diverged=("w",) if request.step == 2 else ()
             )
         }
     )
     for step in (1, 2):
         save(made, step)
-    assert [each.step for each in host.requests_of(CollectSteps)] == [1]
+    assert [each.step for each in host.calls_of(HostSaver.collect)] == [1]
 
 
 def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, emitted):
@@ -174,13 +178,13 @@ def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, em
         assert request.step != 1 or go_on.wait(600)
         return COPIES
 
-    made, host = stages({ReplicateStep: replicate})
+    made, host = stages({HostCopies.take: replicate})
     made.begin(saving(1)).result()
     assert copying.wait(600)
     assert made.begin(saving(2)).result()
     go_on.set()
     made.wait()
-    assert [each.step for each in host.requests_of(ReplicateStep)] == [1, 2]
+    assert [each.step for each in host.calls_of(HostCopies.take)] == [1, 2]
     ((step, why),) = reasons(emitted, "peer")
     assert step == 2
     assert why.startswith("copies of an earlier step are not done")
@@ -193,7 +197,7 @@ def test_what_a_component_raises_is_told_and_fails_the_save_alone(
     def fail():
         raise error
 
-    made, _ = stages({WriteStep: lambda request: request.problem or WRITTEN})
+    made, _ = stages({HostSaver.write: lambda request: request.problem or WRITTEN})
     assert not save(made, 1, write_components=fail)
     ((step, why),) = reasons(emitted, "local")
     assert step == 1
@@ -209,13 +213,13 @@ def test_a_backup_begins_when_no_holder_changes_any_more(stages):
         assert go_on.wait(600)
         return COPIES
 
-    made, host = stages({ReplicateStep: replicate})
+    made, host = stages({HostCopies.take: replicate})
     made.begin(saving(1, back_up=True)).result()
     assert begun.wait(600)
-    assert not host.requests_of(backup_requests.GetChunkShapes)
+    assert not host.calls_of(HostBackup.chunk_shapes)
     go_on.set()
     made.wait()
-    assert host.requests_of(backup_requests.CommitBackup)
+    assert host.calls_of(HostBackup.commit)
 
 
 def test_of_backups_that_are_late_the_newest_is_made(stages, emitted):
@@ -226,14 +230,14 @@ def test_of_backups_that_are_late_the_newest_is_made(stages, emitted):
         assert request.step != 1 or go_on.wait(600)
         return "storage is gone" if request.step == 1 else BACKED_UP
 
-    made, host = stages({BackUpStep: back_up})
+    made, host = stages({HostBackup.back_up: back_up})
     made.begin(saving(1, back_up=True)).result()
     assert backing_up.wait(600)
     made.begin(saving(2, back_up=True)).result()
     made.begin(saving(3)).result()
     go_on.set()
     made.wait()
-    assert [each.step for each in host.requests_of(BackUpStep)] == [1, 2]
+    assert [each.step for each in host.calls_of(HostBackup.back_up)] == [1, 2]
     assert [fields["step"] for name, fields in emitted if name == "backed_up"] == [2]
 
 
@@ -252,7 +256,7 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
         order.append("back_up")
         return BACKED_UP
 
-    made, _ = stages({backup_requests.CleanUploads: clean, BackUpStep: back_up})
+    made, _ = stages({HostBackup.clean: clean, HostBackup.back_up: back_up})
     made.clean(0, SAVE)
     assert made.begin(saving(1, back_up=True)).result()
     is_committed.set()
@@ -266,11 +270,11 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
 @pytest.mark.parametrize(
     ("stage", "good"),
     [
-        (ReplicateStep, COPIES),
-        (BackUpStep, BACKED_UP),
-        (CollectSteps, None),
-        (backup_requests.CollectBackups, None),
-        (WriteStep, WRITTEN),
+        (HostCopies.take, COPIES),
+        (HostBackup.back_up, BACKED_UP),
+        (HostSaver.collect, None),
+        (HostBackup.collect, None),
+        (HostSaver.write, WRITTEN),
     ],
 )
 def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
@@ -283,7 +287,7 @@ def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
 
     made, _ = stages({stage: fail})
     response = made.begin(saving(1, back_up=True))
-    if stage is WriteStep:
+    if stage is HostSaver.write:
         with pytest.raises(TypeError, match="a bug"):
             response.result()
     else:
@@ -297,9 +301,11 @@ def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
     assert [each["step"] for name, each in emitted if name == "backed_up"][-1:] == [2]
 
 
-@pytest.mark.parametrize("stage", [WriteStep, BackUpStep])
+@pytest.mark.parametrize("stage", [HostSaver.write, HostBackup.back_up])
 def test_a_host_that_is_missing_is_named_at_the_end(stages, emitted, stage):
-    missing = "host 0 waited for 1 (BackUpStep) for 14 s; look at the log of the host"
+    missing = (
+        "host 0 waited for 1 (HostBackup.back_up) for 14 s; look at the log of the host"
+    )
 
     def fail(_):
         raise errors.RunError(missing)
@@ -307,7 +313,7 @@ def test_a_host_that_is_missing_is_named_at_the_end(stages, emitted, stage):
     made, _ = stages({stage: fail})
     response = made.begin(saving(1, back_up=True))
     remedy = "start the run once more while the hosts' RAM has the step"
-    if stage is WriteStep:
+    if stage is HostSaver.write:
         with pytest.raises(errors.RunError, match="waited for 1"):
             response.result()
         assert reasons(emitted, "local") == [(1, missing)]
@@ -325,16 +331,14 @@ def test_a_host_that_is_missing_is_named_at_the_end(stages, emitted, stage):
 def test_what_cannot_be_described_is_given_up_on_all_hosts(
     stages, emitted, monkeypatch
 ):
-    made, host = stages({WriteStep: lambda request: request.problem or WRITTEN})
+    made, host = stages({HostSaver.write: lambda request: request.problem or WRITTEN})
     with monkeypatch.context() as patch:
         patch.setattr(StepDescription, "notes", lambda *_: 1 / 0)
         assert not save(made, 1)
     ((step, why),) = reasons(emitted, "local")
     assert step == 1
     assert "ZeroDivisionError" in why
-    assert host.requests_of(save_requests.AbandonStep) == [
-        save_requests.AbandonStep(step=1, save=SAVE)
-    ]
+    assert [each.step for each in host.calls_of(HostSaver.abandon)] == [1]
     assert save(made, 2)
 
 
@@ -350,10 +354,10 @@ def test_the_last_backup_waits_until_peers_that_failed_are_asked_again(
 
     made, _ = stages(
         {
-            backup_requests.GetChunkShapes: lambda _: (
+            HostBackup.chunk_shapes: lambda _: (
                 {"n": ()} if asked and left_secs else "step 1 lacks parts of 3 leaves"
             ),
-            backup_requests.GetSecsUntilPeersAreAsked: left,
+            HostWorld.secs_until_peers_are_asked: left,
         }
     )
     made.begin(saving(1, back_up=True)).result()

@@ -111,9 +111,9 @@ def spoil_what_is_backed_up_next():
     """All that this host uploads next goes bad in its RAM before."""
     original = backup.HostBackup.back_up
 
-    def back_up(self, request):
+    @functools.wraps(original)
+    def back_up(self, step, save, names):
         backup.HostBackup.back_up = original
-        step, save = request.step, request.save
         sources = self._world.in_ram(step, save)
         together = holdings.Holdings.from_offers(list(sources))
         own = self._world.own
@@ -125,7 +125,7 @@ def spoil_what_is_backed_up_next():
             if is_own and item in share and item < len(together.leaf):
                 directory = own.disk.step_directory(own.slot, step, save)
                 spoilt_files.change_first_byte(directory / together.fragment(row).file)
-        return original(self, request)
+        return original(self, step, save, names)
 
     backup.HostBackup.back_up = back_up
 

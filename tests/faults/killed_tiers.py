@@ -146,7 +146,7 @@ RESTORE = {
     ),
     "with_the_state_made": Point(at=f"{READER}.arrays"),
     "with_all_forgotten": Point(
-        at=f"{READER}.close_step", within=f"{HOST}.read_requests:CloseStep.run"
+        at=f"{READER}.close_step", within="elastic_ckpt.core.calls:Call.run"
     ),
 }
 

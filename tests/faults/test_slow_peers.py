@@ -1,6 +1,7 @@
 """Peers that are slow at random, or for a while: no step is lost, and no backup."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import random
@@ -147,10 +148,13 @@ def test_a_start_waits_for_an_idle_machine_whose_agent_is_stopped_for_a_while(se
 
 
 def test_a_backup_that_would_lack_parts_is_not_begun(machines, tmp_path, monkeypatch):
-    def offer(host, *arguments, original=backup.HostBackup.offer):
+    original = backup.HostBackup.offer
+
+    @functools.wraps(original)
+    def offer(host, **arguments):
         for each in pathlib.Path(machines.directory(1)).glob("hosts/0/1-*/manifest-*"):
             each.unlink()
-        original(host, *arguments)
+        original(host, **arguments)
 
     monkeypatch.setattr(backup.HostBackup, "offer", offer)
     tiers = {"copies": 0, "persistent": str(tmp_path / "steps")}

@@ -5,7 +5,7 @@ import pathlib
 
 import cloudpickle
 import numpy as np
-from elastic_ckpt_sidecar import colocated_tiers, host_agent, worker
+from elastic_ckpt_sidecar import host_agent, worker
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.data import pipeline
@@ -55,7 +55,7 @@ def write(directory: pathlib.Path, corpus: str) -> tuple[str, list[str]]:
         choices.Local(directory / "memory"),
         choices.Persistent(directory / "stored", every=1),
     ]
-    choice = colocated_tiers.HostChoice(
+    choice = host_agent.HostChoice(
         number=0,
         device_ids=(0,),
         run="run",

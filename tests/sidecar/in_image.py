@@ -51,77 +51,72 @@ def keep(agent_class: type, choice: object) -> str:
     """The digest of an array that an agent restored from RAM, and from storage."""
     import jax
     import numpy as np
-    from elastic_ckpt_sidecar import (
-        array_layout,
-        array_requests,
-        host_agent,
-        messages,
-    )
+    from elastic_ckpt_sidecar import array_layout, host_agent, messages
+    from elastic_ckpt_sidecar.host_arrays import HostArrays
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from elastic_ckpt.host import (
-        backup_requests,
-        phases,
-        read_requests,
-        save_requests,
-        step_notes,
-        world_requests,
-    )
+    from elastic_ckpt.core import calls
+    from elastic_ckpt.host import step_notes
+    from elastic_ckpt.host.backup import HostBackup
+    from elastic_ckpt.host.endpoint import HostEndpoint
+    from elastic_ckpt.host.reader import HostReader
+    from elastic_ckpt.host.saver import HostSaver
+    from elastic_ckpt.host.step_search import Query
 
     device = jax.devices()[0]
     over = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec("device"))
     agent = agent_class([choice])
     agent.connect(messages.encode({}, over))
 
-    def ask(request: Any) -> Any:
-        encoded = array_requests.COLOCATED_PHASES.encode(request)
-        length = agent.begin(messages.encode({"call": 0, "request": encoded}, over))
+    def ask(method: Any, *args: Any) -> Any:
+        call = calls.of(method)
+        encoded = call.encode(call.bind(*args))
+        length = agent.begin(messages.encode({"call": 0, "method": encoded}, over))
         while length[0] == host_agent.UNDER_WAY:
             length = agent.lengths(messages.encode({"call": 0}, over))
         content = {"call": 0, "start": 0, "last": True}
         row = messages.rows(agent.answers(messages.encode(content, over)))
         answer = json.loads(row.tobytes())
         assert "answer" in answer, answer
-        return phases.decode_answer(request, answer["answer"])
+        return call.decode_answer(answer["answer"])
 
-    secret = ask(world_requests.Introduce()).fresh_secret
-    joined = ask(world_requests.JoinWorld(slots=(0,), secret=secret))
-    ask(world_requests.ConnectHosts(hosts=(joined.host,), agents={}))
+    secret = ask(HostEndpoint.introduce).fresh_secret
+    joined = ask(HostEndpoint.join, (0,), secret, None)
+    ask(HostEndpoint.connect, (joined.host,), {})
     leaf = array_layout.PlacedLeaf(path="state/w", shape=(8,), dtype="float32", spec=())
     group = array_layout.Group(mesh=over.mesh, leaves=(leaf,))
-    ask(array_requests.DescribeLayout(layout=0, groups=(group.describe(),)))
+    ask(HostArrays.describe, 0, (group.describe(),))
     array = jax.device_put(np.arange(8, dtype=np.float32), group.sharding(leaf))
     called = {"layout": 0, "group": 0}
     agent.hold(messages.encode({**called, "kept": False}, over), array)
-    one = save_requests.OfStep(step=1, save="0")
-    ask(array_requests.CaptureArrays(**vars(one), layout=0))
-    ask(save_requests.WriteStep(**vars(one), components=(), problem=None))
+    step, save = 1, "0"
+    ask(HostArrays.capture, step, save, 0)
+    ask(HostSaver.write, step, save, (), None)
     notes = step_notes.StepNotes(
         metrics=None, custom_metadata=None, trees=None, parents=()
     )
-    ask(save_requests.CommitStep(**vars(one), parts={}, notes=notes))
+    written = step_notes.WrittenStep(step=step, save=save, parts={}, notes=notes)
+    ask(HostSaver.commit, written)
 
     def restored(tier: str) -> str:
-        outcome = ask(
-            read_requests.FindStep(step=None, save="", without=(), own_line=None)
-        )
-        assert outcome.complete_step.step == one.step
-        ask(read_requests.OpenStep(**vars(one)))
-        ask(array_requests.SelectArrays(layout=0, components=()))
-        assert ask(read_requests.ReadStep()).keys() == {tier}
+        outcome = ask(HostReader.find, Query(), None)
+        assert outcome.complete_step.step == step
+        ask(HostReader.open_step, step, save)
+        ask(HostArrays.select, 0, ())
+        assert ask(HostReader.read).keys() == {tier}
         (array,) = agent.arrays(messages.encode(called, over))
-        ask(read_requests.CloseStep())
+        ask(HostReader.close_step)
         return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
 
     digest = restored("local")
-    ask(backup_requests.OfferToBackUp(**vars(one)))
-    ask(backup_requests.GetChunkShapes(**vars(one)))
-    share = {**vars(one), "names": {leaf.path: ("state", "w")}}
-    ask(backup_requests.BackUpStep(**share))
-    ask(backup_requests.CommitBackup(**share, orbax_files={}))
-    ask(save_requests.RemoveStep(step=one.step))
+    ask(HostBackup.offer, step, save)
+    ask(HostBackup.chunk_shapes, step, save)
+    names = {leaf.path: ("state", "w")}
+    ask(HostBackup.back_up, step, save, names)
+    ask(HostBackup.commit, step, save, names, {})
+    ask(HostSaver.remove, step)
     assert restored("persistent") == digest
-    ask(world_requests.CloseHost())
+    ask(HostEndpoint.close)
     return digest
 
 

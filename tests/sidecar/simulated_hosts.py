@@ -10,7 +10,7 @@ import shutil
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import colocated_tiers, head_arrays, remote_hosts
+from elastic_ckpt_sidecar import head_arrays, host_agent, remote_hosts
 from jax.sharding import Mesh
 
 from elastic_ckpt.checkpoint import factory
@@ -80,7 +80,7 @@ def choices_of(machines, hosts, mesh, tiers, *, numbers):
     """The configuration of each host, on the machines with these numbers."""
     slices = topology.slices_of(mesh)
     return [
-        colocated_tiers.HostChoice(
+        host_agent.HostChoice(
             number=number,
             device_ids=tuple(cpu.id for cpu in host.cpus),
             run="run",

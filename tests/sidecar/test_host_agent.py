@@ -327,10 +327,13 @@ def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
 
 
 def test_an_error_of_a_host_names_it_and_the_step_is_given_up(machines, monkeypatch):
-    def fail(self, step, *arguments, write=saver.HostSaver.write):
-        if step == 2 and self._world.own.host.number == 2:
+    write = saver.HostSaver.write
+
+    @functools.wraps(write)
+    def fail(self, **arguments):
+        if arguments["step"] == 2 and self._world.own.host.number == 2:
             raise ValueError("of host two")
-        return write(self, step, *arguments)
+        return write(self, **arguments)
 
     monkeypatch.setattr(saver.HostSaver, "write", fail)
     with simulated_hosts.world(machines, 4) as (checkpointer, mesh, recorded):
@@ -377,10 +380,13 @@ def test_hosts_have_their_turn_while_others_of_their_calls_take_long(
     batches = remote(held_pipeline.data(), size=8)
     begun, may_write = threading.Event(), threading.Event()
 
-    def late(self, *arguments, write=saver.HostSaver.write):
+    write = saver.HostSaver.write
+
+    @functools.wraps(write)
+    def late(self, **arguments):
         begun.set()
         assert may_write.wait(held_pipeline.SOON_SECS)
-        return write(self, *arguments)
+        return write(self, **arguments)
 
     monkeypatch.setattr(saver.HostSaver, "write", late)
     with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):

@@ -1,0 +1,134 @@
+"""Calls: methods of a host that a driver has all hosts of a world run.
+
+    class HostSaver:
+        @calls.call()
+        def write(self, step: int, components: tuple[str, ...]) -> Written: ...
+
+    answers = hosts.all(HostSaver.write, step, components)
+
+A transport carries the name of the method and its arguments to each host, which runs it
+on its own object of that class. The annotations say how arguments and answer are
+encoded (`codec`), the decorator how long the others wait for the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+from elastic_ckpt.core import codec, storage
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+BRIEF_SECS = 600.0
+# For what storage or a network limits. If a host dies meanwhile, the coordination
+# service reports it at once.
+LONG_SECS = 24 * 3600.0
+
+_MARK = "_elastic_ckpt_call"
+_by_name: dict[str, Call] = {}
+
+
+class Host(Protocol):
+    """What calls run on: a host's objects, by the names of their classes."""
+
+    def part(self, name: str) -> Any:
+        """The object that stands for a class on this host."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A method as transports know it.
+
+    Attributes:
+      method: the function.
+      limit_secs: how long the driver and other hosts wait for an answer.
+      channel: the parameter by which calls that several threads make at the same time
+        are told apart; empty if one thread at a time makes them.
+    """
+
+    method: Callable[..., Any]
+    limit_secs: float
+    channel: str
+
+    @property
+    def name(self) -> str:
+        """The names of the class and of the method."""
+        return self.method.__qualname__
+
+    def run(self, host: Host, arguments: Mapping[str, Any]) -> Any:
+        """Runs the method on a host, and returns the answer."""
+        owner, _, method = self.name.rpartition(".")
+        return getattr(host.part(owner), method)(**arguments)
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments by name."""
+        bound = self._signature.bind(None, *args, **kwargs).arguments
+        return {name: value for name, value in bound.items() if name != "self"}
+
+    def turn(self, arguments: Mapping[str, Any]) -> str:
+        """The name under which drivers gather the answers to a call."""
+        return f"{self.name}/{arguments[self.channel]}" if self.channel else self.name
+
+    def encode(self, arguments: Mapping[str, Any]) -> storage.Json:
+        """Encodes a call."""
+        encoded = {name: codec.encode(value) for name, value in arguments.items()}
+        return {"call": self.name, "arguments": encoded}
+
+    def decode_answer(self, encoded: storage.Json) -> Any:
+        """Decodes an answer that `codec.encode` encoded."""
+        name = f"the answer of {self.name}"
+        return codec.decode(self.hints["return"], encoded, name=name)
+
+    @functools.cached_property
+    def hints(self) -> dict[str, Any]:
+        """The types of the parameters, and of the answer as `return`."""
+        return typing.get_type_hints(self.method)
+
+    @functools.cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.method)
+
+
+def call(
+    *, limit_secs: float = BRIEF_SECS, channel: str = ""
+) -> Callable[[MethodT], MethodT]:
+    """Decorates a method that drivers call; see `Call`."""
+
+    def mark(method: MethodT) -> MethodT:
+        made = Call(method=method, limit_secs=limit_secs, channel=channel)
+        assert made.name not in _by_name, made.name
+        _by_name[made.name] = made
+        setattr(method, _MARK, made)
+        return method
+
+    return mark
+
+
+def of(method: Callable[..., Any]) -> Call:
+    """The call of a decorated method."""
+    return cast(Call, getattr(method, _MARK))
+
+
+def decode(encoded: Any) -> tuple[Call, dict[str, Any]]:
+    """Decodes what `Call.encode` returned.
+
+    Raises:
+      KeyError: if there is no such call.
+      DecodingError: if an argument is of another type.
+    """
+    made = _by_name[encoded["call"]]
+    return made, {
+        name: codec.decode(made.hints[name], value, name=f"{made.name}({name})")
+        for name, value in encoded["arguments"].items()
+    }
+
+
+def known() -> Mapping[str, Call]:
+    """All calls that were imported, by name."""
+    return dict(_by_name)
