@@ -210,7 +210,7 @@ def _train(
 
         from elastic_ckpt.core import topology
         from elastic_ckpt.data import batch_size, pipeline
-        from elastic_ckpt.frontend.batches import configured_batches
+        from elastic_ckpt.frontend import configured_batches
         from elastic_ckpt.training import train_step
 
         world = topology.present(place.num_hosts)

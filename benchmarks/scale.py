@@ -38,7 +38,7 @@ import numpy as np
 
 from benchmarks import process_memory, report, scale_manifests, scale_traffic
 from elastic_ckpt.core import boxes
-from elastic_ckpt.manifests import (
+from elastic_ckpt.steps import (
     holdings,
     manifest,
     manifest_file,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.manifests import manifest
+from elastic_ckpt.steps import manifest
 
 LEAVES = 100
 # Each host has as many of a leaf.

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 from benchmarks import process_memory, scale_manifests, scale_world
 from elastic_ckpt.checkpoint import save_stages, shared_step
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.step_search import Query
+from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import boxes
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.step_search import Query
-from elastic_ckpt.host.trees import WantedLeaf
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.steps.manifest import Contents
 
 _STEP = 30
 

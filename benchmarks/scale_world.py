@@ -19,17 +19,17 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from elastic_ckpt.checkpoint.host import copies, reader, recovery, replication, trees
+from elastic_ckpt.checkpoint.host.answers import Written
+from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Method
 from elastic_ckpt.core import boxes, calls, codec, host_tree, tree_allgather
 from elastic_ckpt.core.tree_allgather import TreeAllgather
-from elastic_ckpt.host import copies, reader, recovery, replication, trees
-from elastic_ckpt.host.answers import Written
-from elastic_ckpt.host.step_notes import WrittenStep
-from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.manifests import layout, manifest_file
-from elastic_ckpt.manifests.holdings import Holdings
-from elastic_ckpt.manifests.manifest import Contents, Fragments, Host, Manifest
-from elastic_ckpt.manifests.part_table import PartTable
+from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.manifest import Contents, Fragments, Host, Manifest
+from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.tiers.choices import Peers
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
 from elastic_ckpt.tiers.source import ReadError, Source

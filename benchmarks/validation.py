@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import elastic_ckpt as ec
 from benchmarks import report
-from elastic_ckpt.components import device_digests
+from elastic_ckpt.checkpoint.components import device_digests
 from elastic_ckpt.core import topology
 
 

@@ -42,9 +42,9 @@ RETURNED = {
 
 # Pages beside the code, and where the site has them.
 INCLUDED = {
-    "elastic_ckpt/manifests/FORMAT.md": "reference/formats/steps.md",
+    "elastic_ckpt/steps/FORMAT.md": "reference/formats/steps.md",
     "elastic_ckpt/data/FORMAT.md": "reference/formats/data-state.md",
-    "elastic_ckpt/components/FORMAT.md": "reference/formats/components.md",
+    "elastic_ckpt/checkpoint/components/FORMAT.md": "reference/formats/components.md",
     "elastic_ckpt/training/STEP_LOG.md": "reference/formats/step-log.md",
     "elastic_ckpt/universal/formats/FORMATS.md": "reference/formats/other-programs.md",
     "elastic_ckpt/universal/rules/GRAMMAR.md": "reference/layout-rules.md",

@@ -21,8 +21,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.data import batch_size, pipeline
 from elastic_ckpt.elastic.world import World, of_run
-from elastic_ckpt.frontend.batches import configured_batches
-from elastic_ckpt.frontend.checkpointer import Checkpointer
+from elastic_ckpt.frontend import Checkpointer, configured_batches
 from elastic_ckpt.training import configured_callbacks, evaluation, train_step
 from elastic_ckpt.training.callbacks import Callback
 

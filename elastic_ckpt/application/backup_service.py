@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from multiprocessing import connection
 
+from elastic_ckpt.checkpoint.host import backup_host
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import termination
-from elastic_ckpt.host import backup_host
 from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,

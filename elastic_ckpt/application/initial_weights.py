@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import bucket_clients, errors, events, storage
-from elastic_ckpt.host import trees
 from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.universal import (
     equal_leaves,

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.application import initial_weights, run_directory
 from elastic_ckpt.checkpoint import run_saver
-from elastic_ckpt.components import validation_schedule
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import allgather, errors, events, topology
 from elastic_ckpt.data import batch_size

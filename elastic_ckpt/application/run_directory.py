@@ -44,7 +44,7 @@ def logs_of(config: schema.Config) -> str:
 
 def steps_of(directory: str) -> str:
     """The directory of a run's steps in persistent storage."""
-    from elastic_ckpt.manifests import layout
+    from elastic_ckpt.steps import layout
 
     return os.path.join(directory, layout.STEPS)
 

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.checkpoint.tree_structure import Text
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import trees
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.steps.manifest import Contents
 
 # In the place of a leaf that hosts read.
 _READ = object()

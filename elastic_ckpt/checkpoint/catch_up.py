@@ -15,13 +15,17 @@ from concurrent import futures
 
 from absl import logging
 
+from elastic_ckpt.checkpoint.host.answers import (
+    CheckpointMetadata,
+    HostsFailedError,
+    StepInRam,
+)
+from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, StepInRam
-from elastic_ckpt.host.backup import HostBackup
-from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.steps.line import Line
 
 
 class CatchUp:

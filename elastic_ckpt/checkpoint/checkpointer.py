@@ -13,6 +13,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import orbax_context
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
@@ -22,7 +23,6 @@ from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.step_errors import step_number
 from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import background, errors, events, storage
-from elastic_ckpt.host.answers import CheckpointMetadata
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import read_json
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from elastic_ckpt.checkpoint import number_edit
+from elastic_ckpt.checkpoint.components import description, state_file, state_numbers
+from elastic_ckpt.checkpoint.components.encoding import Encoded
+from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.checkpoint.number_edit import Change, Edit, Number
-from elastic_ckpt.components import description, state_file, state_numbers
-from elastic_ckpt.components.encoding import Encoded
 from elastic_ckpt.core import checked_json, digest, errors
-from elastic_ckpt.host import verified_read
-from elastic_ckpt.manifests.holdings import Holdings
-from elastic_ckpt.manifests.manifest import ComponentFile
+from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.manifest import ComponentFile
 
 
 def read(

@@ -10,9 +10,9 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import failure_domains, layout
-from elastic_ckpt.manifests.best_steps import BestN
-from elastic_ckpt.manifests.retention import PreservationPolicy
+from elastic_ckpt.steps import failure_domains, layout
+from elastic_ckpt.steps.best_steps import BestN
+from elastic_ckpt.steps.retention import PreservationPolicy
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
 from elastic_ckpt.tiers.peers import agent_url
 

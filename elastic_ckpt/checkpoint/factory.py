@@ -10,6 +10,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import checkpointer, hosts, rendezvous, writing
+from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
+from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.core import (
@@ -20,8 +22,6 @@ from elastic_ckpt.core import (
     storage,
     topology,
 )
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.tiers.persistent import persistent_root
 

@@ -13,7 +13,7 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import components, orbax_context, summary, validation
+from elastic_ckpt.checkpoint import component_io, orbax_context, summary, validation
 from elastic_ckpt.core import errors
 
 _REMEDY = (
@@ -39,7 +39,7 @@ def load(
     """
     parts = read_parts(path)
     validation.check_parts(str(path), set(parts), set(wanted))
-    trees, stateful = components.split(wanted)
+    trees, stateful = component_io.split(wanted)
     for name, tree in trees.items():
         if parts[name] is None and not _is_message(tree):
             raise _unreadable(path, name, "what it holds is unknown")

@@ -16,14 +16,14 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import jax
 from absl import logging
 
+from elastic_ckpt.checkpoint.host.answers import failure
+from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
 from elastic_ckpt.core import calls, codec, errors
 from elastic_ckpt.core.allgather import Allgather
-from elastic_ckpt.host.answers import failure
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.saver import HostSaver
-from elastic_ckpt.host.step_boxes import TreeReading
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.steps.manifest import Contents
 
 # How long a host that leaves after an error waits for the others to do so.
 _LEAVING_SECS = 10.0

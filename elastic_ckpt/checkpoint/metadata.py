@@ -9,11 +9,11 @@ import jax
 import orbax.checkpoint as v0
 
 from elastic_ckpt.checkpoint import foreign_steps, tree_structure
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
+from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.tree_structure import Text
-from elastic_ckpt.host.answers import CheckpointMetadata
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.steps.manifest import Contents
 
 
 def of_step(hosts: Hosts, checkpoint_found: CheckpointMetadata) -> CheckpointMetadata:

@@ -16,17 +16,17 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint import component_states, number_edit
+from elastic_ckpt.checkpoint.components import state_numbers
+from elastic_ckpt.checkpoint.host import verified_read
+from elastic_ckpt.checkpoint.host.upload_share import chunk_shapes
 from elastic_ckpt.checkpoint.number_edit import Change, Edit
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.components import state_numbers
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.host import verified_read
-from elastic_ckpt.host.upload_share import chunk_shapes
-from elastic_ckpt.manifests import layout, uploads
-from elastic_ckpt.manifests import line as line_of
-from elastic_ckpt.manifests.holdings import Holdings
-from elastic_ckpt.manifests.line import FROM_SCRATCH, Line
-from elastic_ckpt.manifests.manifest import Host, Leaf
+from elastic_ckpt.steps import layout, uploads
+from elastic_ckpt.steps import line as line_of
+from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.line import FROM_SCRATCH, Line
+from elastic_ckpt.steps.manifest import Host, Leaf
 from elastic_ckpt.tiers.find import Search
 from elastic_ckpt.tiers.persistent import (
     arrange,

@@ -24,8 +24,8 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.checkpoint.host.trees import AbstractArray, KeyPath, leaf_path
 from elastic_ckpt.core import errors
-from elastic_ckpt.host.trees import AbstractArray, KeyPath, leaf_path
 from elastic_ckpt.tiers.persistent import ocdbt
 
 # How Orbax numbers the kinds of keys in `_METADATA`.

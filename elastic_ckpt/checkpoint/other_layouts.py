@@ -13,21 +13,21 @@ from typing import Any, Protocol, TypeVar
 from etils import epath
 
 from elastic_ckpt.checkpoint import (
-    components,
+    component_io,
     foreign_steps,
     metadata,
     restore,
     validation,
 )
-from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.host.answers import (
+from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
 )
-from elastic_ckpt.host.backup import HostBackup
-from elastic_ckpt.host.step_boxes import StepBoxes
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
+from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.steps.manifest import Contents
 
 ValueT = TypeVar("ValueT")
 
@@ -130,7 +130,7 @@ class StepRestorer:
         checkpoint = restore.find(self.hosts, step, emit=events.nobody).checkpoint
         if self.layouts is None or checkpoint is None:
             return []
-        trees, _ = components.split(wanted)
+        trees, _ = component_io.split(wanted)
         names: set[str] = set()
         for name in trees:
             # The step that was refused is open, unless Orbax alone saved it.

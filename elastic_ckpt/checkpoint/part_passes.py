@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from absl import logging
 
+from elastic_ckpt.checkpoint.host.part_exchange import Kind, Letter, tree_of
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.host.part_exchange import Kind, Letter, tree_of
-from elastic_ckpt.host.world import HostWorld
 
 AnswerT = TypeVar("AnswerT")
 

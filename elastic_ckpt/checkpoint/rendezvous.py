@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 
+from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import known_agents
 from elastic_ckpt.tiers.run_identity import Identity

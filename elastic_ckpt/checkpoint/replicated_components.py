@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.components import state_leaves, validation, validation_schedule
-from elastic_ckpt.components.component import Component
-from elastic_ckpt.components.encoding import Encoded
+from elastic_ckpt.checkpoint.components import (
+    state_leaves,
+    validation,
+    validation_schedule,
+)
+from elastic_ckpt.checkpoint.components.component import Component
+from elastic_ckpt.checkpoint.components.encoding import Encoded
 from elastic_ckpt.core import events, topology
 
 

@@ -17,24 +17,24 @@ from absl import logging
 
 from elastic_ckpt.checkpoint import (
     asked_trees,
-    components,
+    component_io,
     foreign_steps,
     shared_step,
     step_errors,
 )
-from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.core import errors, events, metrics, storage_cause
-from elastic_ckpt.core.errors import MOST_NAMED
-from elastic_ckpt.host.answers import (
+from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
 )
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.step_boxes import TreeReading
-from elastic_ckpt.host.step_search import Query
-from elastic_ckpt.manifests.line import Line
-from elastic_ckpt.manifests.manifest import Contents
-from elastic_ckpt.manifests.read_plan import NEARNESS
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
+from elastic_ckpt.checkpoint.host.step_search import Query
+from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.core import errors, events, metrics, storage_cause
+from elastic_ckpt.core.errors import MOST_NAMED
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.steps.read_plan import NEARNESS
 
 
 class Rules(Protocol):
@@ -197,7 +197,7 @@ def restore(
       ConfigError: if the rules do not fit.
     """
     began_secs = time.monotonic()
-    trees, stateful = components.split(wanted)
+    trees, stateful = component_io.split(wanted)
     requested = _Wanted(trees=trees, stateful=stateful, partial=partial, rules=rules)
     search, read = _read_newest(hosts, step, requested, emit)
     checkpoint = search.checkpoint
@@ -226,7 +226,7 @@ def _load_components(
     problem: str | None = None
     for name, component in stateful.items():
         try:
-            components.load(component, directories[name], name=name)
+            component_io.load(component, directories[name], name=name)
         except Exception as error:
             own, problem = error, f"{name!r} was not loaded: {error!r}"
             break
@@ -351,7 +351,7 @@ def _restore_foreign(
         **others,
         **foreign_steps.load(checkpoint.path, rest, partial=requested.partial),
     }
-    trees, _ = components.split(parts)
+    trees, _ = component_io.split(parts)
     num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
     read_bytes = dict.fromkeys((f"{near}_bytes" for near in NEARNESS), 0)
     read_bytes["persistent_bytes"] = num_bytes

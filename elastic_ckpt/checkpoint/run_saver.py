@@ -15,10 +15,10 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import configured_tiers, equal_steps
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.host.answers import CheckpointMetadata
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.steps import layout
 
 # The directory of the steps in that of a run.
 DIRECTORY = layout.STEPS

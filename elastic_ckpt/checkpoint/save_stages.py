@@ -27,6 +27,15 @@ from typing import TypeVar
 from absl import logging
 
 from elastic_ckpt.checkpoint.catch_up import CatchUp
+from elastic_ckpt.checkpoint.host.answers import (
+    CheckpointMetadata,
+    HostsFailedError,
+    Readiness,
+)
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.saving import Saving, committing
@@ -34,12 +43,7 @@ from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.core import errors, events, metrics, storage_cause
-from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Readiness
-from elastic_ckpt.host.backup import HostBackup
-from elastic_ckpt.host.saver import HostSaver
-from elastic_ckpt.host.step_notes import StepNotes, WrittenStep
-from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.steps.line import Line
 
 T = TypeVar("T")
 

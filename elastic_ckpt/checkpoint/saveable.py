@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from elastic_ckpt.checkpoint import orbax_format
+from elastic_ckpt.checkpoint.host.trees import leaf_path
 from elastic_ckpt.core import errors
-from elastic_ckpt.host.trees import leaf_path
-from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import (
     evaluations,

@@ -12,12 +12,17 @@ from typing import Any
 from absl import logging
 
 from elastic_ckpt.checkpoint import (
-    components,
+    component_io,
     replicated_components,
     restore,
     step_errors,
 )
 from elastic_ckpt.checkpoint import metadata as metadata_of
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, HostsFailedError
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.other_layouts import Layouts, StepRestorer
 from elastic_ckpt.checkpoint.response import SaveResponse
@@ -33,13 +38,8 @@ from elastic_ckpt.core import (
     storage_cause,
     user_json,
 )
-from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError
-from elastic_ckpt.host.backup import HostBackup
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.saver import HostSaver
-from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.manifests import best_steps
-from elastic_ckpt.manifests.line import FROM_SCRATCH, Line
+from elastic_ckpt.steps import best_steps
+from elastic_ckpt.steps.line import FROM_SCRATCH, Line
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
@@ -205,7 +205,7 @@ class SavedSteps:
         self._left_step = None
         self._emit("save_started", step=step)
         began_secs = time.monotonic()
-        trees, stateful = components.split(checkpointables)
+        trees, stateful = component_io.split(checkpointables)
         description = StepDescription.from_trees(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
@@ -220,11 +220,11 @@ class SavedSteps:
 
         def begin() -> Callable[[], None]:
             directory = self._hosts.capture(step, line.save, trees)
-            return components.begin_save(
+            return component_io.begin_save(
                 stateful, lambda name: storage.make_directory(f"{directory}/{name}")
             )
 
-        write_components, problem = components.fail_later(begin)
+        write_components, problem = component_io.fail_later(begin)
         comparison = replicated_components.Comparison(step, stateful, emit=self._emit)
         saving = Saving(
             step=step,
@@ -235,9 +235,9 @@ class SavedSteps:
             is_last_of_world=is_last_of_world,
             is_copied_at_once=is_last_of_world and self._loses_memory(),
             description=description,
-            component_kinds=components.kinds(stateful),
+            component_kinds=component_io.kinds(stateful),
             compare=comparison.run,
-            optional=components.optional(stateful),
+            optional=component_io.optional(stateful),
             parents=line.parents,
             path=current.path,
             began_secs=began_secs,
@@ -261,7 +261,7 @@ class SavedSteps:
         if isinstance(abstract_checkpointables, CheckpointMetadata):
             abstract_checkpointables = abstract_checkpointables.metadata
         if abstract_checkpointables is not None:
-            components.check_named(
+            component_io.check_named(
                 abstract_checkpointables,
                 "load_checkpointables",
                 "load(step, tree) loads",
@@ -277,7 +277,7 @@ class SavedSteps:
         )
         if go_back is None:
             # Components were set to the step, and a process without a state has this.
-            _, stateful = components.split(abstract_checkpointables)
+            _, stateful = component_io.split(abstract_checkpointables)
             go_back = True if stateful or not self._is_placed else None
         if go_back or step is None or not self._is_older(search.checkpoint):
             self._go_on(search)

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.checkpoint import components, part_passes
+from elastic_ckpt.checkpoint import component_io, part_passes
+from elastic_ckpt.checkpoint.components.component import Component
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, Written
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.components.component import Component
 from elastic_ckpt.core import errors
-from elastic_ckpt.host.answers import CheckpointMetadata, Written
-from elastic_ckpt.host.backup import HostBackup
-from elastic_ckpt.host.saver import HostSaver
-from elastic_ckpt.host.step_notes import StepNotes, WrittenStep
-from elastic_ckpt.manifests import line
+from elastic_ckpt.steps import line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +243,6 @@ def committing(
     return WrittenStep(
         step=saving.step,
         save=saving.save,
-        parts=components.numbered([each.files for each in written]),
+        parts=component_io.numbered([each.files for each in written]),
         notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
     )

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from absl import logging
 
 from elastic_ckpt.checkpoint import part_passes
-from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.host.answers import (
+from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
     SearchOutcome,
 )
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.step_search import Query
-from elastic_ckpt.host.step_sharing import StepSharing
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.step_search import Query
+from elastic_ckpt.checkpoint.host.step_sharing import StepSharing
+from elastic_ckpt.checkpoint.hosts import Hosts
 
 
 def find(hosts: Hosts, query: Query) -> tuple[SearchOutcome, int]:

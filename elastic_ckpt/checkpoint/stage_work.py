@@ -10,13 +10,17 @@ from absl import logging
 
 from elastic_ckpt.checkpoint import part_passes
 from elastic_ckpt.checkpoint.due_steps import DueSteps
+from elastic_ckpt.checkpoint.host.answers import (
+    CheckpointMetadata,
+    HostsFailedError,
+    Placed,
+)
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.core.errors import MOST_NAMED
-from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Placed
-from elastic_ckpt.host.backup import HostBackup
-from elastic_ckpt.host.copies import HostCopies
 
 
 class Copies(NamedTuple):

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
+from elastic_ckpt.checkpoint.host.step_notes import HostNotes, HostParts, StepNotes
+from elastic_ckpt.checkpoint.host.trees import AbstractArray, leaf_path
 from elastic_ckpt.core import digest, user_json
-from elastic_ckpt.host.step_notes import HostNotes, HostParts, StepNotes
-from elastic_ckpt.host.trees import AbstractArray, leaf_path
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.tiers.persistent import ocdbt
 
 Chunks = Mapping[str, Sequence[int]]

@@ -14,9 +14,9 @@ from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import validation
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import checked_json, storage
-from elastic_ckpt.host import trees
-from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.tiers.persistent import persistent_root
 
 

@@ -28,9 +28,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from elastic_ckpt.checkpoint import orbax_format
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors, storage, topology
-from elastic_ckpt.host import trees
-from elastic_ckpt.manifests.manifest import Contents, Leaf, escaped
+from elastic_ckpt.steps.manifest import Contents, Leaf, escaped
 
 _NUMBERS = {"bool": bool, "int": int, "float": float}
 _EMPTY_TUPLE = "()"

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import trees
 
 
 def leaves(tree: Any, *, with_none: bool = False) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from etils import epath
 
+from elastic_ckpt.checkpoint.host.answers import HostsFailedError
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.core import bucket_clients, errors
-from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.writer import Writer

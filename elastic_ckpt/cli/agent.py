@@ -10,7 +10,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.peers import agent_command
 
 # By name: the command line is parsed, and words are completed, without NumPy.
-_REFILL = "elastic_ckpt.host.node_refill"
+_REFILL = "elastic_ckpt.checkpoint.host.node_refill"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

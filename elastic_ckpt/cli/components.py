@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Shows the components."""
     from elastic_ckpt.inspect import step_components
-    from elastic_ckpt.manifests import search
+    from elastic_ckpt.steps import search
 
     with locations.opened(arguments) as (_, tiers):
         asked = arguments.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.deploy import addition, names, program, settings
-from elastic_ckpt.manifests import failure_domains
+from elastic_ckpt.steps import failure_domains
 
 
 def place_variables() -> list[addition.Object]:

@@ -60,8 +60,7 @@ _MOST_ABANDONED = 3
 _HOST_IMPORTS = (
     "elastic_ckpt.elastic.multicontroller",
     "elastic_ckpt.elastic.world_host",
-    "elastic_ckpt.frontend.batches",
-    "elastic_ckpt.frontend.checkpointer",
+    "elastic_ckpt.frontend",
 )
 
 

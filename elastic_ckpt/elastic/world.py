@@ -166,13 +166,13 @@ class World:
           ConfigError: if `ec.Local` has another directory.
           Exception: as `ec.Checkpointer`.
         """
-        from elastic_ckpt.frontend import checkpointer
+        from elastic_ckpt import frontend
         from elastic_ckpt.tiers.choices import Local
 
         for tier in tiers:
             if isinstance(tier, Local) and self.ram_directory is not None:
                 self._check_served(os.fspath(tier.directory))
-        return checkpointer.Checkpointer(
+        return frontend.Checkpointer(
             tiers,
             mesh=self.mesh,
             run=run,

@@ -12,7 +12,7 @@ from elastic_ckpt.elastic import host_process, kept_executables, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.world import BetweenWorlds, Steps, World
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.steps import layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

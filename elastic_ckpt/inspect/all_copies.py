@@ -16,9 +16,9 @@ from etils import epath
 from elastic_ckpt.core import host_memory
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.inspect.problem import Kind, Problem
-from elastic_ckpt.manifests import layout
-from elastic_ckpt.manifests.holdings import Holdings, Offer
-from elastic_ckpt.manifests.manifest import ComponentFile, Fragment
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps.manifest import ComponentFile, Fragment
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.persistent import orbax_view
 from elastic_ckpt.tiers.source import ReadError, Source

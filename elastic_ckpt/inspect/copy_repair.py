@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
+from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import verified_read
 from elastic_ckpt.inspect.all_copies import AllCopies
-from elastic_ckpt.manifests.holdings import Offer
-from elastic_ckpt.manifests.manifest import ComponentFile
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.manifest import ComponentFile
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.persistent import step_repair
 from elastic_ckpt.tiers.source import RepairableSource, RepairError

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.manifests import search
-from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.steps import search
+from elastic_ckpt.steps.holdings import Offer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.components import sharing
+from elastic_ckpt.checkpoint.components import sharing
+from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import digest, errors
-from elastic_ckpt.host import verified_read
-from elastic_ckpt.manifests import search
-from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.steps import search
+from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.tiers.source import Source
 
 # The file of a component that describes itself, and files with the version of others.

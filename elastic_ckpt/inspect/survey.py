@@ -12,9 +12,9 @@ from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.inspect import step_components
 from elastic_ckpt.inspect.step_components import StepComponent
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.manifests import search
-from elastic_ckpt.manifests.coverage import coverage
-from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.steps import search
+from elastic_ckpt.steps.coverage import coverage
+from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.tiers.source import Source
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.manifests import layout
-from elastic_ckpt.manifests.holdings import Offer
-from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.persistent import persistent_root

@@ -14,8 +14,8 @@ from elastic_ckpt.inspect import all_copies
 from elastic_ckpt.inspect.copy_repair import CopyRepair, Repair
 from elastic_ckpt.inspect.problem import Problem
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.manifests import search
-from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.steps import search
+from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.tiers.persistent.persistent_tier import StepSource
 from elastic_ckpt.tiers.source import Source
 

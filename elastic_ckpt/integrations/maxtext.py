@@ -32,13 +32,12 @@ from absl import app
 from etils import epath
 from orbax import checkpoint
 
-from elastic_ckpt.checkpoint import components, configured_tiers
+from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import component_io, configured_tiers
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import elastic_data, iterator, pipeline
 from elastic_ckpt.elastic.world import World
-from elastic_ckpt.frontend import checkpointer
-from elastic_ckpt.frontend.batches import configured_batches
 from elastic_ckpt.integrations import (
     maxtext_config,
     maxtext_record,
@@ -237,7 +236,7 @@ class Taken:
                 checkpoint_manager.directory / str(step) / maxtext_tiers.ITERATOR
             )
             with _past_maxtext():
-                components.load(data_iterator, directory)
+                component_io.load(data_iterator, directory)
             return _Loaded()
         return self._originals[maxtext_seams.FOR_RESTORE](
             checkpoint_manager, step, data_iterator, expansion_factor_real_data
@@ -264,7 +263,7 @@ class Taken:
             if self._world is not None:
                 over_tiers = self._world.checkpointer(tiers, run=config.run_name)
             else:
-                over_tiers = checkpointer.Checkpointer(
+                over_tiers = frontend.Checkpointer(
                     tiers,
                     mesh=mesh,
                     run=config.run_name,
@@ -388,7 +387,7 @@ class Taken:
             make_data = functools.partial(
                 pipeline.eval_from_config, global_batch_size=rows
             )
-        batches = configured_batches(
+        batches = frontend.configured_batches(
             make_data(section, vocab_size=config.vocab_size),
             section,
             mesh=mesh,

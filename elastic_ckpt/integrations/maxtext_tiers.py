@@ -14,9 +14,9 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import components, equal_steps, run_saver
+from elastic_ckpt.checkpoint import component_io, equal_steps, run_saver
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
-from elastic_ckpt.components import validation_schedule
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import events, storage
 
@@ -124,7 +124,7 @@ class TieredManager:
         with self._guard():
             is_due = options["force"] or self._checkpointer.should_save(step)
             if self._validation and is_due:
-                trees, _ = components.split(checkpointables)
+                trees, _ = component_io.split(checkpointables)
                 self._validation.run(step, trees)
             return self._checkpointer.save_checkpointables_async(
                 step, checkpointables, **options

@@ -31,14 +31,12 @@ from orbax.checkpoint import v1
 
 from elastic_ckpt.checkpoint import (
     asked_trees,
-    components,
+    component_io,
     foreign_steps,
     orbax_format,
     tree_structure,
 )
-from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import allgather, errors, host_memory
-from elastic_ckpt.host import (
+from elastic_ckpt.checkpoint.host import (
     capture,
     captured_step,
     recovery,
@@ -47,10 +45,12 @@ from elastic_ckpt.host import (
     verified_read,
     views,
 )
-from elastic_ckpt.host.answers import HostsFailedError
+from elastic_ckpt.checkpoint.host.answers import HostsFailedError
+from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.core import allgather, errors, host_memory
 from elastic_ckpt.integrations import orbax_v0_steps as steps
-from elastic_ckpt.manifests.holdings import Holdings
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.captured import Captured
 from elastic_ckpt.tiers.persistent import upload
@@ -239,7 +239,7 @@ class StatefulHandler(_ItemHandler):
         self, name: str, directory: epath.Path, item: Any
     ) -> tuple[Callable[[], Any], Callable[[Any], None]]:
         """Captures the state of the object, and returns what writes it."""
-        write = components.begin_save({name: item}, lambda _: directory)
+        write = component_io.begin_save({name: item}, lambda _: directory)
         return write, lambda _: steps.add_files(directory)
 
     def restore(self, directory: epath.Path, args: StatefulRestore) -> Any:
@@ -252,7 +252,7 @@ class StatefulHandler(_ItemHandler):
 
         def load() -> None:
             steps.verify_files(directory)
-            components.load(args.item, directory)
+            component_io.load(args.item, directory)
 
         self.agreed(f"restore/{directory.name}", load)
         return args.item

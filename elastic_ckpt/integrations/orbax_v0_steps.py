@@ -22,10 +22,10 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import digest, errors, storage, topology
-from elastic_ckpt.host import verified_read
-from elastic_ckpt.manifests import manifest_file, read_plan
-from elastic_ckpt.manifests.manifest import (
+from elastic_ckpt.steps import manifest_file, read_plan
+from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Contents,
     Fragment,

@@ -9,8 +9,8 @@ from typing import Any
 from elastic_ckpt.core import metrics
 from elastic_ckpt.inspect import plot
 from elastic_ckpt.inspect.report_page import Section, page
-from elastic_ckpt.manifests import read_plan
 from elastic_ckpt.simulation.study import Result
+from elastic_ckpt.steps import read_plan
 
 _GIB = 2**30
 _TIERS = (*read_plan.NEARNESS, "none")

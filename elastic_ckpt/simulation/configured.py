@@ -10,11 +10,11 @@ from elastic_ckpt.application import elastic_run
 from elastic_ckpt.checkpoint import configured_tiers
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import failure_domains, placement
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.hardware import Hardware
 from elastic_ckpt.simulation.run_plan import RunPlan
 from elastic_ckpt.simulation.saves import Setting
+from elastic_ckpt.steps import failure_domains, placement
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 
 

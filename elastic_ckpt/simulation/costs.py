@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import read_plan
+from elastic_ckpt.steps import read_plan
 
 _MIB = 2**20
 

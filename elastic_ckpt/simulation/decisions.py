@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.manifests import placement, read_plan, search
-from elastic_ckpt.manifests.holdings import Holdings, Offer
-from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.simulation.world_layout import Shape, WorldLayout
+from elastic_ckpt.steps import placement, read_plan, search
+from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps.manifest import Host
 
 # Shapes whose placement is kept; 10,000 hosts take about 50 MB each.
 _MOST_SHAPES = 12

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from elastic_ckpt.manifests import retention
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, Held, Readers
 from elastic_ckpt.simulation.world_layout import Shape
+from elastic_ckpt.steps import retention
 
 _BEGAN = datetime.datetime.fromtimestamp(0, datetime.UTC)
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import decision
-from elastic_ckpt.manifests import read_plan
 from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.simulation.cluster import MOMENT_SECS, SimulatedCluster
 from elastic_ckpt.simulation.decisions import Decisions
@@ -24,6 +23,7 @@ from elastic_ckpt.simulation.run_plan import Outcome, RunPlan
 from elastic_ckpt.simulation.saves import HostsOfWorld, Save, Saves
 from elastic_ckpt.simulation.trace import Event, What
 from elastic_ckpt.simulation.world_layout import Shape
+from elastic_ckpt.steps import read_plan
 
 
 def simulate(plan: RunPlan, trace: Sequence[Event], decisions: Decisions) -> Outcome:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import placement
 from elastic_ckpt.simulation import configured, simulated_run, trace
 from elastic_ckpt.simulation.configured import Cluster
 from elastic_ckpt.simulation.costs import Costs
@@ -18,6 +17,7 @@ from elastic_ckpt.simulation.failures import FailureModel
 from elastic_ckpt.simulation.hardware import Hardware
 from elastic_ckpt.simulation.run_plan import Outcome
 from elastic_ckpt.simulation.world_layout import WorldLayout
+from elastic_ckpt.steps import placement
 
 # Settings of the cluster that may vary besides the keys of a configuration.
 OF_CLUSTER = ("spares", "slices")

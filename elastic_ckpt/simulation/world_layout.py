@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.manifests.holdings import Offer, Tier
-from elastic_ckpt.manifests.manifest import (
+from elastic_ckpt.steps.holdings import Offer, Tier
+from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Contents,
     Fragments,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.manifests.manifest import Leaf
+from elastic_ckpt.steps.manifest import Leaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

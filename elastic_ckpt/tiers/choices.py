@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 from etils import epath
 
 from elastic_ckpt.core import errors, storage, working_directory
-from elastic_ckpt.manifests import failure_domains
-from elastic_ckpt.manifests.retention import PreservationPolicy
+from elastic_ckpt.steps import failure_domains
+from elastic_ckpt.steps.retention import PreservationPolicy
 from elastic_ckpt.tiers.peers import agent_url
 
 T = TypeVar("T")

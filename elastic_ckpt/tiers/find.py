@@ -18,9 +18,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import search
-from elastic_ckpt.manifests.holdings import Offer
-from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.steps import search
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers.source import LaterManifest, Offered, Source, Tier, merged
 
 _UNKNOWN = Line(save="", parents=())

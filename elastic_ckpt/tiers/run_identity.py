@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.manifests.line import Parent
+from elastic_ckpt.steps.line import Parent
 from elastic_ckpt.tiers.persistent import claims, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
 

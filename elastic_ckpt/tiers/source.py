@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from etils import epath
 
-from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.steps.holdings import Offer
 
 # A piece of this size fits into a processor's cache: processing it directly after the
 # read takes a third of the time that it takes later.

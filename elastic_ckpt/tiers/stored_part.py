@@ -10,8 +10,8 @@ import google_crc32c
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.manifests import layout
-from elastic_ckpt.manifests.manifest import ComponentFile, Contents, Fragment
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.manifest import ComponentFile, Contents, Fragment
 
 Part = Fragment | ComponentFile
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_ckpt.manifests.holdings import Offer
-from elastic_ckpt.manifests.part_message import PartMessage
-from elastic_ckpt.manifests.part_table import PartTable, joined
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.part_message import PartMessage
+from elastic_ckpt.steps.part_table import PartTable, joined
 from elastic_ckpt.tiers.source import (
     LaterManifest,
     Offered,

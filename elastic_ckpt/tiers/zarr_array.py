@@ -17,8 +17,8 @@ import numpy as np
 import tensorstore as ts
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.manifests import layout
-from elastic_ckpt.manifests.manifest import Leaf
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.manifest import Leaf
 
 METADATA = "zarr.json"
 # Larger chunks are encoded by TensorStore, in its threads.

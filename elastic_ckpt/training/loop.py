@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
-from elastic_ckpt.components import validation_schedule
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.training import evaluation, step_log, train_step

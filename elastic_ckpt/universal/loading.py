@@ -7,7 +7,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.host import trees
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.universal import opening, shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.reading import restored_tree

@@ -8,9 +8,9 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.host import trees
-from elastic_ckpt.host.step_boxes import StepBoxes
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal import loading, opening, shipped_layouts
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint

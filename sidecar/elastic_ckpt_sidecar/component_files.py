@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
+from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import calls, storage
-from elastic_ckpt.host.saver import HostSaver
 
 
 def read(directory: epath.PathLike) -> dict[str, bytes]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import storage
 from elastic_ckpt.core.calls import Call
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt_sidecar import component_files
 from elastic_ckpt_sidecar.component_files import ComponentFiles
 from elastic_ckpt_sidecar.host_arrays import HostArrays

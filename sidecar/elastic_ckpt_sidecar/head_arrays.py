@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from elastic_ckpt.checkpoint.host import capture, trees
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import capture, trees
 from elastic_ckpt_sidecar.array_layout import Group, PlacedLeaf
 
 # The axis of a mesh of one device.

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from jax.experimental import colocated_python
 
+from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
+from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.core import addresses, background, calls, codec
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import failures, messages
 from elastic_ckpt_sidecar.component_files import ComponentFiles

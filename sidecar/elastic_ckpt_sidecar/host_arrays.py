@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 import jax
 import numpy as np
 
+from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.checkpoint.host.capture import Shards
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import boxes, calls
-from elastic_ckpt.host import trees
-from elastic_ckpt.host.capture import Shards
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.saver import HostSaver
-from elastic_ckpt.manifests.manifest import Leaf
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt_sidecar.array_layout import Group, GroupDescription, PlacedLeaf
 
 _Held = dict[int, jax.Array]

@@ -18,16 +18,16 @@ import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
+from elastic_ckpt.checkpoint.host.answers import HostsFailedError, failure
+from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
+from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
+from elastic_ckpt.checkpoint.host.trees import asked, rebuilt
 from elastic_ckpt.core import background, calls, errors, topology
 from elastic_ckpt.data import compatibility
-from elastic_ckpt.host.answers import HostsFailedError, failure
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.saver import HostSaver
-from elastic_ckpt.host.step_boxes import TreeReading
-from elastic_ckpt.host.trees import arrays as captured_leaves
-from elastic_ckpt.host.trees import asked, rebuilt
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (
     failures,

@@ -7,7 +7,7 @@ import pytest
 from elastic_ckpt.application import journal, listeners, run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import append_log, errors, events, storage
-from elastic_ckpt.manifests import line
+from elastic_ckpt.steps import line
 from elastic_ckpt.tiers.persistent import claims
 
 RATES = {"tokens": 9, "learning_rate": 0.1}

@@ -9,8 +9,8 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import run_world
+from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.host import backup
 from elastic_ckpt.tiers.persistent import persistent_root, upload
 from tests.tiers import tiered_steps
 

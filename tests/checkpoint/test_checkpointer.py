@@ -16,8 +16,8 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.checkpoint import factory, schedule, summary
+from elastic_ckpt.checkpoint.host import backlog
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.host import backlog
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import persistent_root

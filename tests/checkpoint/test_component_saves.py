@@ -12,7 +12,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
-from elastic_ckpt.components.component import Component
+from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import host_memory
 from elastic_ckpt.tiers.choices import Local, Persistent
 

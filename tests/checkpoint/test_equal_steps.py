@@ -7,11 +7,11 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.checkpoint import equal_steps, factory
-from elastic_ckpt.components import validation_schedule
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import topology
+from tests.checkpoint.components.flipped import flipped
 from tests.checkpoint.test_tier_retention import stored
-from tests.components.flipped import flipped
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.checkpoint import factory, run_saver
+from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.host import backup
 from elastic_ckpt.tiers.persistent import evaluations, leases
 from tests.checkpoint.test_tier_retention import in_ram, opened, stored
 from tests.tiers import tiered_steps

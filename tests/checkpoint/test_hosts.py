@@ -13,15 +13,15 @@ import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
 from elastic_ckpt.checkpoint import hosts, rendezvous, shared_step, stage_work
+from elastic_ckpt.checkpoint.host.answers import HostsFailedError, Readiness
+from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
+from elastic_ckpt.checkpoint.host.step_search import Query
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import checked_json, storage
-from elastic_ckpt.host.answers import HostsFailedError, Readiness
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.reader import HostReader
-from elastic_ckpt.host.saver import HostSaver
-from elastic_ckpt.host.step_notes import StepNotes, WrittenStep
-from elastic_ckpt.host.step_search import Query
-from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.manifests import part_message
+from elastic_ckpt.steps import part_message
 from elastic_ckpt.tiers import find
 from tests.sidecar import simulated_hosts
 

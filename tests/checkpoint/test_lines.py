@@ -11,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import run_world
 from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.manifests import line
+from elastic_ckpt.steps import line
 from elastic_ckpt.tiers.persistent import claims, persistent_root
 from tests.tiers import tiered_steps
 

@@ -7,14 +7,14 @@ import types
 import pytest
 
 from elastic_ckpt.checkpoint import save_stages
+from elastic_ckpt.checkpoint.host import answers
+from elastic_ckpt.checkpoint.host.answers import HostsFailedError
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.copies import HostCopies
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import calls, errors
-from elastic_ckpt.host import answers
-from elastic_ckpt.host.answers import HostsFailedError
-from elastic_ckpt.host.backup import HostBackup
-from elastic_ckpt.host.copies import HostCopies
-from elastic_ckpt.host.saver import HostSaver
-from elastic_ckpt.host.world import HostWorld
 
 SAVE = "7"
 TIERS = ("local", "peer", "persistent")

@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import manifest, manifest_file
+from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.tiers.choices import Local, Persistent
 
 PRESERVE = ocp.training.preservation_policies.PreserveAll()
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_before_loads_whatever_its_keys_are(make, monkeypatch):
     with monkeypatch.context() as patch:
         # As manifests were written before they had trees and escaped keys.
         patch.setattr(manifest_file, "_ADDED", ())
-        patch.setattr("elastic_ckpt.host.trees.escaped", lambda key: key)
+        patch.setattr("elastic_ckpt.checkpoint.host.trees.escaped", lambda key: key)
         checkpointer.save(1, tree)
         checkpointer.close()
     for local in ("ram", "other ram"):

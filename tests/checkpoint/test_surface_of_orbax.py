@@ -8,8 +8,8 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
+from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import errors
-from elastic_ckpt.host.answers import CheckpointMetadata
 from elastic_ckpt.tiers.choices import Local, Persistent
 
 MEMBERS = {

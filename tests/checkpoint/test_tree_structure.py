@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import trees
-from elastic_ckpt.manifests import manifest
+from elastic_ckpt.steps import manifest
 
 Point = collections.namedtuple("Point", "x y")
 MESH = jax.make_mesh((4, 2), ("a", "b"))

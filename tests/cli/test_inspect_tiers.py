@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.application import run_directory
+from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, digest, host_memory, storage
-from elastic_ckpt.host import capture
-from elastic_ckpt.manifests import manifest
+from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk

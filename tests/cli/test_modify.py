@@ -11,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.checkpoint import factory
-from elastic_ckpt.components import description, encoding, state_file
+from elastic_ckpt.checkpoint.components import description, encoding, state_file
 from tests import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")

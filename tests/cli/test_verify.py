@@ -12,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.inspect import tier_locations, verification
-from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.tiers.persistent import orbax_digests
 from elastic_ckpt.tiers.ram import machine
 from tests import runs

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.host import backup
-from elastic_ckpt.manifests import holdings, uploads
+from elastic_ckpt.steps import holdings, uploads
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.faults import spoilt_files

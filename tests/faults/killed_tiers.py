@@ -17,15 +17,15 @@ from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller
-from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.steps import manifest_file
 from tests.faults import spoilt_files
 from tests.multiprocess import tier_worlds
 
-HOST = "elastic_ckpt.host"
+HOST = "elastic_ckpt.checkpoint.host"
 RAM = "elastic_ckpt.tiers.ram"
 STORE = "elastic_ckpt.tiers.persistent"
 STORAGE = "elastic_ckpt.core.storage"
-MANIFEST = "elastic_ckpt.manifests.manifest_file"
+MANIFEST = "elastic_ckpt.steps.manifest_file"
 
 SAVER = f"{HOST}.saver:HostSaver"
 COPIES = f"{HOST}.copies:HostCopies"
@@ -67,7 +67,7 @@ SAVE = {
     "with_room_reserved": Point(at=f"{LOCAL}.begin", then="older"),
     "captured": Point(at=f"{SAVER}.capture", then="older"),
     "components_begun": Point(
-        at="elastic_ckpt.checkpoint.components:begin_save", then="older"
+        at="elastic_ckpt.checkpoint.component_io:begin_save", then="older"
     ),
     "before_the_first_chunk": Point(
         at=f"{RAM}.chunk_writer:ChunkWriter.write", before=True, then="older"
@@ -92,11 +92,13 @@ SAVE = {
 }
 REPLICATE = {
     "with_its_parts_offered": Point(at=f"{COPIES}.offer"),
-    "placed": Point(at="elastic_ckpt.manifests.placement:place", host=0),
+    "placed": Point(at="elastic_ckpt.steps.placement:place", host=0),
     "with_the_copies_dealt": Point(at=f"{COPIES}.place", host=0),
     "before_the_copies": Point(at=f"{COPIES}.take", before=True),
     "with_room_for_copies": Point(at=f"{LOCAL}.copy_writer"),
-    "with_the_first_copy_read": Point(at="elastic_ckpt.host.verified_read:read_item"),
+    "with_the_first_copy_read": Point(
+        at="elastic_ckpt.checkpoint.host.verified_read:read_item"
+    ),
     "with_the_first_copy_written": Point(at=f"{WRITER}.put"),
     "with_a_copy_of_a_file_written": Point(at=f"{WRITER}.put_file"),
     "before_the_manifest_with_copies": Point(
@@ -134,7 +136,7 @@ RESTORE = {
     "before_the_search": Point(at=f"{READER}.find", before=True, host=0),
     "with_the_step_open": Point(at=f"{READER}.open_step"),
     "with_the_first_value_read": Point(
-        at="elastic_ckpt.host.verified_read:VerifiedReader.fragment"
+        at="elastic_ckpt.checkpoint.host.verified_read:VerifiedReader.fragment"
     ),
     "with_all_values_read": Point(at=f"{READER}.read"),
     "with_a_component_half_written": Point(

@@ -20,7 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent, known_agents
 from tests.faults import spoilt_files

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
+from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import backup
 from elastic_ckpt.tiers.peers import agent
 from tests.faults import middleman
 from tests.multiprocess import machines as separate_machines

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes
 from elastic_ckpt.inspect import restorable
-from elastic_ckpt.manifests import search
+from elastic_ckpt.steps import search
 from tests.tiers import saved_worlds
 
 WHOLE = saved_worlds.contents({"w": (2,)})

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.ram import machine
 from tests import runs, shared_memory
 from tests.deploy import local_pods

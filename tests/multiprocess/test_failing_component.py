@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
+from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import host_memory, topology
-from elastic_ckpt.host import capture
 from tests.multiprocess import machines, tier_worlds
 
 # By step: the host that fails, its error, and when that is raised.

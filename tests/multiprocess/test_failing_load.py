@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from elastic_ckpt.components import loading
+from elastic_ckpt.checkpoint.components import loading
 from elastic_ckpt.core import errors, topology
 from tests.multiprocess import machines, tier_worlds
 

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from elastic_ckpt.application import local_world
+from elastic_ckpt.checkpoint.host import upload_share
 from elastic_ckpt.config import load
 from elastic_ckpt.core import events
-from elastic_ckpt.host import upload_share
 from elastic_ckpt.tiers.persistent import upload
 from tests import runs, shared_memory
 

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from elastic_ckpt.host import node_refill
+from elastic_ckpt.checkpoint.host import node_refill
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory
-from tests.host import test_node_refill
+from tests.checkpoint.host import test_node_refill
 from tests.multiprocess import tier_worlds
 from tests.multiprocess.test_elastic_ram import restored, saved
 from tests.tiers import served

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from elastic_ckpt.application import run_directory
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import step_log
 from tests import runs, shared_memory

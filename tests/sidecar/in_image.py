@@ -18,7 +18,11 @@ from typing import Any
 ABSENT = (
     "optax",
     "orbax",
-    "elastic_ckpt.checkpoint",
+    "elastic_ckpt.checkpoint.checkpointer",
+    "elastic_ckpt.checkpoint.components",
+    "elastic_ckpt.checkpoint.factory",
+    "elastic_ckpt.checkpoint.hosts",
+    "elastic_ckpt.checkpoint.saved_steps",
     "elastic_ckpt.cli",
     "elastic_ckpt.deploy",
     "elastic_ckpt.elastic",
@@ -55,13 +59,13 @@ def keep(agent_class: type, choice: object) -> str:
     from elastic_ckpt_sidecar.host_arrays import HostArrays
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    from elastic_ckpt.checkpoint.host import step_notes
+    from elastic_ckpt.checkpoint.host.backup import HostBackup
+    from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
+    from elastic_ckpt.checkpoint.host.reader import HostReader
+    from elastic_ckpt.checkpoint.host.saver import HostSaver
+    from elastic_ckpt.checkpoint.host.step_search import Query
     from elastic_ckpt.core import calls
-    from elastic_ckpt.host import step_notes
-    from elastic_ckpt.host.backup import HostBackup
-    from elastic_ckpt.host.endpoint import HostEndpoint
-    from elastic_ckpt.host.reader import HostReader
-    from elastic_ckpt.host.saver import HostSaver
-    from elastic_ckpt.host.step_search import Query
 
     device = jax.devices()[0]
     over = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec("device"))

@@ -19,12 +19,12 @@ from elastic_ckpt_sidecar import (
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt import frontend as front_door
+from elastic_ckpt.checkpoint.host import saver
+from elastic_ckpt.checkpoint.host.answers import HostsFailedError
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.frontend import checkpointer as front_door
-from elastic_ckpt.host import saver
-from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.inspect import tier_locations, verification
-from elastic_ckpt.manifests import search
+from elastic_ckpt.steps import search
 from elastic_ckpt.tiers.peers import peer_endpoint
 from elastic_ckpt.tiers.ram import machine
 from tests.checkpoint import orbax_steps

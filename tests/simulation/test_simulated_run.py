@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision
-from elastic_ckpt.manifests import placement
 from elastic_ckpt.simulation import simulated_run
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions
@@ -18,6 +17,7 @@ from elastic_ckpt.simulation.run_plan import RunPlan
 from elastic_ckpt.simulation.saves import Setting
 from elastic_ckpt.simulation.trace import Event, What
 from elastic_ckpt.simulation.world_layout import WorldLayout
+from elastic_ckpt.steps import placement
 
 STATE_BYTES = 2**10
 # Whole seconds; nothing else costs anything.

@@ -13,9 +13,9 @@ import sys
 
 import numpy as np
 
+from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, host_memory, storage
-from elastic_ckpt.host import capture
-from elastic_ckpt.manifests import manifest, manifest_file
+from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
 from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.manifests import holdings, manifest
+from elastic_ckpt.steps import holdings, manifest
 
 RUN = "run-7"
 

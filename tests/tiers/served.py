@@ -12,7 +12,7 @@ from concurrent import futures
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.manifests import layout, manifest, manifest_file
+from elastic_ckpt.steps import layout, manifest, manifest_file
 from elastic_ckpt.tiers.peers import agent
 
 RUN = "run-7"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.manifests import line
+from elastic_ckpt.steps import line
 from elastic_ckpt.tiers.persistent import claims
 
 A = claims.Claimant(name="a")
@@ -97,7 +97,7 @@ def test_a_client_that_repeats_its_request_has_claimed_the_world(tmp_path, monke
 CLAIMANT = """
 import sys
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import line
+from elastic_ckpt.steps import line
 from elastic_ckpt.tiers.persistent import claims
 print("ready", flush=True)
 sys.stdin.readline()

@@ -4,7 +4,7 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import find, source
-from tests.manifests import test_search
+from tests.steps import test_search
 from tests.tiers import saved_worlds
 
 

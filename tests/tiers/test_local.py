@@ -16,13 +16,13 @@ import pytest
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, errors, host_memory, storage
-from elastic_ckpt.host import capture
-from elastic_ckpt.manifests import layout, line, manifest
+from elastic_ckpt.steps import layout, line, manifest
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
-from tests.host.test_capture import random_bits
+from tests.checkpoint.host.test_capture import random_bits
 from tests.tiers import killed_host
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from elastic_ckpt.manifests import manifest
+from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers.peers import mailbox
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.source import ReadError

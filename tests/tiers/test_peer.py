@@ -13,7 +13,7 @@ import trustme
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import checked_json, errors
-from elastic_ckpt.manifests import manifest, manifest_file
+from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.tiers import find, source
 from elastic_ckpt.tiers.peers import (
     agent,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.manifests import line, manifest_file, search
+from elastic_ckpt.steps import line, manifest_file, search
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.persistent import (
     arrange,

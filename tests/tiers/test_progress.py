@@ -3,7 +3,7 @@
 import pytest
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.manifests import manifest
+from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers.persistent import (
     persistent_root,
     persistent_tier,

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.manifests import line
+from elastic_ckpt.steps import line
 from elastic_ckpt.tiers.persistent import (
     arrange,
     claims,

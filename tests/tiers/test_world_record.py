@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from elastic_ckpt.manifests import manifest, placement
+from elastic_ckpt.steps import manifest, placement
 from elastic_ckpt.tiers.peers import memory_request, world_record
 
 RECORD = world_record.WorldRecord(

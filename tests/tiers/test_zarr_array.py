@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
+from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes
-from elastic_ckpt.host import capture
-from elastic_ckpt.manifests import layout, manifest
+from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.tiers import zarr_array
-from tests.host.test_capture import random_bits
+from tests.checkpoint.host.test_capture import random_bits
 
 SHAPES = {"vector": ((6,), (3,)), "matrix": ((4, 6), (2, 3)), "number": ((), ())}
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.manifests import layout, manifest
+from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.tiers.persistent import commit, ocdbt, upload
 
 RUN = "run-7"

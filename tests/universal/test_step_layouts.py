@@ -8,12 +8,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import errors
-from elastic_ckpt.frontend.checkpointer import Checkpointer
+from elastic_ckpt.frontend import Checkpointer
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.universal import shipped_layouts, step_layouts
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests.checkpoint.test_components import Counter
+from tests.checkpoint.test_component_io import Counter
 
 MESH = jax.make_mesh((4,), ("data",))
 UNSCANNED = {f"layer_{n}": {"w": np.arange(32.0).reshape(8, 4) + n} for n in range(3)}

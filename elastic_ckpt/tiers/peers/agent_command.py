@@ -156,7 +156,7 @@ def _run_of_node(
     arguments: argparse.Namespace, service: agent.Service, refill: Sequence[str]
 ) -> None:
     # The command line imports this module to complete words, and needs none of these.
-    from elastic_ckpt.manifests import failure_domains
+    from elastic_ckpt.steps import failure_domains
     from elastic_ckpt.tiers.peers import kubernetes_node, node_agent, node_runs
 
     if service.port:

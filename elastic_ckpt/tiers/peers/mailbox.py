@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers.peers.peer_endpoint import Endpoint
 from elastic_ckpt.tiers.ram.ram_disk import MESSAGES, RamDisk
 from elastic_ckpt.tiers.source import ReadError

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from elastic_ckpt.core import checked_json
-from elastic_ckpt.manifests import layout, manifest, manifest_file
-from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.steps import layout, manifest, manifest_file
+from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.tiers.peers.peer_endpoint import Endpoint

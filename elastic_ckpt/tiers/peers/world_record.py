@@ -16,8 +16,8 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.manifests import placement
-from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.steps import placement
+from elastic_ckpt.steps.manifest import Host
 
 FILE = "world.json"
 # Raised by fields that are missing, or of another kind.

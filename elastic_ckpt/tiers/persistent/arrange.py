@@ -11,8 +11,8 @@ nothing: killed at any point, it can be repeated.
 from __future__ import annotations
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors
-from elastic_ckpt.manifests import manifest_file
-from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.tiers.persistent.persistent_root import (
     ABANDONED,

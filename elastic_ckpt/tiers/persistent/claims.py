@@ -20,7 +20,7 @@ import time
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, process, storage
-from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.steps.line import Line
 
 DIRECTORY = "worlds"
 _VERSION = 1

@@ -15,15 +15,15 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import boxes, errors, storage
-from elastic_ckpt.manifests import manifest_file
-from elastic_ckpt.manifests.holdings import Offer
-from elastic_ckpt.manifests.manifest import (
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Fragment,
     Fragments,
     Manifest,
 )
-from elastic_ckpt.manifests.search import Step
+from elastic_ckpt.steps.search import Step
 from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, progress
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,

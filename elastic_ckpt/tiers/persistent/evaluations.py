@@ -25,8 +25,8 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.manifests import layout
-from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 

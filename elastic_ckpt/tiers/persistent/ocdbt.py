@@ -19,8 +19,8 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import boxes, digest, storage
-from elastic_ckpt.manifests import layout
-from elastic_ckpt.manifests.manifest import Leaf
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import zarr_array
 
 _PREFIX = "ocdbt.process_"

@@ -17,7 +17,7 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.manifests.manifest import Contents, Fragment
+from elastic_ckpt.steps.manifest import Contents, Fragment
 from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests
 
 _TREE_FILE = "_METADATA"

@@ -18,7 +18,7 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import direct_io, storage
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers import zarr_array
 from elastic_ckpt.tiers.persistent import ocdbt, ocdbt_index
 from elastic_ckpt.tiers.persistent.ocdbt_index import Extent

@@ -31,8 +31,8 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.manifests import layout, manifest_file
-from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers.source import Leftover
 
 COMMIT_FILE = "commit_success.txt"

@@ -18,10 +18,10 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.manifests import layout, manifest_file, retention, search
-from elastic_ckpt.manifests.holdings import Offer
-from elastic_ckpt.manifests.line import Line
-from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.steps import layout, manifest_file, retention, search
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt, persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import (

@@ -11,8 +11,8 @@ from __future__ import annotations
 from etils import epath
 
 from elastic_ckpt.core import checked_json, storage
-from elastic_ckpt.manifests import manifest_file
-from elastic_ckpt.manifests.manifest import (
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Contents,
     Fragment,

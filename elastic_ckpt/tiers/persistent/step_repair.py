@@ -19,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
-from elastic_ckpt.manifests.manifest import Contents, Fragment, Leaf
+from elastic_ckpt.steps.manifest import Contents, Fragment, Leaf
 from elastic_ckpt.tiers.persistent import leases, ocdbt, ocdbt_index
 
 # The bytes of one commit.

@@ -23,8 +23,8 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import boxes, errors, storage
-from elastic_ckpt.manifests import layout, manifest_file
-from elastic_ckpt.manifests.manifest import (
+from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Contents,
     Fragment,

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers.persistent.persistent_root import (
     REMOVED,
     PersistentRoot,

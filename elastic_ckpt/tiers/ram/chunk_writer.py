@@ -14,8 +14,8 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.manifests import layout
-from elastic_ckpt.manifests.manifest import Contents, Fragment
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.manifest import Contents, Fragment
 from elastic_ckpt.tiers import zarr_array
 from elastic_ckpt.tiers.captured import CapturedLeaf
 

@@ -19,8 +19,8 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.manifests import manifest_file
-from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers import no_follow, stored_part
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.source import RepairError

@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.manifests import retention
-from elastic_ckpt.manifests.line import Line
-from elastic_ckpt.manifests.manifest import (
+from elastic_ckpt.steps import retention
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Contents,
     Fragment,

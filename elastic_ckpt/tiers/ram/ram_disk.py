@@ -23,9 +23,9 @@ from collections.abc import Collection, Iterator, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.manifests import layout, manifest_file
-from elastic_ckpt.manifests.holdings import Offer
-from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers import no_follow, preserved
 from elastic_ckpt.tiers.ram import file_repair
 from elastic_ckpt.tiers.ram.machine import FILE, machine_id

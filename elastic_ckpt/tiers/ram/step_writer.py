@@ -16,8 +16,8 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, digest, errors, storage
-from elastic_ckpt.manifests import manifest_file
-from elastic_ckpt.manifests.manifest import (
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Contents,
     Fragment,

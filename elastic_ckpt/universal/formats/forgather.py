@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.components import sharing
+from elastic_ckpt.checkpoint.components import sharing
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import (
     bounded_json,

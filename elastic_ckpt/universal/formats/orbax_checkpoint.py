@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.manifests.manifest import escaped
+from elastic_ckpt.steps.manifest import escaped
 from elastic_ckpt.tiers.persistent.persistent_root import COMMIT_FILE
 from elastic_ckpt.universal.formats import bounded_json
 from elastic_ckpt.universal.formats.format_error import FormatError

@@ -20,8 +20,8 @@ from etils import epath
 
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.manifests import layout, manifest, manifest_file, search
-from elastic_ckpt.manifests.manifest import Contents, Leaf
+from elastic_ckpt.steps import layout, manifest, manifest_file, search
+from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk

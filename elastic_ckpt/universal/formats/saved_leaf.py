@@ -8,7 +8,7 @@ import numpy as np
 
 from elastic_ckpt.core import boxes
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.manifests.manifest import Leaf
+from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
 from elastic_ckpt.universal.strides import row_major

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.host import trees
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
 from elastic_ckpt.universal.reading.byte_source import ByteSource

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ckpt.host.step_boxes import StepBoxes
-from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal.formats import saved_leaf
 from elastic_ckpt.universal.stored import StoredTensor
 

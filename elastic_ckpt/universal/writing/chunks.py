@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.steps import layout
 from elastic_ckpt.universal.moves import Move, TargetTensor
 from elastic_ckpt.universal.stored import StoredTensor
 from elastic_ckpt.universal.strides import row_major

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint.host.trees import AbstractArray
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors
-from elastic_ckpt.host.trees import AbstractArray
-from elastic_ckpt.manifests.manifest import Contents, Leaf
+from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.tiers.persistent import upload
 from elastic_ckpt.universal.moves import TargetTensor
 

@@ -27,8 +27,8 @@ from elastic_ckpt.core import (
     storage,
 )
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.manifests import layout, manifest_file
-from elastic_ckpt.manifests.manifest import Fragment, Fragments, Host, Manifest
+from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps.manifest import Fragment, Fragments, Host, Manifest
 from elastic_ckpt.tiers.persistent import commit, ocdbt, progress, upload
 from elastic_ckpt.tiers.persistent.packed_store import PackedStore, PackedValues
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot

@@ -16,8 +16,8 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import forgather
 from elastic_ckpt.universal.formats.forgather import Pattern
 from elastic_ckpt.universal.formats.format_error import FormatError
-from tests.components import simulated_hosts
-from tests.components.test_encoding import same
+from tests.checkpoint.components import simulated_hosts
+from tests.checkpoint.components.test_encoding import same
 from tests.universal.formats import torch_files
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"

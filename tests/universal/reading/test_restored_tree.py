@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import boxes, errors
-from elastic_ckpt.host import trees
 from elastic_ckpt.universal import moves, stored
 from elastic_ckpt.universal.formats import format_error, opened
 from elastic_ckpt.universal.plan import strided_runs

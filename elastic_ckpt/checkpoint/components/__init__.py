@@ -1,0 +1,1 @@
+"""Components: state of a run other than weights and batches, and how it is shared."""

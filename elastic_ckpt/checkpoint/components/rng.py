@@ -1,0 +1,75 @@
+"""Random keys that do not depend on the number of hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from elastic_ckpt.checkpoint.components.component import Component
+from elastic_ckpt.core import digest, errors
+
+# The first number folded into the key, so that no two kinds of keys are equal.
+_NEXT, _SHARD, _NAME = range(3)
+_LOW = 2**32 - 1
+
+
+class Rng(Component):
+    """A component with a global random key, from which all other keys are derived.
+
+    They depend on a name, a logical shard or their turn, never on the number of a host,
+    so that a run continues with the same keys on any number of hosts.
+
+        rng = ec.components.Rng(seed=0)
+        dropout = rng.for_name("dropout", step)
+        noise = rng.for_shard(shard, step)
+        key = rng.next()
+
+    Args:
+      seed: a number, or a typed key of `jax.random.key`.
+      required: as for `Component`.
+
+    Raises:
+      ConfigError: if `seed` is neither.
+    """
+
+    def __init__(self, seed: int | jax.Array = 0, *, required: bool = True) -> None:
+        key = jax.random.key(seed) if isinstance(seed, int) else seed
+        is_key = isinstance(key, jax.Array) and jax.dtypes.issubdtype(
+            key.dtype, jax.dtypes.prng_key
+        )
+        if not is_key or key.shape:
+            raise errors.ConfigError(
+                f"Rng takes a number or one typed key, not {seed!r}; make a key with"
+                " jax.random.key, or of an old one with jax.random.wrap_key_data"
+            )
+        super().__init__({"key": key, "taken": 0}, "global", required=required)
+
+    @property
+    def key(self) -> jax.Array:
+        """The global key, a typed key of shape `()`."""
+        return self.state["key"]
+
+    def next(self) -> jax.Array:
+        """The next key; all hosts call it alike.
+
+        No earlier call returned it, as the number of calls is saved.
+        """
+        taken = self.state["taken"]
+        self.state = {**self.state, "taken": taken + 1}
+        return _folded(self.key, _NEXT, taken & _LOW, taken >> 32)
+
+    def for_shard(self, shard: int, step: Any = 0) -> jax.Array:
+        """The key of a logical shard at `step`, a 32-bit number that may be traced."""
+        return _folded(self.key, _SHARD, shard, step)
+
+    def for_name(self, name: str, step: Any = 0) -> jax.Array:
+        """The key of a name at `step`, a 32-bit number that may be traced."""
+        number = digest.name_hash(name)
+        return _folded(self.key, _NAME, number & _LOW, number >> 32, step)
+
+
+def _folded(key: jax.Array, *numbers: Any) -> jax.Array:
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return key

@@ -1,0 +1,146 @@
+"""Validation of the state of a run: before saves, at intervals, and what follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from absl import logging
+
+from elastic_ckpt.checkpoint.components import validation
+from elastic_ckpt.config.validation_section import ValidationSection
+from elastic_ckpt.core import errors, events, metrics, topology
+
+
+class ValidationSchedule:
+    """Validates the state of a run as it is configured.
+
+    With the first finding the newest saved step from before it is preserved, so that
+    retention does not leave only steps of which the copies differed.
+
+    Args:
+      section: the level, when to validate, and what follows a finding.
+      emit: called for each finding, and after each validation.
+      preserve: called on all hosts with the step after which all copies were equal;
+        preserves the newest saved step up to it, and returns it, if there is one.
+    """
+
+    def __init__(
+        self,
+        section: ValidationSection,
+        *,
+        emit: events.Emit,
+        preserve: Callable[[int], int | None] = lambda _: None,
+    ) -> None:
+        self._section = section
+        self._emit = emit
+        self._preserve = preserve
+        # The step after which all copies were equal last; None once it is preserved.
+        self._equal_step: int | None = None
+
+    def restored(self, step: int) -> None:
+        """Counts a step that was restored as one of equal copies: all are of one."""
+        self._equal_step = step
+
+    def is_due(self, step: int, *, is_saving: bool) -> bool:
+        """Whether to validate now that `step` steps are done.
+
+        Args:
+          step: the number of steps done.
+          is_saving: whether the step is saved next.
+        """
+        interval = self._section.replica_validation_interval
+        if is_saving and self._section.replica_validation_at_saves:
+            return True
+        return interval > 0 and step % interval == 0
+
+    def run(
+        self, step: int, state: Any, *, components: Any = None
+    ) -> list[validation.Finding]:
+        """Validates the state after `step` steps; all hosts call it.
+
+        Args:
+          step: the number of steps done.
+          state: the tree of weights and optimizer.
+          components: by name, values that all hosts compute alike.
+
+        Raises:
+          RunError: if copies differ and the run is to stop then.
+        """
+        began_secs = time.monotonic()
+        level = self._section.replica_validation
+        findings = [
+            finding
+            for tree in (state, components)
+            for finding in validation.validate(
+                tree,
+                level=cast(validation.Level, level),
+                tolerance=self._section.replica_validation_tolerance,
+            )
+        ]
+        secs = time.monotonic() - began_secs
+        metrics.VALIDATION.record(secs)
+        if topology.is_primary():
+            # The findings are the same on all hosts.
+            self._report(step, findings, secs)
+        if not findings:
+            self._equal_step = step
+        elif self._section.replica_validation_action == "stop":
+            raise errors.RunError(
+                f"after step {step} copies differ that should be equal:"
+                f" {findings[0]} ({len(findings)} in all, see `replicas_differ` in the"
+                " run's events); the step is not saved. Check the memory of these"
+                " hosts, and start the run again without them: it continues from the"
+                " newest saved step. replica_validation_action=warn goes on instead"
+            )
+        elif self._equal_step is not None:
+            kept = self._preserve(self._equal_step)
+            self._equal_step = None
+            if kept is not None:
+                why = f"the copies of the state differ after step {step}"
+                self._emit("step_preserved", step=kept, why=why)
+        return findings
+
+    def _report(
+        self, step: int, findings: list[validation.Finding], secs: float
+    ) -> None:
+        report(step, findings, emit=self._emit)
+        self._emit(
+            "validated",
+            step=step,
+            level=self._section.replica_validation,
+            findings=len(findings),
+            secs=secs,
+        )
+
+
+def report(
+    step: int, findings: Sequence[validation.Finding], *, emit: events.Emit
+) -> None:
+    """Reports the findings after a step: to the log, as events, and as a metric."""
+    if findings:
+        metrics.VALIDATION_FINDINGS.record(len(findings))
+    for finding in findings:
+        logging.error("step %d: copies differ: %s", step, finding)
+        emit(
+            "replicas_differ",
+            step=step,
+            leaf=finding.leaf,
+            hosts=list(finding.hosts),
+            devices=list(finding.devices),
+            is_certain=finding.is_certain,
+            why=str(finding),
+        )
+
+
+def configured(
+    section: ValidationSection,
+    emit: events.Emit,
+    *,
+    preserve: Callable[[int], int | None] = lambda _: None,
+) -> ValidationSchedule | None:
+    """The validation that `section` asks for; None if it asks for none."""
+    if section.replica_validation == "none":
+        return None
+    return ValidationSchedule(section, emit=emit, preserve=preserve)

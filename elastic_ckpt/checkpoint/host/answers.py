@@ -1,0 +1,283 @@
+"""The answers of a host to the calls of a driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.tiers.peers.agent import Address
+from elastic_ckpt.tiers.run_identity import Place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """The facts that other hosts need before this one has a slot.
+
+    Attributes:
+      machine: the id of the machine's memory.
+      secret: of the run, if the machine has one.
+      fresh_secret: for a run without one.
+      agents: that this machine has noted; see `known_agents`.
+      now_secs: the time, in seconds since 1970.
+      fresh_identity: the name of an identity, for a run without one.
+      disk: the RAM disk of the machine.
+      stored: the persistent storage, on host 0; None if there is none.
+    """
+
+    machine: str
+    secret: str | None
+    fresh_secret: str
+    agents: Mapping[str, Any]
+    now_secs: float
+    fresh_identity: str
+    disk: Place
+    stored: Place | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinedHost:
+    """A host that has a slot of its machine.
+
+    Attributes:
+      host: as manifests name it.
+      agent: the address of the machine's agent; None for slots after the first, and in
+        a world of one host without peers.
+    """
+
+    host: Host
+    agent: Address | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Readiness:
+    """Which stages of a driver can begin; hosts begin one when all of them can.
+
+    Attributes:
+      can_copy: whether no copies are being made.
+      can_back_up: whether no backup is being made.
+      is_time: whether a backup is due by the clock.
+    """
+
+    can_copy: bool
+    can_back_up: bool
+    is_time: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """A step that a host has written, and not yet committed.
+
+    Attributes:
+      files: by component, the names of the files that it wrote on this host.
+      time_ms: when, since 1970.
+    """
+
+    files: Mapping[str, tuple[str, ...]]
+    time_ms: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed:
+    """The copies of a step that all hosts are to make.
+
+    Attributes:
+      problems: what is lacking or wrong, a sentence each.
+      diverged: of which replicas differ, a sentence each.
+      failed: whether parts of the step could not be read.
+    """
+
+    problems: tuple[str, ...]
+    diverged: tuple[str, ...]
+    failed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """The copies that a host has taken.
+
+    Attributes:
+      copies: how many.
+      num_bytes: of them.
+      problems: copies that could not be taken, a sentence each.
+      preserved: the steps that are preserved by hand on this machine.
+      failed: whether copies were not made that could have been.
+    """
+
+    copies: int
+    num_bytes: int
+    problems: tuple[str, ...]
+    preserved: tuple[int, ...]
+    failed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackedUp:
+    """A host's share of a backup.
+
+    Attributes:
+      num_bytes: of the share.
+      bad: copies in RAM that were bad and were read elsewhere, a sentence each.
+    """
+
+    num_bytes: int
+    bad: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepInRam:
+    """A step that is whole in the RAM of the hosts.
+
+    Attributes:
+      step: the training step.
+      save: which save of it.
+      is_owed: whether persistent storage lacks it, and it was due there, or its upload
+        was begun.
+    """
+
+    step: int
+    save: str
+    is_owed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointMetadata:
+    """A complete step, with the attributes of Orbax's class of the same name.
+
+    Attributes:
+      step: the training step.
+      save: the id of this save, as a step may be saved again after the run went back to
+        an earlier one; empty if Orbax alone saved it.
+      line: the history of the step: `(step, save)` of each save from which the run
+        continued to reach it, oldest first, and its own at the end.
+      path: its directory in persistent storage, once it is backed up; None if there is
+        no persistent tier.
+      metrics: those it was saved with; None if there are none.
+      custom_metadata: as the user saved it; None if there is none.
+      commit_timestamp_nsecs: when it was committed, in nanoseconds since 1970.
+      init_timestamp_nsecs: when its save began, in nanoseconds since 1970; None if that
+        is not known.
+      metadata: abstract leaves in place of values: of the requested pytree, or a dict
+        of all checkpointables by name, in which a component is None. The leaf of a text
+        is `"string"`. Orbax's own metadata if Orbax alone saved the step; None if the
+        steps were only listed.
+    """
+
+    step: int
+    save: str
+    line: tuple[tuple[int, str], ...] = ()
+    path: epath.Path | None = dataclasses.field(default=None, compare=False)
+    metrics: Any = dataclasses.field(default=None, compare=False)
+    custom_metadata: Any = dataclasses.field(default=None, compare=False)
+    commit_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
+    init_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
+    metadata: Any = None
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was committed, in UTC."""
+        return _time(self.commit_timestamp_nsecs or 0)
+
+    @property
+    def commit_timestamp(self) -> datetime.datetime | None:
+        """When it was committed, in UTC; None if that is not known."""
+        nsecs = self.commit_timestamp_nsecs
+        return None if nsecs is None else _time(nsecs)
+
+    @property
+    def init_timestamp(self) -> datetime.datetime | None:
+        """When its save began, in UTC; None if that is not known."""
+        nsecs = self.init_timestamp_nsecs
+        return None if nsecs is None else _time(nsecs)
+
+    def before(self) -> tuple[tuple[int, str], ...]:
+        """The line of a save that replaces this step: everything before it."""
+        *parents, (step, save) = self.line
+        return (*parents, (step - 1, save)) if step else tuple(parents)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchOutcome:
+    """The outcome of a search for a complete step.
+
+    Attributes:
+      complete_step: None if no step is complete.
+      newest_save: of all steps that there are; empty if there are none.
+      passed_over: newer steps that are not complete, and why.
+      out_of_reach: why storage cannot be searched; None if it was, or there is none.
+      refusing: peers that may have steps and refuse this host, a sentence each.
+      refusal: why the run must not continue from `complete_step`, or begin anew; None
+        if it may.
+      needs: a step whose parts all hosts have to report first; None if the search is
+        done.
+      is_shared: whether host 0 keeps the parts of the step, and can deal them.
+      missing: that no tier has the step, or any step, a sentence; None if one has.
+    """
+
+    complete_step: CheckpointMetadata | None
+    newest_save: str
+    passed_over: tuple[tuple[int, str], ...]
+    out_of_reach: str | None
+    refusing: tuple[str, ...]
+    refusal: str | None = None
+    needs: int | None = None
+    is_shared: bool = False
+    missing: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BadCopyReport:
+    """A copy that failed its verification.
+
+    Attributes:
+      host: the id of its holder.
+      tier: of the holder.
+      file: in the step's directory of the holder.
+      name: of the leaf and box, or file of a component.
+      why: the end of a sentence.
+    """
+
+    host: str
+    tier: str
+    file: str
+    name: str
+    why: str
+
+
+class HostsFailedError(errors.CheckpointError):
+    """A call failed on some hosts.
+
+    Attributes:
+      of_host: by the number of a host, its message.
+    """
+
+    def __init__(self, of_host: Mapping[int, str]) -> None:
+        self.of_host = dict(of_host)
+        failed = sorted(of_host.items())
+        problems = [f"host {n}: {why}" for n, why in failed[: errors.MOST_NAMED]]
+        if more := failed[errors.MOST_NAMED :]:
+            problems.append(f"and {len(more)} more hosts")
+        super().__init__("; ".join(problems))
+
+
+def failure(
+    of_host: Mapping[int, str], *, is_replaced: bool
+) -> errors.ElasticCkptError:
+    """The error of a call that failed on some hosts.
+
+    Args:
+      of_host: by the number of a host, its message.
+      is_replaced: whether one of them found that another start has continued the run.
+    """
+    if is_replaced:
+        return errors.ReplacedError("; ".join(dict.fromkeys(of_host.values())))
+    return HostsFailedError(of_host)
+
+
+def _time(nsecs: int) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(nsecs / 1e9, tz=datetime.UTC)

@@ -1,0 +1,88 @@
+"""The steps in RAM, and which of them earlier worlds could not back up."""
+
+from __future__ import annotations
+
+import time
+
+from elastic_ckpt.checkpoint.host.answers import StepInRam
+from elastic_ckpt.checkpoint.host.world import HostWorld
+from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.steps import search
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.persistent import arrange, claims
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.source import Leftover
+
+
+def steps_in_ram(world: HostWorld, line: Line) -> list[StepInRam]:
+    """The steps of a line that are whole in RAM, ascending.
+
+    Args:
+      world: a host of it.
+      line: newer than all others; steps that it abandons are left out.
+    """
+    held = find.Search(world.ram_tiers, lines=[line]).complete_steps()
+    stored = _stored_steps(world.root)
+    return [
+        StepInRam(
+            step=each.step.step,
+            save=each.step.save,
+            is_owed=world.root is not None
+            and stored is not None
+            and _is_owed(each.step, world.root, stored, run=world.run),
+        )
+        for each in held
+    ]
+
+
+def secs_since_backup(world: HostWorld) -> float:
+    """The time since the newest step was committed in storage, in seconds.
+
+    Before the first one it is that since the first world of the run was claimed; 0 if
+    neither is known, or storage is out of reach.
+    """
+    root, tier = world.root, world.persistent
+    if root is None or tier is None:
+        return 0.0
+    try:
+        steps = root.steps()
+        if steps:
+            nsecs = tier.notes(steps[-1])["commit_timestamp_nsecs"] or time.time_ns()
+        else:
+            first = claims.first(root.path)
+            nsecs = time.time_ns() if first is None else first.time_ms * 10**6
+    except (errors.CheckpointError, *bucket_clients.failures()):
+        return 0.0
+    return max(0.0, (time.time_ns() - nsecs) / 10**9)
+
+
+def is_held(world: HostWorld, leftover: Leftover) -> bool:
+    """Whether the step of an upload that was cut short is whole in RAM."""
+    if leftover.save is None:
+        return False
+    try:
+        sources = world.in_ram(leftover.step, leftover.save)
+        return search.Step.from_offers(list(sources)).complete
+    except errors.CheckpointError:
+        return False
+
+
+def _stored_steps(root: PersistentRoot | None) -> set[int] | None:
+    # None if storage is out of reach, as the search of the restore has reported.
+    if root is None:
+        return None
+    try:
+        return set(root.steps())
+    except (errors.CheckpointError, *bucket_clients.failures()):
+        return None
+
+
+def _is_owed(
+    held: search.Step, root: PersistentRoot, stored: set[int], *, run: str
+) -> bool:
+    is_due = held.holdings.contents.is_due
+    if held.step in stored:
+        return is_due and held.save != arrange.save_of(root, held.step, run=run)
+    # One that was due by the clock alone has no mark.
+    return is_due or root.unfinished(held.step, held.save).exists()

@@ -1,0 +1,383 @@
+"""A host's share of a checkpoint in persistent storage, from what is in RAM.
+
+A backup goes through `chunk_shapes`, `back_up`, `commit` and `collect`. Before the
+first one of a world comes `clean`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from elastic_ckpt.checkpoint.host import (
+    backlog,
+    backup_collector,
+    part_offers,
+    recovery,
+    upload_share,
+    verified_read,
+)
+from elastic_ckpt.checkpoint.host.answers import BackedUp, StepInRam
+from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
+from elastic_ckpt.core import calls, errors
+from elastic_ckpt.steps import part_choices, search, uploads
+from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.tiers.persistent import (
+    arrange,
+    claims,
+    commit,
+    evaluations,
+    ocdbt,
+    persistent_root,
+    upload,
+    writers,
+)
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.retries import PATIENT
+from elastic_ckpt.tiers.source import Source
+
+# By the path of a leaf, the checkpointable and name that Orbax uses.
+Names = Mapping[str, tuple[str, str]]
+
+
+class HostBackup:
+    """Backs up what one host has.
+
+    Args:
+      world: the host among the others; with persistent storage.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        self._part_exchange = world.exchanges["backup"]
+        self._arranged: tuple[int, str] | None = None
+        # The claim of this world; None if its run claims none.
+        self._claim: claims.Claim | None = None
+        # On host 0, the holdings of the step that is being backed up.
+        self._holdings: Holdings | None = None
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def clean(self, save: str) -> tuple[tuple[int, str], ...]:
+        """Removes leftovers of crashed uploads; host 0 does it (see `writers`).
+
+        Those of steps that are whole in RAM stay: their uploads are continued.
+
+        Args:
+          save: of this world.
+
+        Returns:
+          The steps whose saves were interrupted, with the paths that were removed.
+        """
+        return tuple(
+            (each.step, str(each.path))
+            for each in self._writing.discard_dead(
+                before=save,
+                is_needed=functools.partial(backlog.is_held, self._world),
+                is_claimed=self._claim is not None,
+            )
+            if each.save != persistent_root.REMOVED
+        )
+
+    @calls.call()
+    def begin_line(self, line: Line, claimant: claims.Claimant | None) -> int:
+        """Records the line of a committed step, or of a world that begins, in storage.
+
+        Host 0 does it.
+
+        Args:
+          line: of the step, or of the first one to come.
+          claimant: who claims the world; None records the line where it is needed.
+
+        Returns:
+          The number of the claimed world; 0 if none is claimed.
+
+        Raises:
+          CheckpointError: if storage cannot be listed.
+          ReplacedError: if another start has claimed the world.
+        """
+        root = self._world.root
+        if root is None:
+            return 0
+        if claimant is None:
+            arrange.record(root, line, run=self._world.run)
+            return 0
+        if self._claim is not None:
+            claimant = dataclasses.replace(claimant, has_claimed=True)
+        self._claim = claims.claim(
+            root.path, line, run=self._world.run, claimant=claimant
+        )
+        return self._claim.number
+
+    @calls.call()
+    def offer(self, step: int, save: str) -> None:
+        """Offers what this host has of a step in RAM."""
+        self._part_exchange.offer(part_offers.of_save(self._world, step, save))
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def contents(self, step: int, save: str) -> Contents:
+        """The contents of a step in RAM.
+
+        Raises:
+          CheckpointError: if nothing of it can be read.
+        """
+        return self._read(step, save)[1].contents
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def chunk_shapes(self, step: int, save: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the chunks of each leaf of a step, by its path.
+
+        Host 0 runs this first, and marks storage as being written by this world.
+        """
+        self._check_claim()
+        self._writing.be_present()
+        self._holdings = holdings = self._dealt(step, save)
+        if self._root().in_place:
+            # The upload would overwrite the present files.
+            PATIENT.call(
+                f"setting aside what step {step} replaces",
+                lambda: self._arrange(holdings.contents, step, save),
+            )
+        return self._chunks(holdings, step, save)
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def back_up(self, step: int, save: str, names: Names) -> BackedUp:
+        """Writes this host's share of a step to persistent storage.
+
+        The host's bad copies are read from another holder, and repaired.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          names: by the path of a leaf, the checkpointable and name that Orbax uses.
+
+        Raises:
+          CheckpointError: if this host's share is unknown, or storage fails.
+        """
+        sources, share = self._share(step, save)
+        holdings = share.holdings
+        uploading = upload.Upload(
+            self._root(),
+            self._saved_step(holdings, step, save, names),
+            self._world.own.host,
+        )
+        reader = verified_read.VerifiedReader(sources)
+        own = self._world.own
+        num_bytes = upload_share.upload_share(
+            share,
+            uploading,
+            reader,
+            host=own.host,
+            captured=self._world.captured.get((step, save)),
+        )
+        bad = tuple(map(str, reader.bad))
+        recovery.put_right(holdings, reader, own, map(recovery.report, reader.bad))
+        return BackedUp(num_bytes=num_bytes, bad=bad)
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def commit(
+        self, step: int, save: str, names: Names, orbax_files: Mapping[str, str]
+    ) -> None:
+        """Makes a checkpoint of what all hosts have uploaded; one host does it.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          names: see `back_up`.
+          orbax_files: the texts of the files that Orbax adds to the values, by path.
+
+        Raises:
+          CheckpointError: if it cannot be committed.
+          ReplacedError: if another start has continued the run.
+        """
+        holdings = self._holdings or self._read(step, save)[1]
+        self._holdings = None
+        self._check_claim()
+        with self._writing.committing():
+            commit.commit(
+                self._root(),
+                self._saved_step(holdings, step, save, names),
+                hosts=[host.id for host in self._world.hosts],
+                orbax_files={path: text.encode() for path, text in orbax_files.items()},
+                make_way=lambda: self._make_way(holdings.contents, step, save),
+            )
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def collect(self, line: Line, step: int, overwrite: bool) -> None:
+        """Removes steps that are no longer kept, after a commit; host 0 does it.
+
+        Args:
+          line: of the save that was committed.
+          step: the training step.
+          overwrite: whether older saves of the step that were set aside go too.
+        """
+        self._writing.discard_own(step, line.save)
+        self._collector.collect(line, step, overwrite=overwrite)
+
+    @calls.call()
+    def holds(self, step: int, save: str) -> bool:
+        """Whether that save of a step is committed to persistent storage.
+
+        Args:
+          step: the training step.
+          save: which save of it; empty for one that Orbax alone wrote.
+
+        Raises:
+          CheckpointError: if storage cannot be reached.
+        """
+        root = self._root()
+        if not root.is_committed(step):
+            return False
+        return not save or arrange.save_of(root, step, run=self._world.run) == save
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def remove(self, step: int) -> bool:
+        """Removes all saves of a step from persistent storage; whether there were any.
+
+        A step that Orbax alone saved stays.
+        """
+        tier = self._world.persistent
+        assert tier is not None
+        return tier.remove_all(step)
+
+    @calls.call()
+    def record_metrics(self, step: int, save: str, metrics: str) -> None:
+        """Records the metrics of an evaluation; see `evaluations`.
+
+        Args:
+          step: the training step that was evaluated.
+          save: of this world.
+          metrics: JSON text.
+        """
+        evaluation = evaluations.Evaluation(
+            run=self._world.run, step=step, save=save, metrics=metrics
+        )
+        evaluations.record(self._root(), evaluation)
+
+    @calls.call()
+    def evaluations(self, line: Line) -> tuple[tuple[int, str], ...]:
+        """The training steps of a line with metrics; see `evaluations.counted`."""
+        return tuple(evaluations.counted(self._root(), line, run=self._world.run))
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def steps_in_ram(self, line: Line) -> tuple[StepInRam, ...]:
+        """The steps of a line that are whole in RAM; see `backlog.steps_in_ram`."""
+        return tuple(backlog.steps_in_ram(self._world, line))
+
+    @calls.call()
+    def secs_since_backup(self) -> float:
+        """How long ago a step was stored; see `backlog.secs_since_backup`."""
+        return backlog.secs_since_backup(self._world)
+
+    def close(self) -> None:
+        """Removes this world's mark from storage: it writes no more."""
+        if self._world.root is not None:
+            self._writing.close()
+
+    def _read(self, step: int, save: str) -> tuple[dict[Offer, Source], Holdings]:
+        sources = self._world.in_ram(step, save)
+        return sources, Holdings.from_offers(list(sources))
+
+    def _dealt(self, step: int, save: str) -> Holdings:
+        # The holdings of a step, whose parts host 0 deals to all hosts.
+        if (step, save) in self._world.captured:
+            return self._read(step, save)[1]
+        message = self._part_exchange.merged()
+        table = message.of_save(step, save)
+        if table is None:
+            raise errors.CheckpointError(not_in_ram(step, message.problems))
+        held = search.Step.from_offers(table.offers())
+        holdings = held.holdings
+        if len(holdings.diverged):
+            # A later reader could not detect the wrong one.
+            raise errors.CheckpointError(
+                f"step {step} has different values at different hosts, such as"
+                f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
+            )
+        if not held.complete:
+            # Storage would not take it, after an upload of all the rest.
+            why = "; ".join(message.problems) or "no host has them"
+            raise errors.CheckpointError(f"{held.problem()} ({why})")
+        hosts = self._world.hosts
+        shared = uploads.of_all_items(holdings, hosts)
+        self._part_exchange.deal(
+            part_choices.of_uploads(table, holdings, shared, hosts)
+        )
+        return holdings
+
+    def _share(
+        self, step: int, save: str
+    ) -> tuple[Mapping[Offer, Source], upload_share.Share]:
+        own = self._world.own.host
+        if (step, save) in self._world.captured:
+            # Each host uploads what it has captured itself.
+            sources, holdings = self._read(step, save)
+            return sources, upload_share.Share.of_step(holdings, self._world.hosts)
+        tables = part_offers.received(self._part_exchange, step, save)
+        sources = part_offers.sources(self._world, tables)
+        offers = list(sources) or [part_offers.nothing(own, tables)]
+        holdings = Holdings.from_offers(offers)
+        return sources, upload_share.Share(
+            holdings=holdings,
+            uploads=uploads.of_given_items(holdings, own),
+            step_parts=lambda: upload_share.parts_of(self._read(step, save)[1]),
+        )
+
+    def _make_way(self, contents: Contents, step: int, save: str) -> None:
+        self._check_claim()
+        self._arrange(contents, step, save)
+
+    def _check_claim(self) -> None:
+        claim = self._claim
+        if claim is not None:
+            PATIENT.call(
+                "looking for the claim of another world",
+                lambda: claims.check(self._root().path, claim),
+            )
+
+    def _arrange(self, contents: Contents, step: int, save: str) -> None:
+        if self._arranged != (step, save):
+            line = Line(save=save, parents=contents.parents)
+            arrange.arrange(self._root(), line, run=self._world.run, step=step)
+            self._arranged = (step, save)
+
+    def _root(self) -> PersistentRoot:
+        assert self._world.root is not None
+        return self._world.root
+
+    @functools.cached_property
+    def _collector(self) -> backup_collector.BackupCollector:
+        return backup_collector.BackupCollector(self._world)
+
+    @functools.cached_property
+    def _writing(self) -> writers.WritingWorld:
+        return writers.WritingWorld(self._root(), run=self._world.run)
+
+    def _chunks(
+        self, holdings: Holdings, step: int, save: str
+    ) -> dict[str, tuple[int, ...]]:
+        captured = self._world.captured.get((step, save))
+        return (
+            upload_share.chunk_shapes(holdings)
+            if captured is None
+            else captured.chunk_shapes
+        )
+
+    def _saved_step(
+        self, holdings: Holdings, step: int, save: str, names: Names
+    ) -> upload.SavedStep:
+        chunks = self._chunks(holdings, step, save)
+        return upload.SavedStep(
+            run=self._world.run,
+            step=step,
+            save=save,
+            contents=holdings.contents,
+            arrays={
+                path: ocdbt.StoredArray(
+                    checkpointable=checkpointable, name=name, chunk=chunks[path]
+                )
+                for path, (checkpointable, name) in names.items()
+            },
+        )

@@ -1,0 +1,268 @@
+"""A captured step as a source: a host uploads from it where no RAM disk has the step.
+
+It offers the host's share of the upload, as a RAM disk would. If several processes hold
+a box, one of them uploads it; the array's sharding decides which. The digests of such
+boxes are compared between all of them before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from elastic_ckpt.checkpoint.host.capture import Shards, Value
+from elastic_ckpt.core import boxes, digest, errors, storage
+from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.manifest import (
+    ComponentFile,
+    Contents,
+    Fragment,
+    Fragments,
+    Host,
+    Manifest,
+)
+from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
+
+IsOwn = Callable[[int, boxes.Box], bool]
+GroupOf = Callable[[int, boxes.Box], str]
+
+
+class CapturedStep:
+    """The parts of a step that a host has captured and uploads; a `source.Source`.
+
+    Args:
+      captured: not to be released while this is read.
+      contents: of the whole step.
+      files: of the components that this host wrote, with their contents.
+      is_own: whether this host uploads a box, by the number of its leaf.
+      group_of: the name of the hosts that hold a box; empty if this one alone does.
+      identity: the run, the training step, and which save of it.
+      host: this one.
+
+    Attributes:
+      offer: the parts that this host uploads.
+      chunk_shapes: of all leaves, by path, uploaded here or not.
+      shared: the digests of what other hosts hold too, by group, leaf and box.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        contents: Contents,
+        files: Mapping[ComponentFile, bytes],
+        *,
+        is_own: IsOwn,
+        group_of: GroupOf = lambda *_: "",
+        identity: tuple[str, int, str],
+        host: Host,
+    ) -> None:
+        self.chunk_shapes: dict[str, tuple[int, ...]] = {}
+        self._values: dict[str, np.ndarray] = {
+            file.path: np.frombuffer(content, np.uint8)
+            for file, content in files.items()
+        }
+        self.shared: dict[tuple[str, str, str], str] = {}
+        fragments = []
+        for number, part in enumerate(captured.parts):
+            leaf = part.leaf
+            chunk = tuple(max(1, size) for size in leaf.shape)
+            if 0 not in leaf.shape:
+                item_bytes = np.dtype(leaf.dtype).itemsize
+                chunk = layout.chunk_shape(part.shard_shape, item_bytes=item_bytes)
+            self.chunk_shapes[leaf.path] = chunk
+            for box, values in part.boxes:
+                group, uploaded = group_of(number, box), is_own(number, box)
+                if not (group or uploaded):
+                    continue
+                for piece in layout.cut(box, chunk):
+                    of_piece = values[boxes.relative(piece, box)]
+                    piece_digest = digest.values_digest(of_piece)
+                    if group:
+                        named = (group, leaf.path, str(piece))
+                        self.shared[named] = piece_digest.hex()
+                    if not uploaded:
+                        continue
+                    file = layout.chunk_file(leaf.path, piece, chunk)
+                    self._values[file] = of_piece
+                    fragments.append(
+                        Fragment(
+                            leaf=number,
+                            box=piece,
+                            digest=piece_digest,
+                            file=file,
+                            offset=0,
+                            stored_bytes=layout.num_bytes(piece, leaf.dtype),
+                        )
+                    )
+        run, step, save = identity
+        manifest = Manifest(
+            run=run,
+            step=step,
+            save=save,
+            host=host,
+            contents=contents,
+            fragments=Fragments.from_rows(fragments, contents=contents),
+            component_files=tuple(sorted(files, key=lambda file: file.path)),
+        )
+        self.offer = Offer(tier="local", manifest=manifest)
+
+    def digests(self, under: tuple[str, ...]) -> dict[str, str]:
+        """Digests of what other hosts hold too, to be compared with theirs.
+
+        Args:
+          under: nothing, a group, or a group and a leaf of it.
+
+        Returns:
+          By group, by leaf, or by box.
+        """
+        rows: dict[str, dict[str, storage.Json]] = {}
+        for named, each in self.shared.items():
+            if named[: len(under)] == under:
+                rows.setdefault(named[len(under)], {})[" ".join(named)] = each
+        return {name: digest.json_digest(of) for name, of in rows.items()}
+
+    def values(self, fragment: Fragment) -> np.ndarray:
+        """Returns the captured values of a fragment, without a copy.
+
+        Raises:
+          CheckpointError: if they are not those of `offer` any more.
+        """
+        values = self._values[fragment.file]
+        if digest.values_digest(values) != fragment.digest:
+            raise errors.CheckpointError(
+                f"{fragment.file} changed in this host's memory after it was captured;"
+                " save another step, and have the memory of the machine checked"
+            )
+        return values
+
+    def content(self, file: ComponentFile) -> memoryview:
+        """Returns the content of a component's file, without a copy.
+
+        Raises:
+          CheckpointError: if it is not that of `offer` any more.
+        """
+        values = self._values[file.path]
+        if digest.values_digest(values) != file.digest:
+            raise errors.CheckpointError(
+                f"{file.path} changed in this host's memory after it was captured;"
+                " save another step, and have the memory of the machine checked"
+            )
+        return values.data
+
+    @property
+    def directory(self) -> str:
+        """Implements `source.Source`; the files are in memory alone."""
+        return f"memory of host {self.offer.host.id}"
+
+    def read_into(
+        self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
+    ) -> None:
+        """Implements `source.Source`.
+
+        Raises:
+          ReadError: if there is no such file.
+        """
+        content = np.ascontiguousarray(self._content(file)).reshape(-1).view(np.uint8)
+        into[:] = content[offset : offset + len(into)].data
+        on_piece(into)
+
+    def size(self, file: str) -> int:
+        """Implements `source.Source`."""
+        return self._content(file).nbytes
+
+    def _content(self, file: str) -> np.ndarray:
+        if file not in self._values:
+            raise ReadError("is not in this host's memory")
+        return self._values[file]
+
+
+class Owners:
+    """The process that uploads each box of a captured state.
+
+    Args:
+      values: of the state, by path.
+      number: of this process.
+      num_hosts: processes of the world.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Value], *, number: int, num_hosts: int
+    ) -> None:
+        self._number = number
+        self._num_hosts = num_hosts
+        # By number; whole ones are in every process. No array is kept, which may be
+        # donated.
+        self._leaves = [_placed(values[path]) for path in sorted(values)]
+        self._owners: dict[int, dict[boxes.Box, tuple[int, str]]] = {}
+
+    def is_own(self, leaf: int, box: boxes.Box) -> bool:
+        """Whether this process uploads a box of a leaf; some are uploaded by several.
+
+        Other processes may hold the same boxes of random keys, so each holder uploads
+        those.
+        """
+        placed = self._leaves[leaf]
+        if placed == "whole":
+            return leaf % self._num_hosts == self._number
+        if isinstance(placed, Shards):
+            return placed.is_own is None or placed.is_own(box)
+        if placed.is_key:
+            return True
+        return self._held(leaf, placed, box)[0] == self._number
+
+    def group_of(self, leaf: int, box: boxes.Box) -> str:
+        """The name of the hosts that hold a box; empty if this one alone does."""
+        placed = self._leaves[leaf]
+        if self._num_hosts == 1:
+            return ""
+        if placed == "whole":
+            return "all"
+        if isinstance(placed, Shards):
+            return "" if placed.group_of is None else placed.group_of(box)
+        return self._held(leaf, placed, box)[1]
+
+    def _held(self, leaf: int, placed: _Placed, box: boxes.Box) -> tuple[int, str]:
+        if leaf not in self._owners:
+            self._owners[leaf] = _owners(placed)
+        # The numbers of a random key are its last dimension.
+        rank = len(placed.shape)
+        return self._owners[leaf][
+            boxes.Box(start=box.start[:rank], stop=box.stop[:rank])
+        ]
+
+
+class _Placed(NamedTuple):
+    sharding: Sharding
+    shape: tuple[int, ...]
+    is_key: bool
+
+
+def _placed(value: Value) -> _Placed | Shards | Literal["whole"]:
+    if isinstance(value, Shards):
+        # Without its values.
+        return dataclasses.replace(value, boxes=())
+    if not isinstance(value, jax.Array):
+        return "whole"
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return _Placed(value.sharding, value.shape, is_key)
+
+
+def _owners(placed: _Placed) -> dict[boxes.Box, tuple[int, str]]:
+    # By box, the process that uploads it, and the name of those that hold it.
+    sharding, owners = placed.sharding, {}
+    held = boxes.holders(sharding, placed.shape)
+    for number, (box, devices) in enumerate(held.items()):
+        processes = sorted({device.process_index for device in devices})
+        group = ",".join(map(str, processes)) if len(processes) > 1 else ""
+        if sharding.is_fully_addressable:
+            # Each process has an array of its own.
+            group = "all"
+        owners[box] = processes[number % len(processes)], group
+    return owners

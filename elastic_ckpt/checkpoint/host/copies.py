@@ -1,0 +1,170 @@
+"""A host's part in making copies: host 0 places them, and each host takes its own.
+
+Copies of a step go through `offer`, `merge`, `place`, `pass_on` (see `part_exchange`),
+and `take`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elastic_ckpt.checkpoint.host import (
+    backup_copies,
+    part_offers,
+    replication,
+    verified_read,
+)
+from elastic_ckpt.checkpoint.host.answers import Placed, Replicated
+from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
+from elastic_ckpt.core import calls, errors
+from elastic_ckpt.steps import part_choices, placement
+from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.steps.part_message import PartMessage
+from elastic_ckpt.steps.part_table import PartTable
+from elastic_ckpt.tiers.ram.local import LocalHost
+from elastic_ckpt.tiers.source import Source
+
+
+class HostCopies:
+    """Makes the copies that one host takes.
+
+    Args:
+      world: the host among the others.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        self._part_exchange = world.exchanges["copies"]
+        self._backups = backup_copies.BackupCopies(world)
+
+    @calls.call()
+    def offer(self, step: int, save: str) -> None:
+        """Offers what this host has of a step."""
+        self._part_exchange.offer(part_offers.of_save(self._world, step, save))
+
+    @calls.call()
+    def place(self, step: int, save: str) -> Placed:
+        """Places the copies of a step, and compares replicas; host 0 does it.
+
+        Raises:
+          CheckpointError: if nothing of the step can be read.
+        """
+        message = self._part_exchange.merged()
+        if message.of_save(step, save) is None:
+            raise errors.CheckpointError(not_in_ram(step, message.problems))
+        world = self._world
+        placed, tables = placed_parts(message, world.hosts, world.copy_policy)
+        self._part_exchange.deal(tables)
+        if world.peers.backups:
+            self._backups.send(message)
+        return placed
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def take(self, step: int, save: str) -> Replicated:
+        """Takes the copies that placement gives this host.
+
+        Raises:
+          CheckpointError: if copies do not fit.
+        """
+        taken = replication.Taken(copies=0, num_bytes=0, problems=())
+        problems: tuple[str, ...] = ()
+        try:
+            tables = part_offers.received(self._part_exchange, step, save)
+        except errors.CheckpointError as error:
+            problems = (str(error),)
+        else:
+            taken = self.fetch(tables)
+        problems += tuple(self._backups.await_taken(step, save))
+        return Replicated(
+            copies=taken.copies,
+            num_bytes=taken.num_bytes,
+            problems=(*problems, *taken.problems),
+            preserved=tuple(self._world.disk.preserved()),
+            failed=bool(problems or taken.problems),
+        )
+
+    def fetch(self, tables: Sequence[PartTable]) -> replication.Taken:
+        """Fetches copies of parts, and writes them to this host's RAM disk.
+
+        Args:
+          tables: of one step, those at the senders first.
+
+        Raises:
+          CheckpointError: if they do not fit.
+        """
+        sources = part_offers.sources(self._world, tables)
+        return fetched(self._world.own, sources)
+
+
+def fetched(
+    own: LocalHost, sources: Mapping[Offer, Source], *, is_partial: bool = True
+) -> replication.Taken:
+    """Fetches all parts of some offers, and writes them to a host's RAM disk.
+
+    Args:
+      own: the host.
+      sources: where to read each offer, those of the senders first.
+      is_partial: whether parts are committed if others cannot be fetched.
+
+    Raises:
+      CheckpointError: if they do not fit, or cannot be fetched and are not partial.
+    """
+    if not sources:
+        return replication.Taken(copies=0, num_bytes=0, problems=())
+    holdings = Holdings.from_offers(list(sources))
+    items = [(item, _sender(holdings, item)) for item in range(holdings.num_items)]
+    manifest = holdings.offers[0].manifest
+    writer = own.copy_writer(
+        manifest.step,
+        manifest.save,
+        manifest.contents,
+        num_bytes=int(holdings.stored_bytes.sum()),
+    )
+    reader = verified_read.VerifiedReader(sources)
+    taken = replication.take(holdings, items, reader, writer)
+    if taken.copies < len(items) and not is_partial:
+        writer.abandon()
+        raise errors.CheckpointError("; ".join(taken.problems))
+    writer.commit()
+    return taken
+
+
+def placed_parts(
+    message: PartMessage, hosts: Sequence[Host], policy: placement.Policy
+) -> tuple[Placed, tuple[PartTable, PartTable]]:
+    """Places the copies of a step; returns the result, and what each host takes.
+
+    Args:
+      message: the parts of the step at all hosts, of one step.
+      hosts: of the world, by number.
+      policy: how many copies, and where.
+
+    Raises:
+      CheckpointError: if hosts list different contents of the step.
+    """
+    offers = [offer for table in message.tables for offer in table.offers()]
+    holdings = Holdings.from_offers(offers)
+    (table,) = message.tables
+    diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
+    placed = placement.place(holdings, hosts, policy)
+    problems = [each.why for each in placed.shortfalls if each.lacks != "agreement"]
+    summary = Placed(
+        problems=(*message.problems, *diverged, *problems),
+        diverged=tuple(diverged),
+        failed=bool(message.problems),
+    )
+    return summary, part_choices.of_copies(table, holdings, placed, hosts)
+
+
+def _sender(holdings: Holdings, item: int) -> Host:
+    # The tables of senders come before those of other holders.
+    return holdings.offers[holdings.holder[holdings.first_row[item]]].host
+
+
+def _diverged(holdings: Holdings, item: int) -> str:
+    hosts = ", ".join(sorted(offer.host.id for offer in holdings.holders(item)))
+    return (
+        f"{holdings.name(item)} has different values at the hosts {hosts}: a device or"
+        " memory of one of them is faulty, and the step does not count as complete"
+    )

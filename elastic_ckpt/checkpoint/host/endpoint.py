@@ -1,0 +1,225 @@
+"""A host: it joins its world by three calls, and then has the parts of its work.
+
+introduce    the facts that the others need before this host has a slot
+join         it takes a slot of its machine, adopts the secret, starts the agent
+connect      it is connected to the others, and has its parts: what it does for
+             saves (`HostSaver`), copies, backups and restores
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_ckpt.checkpoint.host.answers import Introduction, JoinedHost
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.copies import HostCopies
+from elastic_ckpt.checkpoint.host.reader import HostReader
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.world import HostConfig, HostWorld
+from elastic_ckpt.core import addresses, calls, working_directory
+from elastic_ckpt.steps import failure_domains
+from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.tiers import run_identity
+from elastic_ckpt.tiers.peers import (
+    agent,
+    agent_process,
+    known_agents,
+    node_record,
+    peer_client,
+    secret,
+    world_record,
+)
+from elastic_ckpt.tiers.ram import local, machine, ram_disk
+
+# Makes more parts of a host, by the names of their classes, of those that it has.
+MoreParts = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class HostEndpoint:
+    """A host, on which calls run.
+
+    Args:
+      config: of the host.
+      more_parts: makes the parts that a transport adds.
+    """
+
+    def __init__(
+        self, config: HostConfig, more_parts: MoreParts = lambda _: {}
+    ) -> None:
+        self._config = config
+        self._more_parts = more_parts
+        self._parts: dict[str, Any] = {"HostEndpoint": self}
+        # Releases the slot, the agent and connections.
+        self._resources = contextlib.ExitStack()
+        self._own: local.LocalHost | None = None
+        self._service: agent.Service | None = None
+        local_tier = config.chosen.local
+        if local_tier is None:
+            working = working_directory.WorkingDirectory(config.directory)
+            self._resources.callback(working.close)
+        self._disk = ram_disk.RamDisk(
+            config.directory,
+            run=config.run,
+            limit_bytes=None if local_tier is None else local_tier.limit_bytes,
+        )
+
+    def part(self, name: str) -> Any:
+        """The part of a class, by its name; most need a world that is joined."""
+        assert name in self._parts, f"{name}: the host has not joined its world"
+        return self._parts[name]
+
+    @calls.call()
+    def introduce(self) -> Introduction:
+        """Returns the facts that the others need before this host has a slot."""
+        root = self._disk.root
+        file = self._config.peer_tier.secret_file
+        return Introduction(
+            machine=self._disk.machine,
+            secret=secret.find(root) if file is None else secret.read(file),
+            fresh_secret=secret.new(),
+            agents=known_agents.read(root),
+            now_secs=time.time(),
+            fresh_identity=run_identity.new_name(),
+            disk=run_identity.of_disk(self._found),
+            stored=self._stored(),
+        )
+
+    @calls.call()
+    def lines(self) -> run_identity.Lines:
+        """Returns the lines by which steps show whose they are."""
+        persistent = self._config.chosen.persistent
+        in_storage: tuple[run_identity.Saves, ...] = ()
+        if persistent is not None and self._config.number == 0:
+            in_storage = run_identity.lines_in_storage(persistent.directory)
+        return run_identity.Lines(
+            in_ram=run_identity.line_in_ram(self._found), in_storage=in_storage
+        )
+
+    @calls.call()
+    def join(
+        self,
+        slots: tuple[int, ...],
+        shared_secret: str,
+        identity: run_identity.Identity | None,
+    ) -> JoinedHost:
+        """Takes a slot of the machine, adopts the secret, and starts the agent.
+
+        Args:
+          slots: of each host, by number.
+          shared_secret: of the run.
+          identity: of the run; None if it is not known.
+        """
+        config, disk = self._config, self._disk
+        slot = slots[config.number]
+        secret.adopt(disk.root, shared_secret)
+        domains = {
+            "host": disk.machine,
+            "slice": config.slice_name,
+            **self._node_domains(),
+            **failure_domains.of_environment(),
+            **config.peer_tier.domains,
+        }
+        own = local.LocalHost(disk, slot=slot, domains=domains, number=config.number)
+        self._own = own
+        self._resources.callback(own.close)
+        if slot == 0 and config.chosen.local is not None:
+            machine.warn_unless_in_memory(disk.root)
+        if identity is not None and config.chosen.local is not None:
+            run_identity.write(disk, identity)
+        address = None
+        is_alone = config.chosen.peers is None and len(slots) == 1
+        if slot == 0 and config.chosen.local is not None and not is_alone:
+            self._service = self._agent_service()
+            limit_bytes = disk.limit_bytes
+            of_machine = agent_process.AgentProcess(
+                self._service, most_bytes=limit_bytes
+            )
+            self._resources.callback(of_machine.close)
+            address = of_machine.address
+        return JoinedHost(host=own.host, agent=address)
+
+    @calls.call()
+    def connect(self, hosts: tuple[Host, ...], agents: Mapping[str, Any]) -> None:
+        """Connects to the other hosts.
+
+        Args:
+          hosts: of the world, by number.
+          agents: the addresses of the agents of their machines, and of idle ones; see
+            `known_agents`.
+        """
+        config, own, disk = self._config, self._own, self._disk
+        assert own is not None
+        peers = config.peer_tier
+        # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
+        own.clean()
+        known_agents.write(disk.root, agents)
+        client = peer_client.PeerClient(
+            secret.read(secret.path(disk.root)),
+            tls_ca=None if peers.tls is None else peers.tls.authority,
+            timeout_secs=peers.timeout_secs,
+            max_bytes_per_sec=peers.max_bytes_per_sec,
+        )
+        self._resources.callback(client.close)
+        world = HostWorld(
+            config,
+            own=own,
+            hosts=hosts,
+            client=client,
+            agents=agents,
+            service=self._service,
+        )
+        self._resources.callback(world.close)
+        if own.slot == 0 and config.chosen.peers is not None:
+            # The last one: it has the agent of the node read the others.
+            noted = world_record.WorldRecord(
+                run=config.run,
+                hosts=tuple(hosts),
+                policy=world.copy_policy,
+                limit_bytes=disk.limit_bytes,
+                tls_ca=None if peers.tls is None else peers.tls.authority,
+                max_bytes_per_sec=peers.max_bytes_per_sec,
+                timeout_secs=peers.timeout_secs,
+            )
+            world_record.write(disk.root, noted)
+        reader, backup = HostReader(world), HostBackup(world)
+        self._resources.callback(backup.close)
+        for part in (world, HostSaver(world), HostCopies(world), backup, reader):
+            self._parts[type(part).__name__] = part
+        self._parts["StepSharing"] = reader.sharing
+        self._parts |= self._more_parts(self._parts)
+
+    @calls.call()
+    def close(self) -> None:
+        """Releases all that the host's process has; what was saved stays."""
+        self._resources.close()
+
+    @property
+    def _found(self) -> ram_disk.RamDisk:
+        # The RAM disk that is there before this host has done anything.
+        read_ram = self._config.chosen.read_ram
+        if read_ram is None:
+            return self._disk
+        return ram_disk.RamDisk(read_ram, run=self._config.run)
+
+    def _stored(self) -> run_identity.Place | None:
+        persistent = self._config.chosen.persistent
+        if persistent is None or self._config.number:
+            return None
+        return run_identity.of_storage(persistent.directory)
+
+    def _node_domains(self) -> Mapping[str, str]:
+        record = node_record.find(self._disk.root)
+        return {} if record is None else record.domains
+
+    def _agent_service(self) -> agent.Service:
+        peers = self._config.peer_tier
+        return agent.Service(
+            root=str(self._disk.root),
+            interface=peers.interface or addresses.of_this_host(),
+            port=peers.port,
+            tls_certificate=None if peers.tls is None else peers.tls.certificate,
+            tls_key=None if peers.tls is None else peers.tls.key,
+        )

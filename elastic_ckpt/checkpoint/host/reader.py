@@ -1,0 +1,307 @@
+"""A host's part in a restore: it finds, reads, verifies and repairs.
+
+A restore goes through `find`, `open_step`, `check`, `read`, `materialise`, `repair`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+from etils import epath
+
+from elastic_ckpt.checkpoint.host import (
+    idle_repair,
+    recovery,
+    step_search,
+    step_sharing,
+    trees,
+    verified_read,
+)
+from elastic_ckpt.checkpoint.host.answers import (
+    BadCopyReport,
+    CheckpointMetadata,
+    SearchOutcome,
+)
+from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
+from elastic_ckpt.checkpoint.host.world import HostWorld
+from elastic_ckpt.core import calls, errors, storage
+from elastic_ckpt.steps import read_plan
+from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.steps.part_table import SavedStep
+from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.ram import ram_disk
+
+
+class HostReader:
+    """Reads what one host needs.
+
+    Args:
+      world: the host among the others.
+
+    Attributes:
+      sharing: of steps with the other hosts.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        self._restoring: _Restoring | None = None
+        self.sharing = step_sharing.StepSharing(world)
+        self._search = step_search.StepSearch(world, self.sharing)
+
+    @calls.call()
+    def find(
+        self, query: step_search.Query, surveyed: tuple[int, ...] | None
+    ) -> SearchOutcome:
+        """Finds the newest complete step, or a certain one, without some saves.
+
+        Args:
+          query: the step.
+          surveyed: the steps whose parts all hosts have reported, after the steps that
+            they have; None if this host asks each of the others.
+
+        Raises:
+          CheckpointError: if a certain step is not complete.
+        """
+        return self._search.find(query, surveyed)
+
+    @calls.call()
+    def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
+        """The steps that are complete, ascending, without those that are abandoned.
+
+        Those that Orbax alone saved are among them.
+        """
+        return tuple(self._search.complete_steps())
+
+    @calls.call()
+    def open_step(self, step: int, save: str, *, is_shared: bool = False) -> None:
+        """Opens a step for reading.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          is_shared: whether host 0 has passed its contents down.
+
+        Raises:
+          CheckpointError: if it is not complete in the tiers that this host can reach.
+        """
+        self._release()
+        whole: FoundStep | None = None
+        try:
+            contents = self.sharing.contents(step, save) if is_shared else None
+        except errors.CheckpointError as error:
+            logging.warning("%s; this host reads the manifests of all", error)
+            contents = None
+        if contents is None:
+            whole = find.of_save(self._world.tiers, step, save)
+            contents = whole.step.holdings.contents
+        saved = SavedStep(self._world.run, step, save, contents)
+        self._restoring = _Restoring(saved=saved, whole=whole)
+
+    @calls.call()
+    def offer_wanted(self) -> None:
+        """Offers a list of the boxes that this host needs of the step that is open."""
+        restoring = self._opened()
+        wanted = None
+        if restoring.whole is None and not restoring.others:
+            wanted = recovery.wanted_boxes(restoring.wanted, restoring.saved.contents)
+        self.sharing.offer_wanted(restoring.saved, wanted)
+
+    @calls.call()
+    def opened(self) -> Contents:
+        """The contents of the step that was opened."""
+        return self._opened().saved.contents
+
+    def check(
+        self,
+        of_trees: Mapping[str, Any],
+        components: Sequence[str],
+        others: Mapping[str, TreeReading],
+    ) -> None:
+        """Selects the parts of the step to read, for the devices of this process.
+
+        Args:
+          of_trees: the requested trees; the step has all of their leaves, in their
+            shapes.
+          components: that are wanted.
+          others: by name, trees of another layout.
+
+        Raises:
+          CheckpointError: if the step has no such component.
+        """
+        self.select(trees.wanted(of_trees), components)
+        self._opened().others = others
+
+    def select(
+        self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
+    ) -> dict[str, str]:
+        """As `check`; returns the saved dtypes of the leaves.
+
+        Args:
+          wanted: the leaves.
+          components: that are wanted.
+        """
+        restoring = self._opened()
+        contents = restoring.saved.contents
+        missing = sorted(set(components) - contents.components.keys())
+        if missing:
+            raise errors.CheckpointError(
+                f"step {restoring.saved.step} contains no {missing}; it contains"
+                f" {sorted(contents.components)}. Request only those"
+            )
+        restoring.wanted = wanted
+        saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
+        return {leaf.path: saved[contents.listed_path(leaf.path)] for leaf in wanted}
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def read(self) -> dict[str, int]:
+        """Reads and verifies the selected parts of the step.
+
+        Returns:
+          The bytes that were read, by nearness of their holders.
+
+        Raises:
+          CheckpointError: if no good copy of a part is left.
+        """
+        restoring = self._opened()
+        if restoring.whole is None and not restoring.others:
+            try:
+                _, step, save, _ = restoring.saved
+                return self._read(restoring, self.sharing.parts(step, save))
+            except errors.CheckpointError as error:
+                logging.warning("%s; this host reads the manifests of all", error)
+        return self._read(restoring, self._whole(restoring))
+
+    def _whole(self, restoring: _Restoring) -> FoundStep:
+        # The open step with all of its holders, which most hosts do not need.
+        if restoring.whole is None:
+            _, step, save, _ = restoring.saved
+            restoring.whole = find.of_save(self._world.tiers, step, save)
+        return restoring.whole
+
+    def _read(self, restoring: _Restoring, step_found: FoundStep) -> dict[str, int]:
+        host, domain = self._world.own.host, self._world.peers.domain
+        reader = verified_read.VerifiedReader(step_found.sources)
+        restoring.readers.append(reader)
+        restoring.values = recovery.read_leaves(
+            step_found, restoring.wanted, reader, host=host, domain=domain
+        )
+        if restoring.others:
+            saved = StepBoxes(step_found, reader, host=host, domain=domain)
+            restoring.others_made = {
+                name: each.of_boxes(saved) for name, each in restoring.others.items()
+            }
+        restoring.step_read = step_found
+        near = read_plan.nearness(step_found.step.holdings, host, domain=domain)
+        total: collections.Counter[str] = collections.Counter()
+        for offer, num_bytes in reader.read_bytes.items():
+            total[near[offer]] += num_bytes
+        return dict(total)
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def materialise(self, component: str) -> str:
+        """Writes the verified files of a component; returns the directory."""
+        restoring = self._opened()
+        step_read = restoring.step_read or self._whole(restoring)
+        reader = verified_read.VerifiedReader(step_read.sources)
+        restoring.readers.append(reader)
+        files = read_plan.files(
+            step_read.step,
+            self._world.own.host,
+            component,
+            domain=self._world.peers.domain,
+        )
+        directory = str(storage.make_directory(self._files() / component))
+        for file, offers in files:
+            _, _, name = file.path.partition("/")
+            storage.write_atomic(f"{directory}/{name}", reader.content(file, offers))
+        return directory
+
+    def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
+        """Makes the trees of the values that were read; those of other layouts, too."""
+        made = self.made()
+        rebuilt = {
+            name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
+        }
+        return {**rebuilt, **self._opened().others_made}
+
+    def made(self) -> dict[str, Any]:
+        """Makes each leaf of its values, by path."""
+        restoring = self._opened()
+        return {
+            leaf.path: leaf.make(restoring.values[leaf.path])
+            for leaf in restoring.wanted
+        }
+
+    @calls.call()
+    def bad_copies(self) -> tuple[BadCopyReport, ...]:
+        """The bad copies that this host detected while it read."""
+        bad = [each for reader in self._opened().readers for each in reader.bad]
+        return tuple(dict.fromkeys(map(recovery.report, bad)))
+
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def repair(self, bad: tuple[BadCopyReport, ...]) -> tuple[str, ...]:
+        """Repairs bad copies of the step that was read: this host's, and idle ones.
+
+        Each bad copy of no host of the world is repaired by one host of it.
+
+        Args:
+          bad: copies that any host detected.
+
+        Returns:
+          The names of the repaired parts.
+        """
+        world, own = self._world, self._world.own
+        is_own = any((each.tier, each.host) == ("local", own.host.id) for each in bad)
+        idle = idle_repair.dealt(bad, world.hosts, world.number)
+        if world.is_read_only or not (is_own or idle):
+            return ()
+        try:
+            whole = self._whole(self._opened())
+        except errors.CheckpointError as error:
+            # The step was read; it is not given up for copies that stay bad.
+            logging.warning("bad copies are not repaired: %s", error)
+            return ()
+        holdings = whole.step.holdings
+        reader = verified_read.VerifiedReader(whole.sources)
+        mended = recovery.put_right(holdings, reader, own, bad)
+        return (*mended, *idle_repair.put_right(holdings, whole.sources, idle))
+
+    @calls.call()
+    def close_step(self) -> None:
+        """Releases the step that is open, its values and messages."""
+        self._release()
+        self.sharing.end()
+
+    def _release(self) -> None:
+        self._restoring = None
+        storage.remove(self._files())
+
+    def _files(self) -> epath.Path:
+        # Under one controller the path has to be the same on all machines.
+        slot = self._world.disk.host_directory(self._world.own.slot)
+        return slot / ram_disk.RESTORED
+
+    def _opened(self) -> _Restoring:
+        assert self._restoring is not None
+        return self._restoring
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Restoring:
+    saved: SavedStep
+    # With all holders, once they were asked for; and as it was read.
+    whole: FoundStep | None
+    step_read: FoundStep | None = None
+    readers: list[verified_read.VerifiedReader] = dataclasses.field(
+        default_factory=list
+    )
+    wanted: Sequence[trees.WantedLeaf] = ()
+    values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, TreeReading] = dataclasses.field(default_factory=dict)
+    others_made: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,85 @@
+"""Replication: a host takes the copies that placement gives it.
+
+Items that a host holds already are not placed again: a host that was killed half way
+continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent import futures
+
+import numpy as np
+
+from elastic_ckpt.checkpoint.host import verified_read
+from elastic_ckpt.core import errors
+from elastic_ckpt.steps import placement
+from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.tiers.ram.step_writer import StepWriter
+
+_THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The copies that a host took.
+
+    Attributes:
+      copies: how many.
+      num_bytes: of them.
+      problems: copies that could not be fetched, or are bad at a holder, a sentence
+        each with the reason.
+    """
+
+    copies: int
+    num_bytes: int
+    problems: tuple[str, ...]
+
+
+def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
+    """Returns the items that `host` takes, each with the holder that sends it."""
+    numbers = [n for n, each in enumerate(placed.hosts) if each.id == host.id]
+    mine = np.flatnonzero(np.isin(placed.target, numbers))
+    return [
+        (int(placed.item[copy]), placed.hosts[placed.source[copy]]) for copy in mine
+    ]
+
+
+def take(
+    holdings: Holdings,
+    items: Sequence[tuple[int, Host]],
+    reader: verified_read.VerifiedReader,
+    writer: StepWriter,
+) -> Taken:
+    """Fetches copies, a few at a time, each from its sender or else another holder.
+
+    Args:
+      holdings: of the step.
+      items: as `incoming` gives them.
+      reader: of the step.
+      writer: writes the copies.
+    """
+    num_boxes = len(holdings.leaf)
+
+    def fetch(item: int, sender: Host) -> int:
+        if item >= num_boxes:
+            file = holdings.files[item - num_boxes]
+            content = reader.file(file, holdings.holders(item))
+            writer.put_file(file, content)
+            return len(content)
+        values = verified_read.read_item(holdings, item, reader, first=sender.id)
+        writer.put(holdings.fragment(int(holdings.first_row[item])), values)
+        return values.nbytes
+
+    sizes, problems = [], []
+    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as pool:
+        # Its threads bound what is in memory: a copy is kept before the next begins.
+        for got in futures.as_completed([pool.submit(fetch, *each) for each in items]):
+            try:
+                sizes.append(got.result())
+            except errors.CheckpointError as error:
+                problems.append(str(error))
+    problems += map(str, reader.bad)
+    return Taken(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))

@@ -1,0 +1,319 @@
+"""A host's part in a save: it captures, writes, commits and copies its shards.
+
+A save goes through `capture`, `write`, `commit` (or `abandon`), `replicate`, `collect`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.checkpoint.host import (
+    capture,
+    captured_step,
+    trees,
+    views,
+)
+from elastic_ckpt.checkpoint.host.answers import Written
+from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
+from elastic_ckpt.checkpoint.host.world import HostWorld
+from elastic_ckpt.core import calls, errors, host_memory, storage
+from elastic_ckpt.steps import layout, retention
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.manifest import ComponentFile, Contents
+from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.peers import secret
+from elastic_ckpt.tiers.ram import step_writer
+
+# If less is free on a RAM disk, components write to a staging directory at first.
+_LEAST_BYTES = 2**20
+
+
+class HostSaver:
+    """Saves what one host has.
+
+    Args:
+      world: the host among the others.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        self._pool = host_memory.Pool()
+        self._views = views.Views()
+        self._saving: dict[tuple[int, str], _Saving] = {}
+
+    def capture(self, step: int, save: str, of_trees: Mapping[str, Any]) -> str:
+        """Copies what the devices of this host hold; see `Hosts.capture`.
+
+        Raises:
+          CheckpointError: if a leaf cannot be saved.
+        """
+        values = trees.arrays(of_trees)
+        captured = capture.capture(values, self._pool, self._views)
+        saving = _Saving(
+            captured=captured,
+            owners=captured_step.Owners(
+                values, number=self._world.number, num_hosts=len(self._world.hosts)
+            ),
+            directory=self._world.disk.step_directory(self._world.own.slot, step, save),
+        )
+        self._saving[step, save] = saving
+        if self._world.local_tier is None:
+            # Only components write files on this machine.
+            saving.directory = saving.staging = self._staging(step, save)
+            return str(saving.directory)
+        contents = Contents(leaves=captured.leaves, components={})
+        try:
+            saving.writer = self._world.own.begin(step, save, contents, num_bytes=None)
+            if not self._world.disk.has_room(_LEAST_BYTES):
+                # The files of components are small, and may be all that fits.
+                saving.directory = saving.staging = self._staging(step, save)
+        except (errors.CheckpointError, OSError) as error:
+            # The other hosts have begun: `write` reports the problem to all.
+            saving.problem = str(error)
+            saving.directory = saving.staging = self._staging(step, save)
+        return str(saving.directory)
+
+    def directory(self, step: int, save: str) -> epath.Path:
+        """The directory for the component files of a step that is being saved."""
+        return self._saving[step, save].directory
+
+    @calls.call()
+    def write(
+        self, step: int, save: str, components: tuple[str, ...], problem: str | None
+    ) -> Written:
+        """Writes the captured values.
+
+        Without a local tier the files are read, and nothing is written.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          components: that have written their files.
+          problem: why the step cannot be written, on this driver; None if it can.
+
+        Raises:
+          CheckpointError: if it does not fit, or an earlier problem prevents it.
+        """
+        if problem is not None:
+            raise errors.CheckpointError(problem)
+        saving = self._saving[step, save]
+        saving.components = components
+        saving.written = step_writer.written_files(saving.directory, components)
+        if self._world.storage is not None or saving.staging is not None:
+            # A step that does not fit is removed with its files, so their contents are
+            # kept.
+            saving.contents = {
+                file.path: (saving.directory / file.path).read_bytes()
+                for file in saving.written
+            }
+        if saving.problem is not None:
+            raise errors.CheckpointError(saving.problem)
+        writer = saving.writer
+        if writer is None:
+            return self._files(saving)
+        # The search for room takes time for each file: the trainer runs meanwhile.
+        self._world.own.reserve(writer, saving.captured.num_bytes)
+        if saving.staging is not None:
+            writer.put_written(saving.contents)
+        writer.write(saving.captured)
+        return self._files(saving)
+
+    @calls.call()
+    def files(self, step: int, save: str) -> Written:
+        """Returns the answer of `write`, for a step that it could not write.
+
+        Raises:
+          CheckpointError: if components could not write their files.
+        """
+        saving = self._saving[step, save]
+        if saving.components is None:
+            raise errors.CheckpointError("components have not written their files")
+        return self._files(saving)
+
+    @calls.call()
+    def hold(self, written: WrittenStep) -> None:
+        """Makes a backup read the captured values, until `abandon`."""
+        step, save = written.step, written.save
+        saving = self._saving[step, save]
+        files = _component_files(saving, written)
+        self._world.captured[step, save] = captured_step.CapturedStep(
+            saving.captured,
+            _contents(saving, written),
+            {file: saving.contents[file.path] for file in files},
+            is_own=saving.owners.is_own,
+            group_of=saving.owners.group_of,
+            identity=(self._world.run, step, save),
+            host=self._world.own.host,
+        )
+
+    @calls.call()
+    def commit(self, written: WrittenStep) -> None:
+        """Commits this host's part of the step."""
+        saving = self._saving.pop((written.step, written.save))
+        assert saving.writer is not None
+        contents = _contents(saving, written)
+        saving.release()
+        files = _component_files(saving, written)
+        saving.writer.commit(files, contents=contents)
+
+    @calls.call()
+    def abandon(self, step: int, save: str) -> None:
+        """Removes the files that this host wrote of a step, committed or not."""
+        self._world.captured.pop((step, save), None)
+        saving = self._saving.pop((step, save), None)
+        if saving is None:
+            self._world.own.remove(step, save)
+            return
+        saving.release()
+        if saving.writer is not None:
+            saving.writer.abandon()
+        else:
+            # Components began to write, even if there is no room.
+            self._world.own.remove(step, save)
+
+    @calls.call()
+    def collect(
+        self,
+        step: int,
+        save: str,
+        in_flight: tuple[int, ...],
+        preserved: tuple[int, ...],
+        parents: tuple[tuple[int, str], ...],
+    ) -> None:
+        """Removes steps that are not needed after a step is complete.
+
+        Args:
+          step: that is complete.
+          save: which save of it; others go.
+          in_flight: steps that are, or will be, backed up.
+          preserved: steps that are preserved by hand on any machine.
+          parents: of the save.
+        """
+        line = Line(save=save, parents=parents)
+        assert self._world.local_tier is not None
+        policy = self._world.local_tier.keep or retention.NewestOnly()
+        held = self._world.own.retained()
+        abandoned = [each for each in held if line.abandons(each.step, each.save)]
+        of_line = [each for each in held if each not in abandoned]
+        removed = retention.steps_to_delete(
+            of_line,
+            policy,
+            newest_complete=step,
+            in_flight=in_flight,
+            preserved=preserved,
+        )
+        gone = [
+            (each.step, each.save)
+            for each in of_line
+            if each.step in removed
+            or (each.step == step and each.save < save and step not in preserved)
+        ]
+        gone += [
+            (each.step, each.save)
+            for each in retention.abandoned_to_delete(
+                abandoned, of_line, policy, preserved=preserved
+            )
+        ]
+        for each in gone:
+            if each not in self._world.own.in_flight:
+                self._world.own.remove(*each)
+        if self._world.own.slot == 0:
+            # No other host does it if the world became smaller.
+            oldest = min([step, *in_flight])
+            self._world.own.remove_idle(line, before=oldest, preserved=preserved)
+
+    @calls.call()
+    def remove(self, step: int) -> bool:
+        """Removes all saves of a step; returns whether there were any."""
+        saves = [each for each in self._world.own.held() if each[0] == step]
+        for each in saves:
+            self._world.own.remove(*each)
+        return bool(saves)
+
+    @calls.call()
+    def digests(self, step: int, save: str, under: tuple[str, ...]) -> dict[str, str]:
+        """Digests of what several hosts hold of a step; see `CapturedStep.digests`."""
+        return self._world.captured[step, save].digests(under)
+
+    def _staging(self, step: int, save: str) -> epath.Path:
+        if self._world.local_tier is None:
+            own = self._world.disk.host_directory(self._world.own.slot)
+            return own / "saving" / layout.step_directory(step, save)
+        # Under one controller the path has to be the same on all hosts, whose RAM disks
+        # have the same path; hosts of one machine have different ones, or slots. Others
+        # do not know the secret.
+        root = self._world.disk.root
+        name = hashlib.blake2b(
+            f"{root}.{self._world.own.slot}".encode(),
+            key=hashlib.sha256(secret.read(secret.path(root)).encode()).digest(),
+            digest_size=16,
+        ).hexdigest()
+        temporary = epath.Path(tempfile.gettempdir()) / f"elastic_ckpt-staging-{name}"
+        storage.make_private_directory(temporary)
+        staging = temporary / layout.step_directory(step, save)
+        storage.remove(staging)
+        return staging
+
+    def _files(self, saving: _Saving) -> Written:
+        names: dict[str, list[str]] = {name: [] for name in saving.components or ()}
+        for file in saving.written:
+            component, _, name = file.path.partition("/")
+            names[component].append(name)
+        return Written(
+            files={name: tuple(files) for name, files in names.items()},
+            time_ms=time.time_ns() // 1_000_000,
+        )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Saving:
+    captured: Captured
+    owners: captured_step.Owners
+    # Components write to `directory`; `staging` is the same if it is outside of the
+    # disk.
+    directory: epath.Path
+    staging: epath.Path | None = None
+    writer: step_writer.StepWriter | None = None
+    problem: str | None = None
+    # The files of components, after all of them have written.
+    components: Sequence[str] | None = None
+    written: Sequence[step_writer.WrittenFile] = ()
+    contents: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    def release(self) -> None:
+        self.captured.release()
+        if self.staging is not None:
+            # Only one step is saved at a time.
+            storage.remove(self.staging.parent)
+
+
+def _contents(saving: _Saving, written: WrittenStep) -> Contents:
+    return Contents(
+        leaves=saving.captured.leaves,
+        components={name: len(files) for name, files in written.parts.items()},
+        **vars(written.notes),
+    )
+
+
+def _component_files(saving: _Saving, written: WrittenStep) -> list[ComponentFile]:
+    files = []
+    for file in saving.written:
+        component, _, name = file.path.partition("/")
+        part = written.parts[component][name]
+        files.append(
+            ComponentFile(
+                component=component,
+                parts=(part, part + 1),
+                path=file.path,
+                digest=file.digest,
+                stored_bytes=file.stored_bytes,
+            )
+        )
+    return files

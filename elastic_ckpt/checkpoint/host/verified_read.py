@@ -1,0 +1,310 @@
+"""Verified reads: values are compared with their digest before anyone sees them.
+
+A copy that is missing, cut short or altered is noted, and the next holder is asked. So
+what is handed out is what was saved, or an error names it.
+
+Glossary: a chunk is a saved box of a read plan; its pieces go into wanted boxes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+
+import numpy as np
+
+from elastic_ckpt.core import boxes, digest, errors, host_memory
+from elastic_ckpt.steps import layout, read_plan
+from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps.manifest import ComponentFile, Fragment, Leaf
+from elastic_ckpt.tiers.source import ReadError, RemoteSource, SlowError, Source
+
+_REMEDY = (
+    "restore it from a copy, bring back a host that has it, or restore an older step"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BadCopy:
+    """A copy that could not be read, or does not match its manifest.
+
+    Attributes:
+      offer: its holder.
+      part: the fragment or the file of a component.
+      name: of the part, for people.
+      why: what is wrong, as the end of `<part> at <holder> ...`.
+    """
+
+    offer: Offer
+    part: Fragment | ComponentFile
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} at {_holder(self.offer)} {self.why}"
+
+    @property
+    def file(self) -> str:
+        """The path at its holder, relative to the step's directory."""
+        part = self.part
+        return part.file if isinstance(part, Fragment) else part.path
+
+
+class VerifiedReader:
+    """Reads parts of one step from their holders; any number of threads may call it.
+
+    Args:
+      sources: where to read what each holder offers.
+    """
+
+    def __init__(self, sources: Mapping[Offer, Source]) -> None:
+        self._sources = sources
+        self._lock = threading.Lock()
+        self._bad: list[BadCopy] = []
+        self._read_bytes: collections.Counter[Offer] = collections.Counter()
+
+    @property
+    def bad(self) -> tuple[BadCopy, ...]:
+        """The bad copies that were detected so far."""
+        with self._lock:
+            return tuple(self._bad)
+
+    @property
+    def read_bytes(self) -> dict[Offer, int]:
+        """Bytes that were read from each holder and handed out."""
+        with self._lock:
+            return dict(self._read_bytes)
+
+    def fragment(
+        self,
+        choices: Sequence[tuple[Offer, Fragment]],
+        into: np.ndarray,
+        *,
+        name: str,
+    ) -> None:
+        """Fills `into` with the values of a box, from the first holder with good ones.
+
+        Args:
+          choices: the holders in the order to ask them, as in `read_plan.Read`.
+          into: contiguous memory for exactly the values, uint8.
+          name: of the box, for messages.
+
+        Raises:
+          CheckpointError: if no holder has it as it was saved.
+        """
+        parts = [
+            (offer, part, (part.file, part.offset, part.digest))
+            for offer, part in choices
+        ]
+        self._fill(parts, into, name)
+
+    def file(self, file: ComponentFile, offers: Sequence[Offer]) -> bytes:
+        """As `content`, in bytes."""
+        return self.content(file, offers).tobytes()
+
+    def content(self, file: ComponentFile, offers: Sequence[Offer]) -> memoryview:
+        """The content of a component's file, from the first holder with a good one.
+
+        Raises:
+          CheckpointError: if no holder has it as it was saved.
+        """
+        content = np.empty(file.stored_bytes, np.uint8)
+        place = (file.path, 0, file.digest)
+        self._fill([(offer, file, place) for offer in offers], content, file.path)
+        return content.data
+
+    def _fill(
+        self,
+        parts: Sequence[tuple[Offer, Fragment | ComponentFile, tuple[str, int, bytes]]],
+        into: np.ndarray,
+        name: str,
+    ) -> None:
+        tried: dict[Offer, BadCopy] = {}
+        slow: dict[Offer, Source] = {}
+        asked = self._sources
+        while True:
+            for offer, part, (file, offset, expected) in parts:
+                if offer not in asked:
+                    continue
+                source = asked[offer]
+                actual = digest.values_hash()
+                try:
+                    source.read_into(file, offset, into.data, actual.update)
+                except ReadError as error:
+                    why = str(error)
+                    if isinstance(error, SlowError) and isinstance(
+                        source, RemoteSource
+                    ):
+                        slow[offer] = source.patiently()
+                else:
+                    if actual.digest() == expected:
+                        tried.pop(offer, None)
+                        with self._lock:
+                            self._read_bytes[offer] += into.nbytes
+                            self._bad += tried.values()
+                        return
+                    why = "is not what was saved: its digest differs"
+                tried[offer] = BadCopy(offer=offer, part=part, name=name, why=why)
+            if asked is slow or not slow:
+                break
+            # Nobody else has it.
+            asked = slow
+        with self._lock:
+            self._bad += tried.values()
+        failures = "; ".join(
+            f"at {_holder(offer)} it {bad.why}" for offer, bad in tried.items()
+        )
+        raise errors.CheckpointError(
+            f"step {parts[0][0].manifest.step}: no good copy of {name} is left"
+            f" ({failures}); {_REMEDY}"
+        )
+
+
+def read_item(
+    holdings: Holdings,
+    item: int,
+    reader: VerifiedReader,
+    *,
+    first: str | None = None,
+) -> np.ndarray:
+    """Reads the values of a saved box into new memory, verified.
+
+    Args:
+      holdings: of the step.
+      item: the number of the box.
+      reader: of the step.
+      first: the id of the host to ask first.
+
+    Raises:
+      CheckpointError: if no good copy is left.
+    """
+    rows = range(int(holdings.first_row[item]), int(holdings.first_row[item + 1]))
+    choices = [
+        (holdings.offers[holdings.holder[row]], holdings.fragment(row)) for row in rows
+    ]
+    choices.sort(key=lambda each: each[0].host.id != first)
+    leaf = holdings.contents.leaves[choices[0][1].leaf]
+    return read_choices(choices, leaf, reader, name=holdings.name(item))
+
+
+def read_choices(
+    choices: Sequence[tuple[Offer, Fragment]],
+    leaf: Leaf,
+    reader: VerifiedReader,
+    *,
+    name: str,
+) -> np.ndarray:
+    """Reads the values of a saved box from one of some holders; as `read_item`.
+
+    Args:
+      choices: the holders in the order to ask them.
+      leaf: that the box is of.
+      reader: of the step.
+      name: of the box, for messages.
+
+    Raises:
+      CheckpointError: if none of them has a good copy.
+    """
+    box, dtype = choices[0][1].box, np.dtype(leaf.dtype)
+    memory = host_memory.allocate(layout.num_bytes(box, dtype.name))
+    reader.fragment(choices, memory, name=name)
+    return memory.view(dtype).reshape(box.shape)
+
+
+def read_boxes(
+    plan: read_plan.ReadPlan, reader: VerifiedReader, *, num_threads: int = 8
+) -> list[np.ndarray]:
+    """The values of the wanted boxes of a plan, in their order.
+
+    A chunk is read whole, since its digest is that of the whole, and once for all
+    wanted boxes that share it: straight into the wanted box where it lies there in one
+    piece. Besides the boxes themselves a chunk is in memory for each thread.
+
+    Args:
+      plan: for one reader.
+      reader: reads the pieces of the plan.
+      num_threads: that read at a time.
+
+    Returns:
+      For each wanted box an array of the leaf's dtype, in new host memory.
+
+    Raises:
+      CheckpointError: if no holder has a part as it was saved.
+    """
+    contents = plan.holdings.contents
+    leaves = [contents.leaves[number] for number in plan.wanted.leaf.tolist()]
+    made = [
+        _empty(plan.wanted.boxes[number], np.dtype(leaf.dtype), len(leaf.shape))
+        for number, leaf in enumerate(leaves)
+    ]
+    pieces: dict[int, list[int]] = collections.defaultdict(list)
+    for number, box in enumerate(plan.box.tolist()):
+        pieces[box].append(number)
+    scratch = threading.local()
+
+    def read_chunk(box: int) -> None:
+        reads = [plan.read(number) for number in pieces[box]]
+        leaf = plan.holdings.leaf[box]
+        dtype = np.dtype(contents.leaves[leaf].dtype)
+        targets = [
+            made[plan.of_wanted[number]][(*read.into, ...)]
+            for number, read in zip(pieces[box], reads, strict=True)
+        ]
+        choices = reads[0].choices
+        whole = choices[0][1].box
+        name = f"{reads[0].path}{whole}"
+        if reads[0].piece == whole and targets[0].flags.c_contiguous:
+            values = targets[0]
+            reader.fragment(choices, _bytes(values), name=name)
+        else:
+            memory = _scratch(scratch, layout.num_bytes(whole, dtype.name))
+            reader.fragment(choices, memory, name=name)
+            values = memory.view(dtype).reshape(whole.shape)
+            targets[0][...] = values[reads[0].out_of]
+        for read, target in zip(reads[1:], targets[1:], strict=True):
+            target[...] = values[read.out_of]
+
+    _in_threads(read_chunk, list(pieces), num_threads)
+    return made
+
+
+def _in_threads(
+    work: Callable[[int], None], items: Sequence[int], num_threads: int
+) -> None:
+    # The first error ends all: what is not begun is not read.
+    with futures.ThreadPoolExecutor(
+        min(num_threads, max(1, len(items))), thread_name_prefix="read"
+    ) as pool:
+        begun = [pool.submit(work, item) for item in items]
+        try:
+            for each in futures.as_completed(begun):
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _empty(box: boxes.Box, dtype: np.dtype, rank: int) -> np.ndarray:
+    shape = box.shape[:rank]
+    memory = host_memory.allocate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+    return memory.view(dtype).reshape(shape)
+
+
+def _bytes(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1).view(np.uint8)
+
+
+def _scratch(of_thread: threading.local, num_bytes: int) -> np.ndarray:
+    memory = getattr(of_thread, "memory", None)
+    if memory is None or memory.nbytes < num_bytes:
+        memory = of_thread.memory = host_memory.allocate(num_bytes)
+    return memory[:num_bytes]
+
+
+def _holder(offer: Offer) -> str:
+    if offer.tier == "persistent":
+        return "the persistent tier"
+    return f"host {offer.host.id}"

@@ -1,0 +1,212 @@
+"""`ec.Checkpointer` and `ec.batches`: the same lines wherever the hosts are.
+
+* One process, or one on each host: each process reads its own rows (`data.Batches`) and
+  drives its own memory (`checkpoint.factory`).
+* One controller of many hosts (Pathways): workers and agents in colocated Python,
+  beside the accelerators, do so (`elastic_ckpt_sidecar`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from elastic_ckpt_sidecar import host_agent, remote_hosts, remote_iterator
+from jax.sharding import Mesh, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import checkpointer, factory
+from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import addresses, errors, events, topology
+from elastic_ckpt.data import elastic_data, iterator, prefetch
+from elastic_ckpt.tiers.choices import Chosen, Tier
+from elastic_ckpt.universal.step_layouts import LAYOUTS
+
+
+def batches(
+    data: elastic_data.ElasticData,
+    *,
+    mesh: Mesh,
+    spec: PartitionSpec | None = None,
+    global_batch_size: int,
+    colocated: bool | None = None,
+    read_ahead: prefetch.ReadAhead | int = prefetch.TWO_BATCHES,
+) -> iterator.Batches | remote_iterator.RemoteIterator:
+    """An iterator over the global batches of `data`, as arrays sharded over `mesh`.
+
+    The batches, and their order, are the same on every mesh. Each host loads the rows
+    that its devices hold; hosts that hold the same rows, such as those of one
+    tensor-parallel group, each load them. The iterator is a checkpointable: save it
+    with the model, and load it to continue with the next batch, on any number of hosts.
+
+    Args:
+      data: from `ec.data.from_config`, `positional` or `sharded`.
+      mesh: the training mesh, with any axes.
+      spec: the mesh axes that shard a batch: the first entry names those of the rows,
+        the second, if there is one, those of dim 1 (the sequence) of features that have
+        it; over all other axes a batch is replicated. `example_id` is sharded by rows
+        alone. By default rows are sharded over the only axis of the mesh, or over its
+        axes named batch, data, fsdp, replica and slice.
+      global_batch_size: rows of a global batch, B; a multiple of the product of the
+        sizes of the axes that shard rows.
+      colocated: whether workers in colocated Python, beside the accelerators, read the
+        data; by default they do if this process controls other hosts than its own.
+      read_ahead: how far each host reads ahead of the loop: a number of batches, or
+        `ec.data.ReadAhead`.
+
+    Raises:
+      ConfigError: if `data` is anything else, such as a Grain dataset, if `spec` does
+        not fit the mesh, or if the rows do not divide over their axes. Whether other
+        dims divide is seen, and raised, with the first batch.
+    """
+    elastic_data.check(data, caller="ec.batches")
+    if not isinstance(mesh, Mesh):
+        raise errors.ConfigError(
+            f"ec.batches: mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh,"
+            ' such as jax.make_mesh((jax.device_count(),), ("data",))'
+        )
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise errors.ConfigError(
+            f"ec.batches: spec={spec!r}; give a jax.sharding.PartitionSpec, such as"
+            f" PartitionSpec({mesh.axis_names[0]!r})"
+        )
+    if colocated is None:
+        colocated = topology.is_single_controller(mesh)
+    make = remote_iterator.RemoteIterator if colocated else iterator.Batches
+    return make(
+        data,
+        mesh=mesh,
+        spec=spec,
+        global_batch_size=elastic_data.batch_size(
+            global_batch_size, caller="ec.batches"
+        ),
+        read_ahead=prefetch.ReadAhead.of(read_ahead),
+    )
+
+
+def configured_batches(
+    data: elastic_data.ElasticData,
+    section: schema.DataSection,
+    *,
+    mesh: Mesh,
+    spec: PartitionSpec | None = None,
+    global_batch_size: int,
+) -> iterator.Batches | remote_iterator.RemoteIterator:
+    """`batches`, read as a configuration selects."""
+    return batches(
+        data,
+        mesh=mesh,
+        spec=spec,
+        global_batch_size=global_batch_size,
+        # In this process it cannot run under a single controller.
+        colocated=section.colocated_python_data_input or None,
+        read_ahead=prefetch.ReadAhead(
+            batches=section.data_read_ahead_batches,
+            max_bytes=section.data_read_ahead_mib << 20,
+        ),
+    )
+
+
+def Checkpointer(
+    tiers: Sequence[Tier],
+    *,
+    mesh: Mesh | None = None,
+    run: str | None = None,
+    slice_name: str | None = None,
+    world: RunWorld = ALONE,
+    emit: events.Emit = events.nobody,
+    context: ocp.Context | None = None,
+    read_only: bool = False,
+) -> checkpointer.Checkpointer:
+    """Makes a checkpointer with the methods of Orbax's `training.Checkpointer`.
+
+    A step is saved into each of the tiers whose turn it is, and restored from the
+    nearest one that has it. Every process of the run makes one, with the same
+    arguments, and calls its methods alike.
+
+        tiers = [
+            ec.Local("/dev/shm/my_run", every=10),
+            ec.Persistent("gs://bucket/my_run/steps", every=1000),
+        ]
+        with ec.Checkpointer(tiers) as checkpointer:
+            if checkpointer.latest is not None:
+                state = checkpointer.load_checkpointables(
+                    None, {"state": abstract_state, "data": batches}
+                )["state"]
+            ...
+            checkpointer.save_checkpointables_async(
+                step, {"state": state, "data": batches}
+            )
+
+    Args:
+      tiers: at most one each of `Local`, `Peers` and `Persistent`; `Peers` needs
+        `Local`. Under a single controller the directories are those of the hosts, and
+        `Peers.interface` is the controller's address in the network that the hosts
+        share, by default that of its default route.
+      mesh: the training mesh; needed only if it does not cover all devices.
+      run: the name of the run; by default that of the steps in the tiers, or, if there
+        are none, that of the directory of `Local` or `Persistent`.
+      slice_name: the slice that this process's devices are in, by default the one that
+        the hardware reports. A single controller takes the slices from its mesh.
+      world: the place of this checkpointer among those of an elastic run, which
+        `ec.elastic.World.checkpointer` fills in.
+      emit: called with each event.
+      context: Orbax's context for all calls outside of a `with` block of another one.
+      read_only: opens the steps in persistent storage and in the RAM of this machine
+        beside a program that writes them. Nothing is written, and saving is an error.
+
+    Raises:
+      ConfigError: if the tiers do not fit together, or hosts were given different
+        ones.
+      RunError: if a host cannot be reached, the RAM disk is in use or holds steps of
+        another run, or another program writes to the same storage.
+    """
+    chosen = Chosen.from_choices(tiers, read_only=read_only)
+    mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
+    if not topology.is_single_controller(mesh):
+        return factory.Checkpointer(
+            tiers,
+            run=run,
+            slice_name=slice_name,
+            world=world,
+            emit=emit,
+            layouts=LAYOUTS,
+            context=context,
+            read_only=read_only,
+        )
+    peers = chosen.peers
+    if peers is not None and peers.interface is None:
+        peers = dataclasses.replace(peers, interface=addresses.of_the_head())
+    found = factory.find_run(chosen)
+    run = run or found or chosen.run
+    chosen = dataclasses.replace(chosen, peers=peers)
+    if read_only:
+        chosen = chosen.for_reading()
+    directory = chosen.ram_directory()
+    hosts = remote_hosts.hosts_of(mesh)
+    slices = topology.slices_of(mesh)
+    choices = [
+        host_agent.HostChoice(
+            number=number,
+            device_ids=tuple(cpu.id for cpu in host.cpus),
+            run=run,
+            slice_name=slices[host.accelerators[0]],
+            directory=directory,
+            chosen=chosen,
+        )
+        for number, host in enumerate(hosts)
+    ]
+    members = remote_hosts.RemoteHosts(hosts, choices)
+    return factory.over(
+        members,
+        chosen,
+        run=run,
+        found=found,
+        world=world,
+        emit=emit,
+        layouts=LAYOUTS,
+        context=context,
+    )

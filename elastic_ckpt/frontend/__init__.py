@@ -1,1 +1,0 @@
-"""The constructors for users; they choose between this process and colocated Python."""

@@ -1,0 +1,278 @@
+"""Components are saved and loaded by any number of hosts, under every pattern."""
+
+import collections
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.checkpoint.components import nodes
+from elastic_ckpt.checkpoint.components.component import Component
+from elastic_ckpt.checkpoint.components.rng import Rng
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.choices import Local, Persistent
+from tests.checkpoint.components import simulated_hosts
+from tests.checkpoint.components.test_encoding import LEAVES, same
+
+RESUMES = {"same": 4, "half": 2, "double": 8, "one": 1, "odd": 3}
+PATTERNS = ("global", "replicated", "per_host", "per_node")
+OLD = [10, 20, 30, 40]
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    return simulated_hosts.Turns(monkeypatch)
+
+
+def made(pattern, value, **options):
+    """A component under a pattern; nodes are of two hosts."""
+    if pattern == "per_node":
+        options["processes_per_node"] = 2
+    return Component({"v": value}, pattern, **options)
+
+
+def owner(pattern, host):
+    """The place of a host's state."""
+    return {"per_host": host, "per_node": host // 2}.get(pattern, 0)
+
+
+def count(pattern, num_hosts):
+    """How many states there are."""
+    return {"per_host": num_hosts, "per_node": -(-num_hosts // 2)}.get(pattern, 1)
+
+
+@pytest.fixture
+def saved(tmp_path, turns):
+    """The directories of a component of four hosts, by pattern."""
+    for pattern in PATTERNS:
+        turns.save(
+            tmp_path / pattern,
+            4,
+            lambda host, p=pattern: made(p, OLD[owner(p, host)]),
+        )
+    return tmp_path
+
+
+def test_files_have_logical_names(saved):
+    def listed(pattern):
+        return sorted(path.name for path in (saved / pattern).iterdir())
+
+    assert listed("global") == ["component.json", "global.npz"]
+    assert listed("replicated") == ["component.json", "global.npz"]
+    ranks = [f"rank-{number:05d}.npz" for number in range(4)]
+    assert listed("per_host") == ["component.json", *ranks]
+    assert listed("per_node") == ["component.json", "node-00000.npz", "node-00001.npz"]
+
+
+def rotated(states, new_count):
+    """A rule: the last of the old states first."""
+    values = [state["v"] for state in states]
+    return [{"v": values[-1 - number % len(values)]} for number in range(new_count)]
+
+
+@pytest.mark.parametrize("resume", RESUMES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_resize_follows_the_declared_rule(saved, turns, pattern, resume):
+    num_hosts = RESUMES[resume]
+    old = [OLD[place] for place in range(count(pattern, 4))]
+    new_count = count(pattern, num_hosts)
+
+    def loaded(rule):
+        def make(host):
+            return made(pattern, -host, on_resize=rule)
+
+        return [s["v"] for s in turns.load(saved / pattern, num_hosts, make)]
+
+    own = [owner(pattern, host) for host in range(num_hosts)]
+    if new_count == len(old):
+        for rule in ("error", "reset", "from_first", rotated):
+            assert loaded(rule) == [old[place] for place in own]
+        return
+    with pytest.raises(errors.CheckpointError, match=f"with {len(old)} states"):
+        loaded("error")
+    assert loaded("reset") == [-host for host in range(num_hosts)]
+    assert loaded("from_first") == [old[0]] * num_hosts
+    assert loaded(rotated) == [old[-1 - place % len(old)] for place in own]
+
+
+def test_another_pattern_than_before_is_a_resize(saved, turns):
+    central = True
+
+    def make(host, **options):
+        del host
+
+        def pattern():
+            return "global" if central else "per_host"
+
+        return Component({"v": 0}, pattern, **options)
+
+    def values(states):
+        return [state["v"] for state in states]
+
+    assert values(turns.load(saved / "global", 2, make)) == [10, 10]
+    central = False
+    assert values(turns.load(saved / "per_host", 4, make)) == OLD
+    assert values(turns.load(saved / "global", 1, make)) == [10]
+    with pytest.raises(errors.CheckpointError, match="'global' was saved global"):
+        turns.load(saved / "global", 2, make)
+    assert values(
+        turns.load(saved / "global", 2, lambda host: make(host, on_resize="from_first"))
+    ) == [10, 10]
+
+
+@pytest.mark.parametrize("returned", ["per_rank", None, "per_group", int])
+def test_a_pattern_that_is_none_is_refused(returned):
+    with pytest.raises(errors.ConfigError, match="sharing= of a component returned"):
+        Component({}, lambda: returned).present()
+
+
+def test_a_computed_group_needs_its_mesh(tmp_path):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    component = Component([1], lambda: "per_group", axis="data", mesh=mesh)
+    simulated_hosts.save(component, tmp_path)
+    assert (tmp_path / "group.npz").exists()
+
+
+class Object:
+    """An object that counts, with a state under either pair of names."""
+
+    def __init__(self, names, value):
+        self.value = value
+        for name, method in zip(names, (self._get, self._set), strict=True):
+            setattr(self, name, method)
+
+    def _get(self):
+        return {"value": self.value}
+
+    def _set(self, state):
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize(
+    "names", [("get_state", "set_state"), ("state_dict", "load_state_dict")]
+)
+def test_an_object_is_set(tmp_path, names):
+    simulated_hosts.save(Component(Object(names, 5), "global"), tmp_path)
+    wrapped = Object(names, 0)
+    component = Component(wrapped, "global")
+    simulated_hosts.load(component, tmp_path)
+    assert wrapped.value == 5
+    assert component.state is wrapped
+    written = json.loads((tmp_path / "component.json").read_text())
+    assert written["kind"] == "tests.checkpoint.components.test_component.Object"
+
+
+def test_reset_is_to_the_state_that_it_was_made_with(saved, turns):
+    wrapped = Object(("get_state", "set_state"), 1)
+    component = Component(wrapped, "per_host", on_resize="reset")
+    wrapped.value = 2
+    turns.load(saved / "per_host", 1, lambda _: component)
+    assert wrapped.value == 1
+
+
+def test_files_are_written_by_the_leader_alone_though_all_give_their_state(
+    turns, tmp_path
+):
+    asked = collections.Counter()
+
+    def make(host):
+        wrapped = Object(("get_state", "set_state"), host)
+        wrapped.get_state = lambda: asked.update([host]) or {"value": host}
+        return Component(wrapped, "replicated")
+
+    turns.save(tmp_path, 3, make)
+    assert asked == {0: 1, 1: 1, 2: 1}
+    assert turns.load(tmp_path, 1, lambda _: Component({}, "global"))[0] == {"value": 0}
+
+
+def test_an_optional_component_that_cannot_be_saved_is_left_out(tmp_path, caplog):
+    simulated_hosts.save(Component([object()], "global", required=False), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert "optional component is not saved" in caplog.text
+    with pytest.raises(errors.CheckpointError, match=r"component\.json is missing"):
+        simulated_hosts.load(Component([], "global"), tmp_path)
+
+
+def test_a_state_that_is_missing_is_named(saved, turns):
+    (saved / "per_node" / "node-00000.npz").unlink()
+    with pytest.raises(
+        errors.CheckpointError, match=r"per_node/node-00000\.npz is missing"
+    ):
+        turns.load(saved / "per_node", 1, _of_first_node)
+
+
+def _of_first_node(host):
+    return made("per_node", host, on_resize="from_first")
+
+
+def test_a_group_of_several_on_one_host_is_refused_when_it_is_made():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    with pytest.raises(errors.ConfigError, match="are in 2 groups"):
+        Component({}, "per_group", axis="data", mesh=mesh)
+    assert (
+        Component({}, "per_group", axis=("data", "model"), mesh=mesh).present().own == 0
+    )
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_nodes_of_no_processes_are_refused(number):
+    with pytest.raises(errors.ConfigError, match="not a positive number"):
+        Component({}, "per_node", processes_per_node=number)
+
+
+def test_one_host_is_on_one_node():
+    assert len(nodes.Nodes(None).of_all_hosts()) == 1
+    assert nodes.this_node() == nodes.this_node() != ""
+
+
+@pytest.fixture(params=["ours", "orbax"])
+def checkpointer(request, tmp_path):
+    """Our checkpointer, or Orbax's."""
+    if request.param == "ours":
+        tiers = [Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=1)]
+        opened = factory.Checkpointer(tiers, run="run")
+    else:
+        opened = ocp.training.Checkpointer(tmp_path / "stock")
+    with opened:
+        yield opened
+
+
+def test_components_are_saved_beside_weights_and_batches(checkpointer):
+    state = {"w": jnp.arange(4.0)}
+    rng = Rng(3)
+    rng.next()
+    parts = {
+        "state": state,
+        "everything": Component(LEAVES, "global"),
+        "rank": Component({"n": 7}, "per_host"),
+        "rng": rng,
+    }
+    checkpointer.save_checkpointables(1, parts)
+    loaded = {
+        "everything": Component(None, "global"),
+        "rank": Component(None, "per_host"),
+        "rng": Rng(0),
+    }
+    checkpointer.load_checkpointables(1, {"state": state, **loaded})
+    for name, component in loaded.items():
+        same(component.get(), parts[name].get())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sharing": "per_rank"}, "sharing='per_rank' of a component: give one of"),
+        ({"sharing": "per_host", "validation": "quick"}, "takes no validation"),
+        ({"sharing": lambda: "per_host", "validation": "quick"}, "takes no validation"),
+        ({"sharing": "global", "processes_per_node": 2}, "takes no processes_per_node"),
+        ({"sharing": "per_group", "axis": "data"}, "needs axis= and mesh="),
+    ],
+)
+def test_arguments_that_do_not_fit_the_sharing_are_refused(arguments, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        Component({}, **arguments)

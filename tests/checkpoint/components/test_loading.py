@@ -1,0 +1,194 @@
+"""Strict and lenient loading of the components of a step, with a summary."""
+
+import jax.numpy as jnp
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.checkpoint.components import loading
+from elastic_ckpt.checkpoint.components.component import Component
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.choices import Persistent
+
+
+@pytest.fixture(params=["ours", "orbax"])
+def checkpointer(request, tmp_path):
+    """A checkpointer with step 4, which has weights and two components."""
+    if request.param == "ours":
+        opened = factory.Checkpointer([Persistent(tmp_path / "steps", every=1)])
+    else:
+        opened = ocp.training.Checkpointer(tmp_path / "stock")
+    with opened:
+        parts = {
+            "state": {"w": jnp.arange(3.0)},
+            "schedule": Component({"lr": 0.1}, "global"),
+            "cache": Component([1, 2], "per_host"),
+        }
+        opened.save_checkpointables(4, parts)
+        yield opened
+
+
+class Refusing:
+    """An object that does not take its state."""
+
+    def get_state(self):
+        return 0
+
+    def set_state(self, state):
+        raise ValueError(f"not {state}")
+
+
+def test_all_components_are_loaded_with_the_trees_that_are_asked_for(checkpointer):
+    schedule, cache = Component(None, "global"), Component(None, "per_host")
+    summary = loading.load(
+        checkpointer,
+        {"cache": cache, "schedule": schedule, "state": {"w": jnp.zeros(3)}},
+    )
+    assert (schedule.state, cache.state) == ({"lr": 0.1}, [1, 2])
+    assert summary.step == 4
+    assert list(summary.loaded) == ["cache", "schedule", "state"]
+    assert summary.loaded["schedule"] is schedule
+    assert summary.loaded["state"]["w"].tolist() == [0, 1, 2]
+    assert not summary.skipped
+    assert not summary.failed
+
+
+def test_all_names_are_in_one_error(checkpointer):
+    wanted = {
+        "missing": Component(0, "global"),
+        "absent": Component(0, "per_host"),
+        "maybe": Component(0, "global", required=False),
+        "schedule": Component(0, "global"),
+    }
+    with pytest.raises(errors.CheckpointError) as caught:
+        loading.load(checkpointer, wanted, 4)
+    for part in ("step 4", "'missing'", "'absent'", "['cache'] of the step", "strict="):
+        assert part in str(caught.value)
+    assert "maybe" not in str(caught.value)
+    assert wanted["schedule"].state == 0
+
+
+def test_without_strict_what_there_is_is_loaded(checkpointer):
+    wanted = {
+        "missing": Component(0, "global"),
+        "maybe": Component(0, "global", required=False),
+        "schedule": Component(0, "global"),
+    }
+    summary = loading.load(checkpointer, wanted, strict=False)
+    assert list(summary.loaded) == ["schedule"]
+    assert sorted(summary.skipped) == ["cache", "maybe"]
+    assert list(summary.failed) == ["missing"]
+    assert "step 4 has no such part; it has" in summary.failed["missing"]
+    lines = str(summary).splitlines()
+    assert lines[0] == "step 4: loaded schedule"
+    assert lines[-1].startswith("failed missing: step 4")
+
+
+def test_names_to_ignore_need_not_be_asked_for(checkpointer):
+    schedule = Component(None, "global")
+    summary = loading.load(checkpointer, {"schedule": schedule}, ignore=["cache"])
+    assert list(summary.loaded) == ["schedule"]
+
+
+def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
+    schedule = Component("as before", "global")
+    broken = Component(0, lambda: "per_nobody")
+    wanted = [("schedule", schedule), ("cache", broken)]
+    with pytest.raises(
+        errors.CheckpointError, match=r"'cache' cannot be loaded: .*per_nobody"
+    ):
+        loading.load(checkpointer, wanted)
+    assert schedule.state == "as before"
+    summary = loading.load(checkpointer, wanted, strict=False)
+    assert schedule.state == {"lr": 0.1}
+    assert list(summary.failed) == ["cache"]
+    broken.required = False
+    assert list(loading.load(checkpointer, wanted).failed) == ["cache"]
+
+
+def test_an_object_that_does_not_take_its_state_is_named(checkpointer):
+    wanted = {
+        "schedule": Component(Refusing(), "global"),
+        "cache": Component(0, "per_host"),
+    }
+    with pytest.raises(errors.CheckpointError, match=r"ValueError.*not .*lr"):
+        loading.load(checkpointer, wanted)
+    summary = loading.load(checkpointer, wanted, strict=False)
+    assert list(summary.loaded) == ["cache"]
+    assert list(summary.failed) == ["schedule"]
+
+
+def test_doubled_names_are_named():
+    pairs = [("b", 1), ("a", 2), ("b", 3), ("a", 4), ("c", 5)]
+    with pytest.raises(errors.ConfigError, match=r"called \['a', 'b'\]"):
+        loading.named(pairs)
+    assert loading.named(pairs[:2]) == {"b": 1, "a": 2}
+
+
+class Taking(Refusing):
+    """An object that does not take one of the states that it may be given."""
+
+    def __init__(self, value, *, refused=None):
+        self.value, self._refused = {"value": [value]}, refused
+
+    def get_state(self):
+        return self.value
+
+    def set_state(self, state):
+        self.value["value"][:] = state["value"]
+        if state["value"] == [self._refused]:
+            raise ValueError(f"not {state}")
+
+
+class Batches:
+    """A checkpointable of another class, which moves when it is loaded."""
+
+    position = 0
+    raises = False
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            (path / "position").write_text("7")
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            if self.raises:
+                raise ValueError("no such rows")
+            self.position = int((directory / "position").read_text())
+
+        return read()
+
+
+@pytest.mark.parametrize("kind", ["ours", "orbax"])
+@pytest.mark.parametrize("failing", ["a", "z", "batches"])
+def test_a_strict_load_that_fails_has_set_none(tmp_path, kind, failing):
+    opened = (
+        factory.Checkpointer([Persistent(tmp_path / "steps", every=1)])
+        if kind == "ours"
+        else ocp.training.Checkpointer(tmp_path / "stock")
+    )
+    with opened:
+        parts = {n: Component(Taking("saved"), "global") for n in ("a", "z")}
+        parts |= {"plain": Component({"lr": 1}, "global"), "batches": Batches()}
+        opened.save_checkpointables(4, parts)
+        wanted = {
+            name: Component(
+                Taking("before", refused="saved" if name == failing else None), "global"
+            )
+            for name in ("a", "z")
+        }
+        wanted |= {"plain": Component({"lr": 0}, "global"), "batches": Batches()}
+        wanted["batches"].raises = failing == "batches"
+        with pytest.raises(errors.CheckpointError, match=f"'{failing}' cannot be"):
+            loading.load(opened, wanted)
+        for name in ("a", "z"):
+            assert wanted[name].state.value == {"value": ["before"]}
+        assert wanted["plain"].state == {"lr": 0}
+        assert wanted["batches"].position == 0
+        summary = loading.load(opened, wanted, strict=False)
+        assert list(summary.failed) == [failing]
+        assert wanted["plain"].state == {"lr": 1}
+        assert wanted["batches"].position == (7 if failing != "batches" else 0)

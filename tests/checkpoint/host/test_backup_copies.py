@@ -1,0 +1,163 @@
+"""Backup hosts together get one copy of each part, and fetch it whole or not at all."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.checkpoint.host import backup_copies, backup_host
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.steps import part_message, part_table
+from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps.part_message import PartMessage
+from elastic_ckpt.steps.part_table import PartTable
+from elastic_ckpt.tiers.peers import (
+    agent,
+    backup_directory,
+    peer,
+    peer_client,
+    secret,
+)
+from elastic_ckpt.tiers.ram import ram_disk
+from tests.tiers import saved_worlds, served
+
+
+def placed(offers, num_backups):
+    """The parts of each backup host, as holdings; None for one without."""
+    hosts = [offer.host for offer in offers]
+    backups = [
+        backup_copies.backup_host(f"{number:016x}", number=len(hosts) + number)
+        for number in range(num_backups)
+    ]
+    (table,) = part_table.joined([PartTable.from_offer(offer) for offer in offers])
+    tables = backup_copies.placed(table, hosts, backups)
+    group = np.maximum(np.arange(-len(hosts), num_backups), -1)
+    of_groups = [each.for_groups(group, num_backups) for each in tables]
+    parts = []
+    for of_backup in zip(*of_groups, strict=True):
+        received = [offer for each in of_backup for offer in each.offers()]
+        parts.append(Holdings.from_offers(received) if received else None)
+    return parts
+
+
+def items_of(holdings):
+    boxes = [(int(n), holdings.boxes[row]) for row, n in enumerate(holdings.leaf)]
+    return [*boxes, *(file.path for file in holdings.files)]
+
+
+@given(saved_worlds.saved(), st.integers(1, 3))
+def test_each_part_is_fetched_by_one_backup_host(offers, num_backups):
+    fetched = [
+        item
+        for part in placed(offers, num_backups)
+        if part is not None
+        for item in items_of(part)
+    ]
+    assert len(fetched) == len(set(fetched))
+    assert set(fetched) == set(items_of(Holdings.from_offers(offers)))
+
+
+@contextlib.contextmanager
+def peers(root, steps):
+    """A machine with steps; yields what a request has of each, and its client."""
+    for step, files in steps.items():
+        served.save(root, step, files)
+    with served.serving(agent.Service(root=str(root))) as address:
+        tables = {
+            step: PartTable.from_offer(
+                Offer(tier="local", manifest=served.manifest_of(step, files)),
+                url=address.url,
+            )
+            for step, files in steps.items()
+        }
+        client = peer_client.PeerClient(secret.read(secret.path(root)))
+        with contextlib.closing(client):
+            yield tables, client
+
+
+def request(root, table, *, saves=()):
+    message = PartMessage(tables=(table,), saves=saves)
+    path = root / backup_directory.REQUEST
+    storage.write_atomic(path, part_message.to_bytes(message))
+
+
+def held(root):
+    return ram_disk.RamDisk(root, run=served.RUN).steps()
+
+
+FILES = {"data/a": b"part a", "data/b": b"part b"}
+
+
+def test_a_backup_host_fetches_what_is_requested_and_keeps_what_all_have(tmp_path):
+    root, steps = tmp_path / "backup", dict.fromkeys((10, 20, 30, 40), FILES)
+    backup_directory.make(root)
+    with peers(tmp_path / "peer", steps) as (tables, client):
+        host = backup_host.BackupHost(root, client)
+        with contextlib.closing(host):
+            assert host.poll() is None
+            for step in (10, 20, 30):
+                request(root, tables[step])
+                assert host.poll().step == step
+            # Another backup host has not fetched 30, and so not 20 with certainty.
+            assert held(root) == [20, 30]
+            request(root, tables[40], saves=((20, "0"),))
+            assert host.poll().num_bytes == 12
+    assert held(root) == [20, 30, 40]
+    directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(0, 40, "0")
+    assert (directory / "data/a").read_bytes() == FILES["data/a"]
+
+
+def test_a_part_that_cannot_be_fetched_leaves_the_steps_before(tmp_path):
+    root = tmp_path / "backup"
+    backup_directory.make(root)
+    with peers(tmp_path / "peer", {10: FILES, 20: FILES}) as (tables, client):
+        host = backup_host.BackupHost(root, client)
+        with contextlib.closing(host):
+            request(root, tables[10])
+            host.poll()
+            file = tmp_path / "peer/hosts/0/20-0/data/b"
+            file.write_bytes(b"part c")
+            request(root, tables[20])
+            with pytest.raises(errors.CheckpointError, match="no good copy"):
+                host.poll()
+    assert held(root) == [10]
+
+
+def test_a_bad_copy_is_repaired_while_the_backup_host_lives(tmp_path):
+    root = tmp_path / "backup"
+    backup_directory.make(root)
+    secret.adopt(root, "the-secret-of-this-run")
+    with (
+        peers(tmp_path / "peer", dict.fromkeys((10, 20, 30), FILES)) as (
+            tables,
+            client,
+        ),
+        contextlib.closing(backup_host.BackupHost(root, client)) as host,
+    ):
+        request(root, tables[10])
+        host.poll()
+        directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(0, 10, "0")
+        (directory / "data/a").write_bytes(b"part x")
+        with served.serving(agent.Service(root=str(root))) as address:
+            client = peer_client.PeerClient("the-secret-of-this-run")
+            with contextlib.closing(client):
+                offered = peer.Peer(address.url, client, served.RUN).offers(10)
+                (source,) = offered.sources.values()
+                source.put_right("data/a", FILES["data/a"])
+        assert (directory / "data/a").read_bytes() == FILES["data/a"]
+        # It fetches and removes steps as before.
+        for step in (20, 30):
+            request(root, tables[step])
+            host.poll()
+        assert held(root) == [20, 30]
+
+
+def test_a_damaged_request_is_refused(tmp_path):
+    backup_directory.make(tmp_path)
+    (tmp_path / backup_directory.REQUEST).write_bytes(b"x" * 64)
+    host = backup_host.BackupHost(tmp_path, None)
+    with pytest.raises(errors.CheckpointError, match="cut short or altered"):
+        host.poll()
+    assert host.poll() is None

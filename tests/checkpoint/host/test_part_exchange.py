@@ -1,0 +1,139 @@
+"""Parts of all hosts reach the one that decides, and its answers reach each host."""
+
+import functools
+
+import pytest
+
+from elastic_ckpt.checkpoint.host import copies, part_exchange
+from elastic_ckpt.checkpoint.host.part_exchange import FAN_IN, PartExchange
+from elastic_ckpt.steps import part_table, placement
+from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.part_message import PartMessage
+from elastic_ckpt.steps.part_table import PartTable
+from tests.checkpoint.host.post_office import PostOffice
+from tests.tiers import saved_worlds
+
+POLICY = placement.Policy(copies=2)
+
+
+@functools.cache
+def offers_of(num_hosts):
+    """Offers of hosts that have one row of a leaf each, and a file."""
+    whole = saved_worlds.contents({"w": [num_hosts, 2]}, **{"data/cursors": num_hosts})
+    rows = saved_worlds.grid([num_hosts, 2], [num_hosts, 1])
+    return [
+        saved_worlds.offer(
+            saved_worlds.host(number, 4, num_hosts),
+            whole,
+            [(0, rows[number])],
+            files=[saved_worlds.data_file(number)],
+        )
+        for number in range(num_hosts)
+    ]
+
+
+def exchanged(num_hosts, *, lost=()):
+    """The decision of host 0, the parts that each host receives, and the mail."""
+    office = PostOffice()
+    all_parts = [
+        PartExchange(office.box(host), "copies", host=host, num_hosts=num_hosts)
+        for host in range(num_hosts)
+    ]
+    offers = offers_of(num_hosts)
+    for parts, offer in zip(all_parts, offers, strict=True):
+        table = PartTable.from_offer(offer)
+        parts.offer(PartMessage(tables=(table,)))
+    for each in lost:
+        del office.posted[each]
+    depth = part_exchange.tree_of(num_hosts).depth
+    for level in range(depth - 1, -1, -1):
+        for parts in all_parts:
+            parts.merge(level)
+    message = all_parts[0].merged()
+    hosts = [offer.host for offer in offers]
+    placed, tables = copies.placed_parts(message, hosts, POLICY)
+    all_parts[0].deal(tables)
+    for level in range(1, depth + 1):
+        for parts in all_parts:
+            parts.pass_on(level)
+    return placed, [parts.received() for parts in all_parts], office
+
+
+def listed(tables):
+    """The parts in tables and their holders, by name."""
+    return [
+        sorted(
+            [
+                (table.holders[holder].host.id, table.boxes[row])
+                for row, holder in enumerate(table.holder.tolist())
+            ]
+            + [(table.holders[each.holder].host.id, each.file) for each in table.files],
+            key=str,
+        )
+        for table in tables
+    ]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, FAN_IN + 1, FAN_IN + 2, 530])
+def test_each_host_receives_what_a_placement_over_all_offers_gives_it(num_hosts):
+    placed, received, _ = exchanged(num_hosts)
+    offers = offers_of(num_hosts)
+    hosts = [offer.host for offer in offers]
+    holdings = Holdings.from_offers(offers)
+    expected = placement.place(holdings, hosts, POLICY)
+    assert list(placed.problems) == [each.why for each in expected.shortfalls]
+    assert not placed.failed
+    by_id = {host.id: number for number, host in enumerate(hosts)}
+    senders = [[] for _ in hosts]
+    for item, source, target in zip(
+        expected.item, expected.source, expected.target, strict=True
+    ):
+        at = holdings.holders(item)[0].host.id
+        assert at == expected.hosts[source].id
+        is_box = item < len(holdings.leaf)
+        part = (
+            holdings.boxes[item]
+            if is_box
+            else holdings.files[item - len(holdings.leaf)]
+        )
+        senders[by_id[expected.hosts[target].id]].append((at, part))
+    assert [listed(tables)[0] for tables in received] == [
+        sorted(each, key=str) for each in senders
+    ]
+    assert [listed(tables)[1] for tables in received] == [[]] * num_hosts
+
+
+def test_no_host_passes_more_messages_in_a_larger_world():
+    _, _, office = exchanged(530)
+    assert max(office.messages.values()) <= 2 * FAN_IN + 2
+    assert sum(office.messages.values()) <= 2 * 2 * 530
+
+
+def test_no_messages_are_left_but_those_that_hosts_below_have_read():
+    _, _, office = exchanged(530)
+    assert {name for _, name in office.posted} == {
+        f"copies-parts-{host}" for host in range(1, 530)
+    }
+
+
+def test_a_host_whose_offer_is_lost_is_named_and_the_rest_is_placed():
+    placed, received, _ = exchanged(60, lost=[(40, "copies-offered")])
+    assert placed.failed
+    assert placed.problems[0].startswith("the parts of host 40: the list cannot be")
+    assert sum(len(tables[0]) for tables in received) == 2 * 59
+
+
+def test_other_holders_of_an_item_are_those_that_its_sender_is_not():
+    whole = saved_worlds.contents({"w": [2, 2]})
+    boxes = saved_worlds.grid([2, 2], [1, 1])
+    hosts = [saved_worlds.host(number, 4, 4) for number in range(4)]
+    offers = [saved_worlds.offer(host, whole, [(0, boxes[0])]) for host in hosts[:2]]
+    tables = [PartTable.from_offer(offer) for offer in offers]
+    parts = PartExchange(PostOffice().box(0), "copies", host=0, num_hosts=1)
+    parts.offer(PartMessage(tables=tuple(tables)))
+    message = PartMessage(tables=tuple(part_table.joined(tables)))
+    _, (senders, others) = copies.placed_parts(message, hosts, POLICY)
+    assert len(senders) == len(others) == 1
+    assert {*listed([senders])[0], *listed([others])[0]} == {
+        (host.id, boxes[0]) for host in hosts[:2]
+    }

@@ -1,0 +1,145 @@
+"""Trees: leaves by their paths, and arrays made of boxes in whatever form is wanted."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.core import errors
+from elastic_ckpt.steps import manifest
+
+MESH = jax.make_mesh((4, 2), ("a", "b"))
+Point = collections.namedtuple("Point", "x y")
+
+
+def restored(abstract, saved):
+    """`abstract` made of saved NumPy arrays by path, as the trees ask for them."""
+    wanted = trees.wanted({"state": abstract})
+    made = {
+        leaf.path: leaf.make(
+            [
+                np.array(saved[leaf.path][(*map(slice, box.start, box.stop), ...)])
+                for box in leaf.boxes
+            ]
+        )
+        for leaf in wanted
+    }
+    return trees.rebuilt(abstract, "state", made)
+
+
+def test_leaves_are_named_by_checkpointable_and_path():
+    tree = {"params": [1, (2, None)], "point": Point(3, {"a/b": 4, "~": 5})}
+    assert trees.leaves({"state": tree, "rng": 5}) == {
+        "state/params/0": 1,
+        "state/params/1/0": 2,
+        "state/point/x": 3,
+        "state/point/y/a~1b": 4,
+        "state/point/y/~0": 5,
+        "rng": 5,
+    }
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PartitionSpec("a", "b"),
+        PartitionSpec(("a", "b")),
+        PartitionSpec(None, "b"),
+        PartitionSpec(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_an_array_is_made_under_any_sharding_of_each_box_once(spec, dtype):
+    values = np.arange(64).reshape(8, 8).astype(jnp.dtype(dtype))
+    sharding = NamedSharding(MESH, spec)
+    wanted = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
+    (leaf,) = trees.wanted({"state": wanted})
+    assert len(leaf.boxes) == len(set(leaf.boxes))
+    assert sum(box.volume for box in leaf.boxes) == values.size
+    tree = restored(wanted, {"state": values})
+    assert tree.sharding.is_equivalent_to(sharding, 2)
+    assert tree.dtype == values.dtype
+    assert np.asarray(tree).tobytes() == values.tobytes()
+
+
+def test_another_dtype_is_cast_after_reading():
+    values = np.linspace(-3, 3, 16, dtype=np.float32)
+    sharding = NamedSharding(MESH, PartitionSpec("a"))
+    tree = restored(
+        jax.ShapeDtypeStruct((16,), jnp.bfloat16, sharding=sharding), {"state": values}
+    )
+    assert tree.dtype == jnp.bfloat16
+    expected = values.astype(jnp.bfloat16)
+    assert np.asarray(tree).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_typed_keys_come_back_as_keys(shape):
+    key = jax.random.split(jax.random.key(7, impl="rbg"), shape)
+    sharding = NamedSharding(MESH, PartitionSpec(*["a"] * len(shape)))
+    numbers = np.asarray(jax.random.key_data(key))
+    wanted = jax.ShapeDtypeStruct(shape, key.dtype, sharding=sharding)
+    tree = restored(wanted, {"state": numbers})
+    assert tree.dtype == key.dtype
+    assert tree.shape == shape
+    assert np.asarray(jax.random.key_data(tree)).tobytes() == numbers.tobytes()
+    assert restored(key, {"state": numbers}).dtype == key.dtype
+
+
+def test_numbers_and_numpy_arrays_come_back_as_such():
+    wanted = {"f": 0.5, "n": 1, "on": True, "a": np.zeros(3, np.int16)}
+    saved = {
+        "state/f": np.array(2.5),
+        "state/n": np.array(7),
+        "state/on": np.array(False),
+        "state/a": np.array([1, 2, 3], np.int16),
+    }
+    tree = restored(wanted, saved)
+    assert {name: type(value) for name, value in tree.items()} == {
+        "f": float,
+        "n": int,
+        "on": bool,
+        "a": np.ndarray,
+    }
+    assert (tree["f"], tree["n"], tree["on"]) == (2.5, 7, False)
+    assert tree["a"].tolist() == [1, 2, 3]
+
+
+def test_an_array_without_a_sharding_comes_to_this_host():
+    tree = restored(
+        jax.ShapeDtypeStruct((2,), np.float32), {"state": np.ones(2, np.float32)}
+    )
+    assert tree.devices() == {jax.local_devices()[0]}
+
+
+def test_a_leaf_of_another_kind_is_named():
+    with pytest.raises(
+        errors.CheckpointError, match=r"state/name cannot be restored as a str"
+    ):
+        trees.wanted({"state": {"name": "x"}})
+
+
+def test_a_step_of_another_model_is_refused_and_a_part_of_one_is_not():
+    contents = manifest.Contents(
+        leaves=(
+            manifest.Leaf(path="state/b", shape=(3,), dtype="float32"),
+            manifest.Leaf(path="state/w", shape=(8, 8), dtype="float32"),
+        ),
+        components={},
+    )
+    part = trees.wanted({"state": {"w": np.zeros((8, 8))}})
+    trees.check(part, contents, step=3)
+    other = trees.wanted({"state": {"w": np.zeros((8, 4)), "c": 1}})
+    with pytest.raises(errors.CheckpointError) as caught:
+        trees.check(other, contents, step=3)
+    assert str(caught.value) == (
+        "step 3 is a checkpoint of another model: its tree differs from the one that"
+        " was requested (state/c: saved nothing, now []; state/w: saved [8, 8], now"
+        " [8, 4]); request the saved shapes and types, or start a new run in another"
+        " directory (with another run_name in a configuration)"
+    )

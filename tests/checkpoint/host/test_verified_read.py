@@ -1,0 +1,188 @@
+"""Verified reads: what is handed out is what was saved, or an error names it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.checkpoint.host import verified_read
+from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.steps import read_plan, search
+from elastic_ckpt.tiers import source
+from tests.tiers import saved_worlds
+
+
+class Memory:
+    """The files of a host of `saved_worlds`, in memory; they can be damaged."""
+
+    def __init__(self, offer):
+        contents = offer.manifest.contents
+        self.parts = {}
+        for number in range(len(offer.manifest.fragments)):
+            part = offer.manifest.fragments.row(number, contents=contents)
+            leaf = contents.leaves[part.leaf]
+            leaf_values = saved_worlds.values(leaf.path, leaf.shape)
+            place = tuple(map(slice, part.box.start, part.box.stop))
+            self.parts[part.file, part.offset] = bytearray(leaf_values[place].tobytes())
+
+    def read_into(self, file, offset, into, on_piece):
+        part = self.parts.get((file, offset))
+        if part is None:
+            raise source.ReadError("is missing")
+        if len(part) < len(into):
+            raise source.ReadError(f"ends after {len(part)} bytes")
+        into[:] = part[: len(into)]
+        on_piece(into)
+
+
+SHAPE = (8, 6)
+
+
+def saved(num_hosts, *, copies=1):
+    """Offers of hosts that hold the rows of two leaves, each `copies` times."""
+    contents = saved_worlds.contents({"b": (), "w": SHAPE})
+    rows = saved_worlds.grid(SHAPE, (num_hosts, 1))
+    offers = []
+    for number in range(num_hosts):
+        held = [(1, rows[(number + turn) % num_hosts]) for turn in range(copies)]
+        held.append((0, boxes.whole(())))
+        host = saved_worlds.host(number, hosts=num_hosts)
+        offers.append(saved_worlds.offer(host, contents, held))
+    return contents, {offer: Memory(offer) for offer in offers}
+
+
+def read(contents, sources, wanted, *, host=0):
+    """The values of `wanted` (path and box) as they were read, and the reader."""
+    step = search.Step.from_offers(list(sources))
+    plan = read_plan.plan(
+        step,
+        [saved_worlds.host(host, hosts=len(sources))],
+        read_plan.Wanted.from_boxes([(0, *each) for each in wanted], contents=contents),
+    )
+    reader = verified_read.VerifiedReader(sources)
+    return verified_read.read_boxes(plan, reader, num_threads=2), reader
+
+
+@given(
+    num_saved=st.integers(1, 8),
+    parts=st.tuples(st.integers(1, 8), st.integers(1, 6)),
+    data=st.data(),
+)
+def test_any_boxes_are_read_bit_equal_from_any_number_of_hosts(num_saved, parts, data):
+    contents, sources = saved(num_saved)
+    of_leaf = data.draw(
+        st.lists(st.sampled_from(saved_worlds.grid(SHAPE, parts)), min_size=1)
+    )
+    wanted = [("b", boxes.whole(())), *(("w", box) for box in of_leaf)]
+    read_values, _ = read(contents, sources, wanted)
+    assert len(read_values) == len(wanted)
+    for (path, box), values in zip(wanted, read_values, strict=True):
+        shape = SHAPE if path == "w" else ()
+        whole = saved_worlds.values(path, shape)
+        expected = whole[(*map(slice, box.start, box.stop), ...)]
+        assert values.dtype == expected.dtype
+        assert values.shape == expected.shape
+        assert values.tobytes() == expected.tobytes()
+
+
+@given(bit=st.integers(0, 8 * 4 * 8 * 6 - 1), host=st.integers(0, 3))
+def test_a_flipped_bit_is_read_from_the_next_holder_and_named(bit, host):
+    contents, sources = saved(4, copies=2)
+    in_row = 8 * 4 * 6 * 2
+    row = bit // in_row
+    for offer, memory in sources.items():
+        if offer.host.number == row:
+            file = f"arrays/{offer.host.id}.bin"
+            numbers = [
+                number
+                for number in range(len(offer.manifest.fragments))
+                if offer.manifest.fragments.row(number, contents=contents).box.start
+                == (2 * row, 0)
+            ]
+            offset = offer.manifest.fragments.row(numbers[0], contents=contents).offset
+            memory.parts[file, offset][bit % in_row // 8] ^= 1 << bit % 8
+    (values,), reader = read(contents, sources, [("w", boxes.whole(SHAPE))], host=host)
+    assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
+    for bad in reader.bad:
+        assert bad.offer.host.number == row
+        assert str(bad).startswith(f"w[{2 * row}:{2 * row + 2}, 0:6] at host host-0")
+
+
+def test_without_a_good_copy_the_error_names_leaf_box_and_every_holder():
+    contents, sources = saved(2, copies=2)
+    first, second = sources.values()
+    for part in first.parts.values():
+        part[0] ^= 1
+    second.parts.clear()
+    with pytest.raises(errors.CheckpointError) as caught:
+        read(contents, sources, [("w", boxes.whole(SHAPE))])
+    message = str(caught.value)
+    assert message.startswith("step 30: no good copy of w[")
+    assert "at host host-00 it is not what was saved" in message
+    assert "at host host-01 it is missing" in message
+    assert message.endswith("bring back a host that has it, or restore an older step")
+
+
+def test_a_part_that_is_cut_short_is_not_handed_out():
+    contents, sources = saved(1)
+    (memory,) = sources.values()
+    for part in memory.parts.values():
+        del part[-1:]
+    with pytest.raises(errors.CheckpointError, match="ends after"):
+        read(contents, sources, [("w", boxes.whole(SHAPE))])
+
+
+def test_bytes_are_counted_by_holder_each_chunk_once():
+    contents, sources = saved(4)
+    halves = saved_worlds.grid(SHAPE, (1, 2))
+    _, reader = read(contents, sources, [("w", half) for half in halves])
+    # Both halves need every chunk, and no chunk is read twice.
+    assert sorted(reader.read_bytes.values()) == [2 * 6 * 4] * 4
+
+
+def test_what_is_read_lies_in_memory_of_its_own():
+    contents, sources = saved(1)
+    (first, second), _ = read(contents, sources, [("w", boxes.whole(SHAPE))] * 2)
+    first[...] = 0
+    assert second.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
+    assert not np.shares_memory(first, second)
+
+
+class Slow(Memory):
+    """A host that answers those alone who wait."""
+
+    def __init__(self, offer, *, is_patient=False):
+        super().__init__(offer)
+        self._offer = offer
+        self._is_patient = is_patient
+
+    directory = "slow"
+
+    def size(self, file):
+        raise NotImplementedError(file)
+
+    def read_into(self, file, offset, into, on_piece):
+        if not self._is_patient:
+            raise source.SlowError("timed out")
+        super().read_into(file, offset, into, on_piece)
+
+    def patiently(self):
+        return Slow(self._offer, is_patient=True)
+
+
+def test_a_slow_holder_is_waited_for_where_nobody_else_has_a_part():
+    whole = boxes.whole(SHAPE)
+    contents, sources = saved(3)
+    slow, *_ = sources
+    sources[slow] = Slow(slow)
+    (values,), reader = read(contents, sources, [("w", whole)])
+    assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
+    assert not reader.bad
+    # With another holder, nobody waits.
+    contents, sources = saved(3, copies=2)
+    slow, *_ = sources
+    sources[slow] = Slow(slow)
+    (values,), reader = read(contents, sources, [("w", whole)])
+    assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
+    assert {bad.offer for bad in reader.bad} == {slow}
+    assert slow not in reader.read_bytes

@@ -1,0 +1,93 @@
+import math
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.steps import layout
+
+SHAPES = st.lists(st.integers(1, 16), max_size=4).map(tuple)
+PATHS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
+
+
+@given(SHAPES, st.sampled_from([1, 2, 4, 16]), st.integers(1, 4096))
+def test_chunks_divide_a_shard_and_are_as_large_as_the_limit_lets_them(
+    shard, item_bytes, chunk_bytes
+):
+    chunk = layout.chunk_shape(shard, item_bytes=item_bytes, chunk_bytes=chunk_bytes)
+    assert len(chunk) == len(shard)
+    assert all(size % part == 0 for size, part in zip(shard, chunk, strict=True))
+    assert item_bytes * math.prod(chunk) <= max(chunk_bytes, item_bytes)
+    # In one piece in memory wherever it was not the first dims that had to be whole.
+    cut = [dim for dim, size in enumerate(shard) if chunk[dim] != size]
+    if cut:
+        of_last = item_bytes * math.prod(chunk[cut[-1] + 1 :])
+        larger = [
+            size
+            for size in range(chunk[cut[-1]] + 1, shard[cut[-1]] + 1)
+            if shard[cut[-1]] % size == 0
+        ]
+        assert all(size * of_last > chunk_bytes for size in larger)
+
+
+def test_a_long_dim_is_cut_at_once():
+    assert layout.chunk_shape([2**40], item_bytes=4) == (2**24,)
+    assert layout.chunk_shape([2**31 - 1], item_bytes=4) == (1,)
+
+
+@settings(max_examples=30)
+@given(SHAPES, st.data())
+def test_the_chunks_of_a_shard_cover_it_once(shard, data):
+    place = [data.draw(st.integers(0, 3)) for _ in shard]
+    start = tuple(n * size for n, size in zip(place, shard, strict=True))
+    stop = tuple(a + size for a, size in zip(start, shard, strict=True))
+    box = boxes.Box(start=start, stop=stop)
+    chunk = layout.chunk_shape(shard, item_bytes=1, chunk_bytes=64)
+    parts = list(layout.cut(box, chunk))
+    assert sum(part.volume for part in parts) == box.volume
+    assert not boxes.subtract(box, parts)
+    assert {part.shape for part in parts} == {chunk}
+    files = {layout.chunk_file("w", part, chunk) for part in parts}
+    assert len(files) == len(parts)
+
+
+def test_a_shard_off_the_grid_is_refused():
+    box = boxes.Box(start=(3,), stop=(5,))
+    with pytest.raises(errors.CheckpointError, match="shards of one array"):
+        list(layout.cut(box, (2,)))
+
+
+@given(PATHS)
+def test_the_directory_of_a_leaf_is_below_the_steps(path):
+    place = layout.leaf_directory(path)
+    below = os.path.normpath(os.path.join("/step", place))
+    assert below == f"/step/{place}"
+    assert all(0 < len(part) <= 255 for part in place.split("/"))
+    assert "\0" not in place
+
+
+@given(PATHS, PATHS)
+def test_no_two_leaves_share_a_directory(one, other):
+    same = layout.leaf_directory(one) == layout.leaf_directory(other)
+    assert same == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("", "%"), (".", "%2E"), ("..", "%2E."), (".a", "%2Ea"), ("a" * 300, "a" * 301)],
+)
+def test_names_that_are_written_otherwise_stay_apart(one, other):
+    assert layout.leaf_directory(one) != layout.leaf_directory(other)
+
+
+@given(st.integers(0, 10**9), st.text("abc019-._", min_size=1))
+def test_the_name_of_a_steps_directory_is_read_as_it_was_made(step, save):
+    name = layout.step_directory(step, save)
+    assert layout.parse_step_directory(name) == (step, save)
+
+
+@pytest.mark.parametrize("name", ["", "lock", "7", "7-", "-0", "07-0", "x-0", "٣-0"])
+def test_other_names_are_no_steps(name):
+    assert layout.parse_step_directory(name) is None

@@ -1,0 +1,105 @@
+import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.steps import retention
+
+policies = ocp.training.preservation_policies
+BEGAN = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
+
+
+def held(step, *, complete=True, loss=None):
+    """A step that is saved one minute after the one before."""
+    return retention.HeldStep(
+        step=step,
+        time=BEGAN + datetime.timedelta(minutes=step),
+        metrics=None if loss is None else {"loss": loss},
+        complete=complete,
+    )
+
+
+def deleted(steps, policy, *, newest, in_flight=(), preserved=()):
+    return retention.steps_to_delete(
+        steps,
+        policy,
+        newest_complete=newest,
+        in_flight=in_flight,
+        preserved=preserved,
+    )
+
+
+POLICIES = st.one_of(
+    st.builds(policies.LatestN, st.integers(0, 3)),
+    st.builds(policies.EveryNSteps, st.integers(1, 4)),
+    st.builds(policies.EveryNSeconds, st.integers(1, 300)),
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.booleans()), unique_by=lambda s: s[0]),
+    POLICIES,
+    st.sets(st.integers(0, 30)),
+    st.sets(st.integers(0, 30)),
+    st.integers(0, 5),
+)
+def test_what_must_stay_stays(steps, policy, in_flight, preserved, later):
+    listed = [held(step, complete=complete) for step, complete in steps]
+    whole = [step for step, complete in steps if complete]
+    # Other tiers may make a newer step complete.
+    newest = max(whole) + later if whole else None
+    gone = deleted(
+        listed, policy, newest=newest, in_flight=in_flight, preserved=preserved
+    )
+    assert gone == sorted(gone)
+    assert not set(gone) & (in_flight | preserved | set(whole[-1:] and [max(whole)]))
+    assert all(step < newest for step in gone)
+    kept = policy.should_preserve([held(step) for step in sorted(whole)], context=None)
+    assert not set(gone) & {
+        step for step, keep in zip(sorted(whole), kept, strict=True) if keep
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (policies.LatestN(2), [8, 9]),
+        (policies.EveryNSteps(4), [0, 4, 8, 9]),
+        (policies.EveryNSeconds(180), [0, 3, 6, 9]),
+        (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2), [5, 6, 9]),
+        (policies.CustomSteps([3]), [3, 9]),
+        (
+            policies.AnyPreservationPolicy(
+                [policies.LatestN(2), policies.EveryNSteps(5)]
+            ),
+            [0, 5, 8, 9],
+        ),
+    ],
+)
+def test_the_policies_of_orbax_fit_as_they_are(policy, kept):
+    steps = [held(step, loss=abs(step - 5.4)) for step in range(10)]
+    gone = deleted(steps, policy, newest=9)
+    assert [step for step in range(10) if step not in gone] == kept
+
+
+def test_a_policy_counts_only_steps_that_can_be_restored():
+    steps = [held(step, complete=step < 6) for step in range(10)]
+    assert deleted(steps, policies.LatestN(3), newest=5) == [0, 1, 2]
+
+
+def test_old_steps_that_are_not_complete_are_removed_and_new_ones_are_not():
+    steps = [
+        held(1, complete=False),
+        held(2),
+        held(3, complete=False),
+        held(4),
+        held(5, complete=False),
+    ]
+    assert deleted(steps, policies.PreserveAll(), newest=4) == [1, 3]
+
+
+def test_nothing_is_removed_while_no_step_is_complete():
+    steps = [held(step, complete=False) for step in range(4)]
+    assert deleted(steps, policies.LatestN(1), newest=None) == []

@@ -1,0 +1,180 @@
+"""The choice of the host that uploads each item."""
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.steps import holdings, manifest, uploads
+from tests.tiers import saved_worlds
+
+
+def loads(holding, chosen):
+    there = chosen.host >= 0
+    return np.bincount(
+        chosen.host[there], holding.stored_bytes[there], len(chosen.hosts)
+    )
+
+
+def replicated(num_hosts, sizes):
+    """Hosts that all have the same vectors, one chunk each."""
+    whole = saved_worlds.contents({f"{n:03d}": [size] for n, size in enumerate(sizes)})
+    held = [
+        (leaf, saved_worlds.grid(saved_leaf.shape, [1])[0])
+        for leaf, saved_leaf in enumerate(whole.leaves)
+    ]
+    return [
+        saved_worlds.offer(saved_worlds.host(n), whole, held) for n in range(num_hosts)
+    ]
+
+
+@given(saved_worlds.saved(), st.data())
+def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
+    holding = holdings.Holdings.from_offers(offers)
+    hosts = data.draw(st.lists(st.sampled_from([o.host for o in offers]), unique_by=id))
+    chosen = uploads.uploads(holding, hosts)
+    mine = {host.id: chosen.items_of(host.id).tolist() for host in hosts}
+    everyone = sorted(item for items in mine.values() for item in items)
+    assert everyone == np.flatnonzero(chosen.host >= 0).tolist()
+    assert not set(everyone) & set(chosen.missing.tolist())
+    ids = {host.id for host in hosts}
+    for item in range(holding.num_items):
+        holders = {offer.host.id for offer in holding.holders(item)} & ids
+        if not holders:
+            assert item in chosen.missing
+            continue
+        uploader = chosen.hosts[chosen.host[item]].id
+        assert uploader in holders
+        assert item in mine[uploader]
+        row = chosen.row[item]
+        assert holding.item[row] == item
+        assert holding.offers[holding.holder[row]].host.id == uploader
+
+
+@given(saved_worlds.saved(), st.data())
+def test_items_of_idle_machines_alone_are_uploaded_by_hosts_too(offers, data):
+    holding = holdings.Holdings.from_offers(offers)
+    every = [offer.host for offer in offers]
+    hosts = data.draw(st.lists(st.sampled_from(every), unique_by=id, min_size=1))
+    chosen = uploads.of_all_items(holding, hosts)
+    assert not len(chosen.missing)
+    assert (holding.item[chosen.row] == np.arange(holding.num_items)).all()
+    dealt = uploads.uploads(holding, hosts)
+    there = dealt.host >= 0
+    assert (chosen.host[there] == dealt.host[there]).all()
+    # These items add to the least loaded host each time.
+    load, before = loads(holding, chosen), loads(holding, dealt)
+    most = holding.stored_bytes.max()
+    assert (load <= np.maximum(before, load.mean() + most)).all()
+
+
+@given(saved_worlds.saved(), st.randoms(use_true_random=False))
+def test_every_host_computes_the_same_whatever_the_order_of_offers(offers, random):
+    hosts = [offer.host for offer in offers]
+    first = uploads.uploads(holdings.Holdings.from_offers(offers), hosts)
+    random.shuffle(offers)
+    second = uploads.uploads(holdings.Holdings.from_offers(offers), hosts)
+    assert first.host.tolist() == second.host.tolist()
+
+
+@given(saved_worlds.saved(), st.randoms(use_true_random=False))
+def test_every_host_computes_the_same_whatever_the_order_of_hosts(offers, random):
+    hosts = [offer.host for offer in offers]
+    holding = holdings.Holdings.from_offers(offers)
+    first = uploads.uploads(holding, hosts)
+    random.shuffle(hosts)
+    second = uploads.uploads(holding, hosts)
+    assert first.host.tolist() == second.host.tolist()
+    assert first.row.tolist() == second.row.tolist()
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 1000), min_size=1, max_size=40))
+def test_what_all_have_is_shared_to_within_the_largest_item(num_hosts, sizes):
+    offers = replicated(num_hosts, sizes)
+    holding = holdings.Holdings.from_offers(offers)
+    load = loads(holding, uploads.uploads(holding, [offer.host for offer in offers]))
+    assert load.sum() == holding.stored_bytes.sum()
+    assert load.max() <= load.mean() + holding.stored_bytes.max()
+
+
+def least_possible(holding):
+    """A lower bound of the load of the busiest host, for any division of the items."""
+    holders = [
+        {offer.host.id for offer in holding.holders(item)}
+        for item in range(holding.num_items)
+    ]
+    ids = [offer.host.id for offer in holding.offers]
+    # The items that some hosts alone have are theirs: over all sets of hosts this bound
+    # is exact, where items may be cut.
+    return max(
+        sum(
+            holding.stored_bytes[n]
+            for n, each in enumerate(holders)
+            if each <= set(some)
+        )
+        / len(some)
+        for size in range(1, len(ids) + 1)
+        for some in itertools.combinations(ids, size)
+    )
+
+
+@settings(max_examples=30)
+@given(saved_worlds.saved(most_hosts=6))
+def test_no_host_has_far_more_than_the_best_assignment_would_give_it(offers):
+    holding = holdings.Holdings.from_offers(offers)
+    hosts = [offer.host for offer in offers]
+    load = loads(holding, uploads.uploads(holding, hosts))
+    # Whole items cost the best one no more than the largest of them.
+    best = least_possible(holding) + holding.stored_bytes.max()
+    assert load.max() <= (math.ceil(math.log2(len(hosts))) + 1) * best
+
+
+def test_a_host_with_much_of_its_own_gets_nothing_more():
+    whole = saved_worlds.contents({"own": [1000], "shared": [8]})
+    (own,) = saved_worlds.grid([1000], [1])
+    shared = saved_worlds.grid([8], [8])
+    first = saved_worlds.offer(
+        saved_worlds.host(0), whole, [(0, own), *((1, box) for box in shared)]
+    )
+    second = saved_worlds.offer(
+        saved_worlds.host(1), whole, [(1, box) for box in shared]
+    )
+    holding = holdings.Holdings.from_offers([first, second])
+    chosen = uploads.uploads(holding, [first.host, second.host])
+    assert chosen.items_of("host-00").tolist() == [0]
+    assert chosen.items_of("host-01").tolist() == list(range(1, 9))
+
+
+def test_what_is_in_the_persistent_tier_alone_is_not_uploaded_from_there():
+    whole = saved_worlds.contents({"w": [4]})
+    (box,) = saved_worlds.grid([4], [1])
+    host = manifest.Host(id="host-00", number=0, domains={})
+    offer = saved_worlds.offer(host, whole, [(0, box)], tier="persistent")
+    chosen = uploads.uploads(holdings.Holdings.from_offers([offer]), [host])
+    assert chosen.missing.tolist() == [0]
+    assert not len(chosen.items_of("host-00"))
+
+
+@given(
+    st.lists(st.integers(0, 100), max_size=60),
+    st.integers(1, 150),
+    st.integers(1, 20),
+)
+def test_batches_are_as_large_as_allowed_and_all_items_are_in_one(
+    sizes, most_bytes, most_items
+):
+    items = np.arange(100, 100 + len(sizes))
+    batches = uploads.batches(
+        items, np.array(sizes, int), most_bytes=most_bytes, most_items=most_items
+    )
+    together = [item for batch in batches for item in batch.tolist()]
+    assert together == items.tolist()
+    of_batch = [[sizes[item - 100] for item in batch] for batch in batches]
+    for batch in of_batch:
+        assert 1 <= len(batch) <= most_items
+        assert len(batch) == 1 or sum(batch) <= most_bytes
+    for batch, after in itertools.pairwise(of_batch):
+        # The next item did not fit.
+        assert len(batch) == most_items or sum(batch) + after[0] > most_bytes
