@@ -12,7 +12,6 @@ from typing import Any, cast
 from benchmarks import process_memory, scale_manifests, scale_world
 from elastic_ckpt.checkpoint import save_stages, shared_step
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.step_search import Query
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
@@ -75,14 +74,14 @@ def _save(hosts: scale_world.SimulatedHosts) -> Cost:
 
 def _restore(hosts: scale_world.SimulatedHosts, num_hosts: int) -> Cost:
     driver = cast(Hosts, hosts)
-    outcome, shared_with = shared_step.find(driver, Query(is_shared=True))
-    step = outcome.complete_step
+    outcome = shared_step.find(driver, is_shared=True)
+    step = outcome.checkpoint
     assert step is not None
-    assert shared_with == num_hosts
-    shared_step.open_step(driver, step, num_hosts)
+    assert outcome.is_shared
+    shared_step.open_step(driver, step, is_shared=True)
     contents = hosts.opened()
     hosts.select(lambda number: _wanted(contents, number, num_hosts))
-    shared_step.deal(driver, step, num_hosts, [])
+    shared_step.deal(driver, step, [])
     answers = hosts.all(HostReader.read)
     assert {each["planned"] for each in answers} == {len(contents.leaves)}
     hosts.all(HostReader.close_step)

@@ -22,6 +22,7 @@ import numpy as np
 from elastic_ckpt.checkpoint.host import copies, reader, recovery, replication, trees
 from elastic_ckpt.checkpoint.host.answers import Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
+from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Method
 from elastic_ckpt.core import boxes, calls, codec, host_tree, tree_allgather
@@ -252,6 +253,7 @@ class SimulatedHosts:
 
     Attributes:
       own: the number of the host whose driver this is.
+      num_hosts: of the world.
       traffic: the messages so far.
       secs: the time that the calls so far took, of the slowest host each.
       step: that the manifests are of.
@@ -276,6 +278,7 @@ class SimulatedHosts:
             world.mail = office.box(number)
             worlds.append(world)
         assert len(hosts) == num_hosts
+        self.num_hosts = num_hosts
         self._hosts = [_Endpoint(world) for world in worlds]
         self._allgathers = [
             TreeAllgather(self._store, "scale", host=number, num_hosts=num_hosts)
@@ -415,6 +418,7 @@ class _Endpoint:
             "HostSaver": _SaverAlone(world.number),
             "HostCopies": _CopiesAlone(world),
             "HostReader": of_restore,
+            "StepSearch": StepSearch(world, of_restore.sharing),
             "StepSharing": of_restore.sharing,
         }
 

@@ -42,6 +42,11 @@ class Hosts(Protocol):
         """The number of the host whose paths mean the same to this process."""
         ...
 
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts the world has."""
+        ...
+
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
     ) -> list[AnswerT]:
@@ -143,6 +148,11 @@ class InEveryProcess:
     def own(self) -> int:
         """See `Hosts`."""
         return self._allgather.host
+
+    @property
+    def num_hosts(self) -> int:
+        """See `Hosts`."""
+        return self._allgather.num_hosts
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs

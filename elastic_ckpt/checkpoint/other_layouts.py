@@ -22,6 +22,7 @@ from elastic_ckpt.checkpoint import (
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
+    SearchOutcome,
 )
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
@@ -94,7 +95,7 @@ class StepRestorer:
         *,
         partial: bool,
         layout: Any,
-    ) -> tuple[restore.Search, dict[str, Any]]:
+    ) -> tuple[SearchOutcome, dict[str, Any]]:
         """Restores a step; returns its search, and the requested parts.
 
         Args:

@@ -39,30 +39,24 @@ def exchanged(
     Raises:
       HostsFailedError: if any of it failed.
     """
-    num_hosts = gathered(hosts, kind, offer)
-    return dealt(hosts, kind, decide, num_hosts=num_hosts)
+    gather(hosts, kind, offer)
+    return deal(hosts, kind, decide)
 
 
-def gathered(hosts: Hosts, kind: Kind, offer: Callable[[], list[None]]) -> int:
-    """Passes what all hosts offer to host 0; returns the number of hosts.
-
-    See `exchanged`.
-    """
-    num_hosts = len(offer())
-    for level in range(tree_of(num_hosts).depth - 1, -1, -1):
+def gather(hosts: Hosts, kind: Kind, offer: Callable[[], list[None]]) -> None:
+    """Passes what all hosts offer to host 0; see `exchanged`."""
+    offer()
+    for level in range(tree_of(hosts.num_hosts).depth - 1, -1, -1):
         _pass(hosts, kind, HostWorld.merge_parts, level)
-    return num_hosts
 
 
-def dealt(
-    hosts: Hosts, kind: Kind, decide: Callable[[], AnswerT], *, num_hosts: int
-) -> AnswerT:
+def deal(hosts: Hosts, kind: Kind, decide: Callable[[], AnswerT]) -> AnswerT:
     """Passes what host 0 deals to all hosts; returns its answer.
 
     See `exchanged`.
     """
     decision = decide()
-    for level in range(1, tree_of(num_hosts).depth + 1):
+    for level in range(1, tree_of(hosts.num_hosts).depth + 1):
         _pass(hosts, kind, HostWorld.pass_parts, level)
     return decision
 

@@ -25,10 +25,10 @@ from elastic_ckpt.checkpoint import (
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
+    SearchOutcome,
 )
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
-from elastic_ckpt.checkpoint.host.step_search import Query
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics, storage_cause
 from elastic_ckpt.core.errors import MOST_NAMED
@@ -91,23 +91,6 @@ class _Read:
     directories: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Search:
-    """The outcome of a search.
-
-    Attributes:
-      checkpoint: None if no step is complete.
-      newest_save: of all existing steps; empty if there are none.
-      num_hosts: with which host 0 can share the step; 0 if it cannot.
-      missing: that there is no step at all, a sentence; None if there is one.
-    """
-
-    checkpoint: CheckpointMetadata | None
-    newest_save: str
-    num_hosts: int
-    missing: str | None = None
-
-
 def find(
     hosts: Hosts,
     step: int | CheckpointMetadata | None,
@@ -116,7 +99,7 @@ def find(
     without: Sequence[tuple[int, str]] = (),
     own_line: Line | None = None,
     is_shared: bool = False,
-) -> Search:
+) -> SearchOutcome:
     """Looks for the newest complete step, or for a certain one.
 
     Args:
@@ -137,15 +120,13 @@ def find(
     if step is not None:
         number = step_errors.step_number(step)
         save = getattr(step, "save", "")
-    outcome, num_hosts = shared_step.find(
+    outcome = shared_step.find(
         hosts,
-        Query(
-            step=number,
-            save=save,
-            without=tuple(without),
-            own_line=own_line,
-            is_shared=is_shared,
-        ),
+        number,
+        save=save,
+        without=tuple(without),
+        own_line=own_line,
+        is_shared=is_shared,
     )
     for passed_over, why in outcome.passed_over:
         emit("step_passed_over", step=passed_over, why=why)
@@ -153,22 +134,17 @@ def find(
         raise errors.CheckpointError(outcome.refusal)
     if number is not None and outcome.missing is not None:
         raise step_errors.StepNotFoundError(outcome.missing)
-    newest = 0 if outcome.complete_step is None else outcome.complete_step.step
+    newest = 0 if outcome.checkpoint is None else outcome.checkpoint.step
     for why in outcome.refusing:
         logging.warning("%s", why)
         _degraded(emit, "peer", newest, why)
     if outcome.out_of_reach is not None:
-        if outcome.complete_step is None:
+        if outcome.checkpoint is None:
             raise errors.CheckpointError(
                 f"no step is complete in RAM, and {outcome.out_of_reach}"
             )
         _degraded(emit, "persistent", newest, outcome.out_of_reach)
-    return Search(
-        checkpoint=outcome.complete_step,
-        newest_save=outcome.newest_save,
-        num_hosts=num_hosts,
-        missing=outcome.missing,
-    )
+    return outcome
 
 
 def restore(
@@ -179,7 +155,7 @@ def restore(
     partial: bool,
     emit: events.Emit,
     rules: Rules | None = None,
-) -> tuple[Search, dict[str, Any]]:
+) -> tuple[SearchOutcome, dict[str, Any]]:
     """Restores a step; returns its search, and the requested parts.
 
     Args:
@@ -263,7 +239,7 @@ def _read_newest(
     step: int | CheckpointMetadata | None,
     requested: _Wanted,
     emit: events.Emit,
-) -> tuple[Search, _Read | None]:
+) -> tuple[SearchOutcome, _Read | None]:
     # Returns the result of `_read`, or None for a step that Orbax alone saved.
     without: list[tuple[int, str]] = []
     reasons: dict[int, str] = {}
@@ -292,7 +268,9 @@ def _read_newest(
         if not checkpoint.save:
             return search, None
         try:
-            return search, _read(hosts, checkpoint, requested, search.num_hosts)
+            return search, _read(
+                hosts, checkpoint, requested, is_shared=search.is_shared
+            )
         except HostsFailedError as error:
             if step is not None:
                 raise
@@ -301,9 +279,13 @@ def _read_newest(
 
 
 def _read(
-    hosts: Hosts, checkpoint: CheckpointMetadata, requested: _Wanted, num_hosts: int
+    hosts: Hosts,
+    checkpoint: CheckpointMetadata,
+    requested: _Wanted,
+    *,
+    is_shared: bool,
 ) -> _Read:
-    shared_step.open_step(hosts, checkpoint, num_hosts)
+    shared_step.open_step(hosts, checkpoint, is_shared=is_shared)
     contents = hosts.opened()
     others: Mapping[str, TreeReading] = {}
     if requested.rules is not None:
@@ -320,7 +302,8 @@ def _read(
     except HostsFailedError as error:
         # An older step would not have it either: the request is wrong.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-    shared_step.deal(hosts, checkpoint, num_hosts, stateful)
+    if is_shared:
+        shared_step.deal(hosts, checkpoint, stateful)
     answers = hosts.all(HostReader.read)
     directories = {
         name: hosts.all(HostReader.materialise, name)[hosts.own] for name in stateful

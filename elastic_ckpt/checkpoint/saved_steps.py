@@ -18,10 +18,14 @@ from elastic_ckpt.checkpoint import (
     step_errors,
 )
 from elastic_ckpt.checkpoint import metadata as metadata_of
-from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, HostsFailedError
+from elastic_ckpt.checkpoint.host.answers import (
+    CheckpointMetadata,
+    HostsFailedError,
+    SearchOutcome,
+)
 from elastic_ckpt.checkpoint.host.backup import HostBackup
-from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.other_layouts import Layouts, StepRestorer
@@ -97,7 +101,7 @@ class SavedSteps:
         self._is_placed = False
         # An older step that was loaded since then; the next save shows whether the
         # training goes on from it. And the newest step, once it does.
-        self._looked_at: restore.Search | None = None
+        self._looked_at: SearchOutcome | None = None
         self._left_step: int | None = None
         self._claimed = 0
         self._is_anew = False
@@ -114,7 +118,7 @@ class SavedSteps:
 
     def complete(self) -> list[CheckpointMetadata]:
         """The steps that are complete now, ascending, by a look at all tiers."""
-        listed = list(self._hosts.first(HostReader.complete_steps))
+        listed = list(self._hosts.first(StepSearch.complete_steps))
         if self.root is None:
             return listed
         try:
@@ -304,7 +308,7 @@ class SavedSteps:
             return checkpoint.step <= step < newest
         return checkpoint.step < step <= newest
 
-    def _go_on(self, search: restore.Search) -> None:
+    def _go_on(self, search: SearchOutcome) -> None:
         # The training goes on from the step that was loaded.
         left = self.latest if self._is_older(search.checkpoint) else None
         self._left_step = None if left is None else left.step
@@ -328,9 +332,7 @@ class SavedSteps:
         newest = self._line.save
         self._own_line, self._looked_at = None, None
         self._is_placed = self._is_anew = True
-        self._go_on_from(
-            restore.Search(checkpoint=None, newest_save=newest, num_hosts=0)
-        )
+        self._go_on_from(SearchOutcome(newest_save=newest))
 
     def reload(self) -> None:
         """Searches again for the newest complete step: other programs may write too."""
@@ -418,7 +420,7 @@ class SavedSteps:
         save = self._hosts.first(HostWorld.new_save, after)
         return Line(save=save, parents=latest.before())
 
-    def _go_on_from(self, search: restore.Search) -> None:
+    def _go_on_from(self, search: SearchOutcome) -> None:
         self._restored = search.checkpoint
         self.stages.go_on_from(0 if self._restored is None else self._restored.step)
         # Later saves must not be mixed with earlier ones.

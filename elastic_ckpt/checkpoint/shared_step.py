@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from absl import logging
 
@@ -18,77 +19,65 @@ from elastic_ckpt.checkpoint.host.answers import (
     SearchOutcome,
 )
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.step_search import Query
+from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.step_sharing import StepSharing
 from elastic_ckpt.checkpoint.hosts import Hosts
 
 
-def find(hosts: Hosts, query: Query) -> tuple[SearchOutcome, int]:
+def find(hosts: Hosts, step: int | None = None, **wanted: Any) -> SearchOutcome:
     """Has host 0 search what all hosts have.
 
     Args:
       hosts: of the world.
-      query: the step.
-
-    Returns:
-      The outcome, and the number of hosts that the step can be shared with; 0 if it
-      cannot.
+      step: None for the newest.
+      **wanted: see `StepSearch.find`.
 
     Raises:
       HostsFailedError: if a certain step is not complete.
     """
+    search = functools.partial(hosts.first, StepSearch.find, step, **wanted)
     offer = functools.partial(hosts.all, StepSharing.offer_saves)
-    num_hosts = part_passes.gathered(hosts, "restore", offer)
-    if num_hosts == 1:
-        return hosts.first(HostReader.find, query, None), 0
+    part_passes.gather(hosts, "restore", offer)
+    if hosts.num_hosts == 1:
+        return search()
     surveyed: tuple[int, ...] = ()
-    while True:
-        outcome = hosts.first(HostReader.find, query, surveyed)
-        if outcome.needs is None:
-            break
-        offer_step = functools.partial(hosts.all, StepSharing.offer_step, outcome.needs)
-        part_passes.gathered(hosts, "restore", offer_step)
+    while (outcome := search(surveyed=surveyed)).needs is not None:
+        offer = functools.partial(hosts.all, StepSharing.offer_step, outcome.needs)
+        part_passes.gather(hosts, "restore", offer)
         surveyed = (*surveyed, outcome.needs)
-    if outcome.is_shared:
-        return outcome, num_hosts
-    hosts.all(StepSharing.end)
-    return outcome, 0
+    if not outcome.is_shared:
+        hosts.all(StepSharing.end)
+    return outcome
 
 
-def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, num_hosts: int) -> None:
+def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, *, is_shared: bool) -> None:
     """Opens a step on all hosts.
 
     Args:
       hosts: of the world.
       checkpoint: the step.
-      num_hosts: with which it can be shared; 0 if it cannot.
+      is_shared: whether host 0 keeps its parts (`SearchOutcome`).
 
     Raises:
       HostsFailedError: if a host cannot open it.
     """
     step, save = checkpoint.step, checkpoint.save
-    if num_hosts:
-        decide = functools.partial(hosts.first, StepSharing.share, step, save)
-        part_passes.dealt(hosts, "restore", decide, num_hosts=num_hosts)
-    hosts.all(HostReader.open_step, step, save, is_shared=num_hosts > 0)
+    if is_shared:
+        share = functools.partial(hosts.first, StepSharing.share, step, save)
+        part_passes.deal(hosts, "restore", share)
+    hosts.all(HostReader.open_step, step, save, is_shared=is_shared)
 
 
 def deal(
-    hosts: Hosts,
-    checkpoint: CheckpointMetadata,
-    num_hosts: int,
-    components: Sequence[str],
+    hosts: Hosts, checkpoint: CheckpointMetadata, components: Sequence[str]
 ) -> None:
     """Deals each host the parts that it reads; those that get none ask all others.
 
     Args:
       hosts: of the world; they have selected what they read.
-      checkpoint: the step that is open.
-      num_hosts: with which it is shared; 0 if it is not.
+      checkpoint: the step that is open, and shared.
       components: that all hosts read.
     """
-    if not num_hosts:
-        return
     step, save = checkpoint.step, checkpoint.save
     try:
         part_passes.exchanged(

@@ -77,6 +77,9 @@ class RemoteHosts:
     Args:
       hosts: their devices.
       choices: what each is to be, in the same order.
+
+    Attributes:
+      num_hosts: how many there are.
     """
 
     # The number of the host whose paths mean the same here.
@@ -85,6 +88,7 @@ class RemoteHosts:
     def __init__(
         self, hosts: Sequence[HostDevices], choices: Sequence[HostChoice]
     ) -> None:
+        self.num_hosts = len(hosts)
         self._agent = host_agent.HostAgent(tuple(choices))
         self._arrays = head_arrays.HeadArrays(hosts)
         self._everyone = _over([host.cpus[0] for host in hosts])

@@ -18,7 +18,7 @@ from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
-from elastic_ckpt.checkpoint.host.step_search import Query
+from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import checked_json, storage
 from elastic_ckpt.steps import part_message
@@ -140,7 +140,7 @@ def test_a_bug_reaches_each_driver_as_a_failure(drive):
     def fail(driver):
         # No host has joined.
         with pytest.raises(HostsFailedError, match="AssertionError"):
-            driver.first(HostReader.complete_steps)
+            driver.first(StepSearch.complete_steps)
 
     drive(fail)
 
@@ -156,7 +156,7 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
         return [each.files for each in written]
 
     def restore(driver):
-        step = driver.first(HostReader.find, Query(), None).complete_step
+        step = driver.first(StepSearch.find).checkpoint
         driver.all(HostReader.open_step, step.step, step.save)
         paths = [leaf.path for leaf in driver.opened().leaves]
         with pytest.raises(HostsFailedError, match=r"contains no \['data'\]"):
@@ -195,18 +195,18 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
         driver.all(HostSaver.commit, WrittenStep(**one, parts={}, notes=NOTES))
 
     def restore(driver):
-        outcome, num_hosts = shared_step.find(driver, Query(is_shared=True))
-        step = outcome.complete_step
-        shared_step.open_step(driver, step, num_hosts)
+        outcome = shared_step.find(driver, is_shared=True)
+        step = outcome.checkpoint
+        shared_step.open_step(driver, step, is_shared=outcome.is_shared)
         contents = driver.opened()
         driver.check(trees, [], {})
         if lost:
             monkeypatch.setattr(part_message, "parse", refuse)
-        shared_step.deal(driver, step, num_hosts, [])
+        shared_step.deal(driver, step, [])
         driver.all(HostReader.read)
         restored = driver.arrays(trees)
         driver.all(HostReader.close_step)
-        return num_hosts, [leaf.path for leaf in contents.leaves], restored
+        return outcome.is_shared, [leaf.path for leaf in contents.leaves], restored
 
     def refuse(content):
         del content
@@ -215,8 +215,8 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
     drive(join)
     drive(save)
     monkeypatch.setattr(find, "of_save", noted)
-    for num_hosts, paths, restored in drive(restore):
-        assert num_hosts == NUM_HOSTS
+    for is_shared, paths, restored in drive(restore):
+        assert is_shared
         assert paths == ["state/n"]
         np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
     # The messages of host 0 stay in its memory.

@@ -33,6 +33,7 @@ class OneHost:
     """
 
     own = 0
+    num_hosts = 1
 
     def __init__(self, answers):
         self._answers = answers

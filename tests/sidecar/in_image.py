@@ -64,7 +64,7 @@ def keep(agent_class: type, choice: object) -> str:
     from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
     from elastic_ckpt.checkpoint.host.reader import HostReader
     from elastic_ckpt.checkpoint.host.saver import HostSaver
-    from elastic_ckpt.checkpoint.host.step_search import Query
+    from elastic_ckpt.checkpoint.host.step_search import StepSearch
     from elastic_ckpt.core import calls
 
     device = jax.devices()[0]
@@ -103,8 +103,8 @@ def keep(agent_class: type, choice: object) -> str:
     ask(HostSaver.commit, written)
 
     def restored(tier: str) -> str:
-        outcome = ask(HostReader.find, Query(), None)
-        assert outcome.complete_step.step == step
+        outcome = ask(StepSearch.find)
+        assert outcome.checkpoint.step == step
         ask(HostReader.open_step, step, save)
         ask(HostArrays.select, 0, ())
         assert ask(HostReader.read).keys() == {tier}

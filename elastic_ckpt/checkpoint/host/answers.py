@@ -206,24 +206,24 @@ class SearchOutcome:
     """The outcome of a search for a complete step.
 
     Attributes:
-      complete_step: None if no step is complete.
+      checkpoint: the step; None if none is complete.
       newest_save: of all steps that there are; empty if there are none.
       passed_over: newer steps that are not complete, and why.
       out_of_reach: why storage cannot be searched; None if it was, or there is none.
       refusing: peers that may have steps and refuse this host, a sentence each.
-      refusal: why the run must not continue from `complete_step`, or begin anew; None
-        if it may.
+      refusal: why the run must not continue from `checkpoint`, or begin anew; None if
+        it may.
       needs: a step whose parts all hosts have to report first; None if the search is
         done.
       is_shared: whether host 0 keeps the parts of the step, and can deal them.
       missing: that no tier has the step, or any step, a sentence; None if one has.
     """
 
-    complete_step: CheckpointMetadata | None
-    newest_save: str
-    passed_over: tuple[tuple[int, str], ...]
-    out_of_reach: str | None
-    refusing: tuple[str, ...]
+    checkpoint: CheckpointMetadata | None = None
+    newest_save: str = ""
+    passed_over: tuple[tuple[int, str], ...] = ()
+    out_of_reach: str | None = None
+    refusing: tuple[str, ...] = ()
     refusal: str | None = None
     needs: int | None = None
     is_shared: bool = False

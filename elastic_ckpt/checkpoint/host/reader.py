@@ -1,6 +1,7 @@
-"""A host's part in a restore: it finds, reads, verifies and repairs.
+"""A host's part in a restore: it reads, verifies and repairs.
 
-A restore goes through `find`, `open_step`, `check`, `read`, `materialise`, `repair`.
+A restore goes through `StepSearch.find`, then `open_step`, `check`, `read`,
+`materialise` and `repair`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,12 @@ from etils import epath
 from elastic_ckpt.checkpoint.host import (
     idle_repair,
     recovery,
-    step_search,
     step_sharing,
     trees,
     verified_read,
 )
 from elastic_ckpt.checkpoint.host.answers import (
     BadCopyReport,
-    CheckpointMetadata,
-    SearchOutcome,
 )
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.world import HostWorld
@@ -52,31 +50,6 @@ class HostReader:
         self._world = world
         self._restoring: _Restoring | None = None
         self.sharing = step_sharing.StepSharing(world)
-        self._search = step_search.StepSearch(world, self.sharing)
-
-    @calls.call()
-    def find(
-        self, query: step_search.Query, surveyed: tuple[int, ...] | None
-    ) -> SearchOutcome:
-        """Finds the newest complete step, or a certain one, without some saves.
-
-        Args:
-          query: the step.
-          surveyed: the steps whose parts all hosts have reported, after the steps that
-            they have; None if this host asks each of the others.
-
-        Raises:
-          CheckpointError: if a certain step is not complete.
-        """
-        return self._search.find(query, surveyed)
-
-    @calls.call()
-    def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
-        """The steps that are complete, ascending, without those that are abandoned.
-
-        Those that Orbax alone saved are among them.
-        """
-        return tuple(self._search.complete_steps())
 
     @calls.call()
     def open_step(self, step: int, save: str, *, is_shared: bool = False) -> None:

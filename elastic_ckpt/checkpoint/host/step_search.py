@@ -6,7 +6,7 @@ each of them.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,36 +16,13 @@ from etils import epath
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, SearchOutcome
 from elastic_ckpt.checkpoint.host.step_sharing import StepSharing
 from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import calls, errors
 from elastic_ckpt.steps import line
 from elastic_ckpt.tiers import find as tier_search
 from elastic_ckpt.tiers import surveyed_ram
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer, secret
 from elastic_ckpt.tiers.source import Tier
-
-_NOTHING = SearchOutcome(
-    complete_step=None, newest_save="", passed_over=(), out_of_reach=None, refusing=()
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Query:
-    """The step that is wanted.
-
-    Attributes:
-      step: None for the newest.
-      without: steps and saves that proved to be unreadable.
-      save: which save of the step; empty for the newest.
-      own_line: the line of the caller, if it has saved something.
-      is_shared: whether its parts are kept, to deal them to all hosts.
-    """
-
-    step: int | None = None
-    without: tuple[tuple[int, str], ...] = ()
-    save: str = ""
-    own_line: line.Line | None = None
-    is_shared: bool = False
 
 
 class StepSearch:
@@ -60,30 +37,56 @@ class StepSearch:
         self._world = world
         self._sharing = sharing
 
-    def find(self, query: Query, surveyed: Sequence[int] | None) -> SearchOutcome:
-        """Finds a complete step; see `HostReader.find`.
+    @calls.call()
+    def find(
+        self,
+        step: int | None = None,
+        *,
+        save: str = "",
+        without: tuple[tuple[int, str], ...] = (),
+        own_line: line.Line | None = None,
+        is_shared: bool = False,
+        surveyed: tuple[int, ...] | None = None,
+    ) -> SearchOutcome:
+        """Finds the newest complete step, or a certain one.
+
+        Args:
+          step: None for the newest.
+          save: which save of the step; empty for the newest.
+          without: steps that proved to be unreadable.
+          own_line: the line of the caller, if it has saved something.
+          is_shared: whether the parts of the step are kept, to deal them to all hosts.
+          surveyed: the steps whose parts all hosts have reported, after the steps that
+            they have; None if this host asks each of the others.
 
         Raises:
           CheckpointError: if a certain step is not complete.
         """
+        find = functools.partial(self._find, step, save, without, own_line)
         if surveyed is None or not self._world.is_connected:
-            alone = dataclasses.replace(query, is_shared=False)
-            return self._find(alone, self._world.ram_tiers)
+            return find(False, self._world.ram_tiers)
         ram = self._sharing.survey(surveyed)
         if ram.is_partial:
             # Hosts whose reports are missing may have newer steps: this one asks all.
-            return self._find(query, self._world.ram_tiers)
+            return find(is_shared, self._world.ram_tiers)
         try:
-            return self._find(query, [ram])
+            return find(is_shared, [ram])
         except surveyed_ram.UnreportedStepError as error:
-            return dataclasses.replace(_NOTHING, needs=error.step)
+            return SearchOutcome(needs=error.step)
 
-    def _find(self, query: Query, ram_tiers: Sequence[Tier]) -> SearchOutcome:
-        step, save, own_line = query.step, query.save, query.own_line
+    def _find(
+        self,
+        step: int | None,
+        save: str,
+        without: Sequence[tuple[int, str]],
+        own_line: line.Line | None,
+        is_shared: bool,
+        ram_tiers: Sequence[Tier],
+    ) -> SearchOutcome:
         tiers, foreign, recorded, out_of_reach = self._within_reach(ram_tiers)
         own = [] if own_line is None else [own_line]
         looking = tier_search.Search(
-            tiers, lines=[*own, *recorded], without=set(query.without)
+            tiers, lines=[*own, *recorded], without=set(without)
         )
         passed_over: Mapping[int, str] = {}
         refusal: str | None = None
@@ -114,10 +117,10 @@ class StepSearch:
             complete, chosen = self._foreign_step(foreign_step, foreign), None
         elif chosen is not None:
             complete = self._complete(chosen)
-        kept = chosen if query.is_shared else None
+        kept = chosen if is_shared else None
         self._sharing.choose(kept)
         return SearchOutcome(
-            complete_step=complete,
+            checkpoint=complete,
             newest_save=looking.line.save,
             passed_over=tuple(passed_over.items()),
             out_of_reach=out_of_reach,
@@ -155,8 +158,12 @@ class StepSearch:
             places.append(self._world.disk.root)
         return " or ".join(map(str, places))
 
-    def complete_steps(self) -> list[CheckpointMetadata]:
-        """The steps that are complete; see `HostReader.complete_steps`."""
+    @calls.call()
+    def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
+        """The steps that are complete, ascending, without those that are abandoned.
+
+        Those that Orbax alone saved are among them.
+        """
         tiers, foreign, recorded, _ = self._within_reach(self._world.ram_tiers)
         looking = tier_search.Search(tiers, lines=recorded)
         complete = [self._complete(each) for each in looking.complete_steps()]
@@ -166,7 +173,7 @@ class StepSearch:
             for step in _counted(looking, foreign)
             if step not in others
         ]
-        return sorted(complete, key=lambda each: each.step)
+        return tuple(sorted(complete, key=lambda each: each.step))
 
     def _within_reach(self, ram_tiers: Sequence[Tier]) -> _Reach:
         storage_tier = self._world.persistent
