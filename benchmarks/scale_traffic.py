@@ -18,6 +18,7 @@ from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import boxes
 from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.steps.step_id import StepId
 
 _STEP = 30
 
@@ -112,8 +113,7 @@ def _cost(hosts: scale_world.SimulatedHosts) -> Cost:
 
 def _saving(step: int) -> Saving:
     return Saving(
-        step=step,
-        save="0",
+        step_id=StepId(step, "0"),
         write_components=_nothing,
         back_up=False,
         overwrite=False,

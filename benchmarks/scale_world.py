@@ -27,10 +27,11 @@ from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Method
 from elastic_ckpt.core import boxes, calls, codec, host_tree, tree_allgather
 from elastic_ckpt.core.tree_allgather import TreeAllgather
-from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Contents, Fragments, Host, Manifest
 from elastic_ckpt.steps.part_table import PartTable
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Peers
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
 from elastic_ckpt.tiers.source import ReadError, Source
@@ -145,8 +146,8 @@ class _WorldAlone(HostWorld):
     def is_connected(self) -> bool:
         return True
 
-    def source(self, host: Host, url: str, step: int, save: str) -> Source:
-        del host, url, step, save
+    def source(self, host: Host, url: str, step_id: StepId) -> Source:
+        del host, url, step_id
         return cast(Any, None)
 
 
@@ -163,10 +164,10 @@ class _CopiesAlone(copies.HostCopies):
         if not offers:
             return replication.Taken(copies=0, num_bytes=0, problems=())
         held = Holdings.from_offers(offers)
-        _, step, save, _ = tables[0].saved
-        own = self._disk.manifest(0, step, save)
+        step_id = tables[0].saved.step_id
+        own = self._disk.manifest(0, step_id)
         copied = _with_copies(own, [offer.manifest for offer in offers])
-        manifest_file.write(self._disk.step_directory(0, step, save), copied)
+        manifest_file.write(self._disk.step_directory(0, step_id), copied)
         num_bytes = int(held.stored_bytes.sum())
         return replication.Taken(
             copies=held.num_items, num_bytes=num_bytes, problems=()
@@ -180,16 +181,16 @@ class _ReaderAlone(reader.HostReader):
         super().__init__(world)
         self._simulated = world
         self.wanted: Sequence[trees.WantedLeaf] = ()
-        self.open: tuple[int, str] = (0, "")
+        self.open = StepId(0, "")
 
-    def open_step(self, step: int, save: str, *, is_shared: bool = False) -> None:
-        super().open_step(step, save, is_shared=is_shared)
-        self.open = (step, save)
+    def open_step(self, step_id: StepId, *, is_shared: bool = False) -> None:
+        super().open_step(step_id, is_shared=is_shared)
+        self.open = step_id
 
     def read(self) -> dict[str, int]:
         world = self._simulated
         plan = recovery.planned(
-            self.sharing.parts(*self.open).step,
+            self.sharing.parts(self.open).step,
             self.wanted,
             host=world.own.host,
             domain=world.peers.domain,
@@ -384,7 +385,7 @@ def directory() -> tempfile.TemporaryDirectory[str]:
 def _world(
     root: pathlib.Path, manifest: Manifest, hosts: Sequence[Host], number: int
 ) -> HostWorld:
-    step = root / "hosts" / "0" / layout.step_directory(manifest.step, manifest.save)
+    step = root / "hosts" / "0" / str(manifest.step_id)
     step.mkdir(parents=True)
     machine, _, _ = manifest.host.id.rpartition(".")
     (root / "machine").write_text(machine)

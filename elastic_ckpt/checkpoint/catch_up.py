@@ -60,7 +60,7 @@ class CatchUp:
     @property
     def in_flight(self) -> list[int]:
         """The steps that have to stay in RAM until they are backed up."""
-        steps = [each.step for each in list(self._owed)]
+        steps = [each.step_id.step for each in list(self._owed)]
         return steps[:1] if self._is_short else steps
 
     @property
@@ -96,8 +96,7 @@ class CatchUp:
                 held = self._look()
             finally:
                 self._looked.set()
-            restored = (self._restored.step, self._restored.save)
-            if any((each.step, each.save) == restored for each in held):
+            if self._restored.step_id in [each.step_id for each in held]:
                 self._work.replicate(self._restored, is_late=True)
             self._copied.set()
             if self._owed:
@@ -116,7 +115,7 @@ class CatchUp:
         self._owed = [
             each
             for each in held[::-1]
-            if each.step <= self._restored.step and each.is_owed
+            if each.step_id.step <= self._restored.step and each.is_owed
         ]
         return held
 
@@ -130,12 +129,12 @@ class CatchUp:
             if newest is not None and self._hosts.share("backup_waits", waits)[0]:
                 break
             if newest is None:
-                self._work.due.add(each.step)
+                self._work.due.add(each.step_id.step)
             try:
                 saving = self._saving(each)
             except HostsFailedError as error:
                 why = f"it was not backed up: {error}"
-                self._work.not_taken("persistent", each.step, why)
+                self._work.not_taken("persistent", each.step_id.step, why)
                 break
             if not self._work.upload(saving):
                 late(saving)
@@ -147,10 +146,9 @@ class CatchUp:
             self._work.collect_backups(newest)
 
     def _saving(self, held: StepInRam) -> Saving:
-        contents = self._hosts.first(HostBackup.contents, held.step, held.save)
+        contents = self._hosts.first(HostBackup.contents, held.step_id)
         return Saving(
-            step=held.step,
-            save=held.save,
+            step_id=held.step_id,
             write_components=_nothing,
             back_up=True,
             overwrite=False,

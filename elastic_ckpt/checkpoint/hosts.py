@@ -24,6 +24,7 @@ from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
 from elastic_ckpt.core import calls, codec, errors
 from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.steps.step_id import StepId
 
 # How long a host that leaves after an error waits for the others to do so.
 _LEAVING_SECS = 10.0
@@ -81,7 +82,7 @@ class Hosts(Protocol):
         """
         ...
 
-    def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
         """Copies what the devices of every host hold.
 
         Returns:
@@ -186,10 +187,10 @@ class InEveryProcess:
         answers = self._gather(f"share/{name}", {"answer": codec.encode(value)})
         return [codec.decode(kind, each, name=name) for each in answers]
 
-    def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
         saver: HostSaver = self._own.part(HostSaver.__name__)
-        return saver.capture(step, save, trees)
+        return saver.capture(step_id, trees)
 
     def opened(self) -> Contents:
         """See `Hosts`."""

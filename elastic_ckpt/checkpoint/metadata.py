@@ -28,7 +28,7 @@ def of_step(hosts: Hosts, checkpoint_found: CheckpointMetadata) -> CheckpointMet
     """
     if not checkpoint_found.save:
         return _of_orbax(checkpoint_found)
-    hosts.all(HostReader.open_step, checkpoint_found.step, checkpoint_found.save)
+    hosts.all(HostReader.open_step, checkpoint_found.step_id)
     contents = hosts.opened()
     hosts.all(HostReader.close_step)
     return of_contents(checkpoint_found, contents)

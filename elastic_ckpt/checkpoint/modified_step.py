@@ -27,6 +27,7 @@ from elastic_ckpt.steps import line as line_of
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.line import FROM_SCRATCH, Line
 from elastic_ckpt.steps.manifest import Host, Leaf
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.find import Search
 from elastic_ckpt.tiers.persistent import (
     arrange,
@@ -45,7 +46,7 @@ _BATCH_ITEMS = 2048
 _HOST = Host(id="modified", number=0, domains={})
 
 
-class SavedStep:
+class ModifiedStep:
     """A step in persistent storage that can be modified.
 
     Args:
@@ -77,7 +78,7 @@ class SavedStep:
         self._tier = PersistentTier(self._root, run=run)
         self._search = Search([self._tier], lines=self._tier.recorded_lines())
         saved = self._search.of_step(self._step).step
-        if self._search.line.abandons(self._step, saved.save):
+        if self._search.line.abandons(StepId(self._step, saved.save)):
             raise errors.CheckpointError(
                 f"step {self._step} in {self._root.path} was abandoned when the run"
                 " went back to an earlier step; modify a step that the run would"
@@ -191,23 +192,22 @@ class SavedStep:
         finally:
             presence.close()
 
-    def _saved(self, holdings: Holdings, save: str, line: Line) -> upload.SavedStep:
+    def _saved(self, holdings: Holdings, save: str, line: Line) -> upload.UploadedStep:
         contents = dataclasses.replace(holdings.contents, parents=line.parents)
         chunks = chunk_shapes(holdings)
-        return upload.SavedStep(
+        return upload.UploadedStep(
             run=self._run,
-            step=self._step,
-            save=save,
+            step_id=StepId(self._step, save),
             contents=contents,
             arrays=StepDescription.from_contents(contents).arrays(chunks),
         )
 
-    def _parents(self) -> tuple[tuple[int, str], ...]:
+    def _parents(self) -> tuple[StepId, ...]:
         # Those of a save that replaces this step: its line without it.
         before = self._original.holdings.contents.parents
         if self._step == 0:
             return before or FROM_SCRATCH
-        return line_of.after(self._step - 1, self._original.save, before)
+        return line_of.after(StepId(self._step - 1, self._original.save), before)
 
     def _new_save(self) -> str:
         known = [save for _, save in self._tier.known_saves()]
@@ -222,7 +222,7 @@ class SavedStep:
             self._root, self._step, run=self._run
         ):
             return self._root.final(self._step)
-        return self._root.aside(self._step, save)
+        return self._root.aside(StepId(self._step, save))
 
     def _read(self) -> tuple[Holdings, verified_read.VerifiedReader]:
         sources = {
@@ -235,7 +235,7 @@ class SavedStep:
 
     def _run_aside(self) -> str | None:
         aside = self._root.set_aside_steps()
-        runs = (persistent_root.run_of(self._root.aside(*each)) for each in aside)
+        runs = (persistent_root.run_of(self._root.aside(each)) for each in aside)
         return next((run for run in runs if run is not None), None)
 
 

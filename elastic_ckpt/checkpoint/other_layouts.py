@@ -224,12 +224,10 @@ class _Reading:
         return self.read(saved)
 
     def of_storage(self) -> Any:
-        step, save, path = (
-            self.checkpoint.step,
-            self.checkpoint.save,
-            self.checkpoint.path,
-        )
-        if path is None or not self.rules.hosts.first(HostBackup.holds, step, save):
+        step, path = self.checkpoint.step, self.checkpoint.path
+        if path is None or not self.rules.hosts.first(
+            HostBackup.holds, self.checkpoint.step_id
+        ):
             raise errors.CheckpointError(
                 f"step {step} was saved in another layout and is only in the RAM of"
                 " other processes; under one controller a layout can read only steps"

@@ -35,6 +35,7 @@ from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.read_plan import NEARNESS
+from elastic_ckpt.steps.step_id import StepId
 
 
 class Rules(Protocol):
@@ -96,7 +97,7 @@ def find(
     step: int | CheckpointMetadata | None,
     *,
     emit: events.Emit,
-    without: Sequence[tuple[int, str]] = (),
+    without: Sequence[StepId] = (),
     own_line: Line | None = None,
     is_shared: bool = False,
 ) -> SearchOutcome:
@@ -241,7 +242,7 @@ def _read_newest(
     emit: events.Emit,
 ) -> tuple[SearchOutcome, _Read | None]:
     # Returns the result of `_read`, or None for a step that Orbax alone saved.
-    without: list[tuple[int, str]] = []
+    without: list[StepId] = []
     reasons: dict[int, str] = {}
 
     def noted(name: str, **fields: Any) -> None:
@@ -274,7 +275,7 @@ def _read_newest(
         except HostsFailedError as error:
             if step is not None:
                 raise
-            without.append((checkpoint.step, checkpoint.save))
+            without.append(checkpoint.step_id)
             noted("step_passed_over", step=checkpoint.step, why=str(error))
 
 

@@ -44,6 +44,7 @@ from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.core import errors, events, metrics, storage_cause
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step_id import StepId
 
 T = TypeVar("T")
 
@@ -146,15 +147,16 @@ class SaveStages:
         tier = "local" if self._in_ram else "persistent"
         return self._start(self._commit_stage, tier, saving.step, work)
 
-    def clean(self, step: int, save: str) -> None:
+    def clean(self, step_id: StepId) -> None:
         """Begins to remove leftovers of crashed worlds from persistent storage.
 
         Args:
-          step: the newest complete one, for messages; 0 if there is none.
-          save: of this world, which has not backed up anything yet.
+          step_id: the step.
         """
-        clean = functools.partial(self._work.clean, step, save)
-        self._cleaned = [self._start(self._clean_stage, "persistent", step, clean)]
+        clean = functools.partial(self._work.clean, step_id)
+        self._cleaned = [
+            self._start(self._clean_stage, "persistent", step_id.step, clean)
+        ]
 
     def catch_up(self, restored: CheckpointMetadata, *, line: Line) -> None:
         """Begins to finish what worlds before could not; see `CatchUp`.
@@ -258,9 +260,7 @@ class SaveStages:
         problem = problem or (difference if self._hosts.own == 0 else None)
         if not self._in_ram:
             self._due.add(saving.step, in_ram=False)
-        abandon = functools.partial(
-            self._hosts.all, HostSaver.abandon, saving.step, saving.save
-        )
+        abandon = functools.partial(self._hosts.all, HostSaver.abandon, saving.step_id)
         try:
             written = saving.write(self._hosts, problem)
             complete = committing(saving, written, notes)
@@ -295,7 +295,7 @@ class SaveStages:
         if not self._begins_line or saving.overwrite:
             return
         try:
-            line = Line(save=saving.save, parents=tuple(saving.parents))
+            line = Line(save=saving.step_id.save, parents=tuple(saving.parents))
             self.claim(line)
         except HostsFailedError as error:
             why = f"old steps may count: {error}"
@@ -319,7 +319,7 @@ class SaveStages:
         self._due.is_owed = True
         self._due.add(saving.step, in_ram=False)
         try:
-            written = self._hosts.all(HostSaver.files, saving.step, saving.save)
+            written = self._hosts.all(HostSaver.files, saving.step_id)
         except HostsFailedError:
             # A component could not be saved, as `why` reports: storage does not help.
             self._due.blame(saving.step, f"it was not saved: {why}")
@@ -422,8 +422,7 @@ class SaveStages:
         try:
             self._hosts.all(
                 HostSaver.collect,
-                committed.step,
-                committed.save,
+                committed.step_id,
                 tuple(in_flight),
                 tuple(self._preserved),
                 committed.line[:-1],

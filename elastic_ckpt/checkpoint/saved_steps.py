@@ -44,6 +44,7 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.steps import best_steps
 from elastic_ckpt.steps.line import FROM_SCRATCH, Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
@@ -109,7 +110,7 @@ class SavedSteps:
         self._go_on_from(restore.find(hosts, None, emit=emit))
         if self.root is not None and not chosen.is_read_only:
             step = 0 if self._restored is None else self._restored.step
-            self.stages.clean(step, self._save)
+            self.stages.clean(StepId(step, self._save))
 
     @property
     def latest(self) -> CheckpointMetadata | None:
@@ -143,7 +144,9 @@ class SavedSteps:
         text = user_json.text_of("metrics", metrics)
         self._check_storage()
         try:
-            self._hosts.first(HostBackup.record_metrics, step, self._line.save, text)
+            self._hosts.first(
+                HostBackup.record_metrics, StepId(step, self._line.save), text
+            )
         except HostsFailedError as error:
             why = f"its metrics were not recorded: {error}"
             cause = storage_cause.of_message(why).name
@@ -209,6 +212,7 @@ class SavedSteps:
         self._left_step = None
         self._emit("save_started", step=step)
         began_secs = time.monotonic()
+        step_id = StepId(step, line.save)
         trees, stateful = component_io.split(checkpointables)
         description = StepDescription.from_trees(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
@@ -223,7 +227,7 @@ class SavedSteps:
         )
 
         def begin() -> Callable[[], None]:
-            directory = self._hosts.capture(step, line.save, trees)
+            directory = self._hosts.capture(step_id, trees)
             return component_io.begin_save(
                 stateful, lambda name: storage.make_directory(f"{directory}/{name}")
             )
@@ -231,8 +235,7 @@ class SavedSteps:
         write_components, problem = component_io.fail_later(begin)
         comparison = replicated_components.Comparison(step, stateful, emit=self._emit)
         saving = Saving(
-            step=step,
-            save=line.save,
+            step_id=step_id,
             write_components=write_components,
             back_up=back_up,
             overwrite=overwrite,
@@ -295,7 +298,7 @@ class SavedSteps:
         if checkpoint is None or latest is None or checkpoint.step >= latest.step:
             return False
         line = Line(save=latest.line[-1][1], parents=latest.line[:-1])
-        return not line.abandons(checkpoint.step, checkpoint.line[-1][1])
+        return not line.abandons(StepId(checkpoint.step, checkpoint.line[-1][1]))
 
     def _goes_back(self, step: int, *, overwrite: bool = False) -> bool:
         # Whether to save a step shows that training goes on from one that was looked
@@ -361,7 +364,7 @@ class SavedSteps:
         latest = self.latest
         if latest is None or latest.step != step or self.root is None:
             return False
-        return self._hosts.first(HostBackup.holds, step, latest.save)
+        return self._hosts.first(HostBackup.holds, latest.step_id)
 
     def _check_storage(self) -> None:
         if self.root is None:

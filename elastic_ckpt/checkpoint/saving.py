@@ -20,6 +20,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import line
+from elastic_ckpt.steps.step_id import StepId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,7 @@ class Saving:
     """A step that was captured.
 
     Attributes:
-      step: the training step.
-      save: which save of it.
+      step_id: the step.
       write_components: has them write their files.
       back_up: whether it goes to persistent storage.
       overwrite: whether other saves of the step are removed from there.
@@ -46,13 +46,12 @@ class Saving:
       stored: set when the step is in persistent storage.
     """
 
-    step: int
-    save: str
+    step_id: StepId
     write_components: Callable[[], None]
     back_up: bool
     overwrite: bool
     description: StepDescription
-    parents: Sequence[tuple[int, str]]
+    parents: Sequence[StepId]
     began_secs: float
     path: epath.Path | None = None
     is_last_of_world: bool = False
@@ -62,6 +61,11 @@ class Saving:
     optional: Mapping[str, Component] = dataclasses.field(default_factory=dict)
     is_held: bool = False
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    @property
+    def step(self) -> int:
+        """The number of the training step."""
+        return self.step_id.step
 
     def agreed(self, hosts: Hosts) -> tuple[Saving, str | None]:
         """Agrees with the other hosts on what is saved.
@@ -125,7 +129,7 @@ class Saving:
     def write(self, hosts: Hosts, problem: str | None) -> list[Written]:
         """Writes the step on all hosts; a problem of any of them fails it."""
         names = tuple(self.description.components)
-        return hosts.all(HostSaver.write, self.step, self.save, names, problem)
+        return hosts.all(HostSaver.write, self.step_id, names, problem)
 
     def diverged(self, hosts: Hosts) -> str | None:
         """The first part of a held step that hosts hold with different values.
@@ -138,7 +142,7 @@ class Saving:
         # Groups of hosts; then the leaves and boxes of one that differs.
         for _ in range(3):
             digests: dict[str, dict[str, list[int]]] = {}
-            answers = hosts.all(HostSaver.digests, self.step, self.save, under)
+            answers = hosts.all(HostSaver.digests, self.step_id, under)
             for number, answer in enumerate(answers):
                 for name, each in answer.items():
                     of_name = digests.setdefault(name, {})
@@ -158,7 +162,7 @@ class Saving:
 
     def collect_backups(self, hosts: Hosts) -> None:
         """Removes what storage does not keep now that the step is there."""
-        own_line = line.Line(save=self.save, parents=tuple(self.parents))
+        own_line = line.Line(save=self.step_id.save, parents=tuple(self.parents))
         hosts.first(HostBackup.collect, own_line, self.step, self.overwrite)
 
     def upload(
@@ -178,18 +182,18 @@ class Saving:
           ReplacedError: if another program writes.
         """
         check_writer()
-        step, save, description = self.step, self.save, self.description
-        deal = functools.partial(hosts.first, HostBackup.chunk_shapes, step, save)
+        step_id, description = self.step_id, self.description
+        deal = functools.partial(hosts.first, HostBackup.chunk_shapes, step_id)
         if self.is_held:
             chunks = deal()
         else:
-            offer = functools.partial(hosts.all, HostBackup.offer, step, save)
+            offer = functools.partial(hosts.all, HostBackup.offer, step_id)
             chunks = part_passes.exchanged(hosts, "backup", offer=offer, decide=deal)
         names = description.names(chunks)
-        answers = hosts.all(HostBackup.back_up, step, save, names)
+        answers = hosts.all(HostBackup.back_up, step_id, names)
         files = description.files(chunks)
         check_writer()
-        hosts.first(HostBackup.commit, step, save, names, files)
+        hosts.first(HostBackup.commit, step_id, names, files)
         bad = dict.fromkeys(why for each in answers for why in each.bad)
         return sum(each.num_bytes for each in answers), list(bad)
 
@@ -200,9 +204,9 @@ class Saving:
           time_ms: when that was, since the epoch.
         """
         return CheckpointMetadata(
-            step=self.step,
-            save=self.save,
-            line=line.after(self.step, self.save, self.parents),
+            step=self.step_id.step,
+            save=self.step_id.save,
+            line=line.after(self.step_id, self.parents),
             path=self.path,
             metrics=self.description.metrics,
             custom_metadata=self.description.custom_metadata,
@@ -241,8 +245,7 @@ def committing(
     """
     assert notes is not None
     return WrittenStep(
-        step=saving.step,
-        save=saving.save,
+        step_id=saving.step_id,
         parts=component_io.numbered([each.files for each in written]),
         notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
     )

@@ -61,11 +61,11 @@ def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, *, is_shared: bool) 
     Raises:
       HostsFailedError: if a host cannot open it.
     """
-    step, save = checkpoint.step, checkpoint.save
+    step_id = checkpoint.step_id
     if is_shared:
-        share = functools.partial(hosts.first, StepSharing.share, step, save)
+        share = functools.partial(hosts.first, StepSharing.share, step_id)
         part_passes.deal(hosts, "restore", share)
-    hosts.all(HostReader.open_step, step, save, is_shared=is_shared)
+    hosts.all(HostReader.open_step, step_id, is_shared=is_shared)
 
 
 def deal(
@@ -78,13 +78,13 @@ def deal(
       checkpoint: the step that is open, and shared.
       components: that all hosts read.
     """
-    step, save = checkpoint.step, checkpoint.save
+    step_id = checkpoint.step_id
     try:
         part_passes.exchanged(
             hosts,
             "restore",
             offer=lambda: hosts.all(HostReader.offer_wanted),
-            decide=lambda: hosts.first(StepSharing.plan, step, save, tuple(components)),
+            decide=lambda: hosts.first(StepSharing.plan, step_id, tuple(components)),
         )
     except HostsFailedError as error:
-        logging.warning("step %d: each host plans its reads: %s", step, error)
+        logging.warning("step %d: each host plans its reads: %s", step_id.step, error)

@@ -21,6 +21,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.core.errors import MOST_NAMED
+from elastic_ckpt.steps.step_id import StepId
 
 
 class Copies(NamedTuple):
@@ -97,8 +98,8 @@ class StageWork:
         """
         step, began_secs = committed.step, time.monotonic()
         try:
-            placed = self._place(step, committed.save)
-            answers = self._hosts.all(HostCopies.take, step, committed.save)
+            placed = self._place(committed.step_id)
+            answers = self._hosts.all(HostCopies.take, committed.step_id)
         except HostsFailedError as error:
             self.degraded("peer", step, str(error))
             return None
@@ -120,12 +121,12 @@ class StageWork:
             has_failed=placed.failed or any(each.failed for each in answers),
         )
 
-    def _place(self, step: int, save: str) -> Placed:
+    def _place(self, step_id: StepId) -> Placed:
         return part_passes.exchanged(
             self._hosts,
             "copies",
-            offer=lambda: self._hosts.all(HostCopies.offer, step, save),
-            decide=lambda: self._hosts.first(HostCopies.place, step, save),
+            offer=lambda: self._hosts.all(HostCopies.offer, step_id),
+            decide=lambda: self._hosts.first(HostCopies.place, step_id),
         )
 
     def upload(self, saving: Saving) -> bool:
@@ -158,15 +159,19 @@ class StageWork:
             why = f"older steps were not removed: {error}"
             self.degraded("persistent", saving.step, why)
 
-    def clean(self, step: int, save: str) -> None:
+    def clean(self, step_id: StepId) -> None:
         """Removes leftovers of crashed worlds from persistent storage."""
         try:
-            removed = self._hosts.first(HostBackup.clean, save)
+            removed = self._hosts.first(HostBackup.clean, step_id.save)
         except HostsFailedError as error:
-            self.degraded("persistent", step, f"leftovers were not removed: {error}")
+            self.degraded(
+                "persistent", step_id.step, f"leftovers were not removed: {error}"
+            )
             return
         for number, path in removed:
-            self._emit("step_interrupted", step=number, path=path, resume_step=step)
+            self._emit(
+                "step_interrupted", step=number, path=path, resume_step=step_id.step
+            )
 
     def not_taken(self, tier: str, step: int, why: str) -> None:
         """Reports that a tier has not taken a step that is due there."""

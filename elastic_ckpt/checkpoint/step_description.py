@@ -16,6 +16,7 @@ from elastic_ckpt.checkpoint.host.step_notes import HostNotes, HostParts, StepNo
 from elastic_ckpt.checkpoint.host.trees import AbstractArray, leaf_path
 from elastic_ckpt.core import digest, user_json
 from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import ocdbt
 
 Chunks = Mapping[str, Sequence[int]]
@@ -130,7 +131,7 @@ class StepDescription:
         left = [name for name in self.components if name not in components]
         return dataclasses.replace(self, components=left)
 
-    def notes(self, parents: Sequence[tuple[int, str]]) -> StepNotes:
+    def notes(self, parents: Sequence[StepId]) -> StepNotes:
         """The notes that manifests have of it, as a save with these parents."""
         return StepNotes(
             metrics=self.metrics_json,

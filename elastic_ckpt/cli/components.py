@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             copies, problems = tiers.look(number)
             newest = search.search(list(copies)).newest
             if newest is None or (
-                asked is None and tiers.line.abandons(number, newest.save)
+                asked is None and tiers.line.abandons(newest.step_id)
             ):
                 continue
             parts = step_components.components(newest, copies)

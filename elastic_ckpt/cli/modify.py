@@ -71,12 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
             else "nothing is to be edited; add --set PATH=VALUE or --scale PATH=FACTOR"
         )
     with contextlib.ExitStack() as locks:
-        step = modified_step.SavedStep(arguments.path)
+        step = modified_step.ModifiedStep(arguments.path)
         if not arguments.dry_run:
             _lock_run(arguments.path, locks)
             locks.enter_context(step.alone(is_stopped=arguments.stopped))
             # The run may have saved until then.
-            step = modified_step.SavedStep(arguments.path)
+            step = modified_step.ModifiedStep(arguments.path)
         changes = step.changes(arguments.component, edits)
         for each in changes:
             print(each)

@@ -1,8 +1,8 @@
 """Encodes values of declared types as JSON, and decodes them strictly.
 
-The types are dataclasses, tuples, mappings with text as keys, enums, bytes (in
-base64), paths, numbers, texts, some of them alone (`Literal`), None, unions of these,
-and `Any` for what is JSON already.
+The types are dataclasses, tuples, named ones too, mappings with text as keys, enums,
+bytes (in base64), paths, numbers, texts, some of them alone (`Literal`), None, unions
+of these, and `Any` for what is JSON already.
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
         }
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, encoded, name)
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        hints = typing.get_type_hints(kind)
+        return kind(*_decode_tuple(tuple(hints.values()), encoded, name))
     if kind is float and type(encoded) is int:
         return float(encoded)
     if kind is epath.Path:

@@ -56,7 +56,7 @@ def reachable(locations: Locations) -> list[Offer]:
         of_step = [
             each
             for each in copies
-            if not locations.line.abandons(step, each.manifest.save)
+            if not locations.line.abandons(each.manifest.step_id)
         ]
         offers += of_step
         if search.search(_in_tier(of_step, "persistent")).newest is not None:

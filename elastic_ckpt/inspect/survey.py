@@ -15,6 +15,7 @@ from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps import search
 from elastic_ckpt.steps.coverage import coverage
 from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import Source
 
 
@@ -56,7 +57,7 @@ class SurveyedStep:
     problem: str | None
     preserved: bool
     abandoned: bool
-    parent: tuple[int, str] | None
+    parent: StepId | None
     tiers: tuple[TierOfStep, ...]
     components: tuple[StepComponent, ...] = ()
 
@@ -165,7 +166,7 @@ def survey(
         newest: tuple[CoveredStep, ...] = ()
         for offers in reversed(search.saves(list(copies))):
             examined = search.Step.from_offers(offers)
-            abandoned = locations.line.abandons(number, examined.save)
+            abandoned = locations.line.abandons(examined.step_id)
             of_number.append(
                 _surveyed(examined, copies, preserved=is_preserved, abandoned=abandoned)
             )

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.persistent import persistent_root
@@ -151,7 +151,7 @@ def is_step(path: epath.PathLike) -> bool:
     directory = storage.absolute(path)
     if not directory.is_dir():
         return False
-    if layout.parse_step_directory(directory.name) is not None:
+    if StepId.parse(directory.name) is not None:
         return bool(persistent_root.manifest_names(directory))
     root = persistent_root.PersistentRoot.from_path(directory.parent)
     return directory.name.isdecimal() and int(directory.name) in root.steps()

@@ -165,13 +165,13 @@ class TreeHandler(_ItemHandler):
         owners = captured_step.Owners(values, number=number, num_hosts=num_hosts)
         captured = capture.capture(values, self._pool, self._views)
 
-        def write() -> upload.SavedStep:
+        def write() -> upload.UploadedStep:
             try:
                 return _upload(directory, captured, description, owners.is_own)
             finally:
                 captured.release()
 
-        def finish(saved: upload.SavedStep) -> None:
+        def finish(saved: upload.UploadedStep) -> None:
             chunks = {path: array.chunk for path, array in saved.arrays.items()}
             files = orbax_format.tree_files(name, description.trees[name], chunks)
             steps.add_tree(directory, saved, files, num_hosts=num_hosts)
@@ -292,9 +292,9 @@ def _upload(
     captured: Captured,
     description: StepDescription,
     is_own: captured_step.IsOwn,
-) -> upload.SavedStep:
+) -> upload.UploadedStep:
     # Writes this host's boxes of a tree, durably, and then their manifest.
-    host, (run, step, save) = steps.this_host(), steps.OF_ITEM
+    host, (run, step_id) = steps.this_host(), steps.OF_ITEM
     contents = Contents(
         leaves=captured.leaves, components={}, trees=description.notes(()).trees
     )
@@ -305,8 +305,8 @@ def _upload(
         path: dataclasses.replace(array, checkpointable=".")
         for path, array in description.arrays(source.chunk_shapes).items()
     }
-    saved = upload.SavedStep(
-        run=run, step=step, save=save, contents=contents, arrays=arrays
+    saved = upload.UploadedStep(
+        run=run, step_id=step_id, contents=contents, arrays=arrays
     )
     upload_share.upload_share(
         upload_share.Share.of_step(Holdings.from_offers([source.offer]), [host]),

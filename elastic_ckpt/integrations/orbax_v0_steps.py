@@ -33,6 +33,7 @@ from elastic_ckpt.steps.manifest import (
     Host,
     Manifest,
 )
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.persistent import (
     commit,
@@ -45,7 +46,7 @@ from elastic_ckpt.tiers.persistent import (
 # The file by which Orbax marks a checkpoint.
 _METADATA = "_CHECKPOINT_METADATA"
 # The run, step and save of an item, which does not know its step.
-OF_ITEM = ("orbax_v0", 0, "0")
+OF_ITEM = ("orbax_v0", StepId(0, "0"))
 # The items of a step are finished in several threads.
 _adding = threading.Lock()
 
@@ -96,7 +97,7 @@ def item_root(directory: epath.Path) -> persistent_root.PersistentRoot:
 
 def add_tree(
     directory: epath.Path,
-    saved: upload.SavedStep,
+    saved: upload.UploadedStep,
     orbax_files: Mapping[str, bytes],
     *,
     num_hosts: int,
@@ -164,7 +165,7 @@ def open_step(directory: epath.Path) -> find.FoundStep | None:
         manifest = manifest_file.read(directory / names[0], run="", step=0)
     root = _OneDirectory(path=directory, in_place=False)
     tier = persistent_tier.PersistentTier(root, run=manifest.run)
-    return find.of_save([tier], manifest.step, manifest.save)
+    return find.of_save([tier], manifest.step_id)
 
 
 def verify_files(directory: epath.Path) -> None:

@@ -40,22 +40,6 @@ CHUNK_BYTES = 64 * 2**20
 _NAME_BYTES = 200
 
 
-def step_directory(step: int, save: str) -> str:
-    """The name of the directory of one save of a step in a host's RAM disk."""
-    return f"{step}-{save}"
-
-
-def parse_step_directory(name: str) -> tuple[int, str] | None:
-    """Parses a name made by `step_directory`; None for other names."""
-    step, dash, save = name.partition("-")
-    if (
-        not (step.isdecimal() and dash and save)
-        or step_directory(int(step), save) != name
-    ):
-        return None
-    return int(step), save
-
-
 def leaf_directory(path: str) -> str:
     """Returns the directory of the leaf `path`, relative to the step's directory."""
     return "/".join(_safe(part) for part in path.split("/"))

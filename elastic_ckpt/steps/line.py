@@ -13,11 +13,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-Parent = tuple[int, str]
+from elastic_ckpt.steps.step_id import StepId
+
 # Older restores are dropped from the list; saves from before them are kept.
 MOST_PARENTS = 100
 # The parents of a run that is begun again: all saves before are abandoned.
-FROM_SCRATCH: tuple[Parent, ...] = ((0, ""),)
+FROM_SCRATCH: tuple[StepId, ...] = (StepId(0, ""),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,34 +32,35 @@ class Line:
     """
 
     save: str
-    parents: tuple[Parent, ...]
+    parents: tuple[StepId, ...]
 
     @classmethod
     def from_fields(cls, save: str, parents: Iterable[Sequence[Any]]) -> Line:
         """Makes a line from its JSON fields."""
-        return cls(save=save, parents=tuple((step, name) for step, name in parents))
+        return cls(
+            save=save, parents=tuple(StepId(step, name) for step, name in parents)
+        )
 
-    def abandons(self, step: int, save: str) -> bool:
+    def abandons(self, step_id: StepId) -> bool:
         """Whether a save of a step is older than the line and not part of it.
 
         Saves older than the first parent's are kept up to that step, because their own
         parents are unknown.
         """
-        if save >= self.save or not self.parents:
+        if step_id.save >= self.save or not self.parents:
             return False
         newest = {name: number for number, name in self.parents}
-        if save in newest:
-            return step > newest[save]
+        if step_id.save in newest:
+            return step_id.step > newest[step_id.save]
         first_step, first_save = self.parents[0]
-        return save > first_save or step > first_step
+        return step_id.save > first_save or step_id.step > first_step
 
 
-def after(step: int, save: str, parents: Sequence[Parent]) -> tuple[Parent, ...]:
+def after(step_id: StepId, parents: Sequence[StepId]) -> tuple[StepId, ...]:
     """The parents of saves that go on from a step.
 
     Args:
-      step: that the run goes on from.
-      save: which save of it.
+      step_id: the step.
       parents: of that save.
     """
-    return (*parents, (step, save))[-MOST_PARENTS:]
+    return (*parents, step_id)[-MOST_PARENTS:]

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from elastic_ckpt.core import boxes
+from elastic_ckpt.steps.step_id import StepId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Contents:
     components: Mapping[str, int]
     time_ms: int = 0
     metrics: str | None = None
-    parents: tuple[tuple[int, str], ...] = ()
+    parents: tuple[StepId, ...] = ()
     trees: str | None = None
     custom_metadata: str | None = None
     is_due: bool = False
@@ -230,6 +231,11 @@ class Manifest:
     contents: Contents
     fragments: Fragments
     component_files: tuple[ComponentFile, ...]
+
+    @property
+    def step_id(self) -> StepId:
+        """The step, and which save of it."""
+        return StepId(self.step, self.save)
 
     @property
     def rows(self) -> list[Fragment]:

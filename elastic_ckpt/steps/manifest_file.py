@@ -27,6 +27,7 @@ from elastic_ckpt.steps.manifest import (
     Leaf,
     Manifest,
 )
+from elastic_ckpt.steps.step_id import StepId
 
 VERSION = 1
 VALUES_DIGEST = "xxh3-128"
@@ -228,7 +229,7 @@ def _contents(listed: bytes) -> Contents:
     counts = {name: int(fields["num_parts"]) for name, fields in components.items()}
     _require(isinstance(time_ms, int), "the time")
     _require(metrics is None or isinstance(json.loads(metrics), dict), "the metrics")
-    line = tuple((step, save) for step, save in parents)
+    line = tuple(StepId(step, save) for step, save in parents)
     _require(
         all(isinstance(step, int) and isinstance(save, str) for step, save in line),
         "the parents",

@@ -34,6 +34,7 @@ from elastic_ckpt.steps.part_table import (
     SavedStep,
     joined,
 )
+from elastic_ckpt.steps.step_id import StepId
 
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
@@ -80,7 +81,7 @@ class PartMessage:
 
     tables: tuple[PartTable, ...] = ()
     problems: tuple[str, ...] = ()
-    saves: tuple[tuple[int, str], ...] = ()
+    saves: tuple[StepId, ...] = ()
     later: tuple[LaterSave, ...] = ()
     refusing: tuple[str, ...] = ()
     is_partial: bool = False
@@ -97,9 +98,9 @@ class PartMessage:
             is_partial=any(m.is_partial for m in messages),
         )
 
-    def of_save(self, step: int, save: str) -> PartTable | None:
+    def of_save(self, step_id: StepId) -> PartTable | None:
         """The first table of a save of a step; None if there is none."""
-        of_save = (each for each in self.tables if each.saved[1:3] == (step, save))
+        of_save = (each for each in self.tables if each.saved.step_id == step_id)
         return next(of_save, None)
 
 
@@ -146,7 +147,7 @@ def parse(content: bytes) -> PartMessage:
         return PartMessage(
             tables=tuple(tables),
             problems=tuple(map(str, header["problems"])),
-            saves=tuple((int(step), str(save)) for step, save in header["saves"]),
+            saves=tuple(StepId(int(step), str(save)) for step, save in header["saves"]),
             later=tuple(
                 LaterSave(int(step), None if save is None else str(save), str(problem))
                 for step, save, problem in header["later"]
@@ -175,7 +176,7 @@ def _column(table: PartTable, name: str) -> np.ndarray:
 
 
 def _to_json(table: PartTable) -> dict[str, storage.Json]:
-    run, step, save, contents = table.saved
+    run, (step, save), contents = table.saved
     nothing = Manifest(
         run=run,
         step=step,
@@ -224,7 +225,7 @@ def _from_json(
         for host_id, number, domains, url, tier in fields["holders"]
     )
     table = PartTable(
-        saved=SavedStep(nothing.run, nothing.step, nothing.save, contents),
+        saved=SavedStep(nothing.run, nothing.step_id, contents),
         holders=holders,
         boxes=boxes.Boxes(start=start, stop=stop),
         files=_files(fields["files"], contents, len(holders)),

@@ -26,6 +26,7 @@ from elastic_ckpt.steps.manifest import (
     Host,
     Manifest,
 )
+from elastic_ckpt.steps.step_id import StepId
 
 # The target of parts that are for no host in particular, and of those for all hosts.
 NO_TARGET, ALL_HOSTS = -1, -2
@@ -35,8 +36,7 @@ class SavedStep(NamedTuple):
     """One save of one step of a run, with its contents."""
 
     run: str
-    step: int
-    save: str
+    step_id: StepId
     contents: Contents
 
 
@@ -104,7 +104,7 @@ class PartTable:
         """
         manifest = offer.manifest
         listed = manifest.fragments
-        saved = SavedStep(manifest.run, manifest.step, manifest.save, manifest.contents)
+        saved = SavedStep(manifest.run, manifest.step_id, manifest.contents)
         return cls(
             saved=saved,
             holders=(Holder(manifest.host, url, offer.tier),),
@@ -217,8 +217,8 @@ class PartTable:
         return [
             Manifest(
                 run=self.saved.run,
-                step=self.saved.step,
-                save=self.saved.save,
+                step=self.saved.step_id.step,
+                save=self.saved.step_id.save,
                 host=holder.host,
                 contents=self.saved.contents,
                 fragments=table._fragments(slice(first, end)),

@@ -13,6 +13,8 @@ import datetime
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from elastic_ckpt.steps.step_id import StepId
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldStep:
@@ -31,6 +33,11 @@ class HeldStep:
     metrics: dict[str, Any] | None
     complete: bool
     save: str = ""
+
+    @property
+    def step_id(self) -> StepId:
+        """The step, and which save of it."""
+        return StepId(self.step, self.save)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from elastic_ckpt.core import box_cover, boxes, errors
 from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps.step_id import StepId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +36,11 @@ class Step:
     gaps: Mapping[int, boxes.Boxes]
     missing_parts: Mapping[str, tuple[int, ...]]
     overlapping: frozenset[int]
+
+    @property
+    def step_id(self) -> StepId:
+        """The step, and which save of it."""
+        return StepId(self.step, self.save)
 
     @classmethod
     def from_offers(cls, offers: Sequence[Offer]) -> Step:
@@ -126,10 +132,10 @@ def saves(offers: Sequence[Offer]) -> list[list[Offer]]:
 
     Manifests that list different contents are separate groups.
     """
-    groups: dict[tuple[int, str], list[list[Offer]]] = {}
+    groups: dict[StepId, list[list[Offer]]] = {}
     for offer in offers:
         manifest = offer.manifest
-        alike = groups.setdefault((manifest.step, manifest.save), [])
+        alike = groups.setdefault(manifest.step_id, [])
         for group in alike:
             contents = group[0].manifest.contents
             if manifest.contents is contents or manifest.contents == contents:

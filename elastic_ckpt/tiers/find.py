@@ -21,6 +21,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.steps import search
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import LaterManifest, Offered, Source, Tier, merged
 
 _UNKNOWN = Line(save="", parents=())
@@ -93,7 +94,7 @@ class Search:
         tiers: Sequence[Tier],
         *,
         lines: Collection[Line] = (),
-        without: Collection[tuple[int, str]] = (),
+        without: Collection[StepId] = (),
     ) -> None:
         self._tiers = tiers
         self._without = frozenset(without)
@@ -168,17 +169,16 @@ class Search:
         later = [
             each
             for each in offered.later
-            if each.save is None or self.line.abandons(step, each.save) == abandoned
+            if each.save is None
+            or self.line.abandons(StepId(step, each.save)) == abandoned
         ]
         of_line = [
             offer
             for offer in sources
-            if self.line.abandons(step, offer.manifest.save) == abandoned
+            if self.line.abandons(offer.manifest.step_id) == abandoned
         ]
         offers = [
-            offer
-            for offer in of_line
-            if (step, offer.manifest.save) not in self._without
+            offer for offer in of_line if offer.manifest.step_id not in self._without
         ]
         result = search.search(offers)
         if result.newest is not None:
@@ -203,17 +203,17 @@ class _Look(NamedTuple):
     later: Sequence[LaterManifest]
 
 
-def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
+def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
     """Returns the save of a step that another host found to be complete.
 
     Raises:
       CheckpointError: if it is not complete by what this host can reach.
     """
-    sources, problems, _ = _offers(tiers, step)
-    offers = [offer for offer in sources if offer.manifest.save == save]
+    sources, problems, _ = _offers(tiers, step_id.step)
+    offers = [offer for offer in sources if offer.manifest.save == step_id.save]
     if not offers:
         raise errors.CheckpointError(
-            f"step {step}, save {save}, is not reachable from this host"
+            f"step {step_id.step}, save {step_id.save}, is not reachable from this host"
             f"{_in_parentheses(problems)}; look at its network"
         )
     examined = search.Step.from_offers(offers)

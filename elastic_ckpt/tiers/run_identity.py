@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.steps.line import Parent
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import claims, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
 
@@ -28,7 +28,7 @@ FILE = "run.json"
 _VERSION = 1
 _WHAT = "identity of a run"
 # The saves of a line, oldest first, each with the last step of it.
-Saves = tuple[Parent, ...]
+Saves = tuple[StepId, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,13 +163,15 @@ def of_storage(directory: epath.PathLike) -> Place:
 
 def line_in_ram(disk: ram_disk.RamDisk) -> Saves:
     """The line of the newest save in a RAM disk; empty if there is none."""
-    saves = sorted(disk.all_saves(), key=lambda each: (each[2], each[1]), reverse=True)
-    for slot, step, save in saves:
+    newest_first = sorted(
+        disk.all_saves(), key=lambda each: (each[1].save, each[1].step), reverse=True
+    )
+    for slot, step_id in newest_first:
         try:
-            contents = disk.manifest(slot, step, save).contents
+            contents = disk.manifest(slot, step_id).contents
         except errors.CheckpointError:
             continue
-        return (*contents.parents, (step, save))
+        return (*contents.parents, step_id)
     return ()
 
 
@@ -184,13 +186,14 @@ def lines_in_storage(directory: epath.PathLike) -> tuple[Saves, ...]:
     for step in reversed(root.steps()):
         manifest = persistent_root.any_manifest(root.final(step))
         if manifest is not None:
-            lines.append((*manifest.contents.parents, (step, manifest.save)))
+            lines.append((*manifest.contents.parents, manifest.step_id))
             break
     claim = claims.newest(root.path)
     if claim is not None:
         parents = claim.line.parents
         # Its first step is later than the one that it goes on from.
-        lines.append((*parents, (parents[-1][0] if parents else 0, claim.line.save)))
+        last_step = parents[-1].step if parents else 0
+        lines.append((*parents, StepId(last_step, claim.line.save)))
     return tuple(lines)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from etils import epath
 
 from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.step_id import StepId
 
 # A piece of this size fits into a processor's cache: processing it directly after the
 # read takes a third of the time that it takes later.
@@ -162,7 +163,7 @@ def merged(several: Iterable[Offered]) -> Offered:
 class Tier(Protocol):
     """A tier of storage that steps are restored from."""
 
-    def known_saves(self) -> Sequence[tuple[int, str]]:
+    def known_saves(self) -> Sequence[StepId]:
         """Steps with their saves; the newest save there is among them."""
         ...
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable, joined
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import (
     LaterManifest,
     Offered,
@@ -103,7 +104,7 @@ class SurveyedRam:
         """See `source.Tier`."""
         return sorted({step for step, _ in self._message.saves})
 
-    def known_saves(self) -> Sequence[tuple[int, str]]:
+    def known_saves(self) -> Sequence[StepId]:
         """See `source.Tier`."""
         return sorted(self._message.saves)
 

@@ -14,6 +14,7 @@ from etils import epath
 
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import calls, storage
+from elastic_ckpt.steps.step_id import StepId
 
 
 def read(directory: epath.PathLike) -> dict[str, bytes]:
@@ -55,15 +56,14 @@ class ComponentFiles:
         self._saver = saver
 
     @calls.call()
-    def put(self, step: int, save: str, files: Mapping[str, bytes]) -> None:
+    def put(self, step_id: StepId, files: Mapping[str, bytes]) -> None:
         """Writes files into a step that is being saved.
 
         Args:
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
           files: by path in the step, their content.
         """
-        write(self._saver.directory(step, save), files)
+        write(self._saver.directory(step_id), files)
 
     @calls.call()
     def get(self, directory: str) -> Mapping[str, bytes]:

@@ -13,6 +13,7 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import boxes, calls
 from elastic_ckpt.steps.manifest import Leaf
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt_sidecar.array_layout import Group, GroupDescription, PlacedLeaf
 
 _Held = dict[int, jax.Array]
@@ -85,7 +86,7 @@ class HostArrays:
                 self._kept.add(leaf.path)
 
     @calls.call()
-    def capture(self, step: int, save: str, layout: int) -> str:
+    def capture(self, step_id: StepId, layout: int) -> str:
         """Copies the held shards, and releases them; see `Hosts.capture`."""
         held, kept = self._held, self._kept
         self._held, self._kept = {}, set()
@@ -96,7 +97,7 @@ class HostArrays:
             for group in self._layouts[layout]
             for leaf in group.leaves
         }
-        return self._saver.capture(step, save, shards)
+        return self._saver.capture(step_id, shards)
 
     @calls.call()
     def select(self, layout: int, components: tuple[str, ...]) -> None:

@@ -28,6 +28,7 @@ from elastic_ckpt.checkpoint.host.trees import asked, rebuilt
 from elastic_ckpt.core import background, calls, errors, topology
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (
     failures,
@@ -134,7 +135,7 @@ class RemoteHosts:
         """See `Hosts`; the hosts may be gone with the devices."""
         return not isinstance(error, jax.errors.JaxRuntimeError)
 
-    def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
         groups, values = self._arrays.to_save(captured_leaves(trees))
         layout = self._layout(groups)
@@ -147,9 +148,9 @@ class RemoteHosts:
             arrays = head_arrays.beside(group, of_group)
             self._call(self._agent.hold, content, _over(group.mesh), *arrays)
         try:
-            return self.all(HostArrays.capture, step, save, layout)[0]
+            return self.all(HostArrays.capture, step_id, layout)[0]
         except HostsFailedError:
-            self.all(HostSaver.abandon, step, save)
+            self.all(HostSaver.abandon, step_id)
             raise
 
     def opened(self) -> Contents:

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import layout, manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import commit, upload
 
 RUN = "run-7"
@@ -72,10 +73,9 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
         manifest.Leaf(path=path, shape=data(leaf).shape, dtype=str(data(leaf).dtype))
         for path, leaf in by_path.items()
     )
-    saved = upload.SavedStep(
+    saved = upload.UploadedStep(
         run=RUN,
-        step=step,
-        save="0",
+        step_id=StepId(step, "0"),
         contents=manifest.Contents(leaves=listed, components={"data": 1}),
         arrays=orbax_format.stored_arrays(trees, chunks),
     )

@@ -22,6 +22,7 @@ from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import checked_json, storage
 from elastic_ckpt.steps import part_message
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from tests.sidecar import simulated_hosts
 
@@ -128,7 +129,7 @@ def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive, call, f
 
     def fail(driver):
         with pytest.raises(HostsFailedError) as raised:
-            getattr(driver, call)(HostReader.open_step, 9, "1")
+            getattr(driver, call)(HostReader.open_step, StepId(9, "1"))
         return raised.value.of_host
 
     of_host = same(drive(fail))
@@ -147,7 +148,7 @@ def test_a_bug_reaches_each_driver_as_a_failure(drive):
 
 def test_what_is_captured_and_committed_is_found_and_read(drive):
     trees = {"state": {"n": np.arange(6.0)}}
-    one = {"step": 1, "save": "5"}
+    one = {"step_id": StepId(1, "5")}
 
     def save(driver):
         driver.capture(**one, trees=trees)
@@ -157,7 +158,7 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
 
     def restore(driver):
         step = driver.first(StepSearch.find).checkpoint
-        driver.all(HostReader.open_step, step.step, step.save)
+        driver.all(HostReader.open_step, step.step_id)
         paths = [leaf.path for leaf in driver.opened().leaves]
         with pytest.raises(HostsFailedError, match=r"contains no \['data'\]"):
             driver.check(trees, ["data"], {})
@@ -181,13 +182,13 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
     drive, monkeypatch, lost
 ):
     trees = {"state": {"n": np.arange(6.0)}}
-    one = {"step": 1, "save": "5"}
+    one = {"step_id": StepId(1, "5")}
     read_alone = []
     of_save = find.of_save
 
-    def noted(tiers, step, save):
-        read_alone.append(step)
-        return of_save(tiers, step, save)
+    def noted(tiers, step_id):
+        read_alone.append(step_id.step)
+        return of_save(tiers, step_id)
 
     def save(driver):
         driver.capture(**one, trees=trees)
@@ -225,7 +226,7 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
 
 def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
     trees = {"state": {"n": np.arange(6.0)}}
-    one = {"step": 1, "save": "5"}
+    one = {"step_id": StepId(1, "5")}
     emitted = []
 
     def save(driver):
@@ -239,7 +240,7 @@ def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
         work = stage_work.StageWork(
             driver, world=1, emit=lambda name, **fields: emitted.append((name, fields))
         )
-        committed = types.SimpleNamespace(**one)
+        committed = types.SimpleNamespace(step=1, **one)
         return work.replicate(committed), work.replicate(committed)
 
     drive(join)

@@ -12,6 +12,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import run_world
 from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.steps import line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import claims, persistent_root
 from tests.tiers import tiered_steps
 
@@ -462,17 +463,17 @@ def test_where_steps_are_written_in_place_they_are_copied_aside(run, monkeypatch
 
 def test_what_a_line_abandons():
     current = line.Line(save="5", parents=((3, "1"), (6, "3")))
-    assert not current.abandons(3, "1")
-    assert current.abandons(4, "1")
-    assert not current.abandons(6, "3")
-    assert current.abandons(7, "3")
+    assert not current.abandons(StepId(3, "1"))
+    assert current.abandons(StepId(4, "1"))
+    assert not current.abandons(StepId(6, "3"))
+    assert current.abandons(StepId(7, "3"))
     # Saves that the line did not go on from.
-    assert current.abandons(2, "2")
-    assert current.abandons(2, "4")
+    assert current.abandons(StepId(2, "2"))
+    assert current.abandons(StepId(2, "4"))
     # The parent of the oldest save is unknown.
-    assert not current.abandons(3, "0")
-    assert current.abandons(4, "0")
+    assert not current.abandons(StepId(3, "0"))
+    assert current.abandons(StepId(4, "0"))
     # Its own steps, and newer saves.
-    assert not current.abandons(7, "5")
-    assert not current.abandons(7, "6")
-    assert not line.Line(save="5", parents=()).abandons(9, "1")
+    assert not current.abandons(StepId(7, "5"))
+    assert not current.abandons(StepId(7, "6"))
+    assert not line.Line(save="5", parents=()).abandons(StepId(9, "1"))

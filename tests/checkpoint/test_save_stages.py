@@ -15,6 +15,7 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import calls, errors
+from elastic_ckpt.steps.step_id import StepId
 
 SAVE = "7"
 TIERS = ("local", "peer", "persistent")
@@ -41,6 +42,8 @@ class OneHost:
 
     def all(self, method, *args, **kwargs):
         arguments = calls.of(method).bind(*args, **kwargs)
+        if "step_id" in arguments:
+            arguments["step"] = arguments["step_id"].step
         call = types.SimpleNamespace(method=method, **arguments)
         self.calls.append(call)
         answer = self._answers.get(method)
@@ -94,8 +97,7 @@ def saving(step, *, write_components=lambda: None, back_up=False):
         {"n": 1}, {}, metrics=None, custom_metadata=None
     )
     return save_stages.Saving(
-        step=step,
-        save=SAVE,
+        step_id=StepId(step, SAVE),
         write_components=write_components,
         back_up=back_up,
         description=description,
@@ -258,7 +260,7 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
         return BACKED_UP
 
     made, _ = stages({HostBackup.clean: clean, HostBackup.back_up: back_up})
-    made.clean(0, SAVE)
+    made.clean(StepId(0, SAVE))
     assert made.begin(saving(1, back_up=True)).result()
     is_committed.set()
     made.wait()

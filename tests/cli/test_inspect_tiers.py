@@ -12,6 +12,7 @@ from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, digest, host_memory, storage
 from elastic_ckpt.steps import manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk
@@ -31,7 +32,7 @@ def save(root, rows, *, step=3, copies=(), **domains):
     with contextlib.closing(
         local.LocalHost(disk, slot=0, domains=domains, number=0)
     ) as host:
-        writer = host.begin(step, "0", contents, num_bytes=1000)
+        writer = host.begin(StepId(step, "0"), contents, num_bytes=1000)
         captured = capture.capture({"state/w": STATE["w"]}, host_memory.Pool())
         (part,) = captured.parts
         captured.parts = (CapturedLeaf(leaf=part.leaf, shard_shape=(1, 8), boxes=()),)

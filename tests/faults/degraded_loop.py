@@ -112,9 +112,9 @@ def spoil_what_is_backed_up_next():
     original = backup.HostBackup.back_up
 
     @functools.wraps(original)
-    def back_up(self, step, save, names):
+    def back_up(self, step_id, names):
         backup.HostBackup.back_up = original
-        sources = self._world.in_ram(step, save)
+        sources = self._world.in_ram(step_id)
         together = holdings.Holdings.from_offers(list(sources))
         own = self._world.own
         share = set(
@@ -123,9 +123,9 @@ def spoil_what_is_backed_up_next():
         for row, item in enumerate(together.item.tolist()):
             is_own = together.offers[together.holder[row]].host.id == own.host.id
             if is_own and item in share and item < len(together.leaf):
-                directory = own.disk.step_directory(own.slot, step, save)
+                directory = own.disk.step_directory(own.slot, step_id)
                 spoilt_files.change_first_byte(directory / together.fragment(row).file)
-        return original(self, step, save, names)
+        return original(self, step_id, names)
 
     backup.HostBackup.back_up = back_up
 

@@ -30,7 +30,7 @@ EDITS = {
 
 
 def modify(steps):
-    step = modified_step.SavedStep(steps / "2")
+    step = modified_step.ModifiedStep(steps / "2")
     with step.alone():
         step.modify([c for name in EDITS for c in step.changes(name, EDITS[name])])
 

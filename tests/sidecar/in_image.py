@@ -66,6 +66,7 @@ def keep(agent_class: type, choice: object) -> str:
     from elastic_ckpt.checkpoint.host.saver import HostSaver
     from elastic_ckpt.checkpoint.host.step_search import StepSearch
     from elastic_ckpt.core import calls
+    from elastic_ckpt.steps.step_id import StepId
 
     device = jax.devices()[0]
     over = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec("device"))
@@ -93,19 +94,19 @@ def keep(agent_class: type, choice: object) -> str:
     array = jax.device_put(np.arange(8, dtype=np.float32), group.sharding(leaf))
     called = {"layout": 0, "group": 0}
     agent.hold(messages.encode({**called, "kept": False}, over), array)
-    step, save = 1, "0"
-    ask(HostArrays.capture, step, save, 0)
-    ask(HostSaver.write, step, save, (), None)
+    step_id = StepId(1, "0")
+    ask(HostArrays.capture, step_id, 0)
+    ask(HostSaver.write, step_id, (), None)
     notes = step_notes.StepNotes(
         metrics=None, custom_metadata=None, trees=None, parents=()
     )
-    written = step_notes.WrittenStep(step=step, save=save, parts={}, notes=notes)
+    written = step_notes.WrittenStep(step_id=step_id, parts={}, notes=notes)
     ask(HostSaver.commit, written)
 
     def restored(tier: str) -> str:
         outcome = ask(StepSearch.find)
-        assert outcome.checkpoint.step == step
-        ask(HostReader.open_step, step, save)
+        assert outcome.checkpoint.step_id == step_id
+        ask(HostReader.open_step, step_id)
         ask(HostArrays.select, 0, ())
         assert ask(HostReader.read).keys() == {tier}
         (array,) = agent.arrays(messages.encode(called, over))
@@ -113,12 +114,12 @@ def keep(agent_class: type, choice: object) -> str:
         return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
 
     digest = restored("local")
-    ask(HostBackup.offer, step, save)
-    ask(HostBackup.chunk_shapes, step, save)
+    ask(HostBackup.offer, step_id)
+    ask(HostBackup.chunk_shapes, step_id)
     names = {leaf.path: ("state", "w")}
-    ask(HostBackup.back_up, step, save, names)
-    ask(HostBackup.commit, step, save, names, {})
-    ask(HostSaver.remove, step)
+    ask(HostBackup.back_up, step_id, names)
+    ask(HostBackup.commit, step_id, names, {})
+    ask(HostSaver.remove, step_id.step)
     assert restored("persistent") == digest
     ask(HostEndpoint.close)
     return digest

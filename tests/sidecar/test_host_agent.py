@@ -331,7 +331,7 @@ def test_an_error_of_a_host_names_it_and_the_step_is_given_up(machines, monkeypa
 
     @functools.wraps(write)
     def fail(self, **arguments):
-        if arguments["step"] == 2 and self._world.own.host.number == 2:
+        if arguments["step_id"].step == 2 and self._world.own.host.number == 2:
             raise ValueError("of host two")
         return write(self, **arguments)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.step_id import StepId
 
 SHAPES = st.lists(st.integers(1, 16), max_size=4).map(tuple)
 PATHS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
@@ -84,10 +85,10 @@ def test_names_that_are_written_otherwise_stay_apart(one, other):
 
 @given(st.integers(0, 10**9), st.text("abc019-._", min_size=1))
 def test_the_name_of_a_steps_directory_is_read_as_it_was_made(step, save):
-    name = layout.step_directory(step, save)
-    assert layout.parse_step_directory(name) == (step, save)
+    name = str(StepId(step, save))
+    assert StepId.parse(name) == (step, save)
 
 
 @pytest.mark.parametrize("name", ["", "lock", "7", "7-", "-0", "07-0", "x-0", "٣-0"])
 def test_other_names_are_no_steps(name):
-    assert layout.parse_step_directory(name) is None
+    assert StepId.parse(name) is None

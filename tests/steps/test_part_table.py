@@ -49,7 +49,7 @@ def test_a_joined_table_lists_what_each_holder_lists():
 
 def test_saves_of_a_step_are_separate_tables():
     of_both = [*manifests(save="1"), *manifests(save="2")]
-    assert [each.saved.save for each in tables(of_both)] == ["1", "2"]
+    assert [each.saved.step_id.save for each in tables(of_both)] == ["1", "2"]
 
 
 def test_a_message_has_the_tables_and_problems_that_were_sent():

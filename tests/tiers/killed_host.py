@@ -16,6 +16,7 @@ import numpy as np
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, host_memory, storage
 from elastic_ckpt.steps import manifest, manifest_file
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
 from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
 
@@ -43,7 +44,7 @@ def save(host, step, *, only=None, save="0"):
     contents = manifest.Contents(leaves=captured.leaves, components={"data": 1})
     if only is not None:
         captured.parts = tuple(p for p in captured.parts if p.leaf.path in only)
-    writer = host.begin(step, save, contents, num_bytes=captured.num_bytes)
+    writer = host.begin(StepId(step, save), contents, num_bytes=captured.num_bytes)
     writer.write(captured)
     storage.write_atomic(writer.directory / "data" / "0.json", cursors(step))
     (file,) = step_writer.written_files(writer.directory, ["data"])
@@ -55,7 +56,7 @@ def copies(host, step, values):
     """Adds copies of the leaf `params/w`, a row each, and a file, as from a peer."""
     captured = capture.capture(state(step), host_memory.Pool())
     contents = manifest.Contents(leaves=captured.leaves, components={"data": 1})
-    writer = host.copy_writer(step, "0", contents, num_bytes=1000)
+    writer = host.copy_writer(StepId(step, "0"), contents, num_bytes=1000)
     for row in range(4):
         writer.put(row_fragment(row, values[row : row + 1]), values[row : row + 1])
     writer.put_file(file_of_peer(step), cursors(step))
@@ -120,12 +121,12 @@ def add(host):
 def remove(host):
     save(host, 2)
     armed[0]()
-    host.remove(2, "0")
+    host.remove(StepId(2, "0"))
 
 
 def clean(host):
     save(host, 2)
-    storage.remove(host.disk.manifest_path(0, 2, "0"))
+    storage.remove(host.disk.manifest_path(0, StepId(2, "0")))
     armed[0]()
     host.clean()
 

@@ -12,7 +12,8 @@ from concurrent import futures
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.steps import layout, manifest, manifest_file
+from elastic_ckpt.steps import manifest, manifest_file
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import agent
 
 RUN = "run-7"
@@ -21,7 +22,7 @@ MACHINE = "0123456789abcdef"
 
 def save(root, step, files, *, slot="0", run=RUN):
     """Saves `files`, bytes by path, as a step of one slot, with their manifest."""
-    directory = pathlib.Path(root, "hosts", slot, layout.step_directory(step, "0"))
+    directory = pathlib.Path(root, "hosts", slot, str(StepId(step, "0")))
     for path, content in files.items():
         file = directory / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, errors, host_memory, storage
 from elastic_ckpt.steps import layout, line, manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
@@ -55,7 +56,7 @@ def save(host, state, *, step=3, slot_of=None):
             )
             for part in captured.parts
         )
-    writer = host.begin(step, "0", contents, num_bytes=captured.num_bytes)
+    writer = host.begin(StepId(step, "0"), contents, num_bytes=captured.num_bytes)
     writer.write(captured)
     return writer.commit()
 
@@ -126,7 +127,7 @@ def test_every_storable_dtype_is_read_bit_by_bit_by_us_and_by_tensorstore(disk, 
     values = {name: random_bits(name, 48) for name in sorted(capture.STORABLE)}
     save(host, values)
     tree = restored(disk, 3)
-    directory = disk.step_directory(0, 3, "0")
+    directory = disk.step_directory(0, StepId(3, "0"))
     for name, each in values.items():
         assert tree[name].tobytes() == each.tobytes()
         assert np.asarray(open_array(directory, name)).tobytes() == each.tobytes()
@@ -141,7 +142,7 @@ def test_large_shards_are_cut_into_chunks_that_tensorstore_joins(
     assert len(saved.fragments) > 8
     assert max(saved.fragments.stored_bytes) <= 100 + layout.CHECKSUM_BYTES
     assert restored(disk, 3)["w"].tobytes() == values.tobytes()
-    joined = open_array(disk.step_directory(0, 3, "0"), "w")
+    joined = open_array(disk.step_directory(0, StepId(3, "0")), "w")
     assert joined.tobytes() == values.tobytes()
 
 
@@ -154,7 +155,7 @@ def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_pat
     ) as other:
         save(other, array, slot_of=lambda n: n % 2 == 1)
     for slot in (0, 1):
-        directory = disk.step_directory(slot, 3, "0")
+        directory = disk.step_directory(slot, StepId(3, "0"))
         shutil.copytree(directory, tmp_path / "union", dirs_exist_ok=True)
     joined = open_array(tmp_path / "union", "params/w")
     assert joined.tobytes() == values.tobytes()
@@ -163,7 +164,7 @@ def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_pat
 
 def test_files_have_the_bytes_that_the_manifest_says(disk, host):
     saved = save(host, {"w": sharded(np.arange(64.0).reshape(8, 8), "a", "b")})
-    directory = disk.step_directory(0, 3, "0")
+    directory = disk.step_directory(0, StepId(3, "0"))
     for fragment in fragments(saved):
         assert (directory / fragment.file).stat().length == fragment.stored_bytes
 
@@ -171,7 +172,7 @@ def test_files_have_the_bytes_that_the_manifest_says(disk, host):
 def test_a_step_that_is_not_committed_is_not_offered(disk, host):
     captured = capture.capture({"w": np.ones(8)}, host_memory.Pool())
     contents = manifest.Contents(leaves=captured.leaves, components={})
-    writer = host.begin(3, "0", contents, num_bytes=64)
+    writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
     writer.write(captured)
     assert host.in_flight == {(3, "0")}
     assert not offered(disk, 3)
@@ -188,19 +189,19 @@ def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
     assert sorted(saves) == [first.save, second.save]
     assert host.held() == [(3, "0"), (3, "1")]
     assert disk.steps() == [3]
-    host.remove(3, "0")
+    host.remove(StepId(3, "0"))
     assert host.held() == [(3, "1")]
 
 
 def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     captured = capture.capture({"w": np.ones(8)}, host_memory.Pool())
     contents = manifest.Contents(leaves=captured.leaves, components={})
-    writer = host.begin(3, "0", contents, num_bytes=64)
+    writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
     writer.write(captured)
     known = dataclasses.replace(contents, time_ms=1500, metrics='{"loss":NaN}')
     writer.commit(contents=known)
     killed_host.save(host, 4)
-    disk.manifest_path(0, 4, "0").write_text("{}")
+    disk.manifest_path(0, StepId(4, "0")).write_text("{}")
     first, spoilt = host.retained()
     assert (first.step, first.time.timestamp(), first.complete) == (3, 1.5, True)
     assert np.isnan(first.metrics["loss"])
@@ -215,7 +216,7 @@ def test_a_committed_step_is_not_saved_over(host):
 
 
 def test_a_leftover_of_the_same_step_is_removed_before_it_is_written(disk, host):
-    junk = disk.step_directory(0, 3, "0") / "junk" / "c"
+    junk = disk.step_directory(0, StepId(3, "0")) / "junk" / "c"
     storage.write_atomic(junk / "0", b"of a dead process")
     killed_host.save(host, 3)
     assert not junk.exists()
@@ -226,7 +227,7 @@ def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
     save(host, {"w": values})
     ((offer, files),) = offered(disk, 3).items()
     (fragment,) = fragments(offer.manifest)
-    path = pathlib.Path(disk.step_directory(0, 3, "0") / fragment.file)
+    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / fragment.file)
     sound = path.read_bytes()
     for bit in range(8 * values.nbytes):
         spoilt = bytearray(sound)
@@ -243,7 +244,7 @@ def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
 def test_a_file_of_a_component_is_put_right(disk, host):
     saved = killed_host.save(host, 3)
     (file,) = saved.component_files
-    path = pathlib.Path(disk.step_directory(0, 3, "0") / file.path)
+    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / file.path)
     path.unlink()
     host.put_right_file(saved, file, killed_host.cursors(3))
     assert path.read_bytes() == killed_host.cursors(3)
@@ -263,7 +264,7 @@ def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, spoil, me
     save(host, {"w": np.arange(12.0)})
     ((offer, files),) = offered(disk, 3).items()
     (fragment,) = fragments(offer.manifest)
-    spoil(pathlib.Path(disk.step_directory(0, 3, "0") / fragment.file))
+    spoil(pathlib.Path(disk.step_directory(0, StepId(3, "0")) / fragment.file))
     with pytest.raises(source.ReadError, match=message):
         read(files, offer.manifest, fragment)
 
@@ -272,7 +273,7 @@ def test_a_directory_that_is_a_link_is_not_followed(disk, host, tmp_path):
     save(host, {"w": np.arange(12.0)})
     ((offer, files),) = offered(disk, 3).items()
     (fragment,) = fragments(offer.manifest)
-    inside = pathlib.Path(disk.step_directory(0, 3, "0") / "w")
+    inside = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / "w")
     inside.rename(tmp_path / "outside")
     inside.symlink_to(tmp_path / "outside")
     with pytest.raises(source.ReadError, match="behind a link"):
@@ -282,7 +283,7 @@ def test_a_directory_that_is_a_link_is_not_followed(disk, host, tmp_path):
 def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, host):
     killed_host.save(host, 3, save="0")
     killed_host.save(host, 3, save="1")
-    path = pathlib.Path(disk.manifest_path(0, 3, "0"))
+    path = pathlib.Path(disk.manifest_path(0, StepId(3, "0")))
     path.write_bytes(path.read_bytes()[:-9])
     offered = disk.offers(3)
     assert [offer.manifest.save for offer in offered.sources] == ["1"]
@@ -295,10 +296,10 @@ def test_a_manifest_of_another_step_or_save_is_not_taken(disk, host):
     killed_host.save(host, 3, save="0")
     killed_host.save(host, 3, save="1")
     killed_host.save(host, 4)
-    name = disk.manifest_path(0, 3, "0").name
+    name = disk.manifest_path(0, StepId(3, "0")).name
     for other, message in (("4-0", "step 4"), ("3-1", "save '1'")):
         shutil.copy(
-            disk.host_directory(0) / other / name, disk.manifest_path(0, 3, "0")
+            disk.host_directory(0) / other / name, disk.manifest_path(0, StepId(3, "0"))
         )
         (problem,) = disk.offers(3).problems
         assert message in problem
@@ -316,9 +317,9 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
             local.LocalHost(limited, slot=2, domains={}, number=2)
         ) as two,
     ):
-        writer = one.begin(4, "0", contents, num_bytes=2**20)
+        writer = one.begin(StepId(4, "0"), contents, num_bytes=2**20)
         with pytest.raises(errors.CheckpointError) as refused:
-            two.begin(4, "0", contents, num_bytes=2**20)
+            two.begin(StepId(4, "0"), contents, num_bytes=2**20)
         message = str(refused.value)
         assert "step 4 needs 1048576 bytes" in message
         assert "limit 3145728" in message
@@ -326,19 +327,19 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
         assert two.in_flight == set()
         assert limited.saves(2) == []
         writer.abandon()
-        two.begin(4, "0", contents, num_bytes=2**20).abandon()
+        two.begin(StepId(4, "0"), contents, num_bytes=2**20).abandon()
 
 
 def test_what_the_file_system_cannot_take_is_refused_at_once(disk, host):
     contents = manifest.Contents(leaves=(), components={})
     with pytest.raises(errors.CheckpointError, match="without a limit"):
-        host.begin(3, "0", contents, num_bytes=2**60)
+        host.begin(StepId(3, "0"), contents, num_bytes=2**60)
     assert disk.steps() == []
 
 
 def test_room_that_is_looked_for_later_is_refused_alike(disk, host):
     contents = manifest.Contents(leaves=(), components={})
-    writer = host.begin(3, "0", contents, num_bytes=None)
+    writer = host.begin(StepId(3, "0"), contents, num_bytes=None)
     assert host.in_flight == {(3, "0")}
     with pytest.raises(errors.CheckpointError, match="without a limit"):
         host.reserve(writer, 2**60)
@@ -381,7 +382,7 @@ def test_a_host_that_saved_nothing_holds_copies(disk, host):
 
 def test_copies_take_the_place_of_what_a_spoilt_manifest_listed(disk, host):
     killed_host.save(host, 3)
-    pathlib.Path(disk.manifest_path(0, 3, "0")).write_bytes(b"{}")
+    pathlib.Path(disk.manifest_path(0, StepId(3, "0"))).write_bytes(b"{}")
     held = killed_host.copies(host, 3, killed_host.state(3)["params/w"])
     assert len(held.fragments) == 4
     ((offer, _),) = offered(disk, 3).items()
@@ -398,20 +399,25 @@ def test_what_a_restore_unpacked_is_a_leftover(disk, host):
 
 def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
     own = killed_host.save(host, 3, only={"params/b"})
-    directory = pathlib.Path(disk.step_directory(0, 3, "0"))
+    directory = pathlib.Path(disk.step_directory(0, StepId(3, "0")))
     values = killed_host.state(3)["params/w"]
-    writer = host.copy_writer(3, "0", own.contents, num_bytes=99)
+    writer = host.copy_writer(StepId(3, "0"), own.contents, num_bytes=99)
     writer.put(killed_host.row_fragment(0, values[:1]), values[:1])
     writer.abandon()
     ((offer, _),) = offered(disk, 3).items()
     assert fragments(offer.manifest) == fragments(own)
     left = {path.name for path in directory.rglob("*") if path.is_file()}
-    assert left == {"0", "0.json", "zarr.json", disk.manifest_path(0, 3, "0").name}
+    assert left == {
+        "0",
+        "0.json",
+        "zarr.json",
+        disk.manifest_path(0, StepId(3, "0")).name,
+    }
 
 
 def test_what_a_component_wrote_is_listed_with_its_digest(host):
     contents = manifest.Contents(leaves=(), components={"data": 2})
-    writer = host.begin(3, "0", contents, num_bytes=9)
+    writer = host.begin(StepId(3, "0"), contents, num_bytes=9)
     directory = writer.directory / "data"
     storage.write_atomic(directory / "b.json", b"bb")
     storage.write_atomic(directory / "below" / "a.json", b"")
@@ -453,19 +459,21 @@ def test_a_machine_gets_one_id_however_many_processes_ask(disk):
 def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
     killed_host.save(host, 3)
     contents = manifest.Contents(leaves=(), components={})
-    writer = host.begin(4, "0", contents, num_bytes=9)
+    writer = host.begin(StepId(4, "0"), contents, num_bytes=9)
     with contextlib.closing(
         local.LocalHost(disk, slot=1, domains={}, number=1)
     ) as alive:
-        alive.begin(4, "0", contents, num_bytes=9)
+        alive.begin(StepId(4, "0"), contents, num_bytes=9)
         dead = local.LocalHost(disk, slot=2, domains={}, number=2)
-        dead.begin(4, "0", contents, num_bytes=9)
+        dead.begin(StepId(4, "0"), contents, num_bytes=9)
         killed_host.save(dead, 3)
         dead.close()
-        extra = disk.step_directory(2, 3, "0") / "params" / "b" / "c" / "0.__lock"
+        extra = (
+            disk.step_directory(2, StepId(3, "0")) / "params" / "b" / "c" / "0.__lock"
+        )
         storage.write_atomic(extra, b"x")
         removed = host.clean()
-        assert removed == [str(extra), str(disk.step_directory(2, 4, "0"))]
+        assert removed == [str(extra), str(disk.step_directory(2, StepId(4, "0")))]
         assert disk.saves(1) == [(4, "0")]
     assert disk.saves(0) == [(3, "0"), (4, "0")]
     assert len(offered(disk, 3)) == 2
@@ -475,11 +483,11 @@ def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
 def test_a_spoilt_manifest_is_cleaned_but_not_that_of_another_version(disk, host):
     for step in (3, 4):
         killed_host.save(host, step)
-        path = pathlib.Path(disk.manifest_path(0, step, "0"))
+        path = pathlib.Path(disk.manifest_path(0, StepId(step, "0")))
         content = json.loads(path.read_bytes())
         content["version" if step == 4 else "step"] = 77
         path.write_text(json.dumps(content))
-    assert host.clean() == [str(disk.step_directory(0, 3, "0"))]
+    assert host.clean() == [str(disk.step_directory(0, StepId(3, "0")))]
     assert disk.saves(0) == [(4, "0")]
 
 
@@ -518,7 +526,12 @@ def test_a_kill_at_any_point_loses_no_committed_step_and_leaves_no_half_one(
         host.clean()
         check()
         assert disk.steps() == steps
-        named = {"zarr.json", disk.manifest_path(0, 1, "0").name, "lock", "machine"}
+        named = {
+            "zarr.json",
+            disk.manifest_path(0, StepId(1, "0")).name,
+            "lock",
+            "machine",
+        }
         for offer in (offer for step in steps for offer in offered(disk, step)):
             saved = offer.manifest
             named |= {os.path.basename(file) for file in saved.fragments.files}

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.steps import line, manifest_file, search
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.persistent import (
     arrange,
@@ -113,7 +114,7 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     saved = uploaded.saved_step()
     # Two finished, with wrong values and files that are of no use any more.
     uploaded.write_all(root, saved, world[:2], seed=1)
-    stray = root.unfinished(5, "0")
+    stray = root.unfinished(StepId(5, "0"))
     storage.write_atomic(stray / "data" / "shards-00007.json", b"stray")
     uploaded.write_all(root, saved, world[1:])
     uploaded.commit_all(root, saved, world[1:])
@@ -190,9 +191,9 @@ def test_a_committed_step_is_replaced_by_a_newer_save_and_set_aside(root, tier, 
     uploaded.write_all(root, later, world, seed=3)
     assert root.is_committed(5) != root.in_place
     uploaded.commit_all(root, later, world, make_way=set_aside)
-    assert tree(root.aside(5, "0")) == before
+    assert tree(root.aside(StepId(5, "0"))) == before
     assert tier.known_saves() == [(5, "0"), (5, "1")]
-    root.discard_aside(5, "0")
+    root.discard_aside(StepId(5, "0"))
     uploaded.read(tier, 5, seed=3)
     assert not root.leftovers()
 

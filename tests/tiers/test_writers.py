@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier, writers
 from tests.tiers import uploaded
 
@@ -93,7 +94,7 @@ def test_a_step_whose_removal_was_cut_short_goes(tmp_path):
 def test_what_another_run_or_orbax_is_writing_stays(root, world):
     upload(root, 4, OLD)
     for step in (5, 6):
-        unfinished = root.unfinished(step, "1700000000000000")
+        unfinished = root.unfinished(StepId(step, "1700000000000000"))
         storage.write_atomic(unfinished / "state" / "d" / "x", b"")
     other = writers.WritingWorld(root, run="another")
     if root.in_place:
@@ -108,7 +109,7 @@ def test_a_world_removes_what_its_own_failed_uploads_left(root, world):
     for step in (4, 5, 6):
         upload(root, step, NOW)
     upload(root, 3, OLD)
-    assert len(world.discard_own(6, NOW)) == 2
+    assert len(world.discard_own(StepId(6, NOW))) == 2
     assert left(root) == [3, 6]
 
 
@@ -141,7 +142,7 @@ def test_who_has_claimed_a_run_in_a_bucket_removes_what_is_long_dead(
     upload(root, 4, OLD)
     upload(root, 5, LATER)
     # The rests of removals that were cut short.
-    for rest in (root.final(6), root.aside(2, OLD)):
+    for rest in (root.final(6), root.aside(StepId(2, OLD))):
         storage.write_atomic(rest / "state" / "d" / "x", b"")
     world = writers.WritingWorld(root, run=uploaded.RUN)
     assert world.discard_dead(before=NOW, is_claimed=True) == []

@@ -4,6 +4,7 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import layout, manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import commit, ocdbt, upload
 
 RUN = "run-7"
@@ -31,10 +32,9 @@ def saved_step(step=5, *, save="0"):
         manifest.Leaf(path=path, shape=shape, dtype="float32")
         for path, shape in sorted(SHAPES.items())
     )
-    return upload.SavedStep(
+    return upload.UploadedStep(
         run=RUN,
-        step=step,
-        save=save,
+        step_id=StepId(step, save),
         contents=manifest.Contents(leaves=leaves, components={"data": 3}),
         arrays={
             path: ocdbt.StoredArray(

@@ -11,6 +11,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers.agent import Address
 from elastic_ckpt.tiers.run_identity import Place
 
@@ -134,14 +135,12 @@ class StepInRam:
     """A step that is whole in the RAM of the hosts.
 
     Attributes:
-      step: the training step.
-      save: which save of it.
+      step_id: the step.
       is_owed: whether persistent storage lacks it, and it was due there, or its upload
         was begun.
     """
 
-    step: int
-    save: str
+    step_id: StepId
     is_owed: bool
 
 
@@ -170,13 +169,18 @@ class CheckpointMetadata:
 
     step: int
     save: str
-    line: tuple[tuple[int, str], ...] = ()
+    line: tuple[StepId, ...] = ()
     path: epath.Path | None = dataclasses.field(default=None, compare=False)
     metrics: Any = dataclasses.field(default=None, compare=False)
     custom_metadata: Any = dataclasses.field(default=None, compare=False)
     commit_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
     init_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
     metadata: Any = None
+
+    @property
+    def step_id(self) -> StepId:
+        """The step, and which save of it."""
+        return StepId(self.step, self.save)
 
     @property
     def time(self) -> datetime.datetime:
@@ -195,10 +199,11 @@ class CheckpointMetadata:
         nsecs = self.init_timestamp_nsecs
         return None if nsecs is None else _time(nsecs)
 
-    def before(self) -> tuple[tuple[int, str], ...]:
+    def before(self) -> tuple[StepId, ...]:
         """The line of a save that replaces this step: everything before it."""
         *parents, (step, save) = self.line
-        return (*parents, (step - 1, save)) if step else tuple(parents)
+        before = [StepId(step - 1, save)] if step else []
+        return (*parents, *before)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

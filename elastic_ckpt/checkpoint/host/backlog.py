@@ -9,6 +9,7 @@ from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import bucket_clients, errors
 from elastic_ckpt.steps import search
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.persistent import arrange, claims
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -26,8 +27,7 @@ def steps_in_ram(world: HostWorld, line: Line) -> list[StepInRam]:
     stored = _stored_steps(world.root)
     return [
         StepInRam(
-            step=each.step.step,
-            save=each.step.save,
+            step_id=each.step.step_id,
             is_owed=world.root is not None
             and stored is not None
             and _is_owed(each.step, world.root, stored, run=world.run),
@@ -62,7 +62,7 @@ def is_held(world: HostWorld, leftover: Leftover) -> bool:
     if leftover.save is None:
         return False
     try:
-        sources = world.in_ram(leftover.step, leftover.save)
+        sources = world.in_ram(StepId(leftover.step, leftover.save))
         return search.Step.from_offers(list(sources)).complete
     except errors.CheckpointError:
         return False
@@ -85,4 +85,4 @@ def _is_owed(
     if held.step in stored:
         return is_due and held.save != arrange.save_of(root, held.step, run=run)
     # One that was due by the clock alone has no mark.
-    return is_due or root.unfinished(held.step, held.save).exists()
+    return is_due or root.unfinished(held.step_id).exists()

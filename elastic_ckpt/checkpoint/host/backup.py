@@ -25,6 +25,7 @@ from elastic_ckpt.steps import part_choices, search, uploads
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import (
     arrange,
     claims,
@@ -53,7 +54,7 @@ class HostBackup:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._part_exchange = world.exchanges["backup"]
-        self._arranged: tuple[int, str] | None = None
+        self._arranged: StepId | None = None
         # The claim of this world; None if its run claims none.
         self._claim: claims.Claim | None = None
         # On host 0, the holdings of the step that is being backed up.
@@ -112,55 +113,54 @@ class HostBackup:
         return self._claim.number
 
     @calls.call()
-    def offer(self, step: int, save: str) -> None:
+    def offer(self, step_id: StepId) -> None:
         """Offers what this host has of a step in RAM."""
-        self._part_exchange.offer(part_offers.of_save(self._world, step, save))
+        self._part_exchange.offer(part_offers.of_save(self._world, step_id))
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def contents(self, step: int, save: str) -> Contents:
+    def contents(self, step_id: StepId) -> Contents:
         """The contents of a step in RAM.
 
         Raises:
           CheckpointError: if nothing of it can be read.
         """
-        return self._read(step, save)[1].contents
+        return self._read(step_id)[1].contents
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def chunk_shapes(self, step: int, save: str) -> dict[str, tuple[int, ...]]:
+    def chunk_shapes(self, step_id: StepId) -> dict[str, tuple[int, ...]]:
         """The shapes of the chunks of each leaf of a step, by its path.
 
         Host 0 runs this first, and marks storage as being written by this world.
         """
         self._check_claim()
         self._writing.be_present()
-        self._holdings = holdings = self._dealt(step, save)
+        self._holdings = holdings = self._dealt(step_id)
         if self._root().in_place:
             # The upload would overwrite the present files.
             PATIENT.call(
-                f"setting aside what step {step} replaces",
-                lambda: self._arrange(holdings.contents, step, save),
+                f"setting aside what step {step_id.step} replaces",
+                lambda: self._arrange(holdings.contents, step_id),
             )
-        return self._chunks(holdings, step, save)
+        return self._chunks(holdings, step_id)
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def back_up(self, step: int, save: str, names: Names) -> BackedUp:
+    def back_up(self, step_id: StepId, names: Names) -> BackedUp:
         """Writes this host's share of a step to persistent storage.
 
         The host's bad copies are read from another holder, and repaired.
 
         Args:
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
           names: by the path of a leaf, the checkpointable and name that Orbax uses.
 
         Raises:
           CheckpointError: if this host's share is unknown, or storage fails.
         """
-        sources, share = self._share(step, save)
+        sources, share = self._share(step_id)
         holdings = share.holdings
         uploading = upload.Upload(
             self._root(),
-            self._saved_step(holdings, step, save, names),
+            self._saved_step(holdings, step_id, names),
             self._world.own.host,
         )
         reader = verified_read.VerifiedReader(sources)
@@ -170,7 +170,7 @@ class HostBackup:
             uploading,
             reader,
             host=own.host,
-            captured=self._world.captured.get((step, save)),
+            captured=self._world.captured.get(step_id),
         )
         bad = tuple(map(str, reader.bad))
         recovery.put_right(holdings, reader, own, map(recovery.report, reader.bad))
@@ -178,13 +178,12 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def commit(
-        self, step: int, save: str, names: Names, orbax_files: Mapping[str, str]
+        self, step_id: StepId, names: Names, orbax_files: Mapping[str, str]
     ) -> None:
         """Makes a checkpoint of what all hosts have uploaded; one host does it.
 
         Args:
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
           names: see `back_up`.
           orbax_files: the texts of the files that Orbax adds to the values, by path.
 
@@ -192,16 +191,16 @@ class HostBackup:
           CheckpointError: if it cannot be committed.
           ReplacedError: if another start has continued the run.
         """
-        holdings = self._holdings or self._read(step, save)[1]
+        holdings = self._holdings or self._read(step_id)[1]
         self._holdings = None
         self._check_claim()
         with self._writing.committing():
             commit.commit(
                 self._root(),
-                self._saved_step(holdings, step, save, names),
+                self._saved_step(holdings, step_id, names),
                 hosts=[host.id for host in self._world.hosts],
                 orbax_files={path: text.encode() for path, text in orbax_files.items()},
-                make_way=lambda: self._make_way(holdings.contents, step, save),
+                make_way=lambda: self._make_way(holdings.contents, step_id),
             )
 
     @calls.call(limit_secs=calls.LONG_SECS)
@@ -213,24 +212,26 @@ class HostBackup:
           step: the training step.
           overwrite: whether older saves of the step that were set aside go too.
         """
-        self._writing.discard_own(step, line.save)
+        self._writing.discard_own(StepId(step, line.save))
         self._collector.collect(line, step, overwrite=overwrite)
 
     @calls.call()
-    def holds(self, step: int, save: str) -> bool:
+    def holds(self, step_id: StepId) -> bool:
         """Whether that save of a step is committed to persistent storage.
 
         Args:
-          step: the training step.
-          save: which save of it; empty for one that Orbax alone wrote.
+          step_id: the step.
 
         Raises:
           CheckpointError: if storage cannot be reached.
         """
         root = self._root()
-        if not root.is_committed(step):
+        if not root.is_committed(step_id.step):
             return False
-        return not save or arrange.save_of(root, step, run=self._world.run) == save
+        return (
+            not step_id.save
+            or arrange.save_of(root, step_id.step, run=self._world.run) == step_id.save
+        )
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def remove(self, step: int) -> bool:
@@ -243,16 +244,18 @@ class HostBackup:
         return tier.remove_all(step)
 
     @calls.call()
-    def record_metrics(self, step: int, save: str, metrics: str) -> None:
+    def record_metrics(self, step_id: StepId, metrics: str) -> None:
         """Records the metrics of an evaluation; see `evaluations`.
 
         Args:
-          step: the training step that was evaluated.
-          save: of this world.
+          step_id: the step.
           metrics: JSON text.
         """
         evaluation = evaluations.Evaluation(
-            run=self._world.run, step=step, save=save, metrics=metrics
+            run=self._world.run,
+            step=step_id.step,
+            save=step_id.save,
+            metrics=metrics,
         )
         evaluations.record(self._root(), evaluation)
 
@@ -276,24 +279,24 @@ class HostBackup:
         if self._world.root is not None:
             self._writing.close()
 
-    def _read(self, step: int, save: str) -> tuple[dict[Offer, Source], Holdings]:
-        sources = self._world.in_ram(step, save)
+    def _read(self, step_id: StepId) -> tuple[dict[Offer, Source], Holdings]:
+        sources = self._world.in_ram(step_id)
         return sources, Holdings.from_offers(list(sources))
 
-    def _dealt(self, step: int, save: str) -> Holdings:
+    def _dealt(self, step_id: StepId) -> Holdings:
         # The holdings of a step, whose parts host 0 deals to all hosts.
-        if (step, save) in self._world.captured:
-            return self._read(step, save)[1]
+        if step_id in self._world.captured:
+            return self._read(step_id)[1]
         message = self._part_exchange.merged()
-        table = message.of_save(step, save)
+        table = message.of_save(step_id)
         if table is None:
-            raise errors.CheckpointError(not_in_ram(step, message.problems))
+            raise errors.CheckpointError(not_in_ram(step_id.step, message.problems))
         held = search.Step.from_offers(table.offers())
         holdings = held.holdings
         if len(holdings.diverged):
             # A later reader could not detect the wrong one.
             raise errors.CheckpointError(
-                f"step {step} has different values at different hosts, such as"
+                f"step {step_id.step} has different values at different hosts, such as"
                 f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
             )
         if not held.complete:
@@ -308,26 +311,26 @@ class HostBackup:
         return holdings
 
     def _share(
-        self, step: int, save: str
+        self, step_id: StepId
     ) -> tuple[Mapping[Offer, Source], upload_share.Share]:
         own = self._world.own.host
-        if (step, save) in self._world.captured:
+        if step_id in self._world.captured:
             # Each host uploads what it has captured itself.
-            sources, holdings = self._read(step, save)
+            sources, holdings = self._read(step_id)
             return sources, upload_share.Share.of_step(holdings, self._world.hosts)
-        tables = part_offers.received(self._part_exchange, step, save)
+        tables = part_offers.received(self._part_exchange, step_id)
         sources = part_offers.sources(self._world, tables)
         offers = list(sources) or [part_offers.nothing(own, tables)]
         holdings = Holdings.from_offers(offers)
         return sources, upload_share.Share(
             holdings=holdings,
             uploads=uploads.of_given_items(holdings, own),
-            step_parts=lambda: upload_share.parts_of(self._read(step, save)[1]),
+            step_parts=lambda: upload_share.parts_of(self._read(step_id)[1]),
         )
 
-    def _make_way(self, contents: Contents, step: int, save: str) -> None:
+    def _make_way(self, contents: Contents, step_id: StepId) -> None:
         self._check_claim()
-        self._arrange(contents, step, save)
+        self._arrange(contents, step_id)
 
     def _check_claim(self) -> None:
         claim = self._claim
@@ -337,11 +340,11 @@ class HostBackup:
                 lambda: claims.check(self._root().path, claim),
             )
 
-    def _arrange(self, contents: Contents, step: int, save: str) -> None:
-        if self._arranged != (step, save):
-            line = Line(save=save, parents=contents.parents)
-            arrange.arrange(self._root(), line, run=self._world.run, step=step)
-            self._arranged = (step, save)
+    def _arrange(self, contents: Contents, step_id: StepId) -> None:
+        if self._arranged != step_id:
+            line = Line(save=step_id.save, parents=contents.parents)
+            arrange.arrange(self._root(), line, run=self._world.run, step=step_id.step)
+            self._arranged = step_id
 
     def _root(self) -> PersistentRoot:
         assert self._world.root is not None
@@ -356,9 +359,9 @@ class HostBackup:
         return writers.WritingWorld(self._root(), run=self._world.run)
 
     def _chunks(
-        self, holdings: Holdings, step: int, save: str
+        self, holdings: Holdings, step_id: StepId
     ) -> dict[str, tuple[int, ...]]:
-        captured = self._world.captured.get((step, save))
+        captured = self._world.captured.get(step_id)
         return (
             upload_share.chunk_shapes(holdings)
             if captured is None
@@ -366,13 +369,12 @@ class HostBackup:
         )
 
     def _saved_step(
-        self, holdings: Holdings, step: int, save: str, names: Names
-    ) -> upload.SavedStep:
-        chunks = self._chunks(holdings, step, save)
-        return upload.SavedStep(
+        self, holdings: Holdings, step_id: StepId, names: Names
+    ) -> upload.UploadedStep:
+        chunks = self._chunks(holdings, step_id)
+        return upload.UploadedStep(
             run=self._world.run,
-            step=step,
-            save=save,
+            step_id=step_id,
             contents=holdings.contents,
             arrays={
                 path: ocdbt.StoredArray(

@@ -6,6 +6,7 @@ from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import evaluations, leases
 
 
@@ -40,7 +41,7 @@ class BackupCollector:
           overwrite: whether older saves of the step that were set aside go too.
         """
         evaluations.settle(self._root, line, run=self._run)
-        gone = self._replaced(step, line.save) if overwrite else []
+        gone = self._replaced(StepId(step, line.save)) if overwrite else []
         if self._keep is not None:
             known = set(gone)
             gone += [each for each in self._not_kept(self._keep) if each not in known]
@@ -58,14 +59,16 @@ class BackupCollector:
                 if save is None:
                     self._tier.remove(number)
                 else:
-                    self._root.discard_aside(number, save)
+                    self._root.discard_aside(StepId(number, save))
 
-    def _replaced(self, step: int, save: str) -> list[tuple[int, str | None]]:
+    def _replaced(self, step_id: StepId) -> list[tuple[int, str | None]]:
         # Older saves of a step that were set aside.
         aside = self._root.set_aside_steps()
-        if step in self._tier.preserved_aside():
+        if step_id.step in self._tier.preserved_aside():
             return []
-        return [each for each in aside if each[0] == step and each[1] < save]
+        return [
+            each for each in aside if each[0] == step_id.step and each[1] < step_id.save
+        ]
 
     def _not_kept(
         self, keep: retention.PreservationPolicy

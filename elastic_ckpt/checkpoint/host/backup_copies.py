@@ -19,6 +19,7 @@ from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import backup_directory
 from elastic_ckpt.tiers.source import ReadError, RepairError
 
@@ -68,24 +69,24 @@ class BackupCopies:
             addressed = tuple(self._addressed(each) for each in parts)
             self._request(url, PartMessage(tables=addressed, saves=keep))
 
-    def await_taken(self, step: int, save: str) -> list[str]:
+    def await_taken(self, step_id: StepId) -> list[str]:
         """Returns when backup hosts have their parts, or why they do not."""
         while self._fetching:
             for url, deadline_secs in list(self._fetching.items()):
                 backup = self._world.peer_at(url)
-                if (step, save) in backup.known_saves():
+                if step_id in backup.known_saves():
                     del self._fetching[url]
                 elif backup.problems:
                     del self._fetching[url]
                     self._problems.append(
                         f"the backup host at {url} has not fetched its parts of step"
-                        f" {step}: {backup.problems[0]}"
+                        f" {step_id.step}: {backup.problems[0]}"
                     )
                 elif time.monotonic() > deadline_secs:
                     del self._fetching[url]
                     self._problems.append(
                         f"the backup host at {url} has not fetched its parts of step"
-                        f" {step} in time; look at its output"
+                        f" {step_id.step} in time; look at its output"
                     )
             time.sleep(_POLL_SECS if self._fetching else 0)
         problems, self._problems = self._problems, []
@@ -108,14 +109,14 @@ class BackupCopies:
             hosts[url] = backup_host(machine, number=number)
         return hosts
 
-    def _complete_saves(self, urls: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    def _complete_saves(self, urls: Sequence[str]) -> tuple[StepId, ...]:
         # The newest save of which each backup host has its parts.
         saves = [set(self._saves(url)) for url in urls]
         common = set.intersection(*saves) if saves else set()
         newest = max(common, key=order, default=None)
         return () if newest is None else (newest,)
 
-    def _saves(self, url: str) -> Sequence[tuple[int, str]]:
+    def _saves(self, url: str) -> Sequence[StepId]:
         return self._world.peer_at(url).known_saves()
 
     def _addressed(self, table: PartTable) -> PartTable:
@@ -133,7 +134,7 @@ class BackupCopies:
         self._fetching[url] = time.monotonic() + secs
 
 
-def order(saved: tuple[int, str]) -> tuple[str, int]:
+def order(saved: StepId) -> tuple[str, int]:
     """The order of the saves of steps in time."""
     step, save = saved
     return save, step

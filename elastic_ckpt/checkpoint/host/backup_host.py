@@ -16,7 +16,7 @@ from etils import epath
 
 from elastic_ckpt.checkpoint.host import backup_copies, copies
 from elastic_ckpt.core import checked_json, errors
-from elastic_ckpt.steps import layout, part_message
+from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.tiers.peers import agent_url, backup_directory, peer, peer_client
@@ -74,17 +74,20 @@ class BackupHost:
             message = part_message.parse(content)
         except checked_json.UnreadableError as error:
             raise errors.CheckpointError(f"a request {error}") from None
-        (_, step, save, _) = message.tables[0].saved
+        step_id = message.tables[0].saved.step_id
         own = self._slot(message.tables[0].saved.run)
         held = own.held()
         # The newest one here may be on all backup hosts by now.
         newest = [max(held, key=backup_copies.order)] if held else []
         with file_repair.held_off(own.disk.host_directory(own.slot)):
-            for each in set(held) - {(step, save), *newest, *message.saves}:
-                own.remove(*each)
+            for each in set(held) - {step_id, *newest, *message.saves}:
+                own.remove(each)
         taken = copies.fetched(own, self._sources(message.tables), is_partial=False)
         return Fetched(
-            step=step, save=save, copies=taken.copies, num_bytes=taken.num_bytes
+            step=step_id.step,
+            save=step_id.save,
+            copies=taken.copies,
+            num_bytes=taken.num_bytes,
         )
 
     def _slot(self, run: str) -> local.LocalHost:
@@ -104,7 +107,7 @@ class BackupHost:
     def _sources(self, tables: Sequence[PartTable]) -> dict[Offer, Source]:
         sources: dict[Offer, Source] = {}
         for table in tables:
-            directory = layout.step_directory(table.saved.step, table.saved.save)
+            directory = str(table.saved.step_id)
             for holder, offer in zip(
                 table.holders, table.with_files().offers(), strict=True
             ):

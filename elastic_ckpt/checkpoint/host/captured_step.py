@@ -27,6 +27,7 @@ from elastic_ckpt.steps.manifest import (
     Host,
     Manifest,
 )
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.captured import Captured
 from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
 
@@ -43,7 +44,7 @@ class CapturedStep:
       files: of the components that this host wrote, with their contents.
       is_own: whether this host uploads a box, by the number of its leaf.
       group_of: the name of the hosts that hold a box; empty if this one alone does.
-      identity: the run, the training step, and which save of it.
+      identity: the run, and the step.
       host: this one.
 
     Attributes:
@@ -60,7 +61,7 @@ class CapturedStep:
         *,
         is_own: IsOwn,
         group_of: GroupOf = lambda *_: "",
-        identity: tuple[str, int, str],
+        identity: tuple[str, StepId],
         host: Host,
     ) -> None:
         self.chunk_shapes: dict[str, tuple[int, ...]] = {}
@@ -101,7 +102,7 @@ class CapturedStep:
                             stored_bytes=layout.num_bytes(piece, leaf.dtype),
                         )
                     )
-        run, step, save = identity
+        run, (step, save) = identity
         manifest = Manifest(
             run=run,
             step=step,

@@ -22,6 +22,7 @@ from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.source import Source
 
@@ -39,20 +40,20 @@ class HostCopies:
         self._backups = backup_copies.BackupCopies(world)
 
     @calls.call()
-    def offer(self, step: int, save: str) -> None:
+    def offer(self, step_id: StepId) -> None:
         """Offers what this host has of a step."""
-        self._part_exchange.offer(part_offers.of_save(self._world, step, save))
+        self._part_exchange.offer(part_offers.of_save(self._world, step_id))
 
     @calls.call()
-    def place(self, step: int, save: str) -> Placed:
+    def place(self, step_id: StepId) -> Placed:
         """Places the copies of a step, and compares replicas; host 0 does it.
 
         Raises:
           CheckpointError: if nothing of the step can be read.
         """
         message = self._part_exchange.merged()
-        if message.of_save(step, save) is None:
-            raise errors.CheckpointError(not_in_ram(step, message.problems))
+        if message.of_save(step_id) is None:
+            raise errors.CheckpointError(not_in_ram(step_id.step, message.problems))
         world = self._world
         placed, tables = placed_parts(message, world.hosts, world.copy_policy)
         self._part_exchange.deal(tables)
@@ -61,7 +62,7 @@ class HostCopies:
         return placed
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def take(self, step: int, save: str) -> Replicated:
+    def take(self, step_id: StepId) -> Replicated:
         """Takes the copies that placement gives this host.
 
         Raises:
@@ -70,12 +71,12 @@ class HostCopies:
         taken = replication.Taken(copies=0, num_bytes=0, problems=())
         problems: tuple[str, ...] = ()
         try:
-            tables = part_offers.received(self._part_exchange, step, save)
+            tables = part_offers.received(self._part_exchange, step_id)
         except errors.CheckpointError as error:
             problems = (str(error),)
         else:
             taken = self.fetch(tables)
-        problems += tuple(self._backups.await_taken(step, save))
+        problems += tuple(self._backups.await_taken(step_id))
         return Replicated(
             copies=taken.copies,
             num_bytes=taken.num_bytes,
@@ -116,8 +117,7 @@ def fetched(
     items = [(item, _sender(holdings, item)) for item in range(holdings.num_items)]
     manifest = holdings.offers[0].manifest
     writer = own.copy_writer(
-        manifest.step,
-        manifest.save,
+        manifest.step_id,
         manifest.contents,
         num_bytes=int(holdings.stored_bytes.sum()),
     )

@@ -125,8 +125,7 @@ def _take(
         num_bytes = int(holdings.stored_bytes[[item for item, _ in items]].sum())
         # As much again has to be free for the copies that the hosts will make.
         writer = own.copy_writer(
-            step_found.step.step,
-            step_found.step.save,
+            step_found.step.step_id,
             holdings.contents,
             num_bytes=2 * num_bytes,
         )

@@ -18,15 +18,16 @@ from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.part_message import LaterSave, PartMessage
 from elastic_ckpt.steps.part_table import Holder, PartTable, joined
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import ReadError, Source
 
 _NO_ROWS = np.empty(0, np.int64)
 
 
-def of_save(world: HostWorld, step: int, save: str) -> PartMessage:
+def of_save(world: HostWorld, step_id: StepId) -> PartMessage:
     """The parts of a save of a step for which a host answers."""
-    message = of_step(world, step)
-    tables = [each for each in message.tables if each.saved.save == save]
+    message = of_step(world, step_id.step)
+    tables = [each for each in message.tables if each.saved.step_id == step_id]
     return dataclasses.replace(message, tables=tuple(tables))
 
 
@@ -60,13 +61,12 @@ def of_all(world: HostWorld) -> PartMessage:
     )
 
 
-def received(parts: PartExchange, step: int, save: str) -> list[PartTable]:
+def received(parts: PartExchange, step_id: StepId) -> list[PartTable]:
     """The parts of a save of a step that this host has received.
 
     Args:
       parts: the exchange that they passed through.
-      step: the training step.
-      save: which save of it.
+      step_id: the step.
 
     Raises:
       CheckpointError: if they cannot be had.
@@ -74,9 +74,9 @@ def received(parts: PartExchange, step: int, save: str) -> list[PartTable]:
     try:
         tables = parts.received()
     except (ReadError, checked_json.UnreadableError) as error:
-        why = f"step {step}: the list of this host's parts {error}"
+        why = f"step {step_id.step}: the list of this host's parts {error}"
         raise errors.CheckpointError(why) from None
-    return [each for each in tables if each.saved[1:3] == (step, save)]
+    return [each for each in tables if each.saved.step_id == step_id]
 
 
 def sources(world: HostWorld, tables: Sequence[PartTable]) -> dict[Offer, Source]:
@@ -90,9 +90,7 @@ def sources(world: HostWorld, tables: Sequence[PartTable]) -> dict[Offer, Source
         saved = table.saved
         offers = table.with_files().offers()
         for holder, offer in zip(table.holders, offers, strict=True):
-            by_offer[offer] = world.source(
-                holder.host, holder.url, saved.step, saved.save
-            )
+            by_offer[offer] = world.source(holder.host, holder.url, saved.step_id)
     return by_offer
 
 

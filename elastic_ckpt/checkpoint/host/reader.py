@@ -31,6 +31,7 @@ from elastic_ckpt.core import calls, errors, storage
 from elastic_ckpt.steps import read_plan
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.part_table import SavedStep
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram import ram_disk
@@ -52,12 +53,11 @@ class HostReader:
         self.sharing = step_sharing.StepSharing(world)
 
     @calls.call()
-    def open_step(self, step: int, save: str, *, is_shared: bool = False) -> None:
+    def open_step(self, step_id: StepId, *, is_shared: bool = False) -> None:
         """Opens a step for reading.
 
         Args:
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
           is_shared: whether host 0 has passed its contents down.
 
         Raises:
@@ -66,14 +66,14 @@ class HostReader:
         self._release()
         whole: FoundStep | None = None
         try:
-            contents = self.sharing.contents(step, save) if is_shared else None
+            contents = self.sharing.contents(step_id) if is_shared else None
         except errors.CheckpointError as error:
             logging.warning("%s; this host reads the manifests of all", error)
             contents = None
         if contents is None:
-            whole = find.of_save(self._world.tiers, step, save)
+            whole = find.of_save(self._world.tiers, step_id)
             contents = whole.step.holdings.contents
-        saved = SavedStep(self._world.run, step, save, contents)
+        saved = SavedStep(self._world.run, step_id, contents)
         self._restoring = _Restoring(saved=saved, whole=whole)
 
     @calls.call()
@@ -124,8 +124,8 @@ class HostReader:
         missing = sorted(set(components) - contents.components.keys())
         if missing:
             raise errors.CheckpointError(
-                f"step {restoring.saved.step} contains no {missing}; it contains"
-                f" {sorted(contents.components)}. Request only those"
+                f"step {restoring.saved.step_id.step} contains no {missing}; it"
+                f" contains {sorted(contents.components)}. Request only those"
             )
         restoring.wanted = wanted
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
@@ -144,8 +144,9 @@ class HostReader:
         restoring = self._opened()
         if restoring.whole is None and not restoring.others:
             try:
-                _, step, save, _ = restoring.saved
-                return self._read(restoring, self.sharing.parts(step, save))
+                return self._read(
+                    restoring, self.sharing.parts(restoring.saved.step_id)
+                )
             except errors.CheckpointError as error:
                 logging.warning("%s; this host reads the manifests of all", error)
         return self._read(restoring, self._whole(restoring))
@@ -153,8 +154,7 @@ class HostReader:
     def _whole(self, restoring: _Restoring) -> FoundStep:
         # The open step with all of its holders, which most hosts do not need.
         if restoring.whole is None:
-            _, step, save, _ = restoring.saved
-            restoring.whole = find.of_save(self._world.tiers, step, save)
+            restoring.whole = find.of_save(self._world.tiers, restoring.saved.step_id)
         return restoring.whole
 
     def _read(self, restoring: _Restoring, step_found: FoundStep) -> dict[str, int]:

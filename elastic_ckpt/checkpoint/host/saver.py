@@ -24,9 +24,10 @@ from elastic_ckpt.checkpoint.host.answers import Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, host_memory, storage
-from elastic_ckpt.steps import layout, retention
+from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import ComponentFile, Contents
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.captured import Captured
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import step_writer
@@ -46,9 +47,9 @@ class HostSaver:
         self._world = world
         self._pool = host_memory.Pool()
         self._views = views.Views()
-        self._saving: dict[tuple[int, str], _Saving] = {}
+        self._saving: dict[StepId, _Saving] = {}
 
-    def capture(self, step: int, save: str, of_trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, of_trees: Mapping[str, Any]) -> str:
         """Copies what the devices of this host hold; see `Hosts.capture`.
 
         Raises:
@@ -61,40 +62,39 @@ class HostSaver:
             owners=captured_step.Owners(
                 values, number=self._world.number, num_hosts=len(self._world.hosts)
             ),
-            directory=self._world.disk.step_directory(self._world.own.slot, step, save),
+            directory=self._world.disk.step_directory(self._world.own.slot, step_id),
         )
-        self._saving[step, save] = saving
+        self._saving[step_id] = saving
         if self._world.local_tier is None:
             # Only components write files on this machine.
-            saving.directory = saving.staging = self._staging(step, save)
+            saving.directory = saving.staging = self._staging(step_id)
             return str(saving.directory)
         contents = Contents(leaves=captured.leaves, components={})
         try:
-            saving.writer = self._world.own.begin(step, save, contents, num_bytes=None)
+            saving.writer = self._world.own.begin(step_id, contents, num_bytes=None)
             if not self._world.disk.has_room(_LEAST_BYTES):
                 # The files of components are small, and may be all that fits.
-                saving.directory = saving.staging = self._staging(step, save)
+                saving.directory = saving.staging = self._staging(step_id)
         except (errors.CheckpointError, OSError) as error:
             # The other hosts have begun: `write` reports the problem to all.
             saving.problem = str(error)
-            saving.directory = saving.staging = self._staging(step, save)
+            saving.directory = saving.staging = self._staging(step_id)
         return str(saving.directory)
 
-    def directory(self, step: int, save: str) -> epath.Path:
+    def directory(self, step_id: StepId) -> epath.Path:
         """The directory for the component files of a step that is being saved."""
-        return self._saving[step, save].directory
+        return self._saving[step_id].directory
 
     @calls.call()
     def write(
-        self, step: int, save: str, components: tuple[str, ...], problem: str | None
+        self, step_id: StepId, components: tuple[str, ...], problem: str | None
     ) -> Written:
         """Writes the captured values.
 
         Without a local tier the files are read, and nothing is written.
 
         Args:
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
           components: that have written their files.
           problem: why the step cannot be written, on this driver; None if it can.
 
@@ -103,7 +103,7 @@ class HostSaver:
         """
         if problem is not None:
             raise errors.CheckpointError(problem)
-        saving = self._saving[step, save]
+        saving = self._saving[step_id]
         saving.components = components
         saving.written = step_writer.written_files(saving.directory, components)
         if self._world.storage is not None or saving.staging is not None:
@@ -126,13 +126,13 @@ class HostSaver:
         return self._files(saving)
 
     @calls.call()
-    def files(self, step: int, save: str) -> Written:
+    def files(self, step_id: StepId) -> Written:
         """Returns the answer of `write`, for a step that it could not write.
 
         Raises:
           CheckpointError: if components could not write their files.
         """
-        saving = self._saving[step, save]
+        saving = self._saving[step_id]
         if saving.components is None:
             raise errors.CheckpointError("components have not written their files")
         return self._files(saving)
@@ -140,23 +140,23 @@ class HostSaver:
     @calls.call()
     def hold(self, written: WrittenStep) -> None:
         """Makes a backup read the captured values, until `abandon`."""
-        step, save = written.step, written.save
-        saving = self._saving[step, save]
+        step_id = written.step_id
+        saving = self._saving[step_id]
         files = _component_files(saving, written)
-        self._world.captured[step, save] = captured_step.CapturedStep(
+        self._world.captured[step_id] = captured_step.CapturedStep(
             saving.captured,
             _contents(saving, written),
             {file: saving.contents[file.path] for file in files},
             is_own=saving.owners.is_own,
             group_of=saving.owners.group_of,
-            identity=(self._world.run, step, save),
+            identity=(self._world.run, step_id),
             host=self._world.own.host,
         )
 
     @calls.call()
     def commit(self, written: WrittenStep) -> None:
         """Commits this host's part of the step."""
-        saving = self._saving.pop((written.step, written.save))
+        saving = self._saving.pop(written.step_id)
         assert saving.writer is not None
         contents = _contents(saving, written)
         saving.release()
@@ -164,69 +164,71 @@ class HostSaver:
         saving.writer.commit(files, contents=contents)
 
     @calls.call()
-    def abandon(self, step: int, save: str) -> None:
+    def abandon(self, step_id: StepId) -> None:
         """Removes the files that this host wrote of a step, committed or not."""
-        self._world.captured.pop((step, save), None)
-        saving = self._saving.pop((step, save), None)
+        self._world.captured.pop(step_id, None)
+        saving = self._saving.pop(step_id, None)
         if saving is None:
-            self._world.own.remove(step, save)
+            self._world.own.remove(step_id)
             return
         saving.release()
         if saving.writer is not None:
             saving.writer.abandon()
         else:
             # Components began to write, even if there is no room.
-            self._world.own.remove(step, save)
+            self._world.own.remove(step_id)
 
     @calls.call()
     def collect(
         self,
-        step: int,
-        save: str,
+        step_id: StepId,
         in_flight: tuple[int, ...],
         preserved: tuple[int, ...],
-        parents: tuple[tuple[int, str], ...],
+        parents: tuple[StepId, ...],
     ) -> None:
         """Removes steps that are not needed after a step is complete.
 
         Args:
-          step: that is complete.
-          save: which save of it; others go.
+          step_id: the step.
           in_flight: steps that are, or will be, backed up.
           preserved: steps that are preserved by hand on any machine.
           parents: of the save.
         """
-        line = Line(save=save, parents=parents)
+        line = Line(save=step_id.save, parents=parents)
         assert self._world.local_tier is not None
         policy = self._world.local_tier.keep or retention.NewestOnly()
         held = self._world.own.retained()
-        abandoned = [each for each in held if line.abandons(each.step, each.save)]
+        abandoned = [each for each in held if line.abandons(each.step_id)]
         of_line = [each for each in held if each not in abandoned]
         removed = retention.steps_to_delete(
             of_line,
             policy,
-            newest_complete=step,
+            newest_complete=step_id.step,
             in_flight=in_flight,
             preserved=preserved,
         )
         gone = [
-            (each.step, each.save)
+            each.step_id
             for each in of_line
             if each.step in removed
-            or (each.step == step and each.save < save and step not in preserved)
+            or (
+                each.step == step_id.step
+                and each.save < step_id.save
+                and step_id.step not in preserved
+            )
         ]
         gone += [
-            (each.step, each.save)
+            each.step_id
             for each in retention.abandoned_to_delete(
                 abandoned, of_line, policy, preserved=preserved
             )
         ]
         for each in gone:
             if each not in self._world.own.in_flight:
-                self._world.own.remove(*each)
+                self._world.own.remove(each)
         if self._world.own.slot == 0:
             # No other host does it if the world became smaller.
-            oldest = min([step, *in_flight])
+            oldest = min([step_id.step, *in_flight])
             self._world.own.remove_idle(line, before=oldest, preserved=preserved)
 
     @calls.call()
@@ -234,18 +236,18 @@ class HostSaver:
         """Removes all saves of a step; returns whether there were any."""
         saves = [each for each in self._world.own.held() if each[0] == step]
         for each in saves:
-            self._world.own.remove(*each)
+            self._world.own.remove(each)
         return bool(saves)
 
     @calls.call()
-    def digests(self, step: int, save: str, under: tuple[str, ...]) -> dict[str, str]:
+    def digests(self, step_id: StepId, under: tuple[str, ...]) -> dict[str, str]:
         """Digests of what several hosts hold of a step; see `CapturedStep.digests`."""
-        return self._world.captured[step, save].digests(under)
+        return self._world.captured[step_id].digests(under)
 
-    def _staging(self, step: int, save: str) -> epath.Path:
+    def _staging(self, step_id: StepId) -> epath.Path:
         if self._world.local_tier is None:
             own = self._world.disk.host_directory(self._world.own.slot)
-            return own / "saving" / layout.step_directory(step, save)
+            return own / "saving" / str(step_id)
         # Under one controller the path has to be the same on all hosts, whose RAM disks
         # have the same path; hosts of one machine have different ones, or slots. Others
         # do not know the secret.
@@ -257,7 +259,7 @@ class HostSaver:
         ).hexdigest()
         temporary = epath.Path(tempfile.gettempdir()) / f"elastic_ckpt-staging-{name}"
         storage.make_private_directory(temporary)
-        staging = temporary / layout.step_directory(step, save)
+        staging = temporary / str(step_id)
         storage.remove(staging)
         return staging
 

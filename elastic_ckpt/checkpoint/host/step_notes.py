@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from elastic_ckpt.steps.step_id import StepId
+
 Parts = Mapping[str, Mapping[str, int]]
 
 
@@ -52,7 +54,7 @@ class StepNotes:
     metrics: str | None
     custom_metadata: str | None
     trees: str | None
-    parents: tuple[tuple[int, str], ...]
+    parents: tuple[StepId, ...]
     time_ms: int = 0
     is_due: bool = False
 
@@ -62,13 +64,11 @@ class WrittenStep:
     """A step that all hosts have written.
 
     Attributes:
-      step: the training step.
-      save: which save of it.
+      step_id: the step.
       parts: by component and file, the number of the part that a file is.
       notes: of the step.
     """
 
-    step: int
-    save: str
+    step_id: StepId
     parts: Parts
     notes: StepNotes

@@ -18,6 +18,7 @@ from elastic_ckpt.checkpoint.host.step_sharing import StepSharing
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors
 from elastic_ckpt.steps import line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find as tier_search
 from elastic_ckpt.tiers import surveyed_ram
 from elastic_ckpt.tiers.find import FoundStep
@@ -43,7 +44,7 @@ class StepSearch:
         step: int | None = None,
         *,
         save: str = "",
-        without: tuple[tuple[int, str], ...] = (),
+        without: tuple[StepId, ...] = (),
         own_line: line.Line | None = None,
         is_shared: bool = False,
         surveyed: tuple[int, ...] | None = None,
@@ -78,7 +79,7 @@ class StepSearch:
         self,
         step: int | None,
         save: str,
-        without: Sequence[tuple[int, str]],
+        without: Sequence[StepId],
         own_line: line.Line | None,
         is_shared: bool,
         ram_tiers: Sequence[Tier],
@@ -110,7 +111,7 @@ class StepSearch:
             missing = self._missing(step, looking, foreign, out_of_reach)
         else:
             foreign_step = None
-            of_save = tier_search.of_save(tiers, step, save) if save else None
+            of_save = tier_search.of_save(tiers, StepId(step, save)) if save else None
             chosen = of_save or looking.of_step(step)
         complete: CheckpointMetadata | None = None
         if foreign_step is not None:
@@ -203,7 +204,7 @@ class StepSearch:
         return CheckpointMetadata(
             step=step,
             save="",
-            line=line.after(step, foreign[step], ()),
+            line=line.after(StepId(step, foreign[step]), ()),
             path=self._path(step),
             **self._world.persistent.notes(step),
         )
@@ -214,7 +215,7 @@ class StepSearch:
         return CheckpointMetadata(
             step=step.step,
             save=step.save,
-            line=line.after(step.step, step.save, contents.parents),
+            line=line.after(step.step_id, contents.parents),
             path=self._path(step.step),
             metrics=json.loads(contents.metrics or "null"),
             custom_metadata=json.loads(contents.custom_metadata or "null"),
@@ -251,5 +252,7 @@ def _refusing(tier: Tier) -> Sequence[str]:
 def _counted(looking: tier_search.Search, foreign: Mapping[int, str]) -> list[int]:
     # The steps of Orbax alone that are not abandoned, ascending.
     return sorted(
-        step for step, save in foreign.items() if not looking.line.abandons(step, save)
+        step
+        for step, save in foreign.items()
+        if not looking.line.abandons(StepId(step, save))
     )

@@ -26,6 +26,7 @@ from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import Holder, PartTable, SavedStep
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.surveyed_ram import SurveyedRam
 
@@ -101,41 +102,42 @@ class StepSharing:
             self._ram = SurveyedRam(PartMessage())
 
     @calls.call()
-    def share(self, step: int, save: str) -> None:
+    def share(self, step_id: StepId) -> None:
         """Passes the contents of the chosen step to all hosts; host 0 does it.
 
         Raises:
           CheckpointError: if another step was chosen.
         """
-        offer = self._chosen_step(step, save).holdings.offers[0]
+        offer = self._chosen_step(step_id).holdings.offers[0]
         self._part_exchange.deal([PartTable.from_offer(offer).take(_NO_ROWS, [])])
 
-    def contents(self, step: int, save: str) -> Contents:
+    def contents(self, step_id: StepId) -> Contents:
         """The contents that this host has received.
 
         Raises:
           CheckpointError: if they cannot be had.
         """
-        tables = part_offers.received(self._part_exchange, step, save)
+        tables = part_offers.received(self._part_exchange, step_id)
         if not tables:
-            raise errors.CheckpointError(f"step {step}: its contents were not received")
+            raise errors.CheckpointError(
+                f"step {step_id.step}: its contents were not received"
+            )
         return tables[0].saved.contents
 
     @calls.call()
-    def plan(self, step: int, save: str, components: tuple[str, ...]) -> None:
+    def plan(self, step_id: StepId, components: tuple[str, ...]) -> None:
         """Plans the reads of all hosts, and deals each its parts; host 0 does it.
 
         Args:
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
           components: that all hosts read.
 
         Raises:
           CheckpointError: if another step was chosen, or it is of another model.
         """
-        chosen = self._chosen_step(step, save)
+        chosen = self._chosen_step(step_id)
         table = self._ram.table(chosen.holdings.offers)
-        asked = self._part_exchange.merged().of_save(step, save) or table.take(
+        asked = self._part_exchange.merged().of_save(step_id) or table.take(
             _NO_ROWS, []
         )
         plan = read_plan.plan(
@@ -148,14 +150,14 @@ class StepSharing:
         # The holdings of all hosts are large.
         self.choose(None)
 
-    def parts(self, step: int, save: str) -> FoundStep:
+    def parts(self, step_id: StepId) -> FoundStep:
         """The parts that this host reads, and where.
 
         Raises:
           CheckpointError: if they cannot be had.
         """
         world = self._world
-        tables = part_offers.received(self._part_exchange, step, save)
+        tables = part_offers.received(self._part_exchange, step_id)
         in_ram = [table.of_tier("local") for table in tables]
         sources = part_offers.sources(world, in_ram)
         stored = {
@@ -164,20 +166,20 @@ class StepSharing:
             for holder in table.of_tier("persistent").holders
         }
         if stored and world.persistent is not None:
-            of_storage = world.persistent.offers(step, hosts=stored).sources
+            of_storage = world.persistent.offers(step_id.step, hosts=stored).sources
             sources |= {
                 offer: source
                 for offer, source in of_storage.items()
-                if offer.manifest.save == save
+                if offer.manifest.save == step_id.save
             }
         if not sources:
             offer = part_offers.nothing(world.own.host, tables)
-            sources = {offer: world.source(offer.host, "", step, save)}
+            sources = {offer: world.source(offer.host, "", step_id)}
         # Host 0 has found the whole to be complete. Where saved boxes overlap, so do
         # parts, which is an error of the plan: then all holders are read.
         complete = search.Step(
-            step=step,
-            save=save,
+            step=step_id.step,
+            save=step_id.save,
             holdings=Holdings.from_offers(list(sources)),
             gaps={},
             missing_parts={},
@@ -190,10 +192,11 @@ class StepSharing:
         """Removes the messages of this host, which all hosts have read."""
         self._part_exchange.end()
 
-    def _chosen_step(self, step: int, save: str) -> search.Step:
+    def _chosen_step(self, step_id: StepId) -> search.Step:
         chosen = self._chosen
-        if chosen is None or (chosen.step.step, chosen.step.save) != (step, save):
+        if chosen is None or chosen.step.step_id != step_id:
             raise errors.CheckpointError(
-                f"step {step}, save {save}, is not the one that host 0 has found"
+                f"step {step_id.step}, save {step_id.save}, is not the one that host 0"
+                " has found"
             )
         return chosen.step

@@ -16,9 +16,10 @@ from etils import epath
 from elastic_ckpt.checkpoint.host.captured_step import CapturedStep
 from elastic_ckpt.checkpoint.host.part_exchange import KINDS, Kind, Letter, PartExchange
 from elastic_ckpt.core import calls, errors
-from elastic_ckpt.steps import failure_domains, layout, placement
+from elastic_ckpt.steps import failure_domains, placement
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.peers import (
     agent,
@@ -141,7 +142,7 @@ class HostWorld:
         read_ram = config.chosen.read_ram
         if read_ram is not None and find_machine(read_ram) is not None:
             self._read_disk = ram_disk.RamDisk(read_ram, run=self.run)
-        self.captured: dict[tuple[int, str], CapturedStep] = {}
+        self.captured: dict[StepId, CapturedStep] = {}
         self.client = client
         self.agent_urls = {
             machine: agent_url.pinned(each["url"], each.get("certificate_sha256"))
@@ -223,48 +224,48 @@ class HostWorld:
         idle = sorted(self._agents.keys() - present)
         return [self.peer_at(url) for url in idle[self.number :: len(self.hosts)]]
 
-    def source(self, host: Host, url: str, step: int, save: str) -> Source:
+    def source(self, host: Host, url: str, step_id: StepId) -> Source:
         """The source of the parts that a host holds of a save of a step.
 
         Args:
           host: the holder.
           url: of its agent; empty if its machine is one of the world.
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
 
         Raises:
           CheckpointError: if nothing is known of its machine.
         """
         machine, _, slot = host.id.rpartition(".")
         if not url and machine == self.disk.machine and slot.isdecimal():
-            directory = self.disk.step_directory(int(slot), step, save)
+            directory = self.disk.step_directory(int(slot), step_id)
             return ram_disk.StepFiles(directory)
         url = url or self._urls.get(machine, "")
         if not url:
             raise errors.CheckpointError(
-                f"host {host.id}, which holds parts of step {step}, has announced no"
-                " agent that serves them; start the run again"
+                f"host {host.id}, which holds parts of step {step_id.step}, has"
+                " announced no agent that serves them; start the run again"
             )
-        directory_name = layout.step_directory(step, save)
-        return peer.PeerSource(self.endpoint(url), f"{slot}/{directory_name}")
+        return peer.PeerSource(self.endpoint(url), f"{slot}/{step_id}")
 
-    def in_ram(self, step: int, save: str) -> dict[Offer, Source]:
+    def in_ram(self, step_id: StepId) -> dict[Offer, Source]:
         """Returns the offers in RAM of one save of a step, with their sources.
 
         Raises:
           CheckpointError: if there are no offers.
         """
-        captured = self.captured.get((step, save))
+        captured = self.captured.get(step_id)
         if captured is not None:
             return {captured.offer: captured}
-        offered, problems, _ = merged(tier.offers(step) for tier in self.ram_tiers)
+        offered, problems, _ = merged(
+            tier.offers(step_id.step) for tier in self.ram_tiers
+        )
         sources = {
             offer: source
             for offer, source in offered.items()
-            if offer.manifest.save == save
+            if offer.manifest.save == step_id.save
         }
         if not sources:
-            raise errors.CheckpointError(not_in_ram(step, problems))
+            raise errors.CheckpointError(not_in_ram(step_id.step, problems))
         return sources
 
     @calls.call()
@@ -394,7 +395,9 @@ class HostWorld:
         return self.client.endpoint(url, certificate_sha256=certificate)
 
     def _newest_save(self) -> int:
-        saves = [save for *_, save in self.disk.all_saves() if save.isdecimal()]
+        saves = [
+            each.save for _, each in self.disk.all_saves() if each.save.isdecimal()
+        ]
         return max(map(int, saves), default=0)
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from elastic_ckpt.core import checked_json
-from elastic_ckpt.steps import layout, manifest, manifest_file
+from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.tiers.peers.peer_endpoint import Endpoint
@@ -41,7 +42,7 @@ class _Listed(NamedTuple):
 
     @property
     def directory(self) -> str:
-        return f"{self.slot}/{layout.step_directory(self.step, self.save)}"
+        return f"{self.slot}/{StepId(self.step, self.save)}"
 
 
 class _Listing(NamedTuple):
@@ -135,11 +136,15 @@ class Peer:
         """
         return sorted(self._listing.of_step)
 
-    def known_saves(self) -> Sequence[tuple[int, str]]:
+    def known_saves(self) -> Sequence[StepId]:
         """See `source.Tier`; for the steps that `steps` returns."""
         of_step = self._listing.of_step
         return sorted(
-            {(step, each.save) for step, listed in of_step.items() for each in listed}
+            {
+                StepId(step, each.save)
+                for step, listed in of_step.items()
+                for each in listed
+            }
         )
 
     @property
@@ -260,7 +265,7 @@ class Peers:
         """See `source.Tier`."""
         return sorted({step for steps in self._of_each(Peer.steps) for step in steps})
 
-    def known_saves(self) -> Sequence[tuple[int, str]]:
+    def known_saves(self) -> Sequence[StepId]:
         """See `source.Tier`."""
         saves = self._of_each(Peer.known_saves)
         return sorted({each for of_peer in saves for each in of_peer})
@@ -284,7 +289,7 @@ def _listed(each: dict[str, Any]) -> _Listed:
         slot=each["slot"], step=each["step"], save=each["save"], name=each["manifest"]
     )
     right = isinstance(listed.slot, str) and isinstance(listed.name, str)
-    step = layout.parse_step_directory(f"{listed.step}-{listed.save}")
+    step = StepId.parse(f"{listed.step}-{listed.save}")
     if not right or step != (listed.step, listed.save):
         raise ValueError("not a step")
     return listed

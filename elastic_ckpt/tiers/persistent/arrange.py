@@ -13,6 +13,7 @@ from __future__ import annotations
 from elastic_ckpt.core import bucket_clients, checked_json, errors
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.tiers.persistent.persistent_root import (
     ABANDONED,
@@ -42,7 +43,7 @@ def record(root: PersistentRoot, line: Line, *, run: str) -> None:
     if any(each.save >= line.save for each in recorded):
         return
     older = [*root.set_aside_steps(), *_newest(root, run=run)]
-    if recorded or any(line.abandons(*each) for each in older):
+    if recorded or any(line.abandons(each) for each in older):
         claims.claim(root.path, line, run=run, claimant=claims.new_claimant())
 
 
@@ -89,22 +90,22 @@ def arrange(root: PersistentRoot, line: Line, *, run: str, step: int) -> None:
         save = save_of(root, number, run=run)
         if save is None or save >= line.save:
             continue
-        if number != step and not line.abandons(number, save):
+        if number != step and not line.abandons(StepId(number, save)):
             # From here on down it is as the worlds before have arranged it.
             break
-        root.set_aside(number, save)
-    for number, save in root.set_aside_steps():
-        is_needed = number != step and not line.abandons(number, save)
-        if is_needed and save < line.save and not root.is_committed(number):
-            root.bring_back(number, save)
+        root.set_aside(StepId(number, save))
+    for each in root.set_aside_steps():
+        is_needed = each.step != step and not line.abandons(each)
+        if is_needed and each.save < line.save and not root.is_committed(each.step):
+            root.bring_back(each)
 
 
-def _newest(root: PersistentRoot, *, run: str) -> list[tuple[int, str]]:
+def _newest(root: PersistentRoot, *, run: str) -> list[StepId]:
     # The newest step that is not set aside, with its save; none if there is none.
     for number in reversed(root.steps()):
         save = save_of(root, number, run=run)
         if save is not None:
-            return [(number, save)]
+            return [StepId(number, save)]
     return []
 
 

@@ -32,12 +32,12 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_manifests,
 )
 from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
-from elastic_ckpt.tiers.persistent.upload import SavedStep
+from elastic_ckpt.tiers.persistent.upload import UploadedStep
 
 
 def commit(
     root: PersistentRoot,
-    saved: SavedStep,
+    saved: UploadedStep,
     *,
     hosts: Collection[str],
     orbax_files: Mapping[str, bytes],
@@ -60,10 +60,13 @@ def commit(
       CheckpointError: if hosts have not finished, what they wrote is not all of the
         step, the step exists by another save, or storage fails for good.
     """
-    unfinished = root.unfinished(saved.step, saved.save)
+    unfinished = root.unfinished(saved.step_id)
     doing = f"committing {unfinished}"
     if not retries.call(
-        doing, lambda: root.is_pending(saved.step, run=saved.run, save=saved.save)
+        doing,
+        lambda: root.is_pending(
+            saved.step_id.step, run=saved.run, save=saved.step_id.save
+        ),
     ):
         if not root.in_place:
             # A host may have begun again before it received the commit.
@@ -78,18 +81,18 @@ def commit(
         retries=retries,
     )
     parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
-    success = commit_text(root.final(saved.step), saved.save)
+    success = commit_text(root.final(saved.step_id.step), saved.step_id.save)
     retries.call(doing, make_way)
     for path in _commit_files(unfinished, saved, parts):
         retries.call(doing, lambda path=path: _write(path, success))
     if not root.in_place:
-        final = root.final(saved.step)
+        final = root.final(saved.step_id.step)
         retries.call(doing, lambda: _rename(unfinished, final))
 
 
 def assemble(
     unfinished: epath.Path,
-    saved: SavedStep,
+    saved: UploadedStep,
     *,
     hosts: Collection[str],
     orbax_files: Mapping[str, bytes],
@@ -139,7 +142,7 @@ def assemble(
 
 
 def _commit_files(
-    unfinished: epath.Path, saved: SavedStep, parts: Collection[str]
+    unfinished: epath.Path, saved: UploadedStep, parts: Collection[str]
 ) -> list[epath.Path]:
     # Orbax commits each part of a step, and last the step. A component without files
     # is a directory to Orbax.
@@ -153,14 +156,16 @@ def _commit_files(
 
 
 def _manifests(
-    unfinished: epath.Path, saved: SavedStep, hosts: Sequence[str]
+    unfinished: epath.Path, saved: UploadedStep, hosts: Sequence[str]
 ) -> list[Manifest]:
     names = [manifest_file.file_name(host) for host in hosts]
-    manifests = read_manifests(unfinished, names, run=saved.run, step=saved.step)
+    manifests = read_manifests(
+        unfinished, names, run=saved.run, step=saved.step_id.step
+    )
     manifests = [
         each
         for each in manifests
-        if isinstance(each, Manifest) and each.save == saved.save
+        if isinstance(each, Manifest) and each.save == saved.step_id.save
     ]
     done = {each.host.id for each in manifests}
     missing = [host for host in hosts if host not in done]
@@ -180,7 +185,7 @@ def _step(manifests: Sequence[Manifest]) -> Step:
 
 
 def _earlier(
-    unfinished: epath.Path, saved: SavedStep, manifests: Sequence[Manifest]
+    unfinished: epath.Path, saved: UploadedStep, manifests: Sequence[Manifest]
 ) -> list[Manifest]:
     # Manifests of the parts that hosts of earlier worlds have uploaded, and the present
     # ones have not.
@@ -190,8 +195,7 @@ def _earlier(
     for each in progress.read(
         unfinished,
         run=saved.run,
-        step=saved.step,
-        save=saved.save,
+        step_id=saved.step_id,
         contents=saved.contents,
     ):
         parts = [p for p in progress.listed(each) if _place(p) not in covered]
@@ -234,7 +238,7 @@ def _stores(manifests: Sequence[Manifest]) -> dict[str, set[str]]:
     return stores
 
 
-def _empty_arrays(saved: SavedStep) -> dict[str, list[ocdbt.Chunk]]:
+def _empty_arrays(saved: UploadedStep) -> dict[str, list[ocdbt.Chunk]]:
     # By checkpointable. They have no chunks that a host could upload, but Orbax
     # requires their metadata like that of others.
     empty: dict[str, list[ocdbt.Chunk]] = {}

@@ -25,8 +25,8 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
@@ -52,6 +52,11 @@ class Evaluation:
     save: str
     metrics: str
 
+    @property
+    def step_id(self) -> StepId:
+        """The step as that save would have it."""
+        return StepId(self.step, self.save)
+
 
 def record(root: PersistentRoot, evaluation: Evaluation) -> None:
     """Records an evaluation, durably.
@@ -59,7 +64,7 @@ def record(root: PersistentRoot, evaluation: Evaluation) -> None:
     Raises:
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.
     """
-    path = _path(root, evaluation.step, evaluation.save)
+    path = _path(root, evaluation.step_id)
     storage.make_directory(path.parent)
     storage.write_atomic(path, _to_bytes(evaluation))
 
@@ -99,7 +104,7 @@ def counted(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int, st
     return [
         (each.step, each.metrics)
         for each in sorted(evaluations, key=lambda each: (each.step, each.save))
-        if each.save <= line.save and not line.abandons(each.step, each.save)
+        if each.save <= line.save and not line.abandons(each.step_id)
     ]
 
 
@@ -123,7 +128,7 @@ def settle(root: PersistentRoot, line: Line, *, run: str) -> None:
         if each.save > line.save:
             # Another world recorded it, and has replaced this one.
             continue
-        if line.abandons(each.step, each.save):
+        if line.abandons(each.step_id):
             _forget(root, each)
             continue
         number = saved_step(each.step, steps)
@@ -182,18 +187,18 @@ def _recorded(root: PersistentRoot) -> list[Evaluation]:
         (parsed, each)
         for each in there
         if each.name.endswith(_SUFFIX)
-        and (parsed := layout.parse_step_directory(each.name.removesuffix(_SUFFIX)))
+        and (parsed := StepId.parse(each.name.removesuffix(_SUFFIX)))
     ]
     evaluations = [_read(path) for _, path in sorted(names, key=lambda each: each[0])]
     return [each for each in evaluations if each is not None]
 
 
 def _forget(root: PersistentRoot, evaluation: Evaluation) -> None:
-    storage.remove(_path(root, evaluation.step, evaluation.save))
+    storage.remove(_path(root, evaluation.step_id))
 
 
-def _path(root: PersistentRoot, step: int, save: str) -> epath.Path:
-    return root.path / DIRECTORY / f"{layout.step_directory(step, save)}{_SUFFIX}"
+def _path(root: PersistentRoot, step_id: StepId) -> epath.Path:
+    return root.path / DIRECTORY / f"{step_id}{_SUFFIX}"
 
 
 def _to_bytes(evaluation: Evaluation) -> bytes:

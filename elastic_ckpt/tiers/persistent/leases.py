@@ -29,7 +29,7 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import ABANDONED, PersistentRoot
 
@@ -273,7 +273,7 @@ class _Lease:
 
 def _parsed(directory: epath.Path) -> tuple[PersistentRoot, int]:
     # The root and the number of the step in a directory.
-    aside = layout.parse_step_directory(directory.name)
+    aside = StepId.parse(directory.name)
     if directory.parent.name == ABANDONED and aside is not None:
         return PersistentRoot.from_path(directory.parent.parent), aside[0]
     if not directory.name.isdecimal():

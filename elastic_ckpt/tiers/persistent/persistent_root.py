@@ -31,8 +31,9 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import Leftover
 
 COMMIT_FILE = "commit_success.txt"
@@ -68,11 +69,11 @@ class PersistentRoot:
         """The directory of a step when it is committed."""
         return self.path / str(step)
 
-    def unfinished(self, step: int, save: str) -> epath.Path:
+    def unfinished(self, step_id: StepId) -> epath.Path:
         """The directory that a save of a step is uploaded into."""
         if self.in_place:
-            return self.final(step)
-        return self.path / f"{step}{_TEMPORARY}-{save}"
+            return self.final(step_id.step)
+        return self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}"
 
     def is_committed(self, step: int) -> bool:
         """Whether the step exists, written by any program."""
@@ -151,9 +152,9 @@ class PersistentRoot:
                 continue
             leftovers.append(Leftover(step=step, save=save, path=self.path / name))
         leftovers += [
-            Leftover(step=step, save=save, path=self.aside(step, save))
-            for step, save in self._aside_steps()
-            if not self._is_committed_aside(step, save)
+            Leftover(step=each.step, save=each.save, path=self.aside(each))
+            for each in self._aside_steps()
+            if not self._is_committed_aside(each)
         ]
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
@@ -161,25 +162,25 @@ class PersistentRoot:
         """Makes a committed step invisible, and returns its directory."""
         return self._taken_back(step, self.final(step))
 
-    def aside(self, step: int, save: str) -> epath.Path:
+    def aside(self, step_id: StepId) -> epath.Path:
         """The directory of a save of a step that is set aside."""
-        return self.path / ABANDONED / layout.step_directory(step, save)
+        return self.path / ABANDONED / str(step_id)
 
-    def set_aside_steps(self) -> list[tuple[int, str]]:
+    def set_aside_steps(self) -> list[StepId]:
         """The steps that are set aside, with their saves, ascending."""
-        return [each for each in self._aside_steps() if self._is_committed_aside(*each)]
+        return [each for each in self._aside_steps() if self._is_committed_aside(each)]
 
-    def set_aside(self, step: int, save: str) -> None:
+    def set_aside(self, step_id: StepId) -> None:
         """Moves a committed step to the directory `aside`; can be repeated."""
-        self._move(self.final(step), self.aside(step, save))
+        self._move(self.final(step_id.step), self.aside(step_id))
 
-    def bring_back(self, step: int, save: str) -> None:
+    def bring_back(self, step_id: StepId) -> None:
         """Undoes `set_aside`."""
-        self._move(self.aside(step, save), self.final(step))
+        self._move(self.aside(step_id), self.final(step_id.step))
 
-    def discard_aside(self, step: int, save: str) -> None:
+    def discard_aside(self, step_id: StepId) -> None:
         """Removes a step that is set aside: it is gone at once."""
-        storage.remove(self._taken_back(step, self.aside(step, save)))
+        storage.remove(self._taken_back(step_id.step, self.aside(step_id)))
 
     def _taken_back(self, step: int, directory: epath.Path) -> epath.Path:
         # Makes a committed directory invisible, and returns where its files are.
@@ -202,13 +203,13 @@ class PersistentRoot:
         storage.remove(source / COMMIT_FILE)
         storage.remove(source)
 
-    def _aside_steps(self) -> list[tuple[int, str]]:
-        names = map(layout.parse_step_directory, self._names(ABANDONED))
+    def _aside_steps(self) -> list[StepId]:
+        names = map(StepId.parse, self._names(ABANDONED))
         return sorted(each for each in names if each is not None)
 
-    def _is_committed_aside(self, step: int, save: str) -> bool:
+    def _is_committed_aside(self, step_id: StepId) -> bool:
         # Copies and removals take a while in an object store.
-        return not self.in_place or (self.aside(step, save) / COMMIT_FILE).exists()
+        return not self.in_place or (self.aside(step_id) / COMMIT_FILE).exists()
 
     def _names(self, below: str = "") -> list[str]:
         directory = self.path / below

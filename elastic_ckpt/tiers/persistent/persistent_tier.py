@@ -18,10 +18,11 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.steps import layout, manifest_file, retention, search
+from elastic_ckpt.steps import manifest_file, retention, search
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt, persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import (
@@ -77,7 +78,7 @@ class PersistentTier:
         aside = {step for step, _ in self.root.set_aside_steps()}
         return sorted(filter(self._is_offered, aside.union(self._steps())))
 
-    def known_saves(self) -> list[tuple[int, str]]:
+    def known_saves(self) -> list[StepId]:
         """The newest committed step that can be read, and the steps set aside.
 
         Steps that are not set aside are of one line: no save is newer than the last's.
@@ -86,7 +87,7 @@ class PersistentTier:
         for step in reversed(self._steps()):
             save = arrange.save_of(self.root, step, run=self._run)
             if save is not None:
-                return [*steps, (step, save)]
+                return [*steps, StepId(step, save)]
         return steps
 
     def recorded_lines(self) -> list[Line]:
@@ -152,8 +153,8 @@ class PersistentTier:
         if not self._is_offered(step):
             return []
         committed = [self.root.final(step)] if self.root.is_committed(step) else []
-        aside = [each for each in self.root.set_aside_steps() if each[0] == step]
-        return [*committed, *(self.root.aside(*each) for each in aside)]
+        aside = [each for each in self.root.set_aside_steps() if each.step == step]
+        return [*committed, *(self.root.aside(each) for each in aside)]
 
     def held(self) -> list[retention.HeldStep]:
         """The steps of this run, in the form that retention requires.
@@ -169,8 +170,8 @@ class PersistentTier:
     def abandoned(self) -> list[retention.HeldStep]:
         """The steps that are set aside, likewise."""
         held = [
-            self._held(step, self.root.aside(step, save), save)
-            for step, save in self.root.set_aside_steps()
+            self._held(each.step, self.root.aside(each), each.save)
+            for each in self.root.set_aside_steps()
         ]
         return [step for step in held if step is not None]
 
@@ -187,10 +188,10 @@ class PersistentTier:
         """Those of the steps that are set aside, likewise."""
         aside = self.root.set_aside_steps()
         return [
-            step
-            for step, save in aside
-            if self._is_offered(step)
-            and preserved.is_preserved(self.root.aside(step, save))
+            each.step
+            for each in aside
+            if self._is_offered(each.step)
+            and preserved.is_preserved(self.root.aside(each))
         ]
 
     def leftovers(self) -> list[Leftover]:
@@ -206,12 +207,12 @@ class PersistentTier:
 
     def remove_all(self, step: int) -> bool:
         """Removes all saves of a step; whether there were any."""
-        aside = [each for each in self.root.set_aside_steps() if each[0] == step]
+        aside = [each for each in self.root.set_aside_steps() if each.step == step]
         committed = step in self._steps()
         if committed:
             self.remove(step)
         for each in aside:
-            self.root.discard_aside(*each)
+            self.root.discard_aside(each)
         return committed or bool(aside)
 
     def _steps(self) -> list[int]:
@@ -257,8 +258,8 @@ class PersistentTier:
 
 def _save_of(directory: epath.Path) -> str | None:
     # Without its manifests.
-    aside = layout.parse_step_directory(directory.name)
-    return persistent_root.committed_save(directory) if aside is None else aside[1]
+    aside = StepId.parse(directory.name)
+    return persistent_root.committed_save(directory) if aside is None else aside.save
 
 
 def offers_in(

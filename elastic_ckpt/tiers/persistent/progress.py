@@ -18,6 +18,7 @@ from elastic_ckpt.steps.manifest import (
     Fragment,
     Manifest,
 )
+from elastic_ckpt.steps.step_id import StepId
 
 # A part of a step, wherever it lies: the leaf, box and digest of a fragment, or a file.
 Part = tuple[int, object, bytes] | ComponentFile
@@ -36,7 +37,7 @@ def write(directory: epath.Path, manifest: Manifest) -> None:
 
 
 def read(
-    directory: epath.Path, *, run: str, step: int, save: str, contents: Contents
+    directory: epath.Path, *, run: str, step_id: StepId, contents: Contents
 ) -> list[Manifest]:
     """Reads what hosts have written of an upload; finished manifests come first.
 
@@ -55,8 +56,8 @@ def read(
             manifest = manifest_file.parse(content, stores=True)
         except (FileNotFoundError, checked_json.UnreadableError):
             continue
-        identity = (manifest.run, manifest.step, manifest.save)
-        if identity == (run, step, save) and manifest.contents == contents:
+        identity = (manifest.run, manifest.step_id)
+        if identity == (run, step_id) and manifest.contents == contents:
             uploads.append(manifest)
     return uploads
 

@@ -32,6 +32,7 @@ from elastic_ckpt.steps.manifest import (
     Host,
     Manifest,
 )
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import claims, ocdbt, progress
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.progress import Part
@@ -43,21 +44,19 @@ _PROGRESS_SHARE = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedStep:
+class UploadedStep:
     """The step to upload, the same on all hosts.
 
     Attributes:
       run: the identity of the run.
-      step: the training step.
-      save: which save of it.
+      step_id: the step.
       contents: of the whole step.
       arrays: of each leaf, by its path, where Orbax looks for it
         (`checkpoint.orbax_format.stored_arrays`).
     """
 
     run: str
-    step: int
-    save: str
+    step_id: StepId
     contents: Contents
     arrays: Mapping[str, ocdbt.StoredArray]
 
@@ -95,7 +94,7 @@ class Upload:
     def __init__(
         self,
         root: PersistentRoot,
-        saved: SavedStep,
+        saved: UploadedStep,
         host: Host,
         *,
         retries: Retries = PATIENT,
@@ -106,10 +105,10 @@ class Upload:
         self._saved = saved
         self._host = host
         self._retries = retries
-        self._directory = root.unfinished(saved.step, saved.save)
+        self._directory = root.unfinished(saved.step_id)
         self._manifest = self._directory / manifest_file.file_name(host.id)
         self._progress = self._directory / progress.file_name(host.id)
-        self._store = ocdbt.store_name(host.id, saved.save)
+        self._store = ocdbt.store_name(host.id, saved.step_id.save)
         self._context = ocdbt.new_context()
         self._open_store = store
         # By checkpointable.
@@ -137,12 +136,14 @@ class Upload:
         """
         saved = self._saved
         if not self._retries.call(
-            f"looking for step {saved.step} in {self._root.path}",
-            lambda: self._root.is_pending(saved.step, run=saved.run, save=saved.save),
+            f"looking for step {saved.step_id.step} in {self._root.path}",
+            lambda: self._root.is_pending(
+                saved.step_id.step, run=saved.run, save=saved.step_id.save
+            ),
         ):
             raise errors.CheckpointError(
-                f"step {saved.step} in {self._root.path} is committed already, by this"
-                f" save {saved.save!r}; nothing is left to upload"
+                f"step {saved.step_id.step} in {self._root.path} is committed already,"
+                f" by this save {saved.step_id.save!r}; nothing is left to upload"
             )
         if self._root.in_place:
             newest = claims.newest(self._root.path)
@@ -263,8 +264,7 @@ class Upload:
         uploads = progress.read(
             self._directory,
             run=saved.run,
-            step=saved.step,
-            save=saved.save,
+            step_id=saved.step_id,
             contents=saved.contents,
         )
         self.is_continued = bool(uploads)
@@ -316,8 +316,8 @@ class Upload:
             self._retries.call(f"committing {path}", store.commit)
         return Manifest(
             run=saved.run,
-            step=saved.step,
-            save=saved.save,
+            step=saved.step_id.step,
+            save=saved.step_id.save,
             host=self._host,
             contents=saved.contents,
             fragments=Fragments.from_rows(fragments, contents=saved.contents),

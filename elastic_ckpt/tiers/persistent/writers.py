@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 
 from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent.persistent_root import (
     REMOVED,
     PersistentRoot,
@@ -113,7 +114,7 @@ class WritingWorld:
                     or (self._is_older(each, before) and not is_needed(each))
                 ]
 
-    def discard_own(self, step: int, save: str) -> list[Leftover]:
+    def discard_own(self, step_id: StepId) -> list[Leftover]:
         """Removes what uploads of this world that failed left of steps before `step`.
 
         To be called when no upload of it is running.
@@ -121,7 +122,7 @@ class WritingWorld:
         return [
             self._discard(each)
             for each in self._root.leftovers()
-            if each.step < step and self._saves(each) == {save}
+            if each.step < step_id.step and self._saves(each) == {step_id.save}
         ]
 
     @contextlib.contextmanager

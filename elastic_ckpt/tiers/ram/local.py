@@ -28,6 +28,7 @@ from elastic_ckpt.steps.manifest import (
     Host,
     Manifest,
 )
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram import ram_disk, step_writer
 from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
 
@@ -66,7 +67,7 @@ class LocalHost:
         self.host = Host(id=disk.host_id(slot), number=number, domains=domains)
         self.slot = slot
         self._lock = threading.Lock()
-        self._in_flight: set[tuple[int, str]] = set()
+        self._in_flight: set[StepId] = set()
         self._held = contextlib.ExitStack()
         self._held.enter_context(self._locked(slot))
 
@@ -75,47 +76,46 @@ class LocalHost:
         self._held.close()
 
     @property
-    def in_flight(self) -> frozenset[tuple[int, str]]:
+    def in_flight(self) -> frozenset[StepId]:
         """The steps and saves that are being written."""
         with self._lock:
             return frozenset(self._in_flight)
 
-    def held(self) -> list[tuple[int, str]]:
+    def held(self) -> list[StepId]:
         """The steps and saves that are committed, ascending."""
         return [
-            (step, save)
-            for step, save in self.disk.saves(self.slot)
-            if self.disk.manifest_path(self.slot, step, save).exists()
+            each
+            for each in self.disk.saves(self.slot)
+            if self.disk.manifest_path(self.slot, each).exists()
         ]
 
     def retained(self) -> list[retention.HeldStep]:
         """The committed saves as retention requires them, from the manifests."""
-        return [self._retained(*each) for each in self.held()]
+        return [self._retained(each) for each in self.held()]
 
-    def _retained(self, step: int, save: str) -> retention.HeldStep:
+    def _retained(self, step_id: StepId) -> retention.HeldStep:
         time_ms, metrics, complete = 0, None, True
         try:
-            contents = self.disk.manifest(self.slot, step, save).contents
+            contents = self.disk.manifest(self.slot, step_id).contents
             time_ms, metrics = contents.time_ms, contents.metrics
         except errors.CheckpointError:
             # Its files cannot be read without it.
             complete = False
         return retention.HeldStep(
-            step=step,
-            save=save,
+            step=step_id.step,
+            save=step_id.save,
             time=_BEGINNING + datetime.timedelta(milliseconds=time_ms),
             metrics=None if metrics is None else json.loads(metrics),
             complete=complete,
         )
 
     def begin(
-        self, step: int, save: str, contents: Contents, *, num_bytes: int | None
+        self, step_id: StepId, contents: Contents, *, num_bytes: int | None
     ) -> step_writer.StepWriter:
         """A writer for what this process holds of a step; leftovers of it are removed.
 
         Args:
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
           contents: of the whole step.
           num_bytes: of what will be written, all in all; None leaves it to `reserve`,
             which takes its time.
@@ -123,24 +123,23 @@ class LocalHost:
         Raises:
           CheckpointError: if it does not fit, or is committed already.
         """
-        if self.disk.manifest_path(self.slot, step, save).exists():
+        if self.disk.manifest_path(self.slot, step_id).exists():
             raise errors.CheckpointError(
-                f"step {step}, save {save!r}, is in"
-                f" {self.disk.step_directory(self.slot, step, save)} already; remove"
+                f"step {step_id.step}, save {step_id.save!r}, is in"
+                f" {self.disk.step_directory(self.slot, step_id)} already; remove"
                 " it, or save under another name"
             )
-        storage.remove(self.disk.step_directory(self.slot, step, save))
-        empty = self._empty(step, save, contents)
+        storage.remove(self.disk.step_directory(self.slot, step_id))
+        empty = self._empty(step_id, contents)
         return self._writer(empty, num_bytes=num_bytes)
 
     def copy_writer(
-        self, step: int, save: str, contents: Contents, *, num_bytes: int
+        self, step_id: StepId, contents: Contents, *, num_bytes: int
     ) -> step_writer.StepWriter:
         """A writer for copies from peers, beside what is committed here of the step.
 
         Args:
-          step: the training step.
-          save: which save of it.
+          step_id: the step.
           contents: of the whole step.
           num_bytes: of what will be added, all in all.
 
@@ -148,11 +147,11 @@ class LocalHost:
           CheckpointError: if it does not fit.
         """
         try:
-            present = self.disk.manifest(self.slot, step, save)
+            present = self.disk.manifest(self.slot, step_id)
         except errors.CheckpointError:
             # It is missing or damaged, so its files cannot be read.
-            self.remove(step, save)
-            present = self._empty(step, save, contents)
+            self.remove(step_id)
+            present = self._empty(step_id, contents)
         return self._writer(present, num_bytes=num_bytes)
 
     def put_right(
@@ -165,22 +164,22 @@ class LocalHost:
           fragment: one of the manifest's.
           values: of its box and dtype; the caller has compared their digest.
         """
-        directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
+        directory = self.disk.step_directory(self.slot, manifest.step_id)
         ChunkWriter(directory, manifest.contents).put(fragment, values)
 
     def put_right_file(
         self, manifest: Manifest, file: ComponentFile, content: bytes
     ) -> None:
         """Writes a bad file of a component anew; the caller has compared the digest."""
-        directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
+        directory = self.disk.step_directory(self.slot, manifest.step_id)
         storage.write_atomic(directory / file.path, content)
 
-    def remove(self, step: int, save: str) -> None:
+    def remove(self, step_id: StepId) -> None:
         """Removes a save of a step that is not in flight, its manifest first."""
-        assert (step, save) not in self.in_flight
+        assert step_id not in self.in_flight
         # After a crash the rest has no manifest, so it counts as a leftover.
-        storage.remove(self.disk.manifest_path(self.slot, step, save))
-        storage.remove(self.disk.step_directory(self.slot, step, save))
+        storage.remove(self.disk.manifest_path(self.slot, step_id))
+        storage.remove(self.disk.step_directory(self.slot, step_id))
 
     def remove_idle(
         self, line: Line, *, before: int, preserved: Collection[int]
@@ -197,11 +196,11 @@ class LocalHost:
                 continue
             # A slot in use is cleaned by its own process.
             with contextlib.suppress(errors.RunError), self._locked(slot):
-                for step, save in self.disk.saves(slot):
-                    is_old = step < before or line.abandons(step, save)
-                    if is_old and step not in preserved:
-                        storage.remove(self.disk.manifest_path(slot, step, save))
-                        storage.remove(self.disk.step_directory(slot, step, save))
+                for each in self.disk.saves(slot):
+                    is_old = each.step < before or line.abandons(each)
+                    if is_old and each.step not in preserved:
+                        storage.remove(self.disk.manifest_path(slot, each))
+                        storage.remove(self.disk.step_directory(slot, each))
 
     def clean(self) -> list[str]:
         """Removes leftovers of dead processes of the machine.
@@ -229,17 +228,17 @@ class LocalHost:
             if leftover.exists():
                 storage.remove(leftover)
                 removed.append(os.fspath(leftover))
-        for step, save in self.disk.saves(slot):
-            if slot != self.slot or (step, save) not in self.in_flight:
-                path = self.disk.manifest_path(slot, step, save)
+        for each in self.disk.saves(slot):
+            if slot != self.slot or each not in self.in_flight:
+                path = self.disk.manifest_path(slot, each)
                 removed += step_writer.sweep(path)
         return removed
 
-    def _empty(self, step: int, save: str, contents: Contents) -> Manifest:
+    def _empty(self, step_id: StepId, contents: Contents) -> Manifest:
         return Manifest(
             run=self.disk.run,
-            step=step,
-            save=save,
+            step=step_id.step,
+            save=step_id.save,
             host=self.host,
             contents=contents,
             fragments=Fragments.from_rows([], contents=contents),
@@ -249,7 +248,7 @@ class LocalHost:
     def _writer(
         self, manifest: Manifest, *, num_bytes: int | None
     ) -> step_writer.StepWriter:
-        key = (manifest.step, manifest.save)
+        key = manifest.step_id
 
         def end() -> None:
             with self._lock:
@@ -258,7 +257,7 @@ class LocalHost:
         with self._lock:
             assert key not in self._in_flight
             self._in_flight.add(key)
-        directory = self.disk.step_directory(self.slot, *key)
+        directory = self.disk.step_directory(self.slot, key)
         writer = step_writer.StepWriter(directory, manifest, ended=end)
         if num_bytes is not None:
             self.reserve(writer, num_bytes)
@@ -283,7 +282,7 @@ class LocalHost:
     def _reserve(self, manifest: Manifest, num_bytes: int) -> None:
         # Reserved before it is measured: two processes that start together and do not
         # both fit cannot both find room.
-        directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
+        directory = self.disk.step_directory(self.slot, manifest.step_id)
         try:
             reserved = str(manifest.stored_bytes + num_bytes).encode()
             storage.write_atomic(directory / ram_disk.RESERVED, reserved)

@@ -23,9 +23,10 @@ from collections.abc import Collection, Iterator, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.steps import layout, manifest_file
+from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import no_follow, preserved
 from elastic_ckpt.tiers.ram import file_repair
 from elastic_ckpt.tiers.ram.machine import FILE, machine_id
@@ -83,44 +84,44 @@ class RamDisk:
         names = _names(self.root / "hosts")
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def saves(self, slot: int) -> list[tuple[int, str]]:
+    def saves(self, slot: int) -> list[StepId]:
         """The steps and saves of which a slot has a directory, ascending."""
         names = _names(self.host_directory(slot))
-        return sorted(filter(None, map(layout.parse_step_directory, names)))
+        return sorted(filter(None, map(StepId.parse, names)))
 
-    def all_saves(self) -> list[tuple[int, int, str]]:
-        """The slot, step and save of each directory of a step, ascending."""
-        return [(slot, *each) for slot in self.slots() for each in self.saves(slot)]
+    def all_saves(self) -> list[tuple[int, StepId]]:
+        """The slot and step of each directory of a step, ascending."""
+        return [(slot, each) for slot in self.slots() for each in self.saves(slot)]
 
-    def step_directory(self, slot: int, step: int, save: str) -> epath.Path:
+    def step_directory(self, slot: int, step_id: StepId) -> epath.Path:
         """The directory of one save of a step in a slot."""
-        return self.host_directory(slot) / layout.step_directory(step, save)
+        return self.host_directory(slot) / str(step_id)
 
-    def manifest_path(self, slot: int, step: int, save: str) -> epath.Path:
+    def manifest_path(self, slot: int, step_id: StepId) -> epath.Path:
         """The path of the manifest of a committed save."""
         name = manifest_file.file_name(self.host_id(slot))
-        return self.step_directory(slot, step, save) / name
+        return self.step_directory(slot, step_id) / name
 
     def steps(self) -> Sequence[int]:
         """The steps that may have files, ascending."""
-        return sorted({step for _, step, _ in self.all_saves()})
+        return sorted({each.step for _, each in self.all_saves()})
 
-    def known_saves(self) -> Sequence[tuple[int, str]]:
+    def known_saves(self) -> Sequence[StepId]:
         """The steps and saves that are committed, ascending."""
         return sorted(
             {
-                (step, save)
-                for slot, step, save in self.all_saves()
-                if self.manifest_path(slot, step, save).exists()
+                each
+                for slot, each in self.all_saves()
+                if self.manifest_path(slot, each).exists()
             }
         )
 
-    def listed_saves(self, slots: Collection[int]) -> set[tuple[int, str]]:
+    def listed_saves(self, slots: Collection[int]) -> set[StepId]:
         """The steps and saves of some slots that have a manifest, readable or not."""
         return {
-            (step, save)
-            for slot, step, save in self.all_saves()
-            if slot in slots and _manifest_names(self.step_directory(slot, step, save))
+            each
+            for slot, each in self.all_saves()
+            if slot in slots and _manifest_names(self.step_directory(slot, each))
         }
 
     def offers(self, step: int, *, slots: Collection[int] | None = None) -> Offered:
@@ -135,10 +136,10 @@ class RamDisk:
         sources: dict[Offer, Source] = {}
         problems = []
         later = []
-        for slot, number, save in self.all_saves():
-            if number != step or not (slots is None or slot in slots):
+        for slot, step_id in self.all_saves():
+            if step_id.step != step or not (slots is None or slot in slots):
                 continue
-            directory = self.step_directory(slot, step, save)
+            directory = self.step_directory(slot, step_id)
             names = _manifest_names(directory)
             if manifest_file.file_name(self.host_id(slot)) not in names:
                 problems += [
@@ -148,27 +149,29 @@ class RamDisk:
                 ]
                 continue
             try:
-                manifest = self.manifest(slot, step, save)
+                manifest = self.manifest(slot, step_id)
             except errors.CheckpointError as problem:
                 if isinstance(problem, manifest_file.LaterVersionError):
-                    later.append(LaterManifest(str(problem), save, is_stored=False))
+                    later.append(
+                        LaterManifest(str(problem), step_id.save, is_stored=False)
+                    )
                 problems.append(str(problem))
                 continue
             sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
         return Offered(sources=sources, problems=problems, later=tuple(later))
 
-    def manifest(self, slot: int, step: int, save: str) -> Manifest:
+    def manifest(self, slot: int, step_id: StepId) -> Manifest:
         """The manifest of one save of a step in a slot.
 
         Raises:
           CheckpointError: if the manifest is missing, altered, or not of this place.
         """
-        path = self.manifest_path(slot, step, save)
-        manifest = manifest_file.read(path, run=self.run, step=step)
-        if manifest.save != save:
+        path = self.manifest_path(slot, step_id)
+        manifest = manifest_file.read(path, run=self.run, step=step_id.step)
+        if manifest.save != step_id.save:
             raise errors.CheckpointError(
-                f"manifest {path} is that of save {manifest.save!r}, not of {save!r};"
-                " what it lists counts as lost: remove it"
+                f"manifest {path} is that of save {manifest.save!r}, not of"
+                f" {step_id.save!r}; what it lists counts as lost: remove it"
             )
         return manifest
 
@@ -176,17 +179,19 @@ class RamDisk:
         """The steps that are preserved by hand on this machine, ascending."""
         return sorted(
             {
-                step
-                for slot, step, save in self.all_saves()
-                if preserved.is_preserved(self.step_directory(slot, step, save))
+                each.step
+                for slot, each in self.all_saves()
+                if preserved.is_preserved(self.step_directory(slot, each))
             }
         )
 
     def leftovers(self) -> list[Leftover]:
         """The saves of steps without a manifest: being written, or cut short."""
         leftovers = [
-            Leftover(step=step, save=save, path=self.step_directory(slot, step, save))
-            for slot, step, save in self.all_saves()
+            Leftover(
+                step=each.step, save=each.save, path=self.step_directory(slot, each)
+            )
+            for slot, each in self.all_saves()
         ]
         return [each for each in leftovers if not _manifest_names(each.path)]
 

@@ -22,6 +22,7 @@ from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest, manifest_file, search
 from elastic_ckpt.steps.manifest import Contents, Leaf
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
@@ -50,7 +51,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     from elastic_ckpt.inspect import tier_locations
 
     directory = epath.Path(path)
-    parsed = layout.parse_step_directory(directory.name)
+    parsed = StepId.parse(directory.name)
     root = directory if parsed is None else directory.parent.parent.parent
     run = tier_locations.find_run(root)
     if run is None or not tier_locations.is_ram_disk(root):
@@ -73,12 +74,10 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     )
 
 
-def _step(
-    disk: RamDisk, parsed: tuple[int, str] | None
-) -> tuple[search.Step, list[str]]:
+def _step(disk: RamDisk, parsed: StepId | None) -> tuple[search.Step, list[str]]:
     # The step, and the directory of each of its offers.
     if parsed is not None:
-        found_step = find.of_save([disk], *parsed)
+        found_step = find.of_save([disk], parsed)
     else:
         outcome = find.Search([disk]).newest()
         if outcome.found_step is None:

@@ -13,6 +13,7 @@ from elastic_ckpt.checkpoint.host.trees import AbstractArray
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Contents, Leaf
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import upload
 from elastic_ckpt.universal.moves import TargetTensor
 
@@ -27,9 +28,8 @@ def saved_step(
     tree: str,
     lists: Sequence[str],
     run: str,
-    step: int,
-    save: str,
-) -> upload.SavedStep:
+    step_id: StepId,
+) -> upload.UploadedStep:
     """The step that has the targets as leaves of one tree.
 
     Args:
@@ -38,8 +38,7 @@ def saved_step(
       tree: the name of the checkpointable that has all of them.
       lists: the paths of trees that are lists.
       run: the identity of the run.
-      step: its number.
-      save: which save of it, a time in milliseconds.
+      step_id: the step.
 
     Raises:
       CheckpointError: if one target's name is that of a tree with another, or a list
@@ -55,14 +54,13 @@ def saved_step(
             for target in sorted(targets, key=lambda each: leaf_path(tree, each.name))
         ),
         components={},
-        time_ms=int(save),
+        time_ms=int(step_id.save),
         trees=tree_structure.to_json({tree: _with_lists(_tree(targets), "", lists)}),
     )
     chunks = _chunks(tree, chunk_of)
-    return upload.SavedStep(
+    return upload.UploadedStep(
         run=run,
-        step=step,
-        save=save,
+        step_id=step_id,
         contents=contents,
         arrays=StepDescription.from_contents(contents).arrays(chunks),
     )
@@ -74,7 +72,7 @@ def leaf_path(tree: str, name: str) -> str:
 
 
 def orbax_files(
-    saved: upload.SavedStep, tree: str, chunk_of: Mapping[str, tuple[int, ...]]
+    saved: upload.UploadedStep, tree: str, chunk_of: Mapping[str, tuple[int, ...]]
 ) -> dict[str, bytes]:
     """The files that Orbax adds to the values, by path in the step."""
     chunks = _chunks(tree, chunk_of)

@@ -29,6 +29,7 @@ from elastic_ckpt.core import (
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import Fragment, Fragments, Host, Manifest
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import commit, ocdbt, progress, upload
 from elastic_ckpt.tiers.persistent.packed_store import PackedStore, PackedValues
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -90,7 +91,7 @@ class OrbaxDestination:
         if save is None:
             return f"{time.time_ns() // 1_000_000:015d}"
         saved = self._saved(save)
-        directory = self._root.unfinished(self._step, save)
+        directory = self._root.unfinished(StepId(self._step, save))
         for manifest in self._noted(saved):
             # The index of a store that is damaged may be damaged too.
             kept = [] if _problems(directory, manifest) else manifest.rows
@@ -145,7 +146,7 @@ class OrbaxDestination:
                 writing.add(number_of[name], box, values)
         manifest = uploading.finish()
         new = [each for each in manifest.rows if (each.leaf, each.box) not in noted]
-        directory = self._root.unfinished(self._step, attempt)
+        directory = self._root.unfinished(StepId(self._step, attempt))
         rows = Fragments.from_rows(new, contents=saved.contents)
         problems = _problems(directory, dataclasses.replace(manifest, fragments=rows))
         if problems:
@@ -173,24 +174,22 @@ class OrbaxDestination:
         conversion = self._conversion
         return chunks.shares(conversion.targets, conversion.chunk_of, num_hosts)
 
-    def _saved(self, save: str) -> upload.SavedStep:
+    def _saved(self, save: str) -> upload.UploadedStep:
         return converted_step.saved_step(
             self._conversion.targets,
             self._conversion.chunk_of,
             tree=self._conversion.tree,
             lists=self._conversion.lists,
             run=self._run,
-            step=self._step,
-            save=save,
+            step_id=StepId(self._step, save),
         )
 
-    def _noted(self, saved: upload.SavedStep) -> list[Manifest]:
+    def _noted(self, saved: upload.UploadedStep) -> list[Manifest]:
         # The notes of earlier attempts; those of a host count once.
         manifests = progress.read(
-            self._root.unfinished(self._step, saved.save),
+            self._root.unfinished(saved.step_id),
             run=saved.run,
-            step=saved.step,
-            save=saved.save,
+            step_id=saved.step_id,
             contents=saved.contents,
         )
         return list({each.host.id: each for each in reversed(manifests)}.values())

@@ -13,6 +13,7 @@ from elastic_ckpt.steps import part_message, part_table
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import (
     agent,
     backup_directory,
@@ -105,7 +106,9 @@ def test_a_backup_host_fetches_what_is_requested_and_keeps_what_all_have(tmp_pat
             request(root, tables[40], saves=((20, "0"),))
             assert host.poll().num_bytes == 12
     assert held(root) == [20, 30, 40]
-    directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(0, 40, "0")
+    directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(
+        0, StepId(40, "0")
+    )
     assert (directory / "data/a").read_bytes() == FILES["data/a"]
 
 
@@ -138,7 +141,9 @@ def test_a_bad_copy_is_repaired_while_the_backup_host_lives(tmp_path):
     ):
         request(root, tables[10])
         host.poll()
-        directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(0, 10, "0")
+        directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(
+            0, StepId(10, "0")
+        )
         (directory / "data/a").write_bytes(b"part x")
         with served.serving(agent.Service(root=str(root))) as address:
             client = peer_client.PeerClient("the-secret-of-this-run")
