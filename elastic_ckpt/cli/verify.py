@@ -17,7 +17,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.cli import locations, progress_line
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, option_numbers
 
 if TYPE_CHECKING:
     from elastic_ckpt.inspect import verification
@@ -29,7 +29,11 @@ _SHOWN = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     locations.add_arguments(parser)
-    parser.add_argument("--step", type=int, help="the step to verify; by default all")
+    parser.add_argument(
+        "--step",
+        type=option_numbers.count,
+        help="the step to verify; by default all",
+    )
     parser.add_argument(
         "--strict",
         action="store_true",

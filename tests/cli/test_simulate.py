@@ -85,7 +85,7 @@ def test_the_state_of_the_configured_model_is_the_default(capsys):
         (["--vary", "spares=8"], "spares=8 leaves none of 8"),
         (["--vary", "peer_copy=1"], "peer_copy"),
         (["--slices", "5"], "16 hosts do not divide into 5 slices"),
-        (["--fails", "machine"], "--fails machine: write a name and a number"),
+        (["--fails", "machine=0"], "--fails machine=0: name one of"),
         (["--cost", "steps=1"], "--cost steps=1"),
         (["--costs", "nowhere"], "nowhere is not the directory of a run"),
         (["--vary", "peer_domain=rack"], "--rack-hosts"),
