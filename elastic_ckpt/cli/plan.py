@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         dest="after",
-        type=option_numbers.positive_count,
+        type=option_numbers.count,
         metavar="N",
         help="number of slices after the change",
     )

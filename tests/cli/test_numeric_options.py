@@ -8,12 +8,12 @@ from elastic_ckpt.cli import main
 
 # Options for which 0 has a meaning.
 ZERO = {
-    *("--cost", "--port", "--rack-hosts", "--seed", "--shards", "--step"),
+    *("--cost", "--port", "--rack-hosts", "--seed", "--shards", "--step", "--to"),
     # Which kinds and costs may be 0 is for the simulation to say.
     *("--fails", "--repair"),
 }
 NAMED = ("=NUMBER", "=HOURS", "=VALUE")
-# What other verbs and options need to get as far as the number.
+# What these verbs need besides.
 NEEDED = {
     "agent": ["ram"],
     "convert": ["source", "target"],
