@@ -2,8 +2,7 @@
 
 SRC is of any format that is read. DST is the directory of a step, for an Orbax
 checkpoint, that of a model, for safetensors, or that of a run, for DeepSpeed. Without
-rules, tensors keep their names. Killed, the same command continues. The JSON has the
-fields of `universal.writing.summary.Summary`.
+rules, tensors keep their names. Killed, the same command continues.
 """
 
 from __future__ import annotations

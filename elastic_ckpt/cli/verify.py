@@ -3,10 +3,7 @@
 With --repair, copies that are bad are then put right from good ones, in RAM and in
 storage, and read once more; the problems are those that are left.
 The run may continue meanwhile. Steps that it removes during the verification count as
-missing, so name its newest step with --step. The JSON has a stable shape: `run`,
-`passed`, `steps` and `problems`, with the fields of `inspect.verification.VerifiedStep`
-and `inspect.problem.Problem`; with --repair also `repairs`, as `inspect.copy_repair`
-has them.
+missing, so name its newest step with --step. `cli.json_fields` has the JSON.
 """
 
 from __future__ import annotations

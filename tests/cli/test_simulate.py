@@ -7,6 +7,7 @@ import pytest
 from elastic_ckpt.cli import main
 from elastic_ckpt.simulation import trace
 from elastic_ckpt.simulation.trace import Event, What
+from tests import json_outputs
 
 CONFIG = [
     "configs/demo_cpu.yml",
@@ -24,7 +25,9 @@ def run(*arguments):
 
 def as_json(capsys, *arguments):
     assert run("--json", *arguments) == 0
-    return json.loads(capsys.readouterr().out)
+    output = capsys.readouterr().out
+    json_outputs.check("simulate", output)
+    return json.loads(output)
 
 
 def test_settings_are_compared_under_the_same_failures(capsys):
