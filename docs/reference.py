@@ -16,6 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import elastic_ckpt as ec
+from elastic_ckpt.cli import json_fields
 from elastic_ckpt.cli import main as cli
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -84,6 +85,18 @@ this page for words of your error; `…` stands for what differs.
     options: {show_root_heading: false, filters: ["!^first_of"]}
 """
 
+_JSON = """\
+# JSON of the command line
+
+With `--json`, a verb prints one JSON value with the fields below, so that programs need
+not read the text that it prints for people. `status --watch --json` prints one line
+each time. `[]` stands for each item of a list, `*` for any name, and `null` for what is
+not known or not there, as the meaning says.
+
+These fields are frozen: a change to one is in the [changelog](../about/changelog.md).
+New fields may be added, so ignore those that your program does not know.
+"""
+
 _BENCHMARKS = """\
 # Benchmarks
 
@@ -98,6 +111,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "reference/keys.md": keys(),
         "reference/command-line.md": command_line(),
+        "reference/json.md": json_of_verbs(),
         "reference/errors.md": errors(),
         "about/benchmarks.md": benchmarks(),
     }
@@ -161,6 +175,20 @@ def command_line() -> str:
             names = ", ".join(action.option_strings) or action.metavar or action.dest
             meaning = (action.help or "").replace("%(default)s", str(action.default))
             lines.append(f"| `{names}` | {_text(meaning.replace('%%', '%'))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def json_of_verbs() -> str:
+    """The fields that each verb prints with --json."""
+    lines = [_JSON]
+    for call in json_fields.OUTPUTS:
+        verb, _, options = call.partition(" ")
+        shown = " ".join(["elastic-ckpt", verb, "--json", options]).strip()
+        lines += [f"## `{shown}`", "", "| Field | Type | Meaning |", "|---|---|---|"]
+        for each in json_fields.fields(call):
+            meaning = re.sub(r"\bNone\b", "`null`", _text(each.meaning))
+            lines.append(f"| `{each.path}` | `{each.type}` | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 

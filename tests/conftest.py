@@ -1,10 +1,12 @@
 """Fixtures for every test, and the check that none leaves anything behind."""
 
 import collections
+import difflib
 import gc
 import os
 import pathlib
 import runpy
+import shlex
 import signal
 import sys
 import time
@@ -66,7 +68,8 @@ hypothesis.settings.load_profile("untimed")
 # The rooms of tests that start hosts.
 WORLDS = ("faults", "multiprocess")
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+ROOT = pathlib.Path(__file__).parent.parent
+GOLDEN = ROOT / "tests" / "golden"
 
 
 def pytest_addoption(parser):
@@ -111,13 +114,23 @@ def pytest_collection_finish():
 def golden(request):
     """Compares a text with a file in tests/golden, or writes it (--update-golden)."""
 
-    def compare(name: str, text: str) -> None:
+    def compare(name: str | pathlib.Path, text: str) -> None:
         path = GOLDEN / name
         if request.config.getoption("--update-golden"):
             path.write_text(text)
-        assert text == path.read_text(), (
-            f"{name} changed; if that is meant, commit what --update-golden writes"
-        )
+        before = path.read_text() if path.exists() else ""
+        if text != before:
+            changes = difflib.unified_diff(
+                before.splitlines(), text.splitlines(), "before", "now", "", "", 0, ""
+            )
+            command = "uv run --group dev pytest -n 0 --update-golden"
+            pytest.fail(
+                f"{path.relative_to(ROOT)} differs from the code:\n"
+                + "\n".join(changes)
+                + "\nif that is meant, commit what this writes:\n"
+                f"{command} {shlex.quote(request.node.nodeid)}",
+                pytrace=False,
+            )
 
     return compare
 

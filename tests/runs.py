@@ -170,12 +170,20 @@ def _spawn(spawn, path, arguments, descriptors):
 
 
 def verb(*arguments: object, code: int = 0) -> str:
-    """Runs a verb in this process, which must return `code`; returns its output."""
+    """Runs a verb in this process, which must return `code`; returns its output.
+
+    With `--json`, the output must have the fields that the verb promises.
+    """
     printed, complained = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complained):
         returned = main.main([str(argument) for argument in arguments])
     output = printed.getvalue() + complained.getvalue()
     assert returned == code, output
+    if "--json" in arguments and printed.getvalue():
+        # What it imports takes seconds, which hosts of other tests do not need.
+        from tests import json_outputs
+
+        json_outputs.check(str(arguments[0]), printed.getvalue())
     return output
 
 

@@ -12,14 +12,16 @@ import dataclasses
 import json
 
 from elastic_ckpt.cli import locations, tier_report
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, option_numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     locations.add_arguments(parser)
     parser.add_argument(
-        "--step", type=int, help="the step to show; by default the newest"
+        "--step",
+        type=option_numbers.count,
+        help="the step to show; by default the newest",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -2,8 +2,7 @@
 
 SRC is of any format that is read. DST is the directory of a step, for an Orbax
 checkpoint, that of a model, for safetensors, or that of a run, for DeepSpeed. Without
-rules, tensors keep their names. Killed, the same command continues. The JSON has the
-fields of `universal.writing.summary.Summary`.
+rules, tensors keep their names. Killed, the same command continues.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from elastic_ckpt.cli import progress_line
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import option_numbers
 
 if TYPE_CHECKING:
     from elastic_ckpt.universal.writing.summary import Summary
@@ -44,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size",
         action="append",
+        type=option_numbers.named_positive_count,
         default=[],
         metavar="NAME=NUMBER",
         help="the size of a dim of the layout; may be repeated",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--processes",
-        type=int,
+        type=option_numbers.positive_count,
         default=1,
         metavar="N",
         help="processes that read and write, each with several threads; by default 1",
@@ -77,15 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
     from elastic_ckpt.universal.writing import convert, summary
     from elastic_ckpt.universal.writing.conversion import Conversion, Job
 
-    if arguments.processes < 1:
-        raise errors.ConfigError(
-            f"--processes {arguments.processes}: at least 1 process is needed"
-        )
     job = Job(
         source=arguments.source,
         target=arguments.target,
         rules=arguments.rules,
-        sizes=dict(map(_size, arguments.size)),
+        sizes=dict(arguments.size),
         is_reversed=arguments.reverse,
         to=arguments.to,
     )
@@ -151,12 +147,3 @@ def describe(plan: Summary) -> str:
         if plan.unverified[_LISTED:]:
             lines.append("  and more; --json lists all")
     return "\n".join(lines)
-
-
-def _size(given: str) -> tuple[str, int]:
-    name, _, number = given.partition("=")
-    if not name.isidentifier() or not number.isdecimal():
-        raise errors.ConfigError(
-            f"--size {given!r}: write NAME=NUMBER, such as --size q=4"
-        )
-    return name, int(number)

@@ -18,7 +18,7 @@ from typing import Any
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations, tier_report
 from elastic_ckpt.config import keys
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, option_numbers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " zone",
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="show this step, and all of its arrays")
+    which.add_argument(
+        "--step",
+        type=option_numbers.count,
+        help="show this step, and all of its arrays",
+    )
     which.add_argument(
         "--all",
         action="store_true",

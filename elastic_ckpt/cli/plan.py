@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elastic_ckpt.config import load
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, option_numbers
 
 if TYPE_CHECKING:
     from elastic_ckpt.application import change_plan
@@ -30,24 +30,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a YAML file, for its data and its number of shards",
     )
-    parser.add_argument("--hosts", help="numbers of hosts, separated by commas")
-    parser.add_argument("--batches", help="global batch sizes, separated by commas")
+    parser.add_argument(
+        "--hosts",
+        type=option_numbers.positive_counts,
+        help="numbers of hosts, separated by commas",
+    )
+    parser.add_argument(
+        "--batches",
+        type=option_numbers.positive_counts,
+        help="global batch sizes, separated by commas",
+    )
     parser.add_argument(
         "--shards",
-        default="0",
+        type=option_numbers.count,
+        default=0,
         help="number of logical shards; by default the smallest that fits",
     )
     parser.add_argument(
         "--from",
         dest="before",
-        type=int,
+        type=option_numbers.positive_count,
         metavar="N",
         help="number of slices before a change",
     )
     parser.add_argument(
         "--to",
         dest="after",
-        type=int,
+        type=option_numbers.count,
         metavar="N",
         help="number of slices after the change",
     )
@@ -64,9 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from elastic_ckpt.data import plan, rows
 
-    hosts = _numbers("--hosts", arguments.hosts)
-    batches = _numbers("--batches", arguments.batches)
-    (num_shards,) = _numbers("--shards", arguments.shards, least=0)
+    hosts, batches = arguments.hosts, arguments.batches
+    num_shards = arguments.shards
     if arguments.config:
         from elastic_ckpt.data import pipeline
 
@@ -169,16 +177,3 @@ def _ranges(shards: Sequence[int]) -> str:
     shown = [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges[:_SHOWN_RANGES]]
     more = [f"... {len(shards)} in all"] if len(ranges) > _SHOWN_RANGES else []
     return ", ".join(shown + more)
-
-
-def _numbers(option: str, text: str, *, least: int = 1) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < least:
-        raise errors.ConfigError(
-            f"{option} {text}: write whole numbers of at least {least}, separated by"
-            " commas"
-        )
-    return numbers

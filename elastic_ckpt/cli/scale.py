@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.application import run_directory
-from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.core import bucket_clients, errors, option_numbers
 from elastic_ckpt.monitoring import progress
 
 _LOOK_SECS = 0.5
@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     parser.add_argument("run", help="the directory of a live run")
     parser.add_argument(
-        "--slices", type=int, required=True, help="the number of slices to continue on"
+        "--slices",
+        type=option_numbers.positive_count,
+        required=True,
+        help="the number of slices to continue on",
     )
     parser.add_argument(
         "--no-wait",

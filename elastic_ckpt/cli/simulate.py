@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elastic_ckpt.cli import overrides
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import option_numbers, storage
 
 if TYPE_CHECKING:
     from elastic_ckpt.simulation.costs import Costs
@@ -26,23 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/demo_cpu.yml")
     parser.add_argument(
-        "--hosts", type=int, default=0, help="number of hosts of the cluster"
+        "--hosts",
+        type=option_numbers.positive_count,
+        default=0,
+        help="number of hosts of the cluster; by default those of the configuration",
     )
     parser.add_argument(
         "--slices",
-        type=int,
+        type=option_numbers.positive_count,
         default=0,
         help="number of slices; by default slices have as many hosts as configured",
     )
     parser.add_argument(
         "--rack-hosts",
-        type=int,
+        type=option_numbers.count,
         default=0,
         help="number of hosts in a rack; 0 for no racks",
     )
     parser.add_argument(
         "--days",
-        type=float,
+        type=option_numbers.positive_number,
         help=f"days to simulate; by default {_DAYS:g}, or with --trace until all steps"
         " are done",
     )
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_failures_and_costs(parser)
     parser.add_argument(
         "--state-gib",
-        type=float,
+        type=option_numbers.positive_number,
         default=0.0,
         help="size of the state; by default that of the configured model",
     )
@@ -79,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
         days = _DAYS
     model = failures.FailureModel(seed=arguments.seed)
     model = failures.FailureModel(
-        between_hours=_numbers("--fails", arguments.fails) or model.between_hours,
+        between_hours=dict(arguments.fails) or model.between_hours,
         repair_hours={
             **model.repair_hours,
-            **_numbers("--repair", arguments.repair),
+            **dict(arguments.repair),
         },
         seed=arguments.seed,
     )
@@ -119,6 +121,7 @@ def _add_failures_and_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fails",
         action="append",
+        type=option_numbers.named_number,
         default=[],
         metavar="KIND=HOURS",
         help="the mean time between failures of a machine, slice, rack or process, or"
@@ -127,11 +130,17 @@ def _add_failures_and_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="append",
+        type=option_numbers.named_number,
         default=[],
         metavar="KIND=HOURS",
         help="the mean time until a machine, slice or rack is back after a failure",
     )
-    parser.add_argument("--seed", type=int, default=0, help="the seed of the failures")
+    parser.add_argument(
+        "--seed",
+        type=option_numbers.count,
+        default=0,
+        help="the seed of the failures",
+    )
     parser.add_argument(
         "--trace", default="", help="a file with the failures, in place of random ones"
     )
@@ -142,6 +151,7 @@ def _add_failures_and_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cost",
         action="append",
+        type=option_numbers.named_number,
         default=[],
         metavar="NAME=VALUE",
         help="set one of these times, such as step_secs=10; may be repeated",
@@ -154,7 +164,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     chosen = costs.Costs()
     if arguments.costs:
         chosen = of_run(arguments.costs)
-    return chosen.with_values(_numbers("--cost", arguments.cost))
+    return chosen.with_values(dict(arguments.cost))
 
 
 def of_run(directory: str) -> Costs:
@@ -174,16 +184,3 @@ def of_run(directory: str) -> Costs:
     except FileNotFoundError:
         events = []
     return measured_costs.measured(events, lines.get("run", ()), given=costs.Costs())
-
-
-def _numbers(option: str, texts: Sequence[str]) -> dict[str, float]:
-    numbers = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            numbers[name] = float(value)
-        except ValueError:
-            raise errors.ConfigError(
-                f"{option} {text}: write a name and a number, such as machine=6300"
-            ) from None
-    return numbers

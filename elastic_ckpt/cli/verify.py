@@ -3,10 +3,7 @@
 With --repair, copies that are bad are then put right from good ones, in RAM and in
 storage, and read once more; the problems are those that are left.
 The run may continue meanwhile. Steps that it removes during the verification count as
-missing, so name its newest step with --step. The JSON has a stable shape: `run`,
-`passed`, `steps` and `problems`, with the fields of `inspect.verification.VerifiedStep`
-and `inspect.problem.Problem`; with --repair also `repairs`, as `inspect.copy_repair`
-has them.
+missing, so name its newest step with --step. `cli.json_fields` has the JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.cli import locations, progress_line
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, option_numbers
 
 if TYPE_CHECKING:
     from elastic_ckpt.inspect import verification
@@ -29,7 +26,11 @@ _SHOWN = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     locations.add_arguments(parser)
-    parser.add_argument("--step", type=int, help="the step to verify; by default all")
+    parser.add_argument(
+        "--step",
+        type=option_numbers.count,
+        help="the step to verify; by default all",
+    )
     parser.add_argument(
         "--strict",
         action="store_true",

@@ -98,8 +98,14 @@ class Emit(Protocol):
 
 def check(name: str, fields: dict[str, storage.Json]) -> None:
     """Asserts that `NAMES` has the event, with these fields."""
-    assert name in NAMES, f"unknown event {name!r}"
-    assert set(fields) == set(NAMES[name]), (name, sorted(fields))
+    assert name in NAMES, f"there is no event {name}; add it to events.NAMES"
+    assert set(fields) == set(NAMES[name]), (
+        f"the event {name} needs {_listed(NAMES[name])}; it was given {_listed(fields)}"
+    )
+
+
+def _listed(fields: Iterable[str]) -> str:
+    return ", ".join(fields) or "no fields"
 
 
 def nobody(name: str, **fields: storage.Json) -> None:

@@ -15,9 +15,10 @@ class Outlook:
     """The loading of batches of one size by a number of hosts.
 
     Attributes:
-      num_hosts: H.
-      global_batch_size: B.
-      arrangement: the arrangement of rows in a batch; depends only on S and B.
+      num_hosts: the number of hosts, H.
+      global_batch_size: the rows of a batch, B.
+      arrangement: the arrangement of rows in a batch; depends only on B and the number
+        of shards.
       loading_hosts: the number of hosts that load: H, or the largest number below that
         divides B.
       rows_identical: whether batches on H hosts equal those of one host row by row;

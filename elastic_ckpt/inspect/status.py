@@ -51,7 +51,9 @@ class World:
     """The hosts of the current world.
 
     Attributes:
-      hosts: that are alive; slices and devices likewise.
+      hosts: that are alive.
+      slices: that are alive.
+      devices: of the hosts that are alive.
       slice_numbers: empty if the run is not elastic.
     """
 
@@ -69,7 +71,10 @@ class Progress:
       step: the steps done.
       steps: of the run.
       time: of the newest metric, in seconds since the epoch.
-      loss: of the newest step; the rates and the learning rate likewise.
+      loss: of the newest step.
+      steps_per_sec: at the newest step.
+      tokens_per_sec: at the newest step.
+      learning_rate: of the newest step.
       goodput_percent: of this start.
       data_wait_percent: of the time of recent steps, at the host that waits longest.
     """

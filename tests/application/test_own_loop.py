@@ -13,7 +13,7 @@ import pytest
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.training import step_log
-from tests import corpora
+from tests import corpora, json_outputs
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = '''\
@@ -101,7 +101,10 @@ def start(directory, *, devices, batch_size, steps):
 
 def run_verb(capsys, *arguments):
     code = main.main([str(each) for each in arguments])
-    return code, capsys.readouterr().out
+    output = capsys.readouterr().out
+    if "--json" in arguments:
+        json_outputs.check(arguments[0], output)
+    return code, output
 
 
 @pytest.mark.slow

@@ -148,11 +148,9 @@ def test_command_line(golden):
     golden("command_line.txt", "\n".join(lines) + "\n")
 
 
-def test_config_keys_with_meanings_and_defaults_are_those_of_base_yml(request):
+def test_config_keys_with_meanings_and_defaults_are_those_of_base_yml(golden):
     base = ROOT / "configs" / "base.yml"
-    if request.config.getoption("--update-golden"):
-        base.write_text(keys.base_yaml())
-    assert base.read_text() == keys.base_yaml()
+    golden(base, keys.base_yaml())
     assert load.load(base) == schema.Config()
 
 

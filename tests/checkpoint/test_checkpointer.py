@@ -22,24 +22,11 @@ from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import persistent_root
 from tests import shared_memory
+from tests.recorded_events import RecordedEvents
 from tests.tiers import served
 
 MESH = jax.make_mesh((4, 2), ("a", "b"))
 SPEC = PartitionSpec("a", "b")
-
-
-class RecordedEvents:
-    """An Emit that records the events."""
-
-    def __init__(self):
-        self.events = []
-
-    def __call__(self, name, **fields):
-        events.check(name, fields)
-        self.events.append({"event": name, **fields})
-
-    def named(self, name):
-        return [each for each in self.events if each["event"] == name]
 
 
 class Counter:

@@ -10,6 +10,7 @@ import pytest
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
+from tests.recorded_events import RecordedEvents
 
 REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
@@ -55,10 +56,8 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, kind, tmp_path):
     tiers = [Persistent(tmp_path / "steps", every=1)]
     if kind != "storage":
         tiers.append(Local(tmp_path / "ram"))
-    emitted = []
-    checkpointer = factory.Checkpointer(
-        tiers, emit=lambda name, **fields: emitted.append((name, fields))
-    )
+    recorded = RecordedEvents()
+    checkpointer = factory.Checkpointer(tiers, emit=recorded)
     state = {"w": jnp.ones(2)}
     assert checkpointer.save(1, state)
     parts = {"state": state, "data": Failing(error, when=when)}
@@ -75,12 +74,9 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, kind, tmp_path):
     assert "no tier has it" in told
     for elsewhere in ("storage back", "faster storage", "RAM has", "bring it"):
         assert elsewhere not in told
-    degraded = [fields for name, fields in emitted if name == "degraded"]
-    assert [each["cause"] for each in degraded] == ["component"]
+    assert [each["cause"] for each in recorded.named("degraded")] == ["component"]
     # Storage had not failed, so it does not recover.
-    with factory.Checkpointer(
-        tiers, emit=lambda name, **fields: emitted.append((name, fields))
-    ) as checkpointer:
+    with factory.Checkpointer(tiers, emit=recorded) as checkpointer:
         assert checkpointer.latest.step == 1
         assert not checkpointer.save_checkpointables(
             2, {"state": state, "data": Failing(REFUSED, when="later")}
@@ -88,4 +84,4 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, kind, tmp_path):
         assert checkpointer.save(3, state)
         checkpointer.wait()
         assert checkpointer.is_durable(3)
-    assert "storage_recovered" not in [name for name, _ in emitted]
+    assert not recorded.named("storage_recovered")

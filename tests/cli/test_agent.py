@@ -138,7 +138,7 @@ def test_a_file_without_a_secret_is_named_and_not_shown(root, tmp_path):
 def test_a_port_beyond_the_last_is_refused(root):
     ended = runs.cli("agent", root, "--port", 2**16)
     assert ended.returncode == 2
-    assert "argument --port: invalid" in ended.stderr
+    assert "argument --port: '65536' is not a port" in ended.stderr
 
 
 def test_an_agent_imports_no_jax():

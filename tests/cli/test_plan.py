@@ -51,9 +51,10 @@ def test_without_shards_it_suggests_the_least():
 
 @pytest.mark.parametrize("hosts", ["", "two", "0", "2,,3"])
 def test_what_is_no_list_of_numbers_is_refused(hosts):
-    output = runs.verb("plan", "--hosts", hosts, "--batches", "8", code=1)
-    assert "--hosts" in output
-    assert "write whole numbers" in output
+    ended = runs.cli("plan", "--hosts", hosts, "--batches", "8")
+    assert ended.returncode == 2
+    assert "argument --hosts:" in ended.stderr
+    assert "is not a whole number of at least 1" in ended.stderr
 
 
 def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, corpus):

@@ -7,6 +7,7 @@ import pytest
 from elastic_ckpt.cli import main
 from elastic_ckpt.simulation import trace
 from elastic_ckpt.simulation.trace import Event, What
+from tests import json_outputs
 
 CONFIG = [
     "configs/demo_cpu.yml",
@@ -24,7 +25,9 @@ def run(*arguments):
 
 def as_json(capsys, *arguments):
     assert run("--json", *arguments) == 0
-    return json.loads(capsys.readouterr().out)
+    output = capsys.readouterr().out
+    json_outputs.check("simulate", output)
+    return json.loads(output)
 
 
 def test_settings_are_compared_under_the_same_failures(capsys):
@@ -85,7 +88,7 @@ def test_the_state_of_the_configured_model_is_the_default(capsys):
         (["--vary", "spares=8"], "spares=8 leaves none of 8"),
         (["--vary", "peer_copy=1"], "peer_copy"),
         (["--slices", "5"], "16 hosts do not divide into 5 slices"),
-        (["--fails", "machine"], "--fails machine: write a name and a number"),
+        (["--fails", "machine=0"], "--fails machine=0: name one of"),
         (["--cost", "steps=1"], "--cost steps=1"),
         (["--costs", "nowhere"], "nowhere is not the directory of a run"),
         (["--vary", "peer_domain=rack"], "--rack-hosts"),

@@ -11,7 +11,7 @@ import threading
 import jax
 import pytest
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, faults, pathways, processes, simulated_slices
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.host_failure import WorldLostError
@@ -43,6 +43,7 @@ class Case:
         return self
 
     def emit(self, name, **fields):
+        events.check(name, fields)
         self.events.append((name, fields))
 
     def named(self, name):

@@ -21,22 +21,10 @@ from elastic_ckpt.elastic import (
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from tests.elastic import tiny_hosts
+from tests.recorded_events import RecordedEvents
 
 # Hosts train on until the world is lost.
 MANY = 1_000_000
-
-
-class Recorded:
-    """The events of a cluster."""
-
-    def __init__(self):
-        self.events = []
-
-    def __call__(self, name, **fields):
-        self.events.append((name, fields))
-
-    def named(self, name):
-        return [fields for each, fields in self.events if each == name]
 
 
 def trained(
@@ -82,7 +70,7 @@ def test_a_slow_host_is_named_with_its_phase_and_left_out(
     tmp_path, monkeypatch, train, kinds, phase, why
 ):
     monkeypatch.setattr(slow_hosts, "WINDOW_SECS", 3.0)
-    recorded = Recorded()
+    recorded = RecordedEvents()
     cluster = processes.configured(
         schema.WorldSection(hosts=3, slices=3, devices_per_host=1),
         log_directory=str(tmp_path / "logs"),
@@ -120,7 +108,7 @@ def test_a_slow_host_is_named_with_its_phase_and_left_out(
 def test_a_slice_that_is_cut_off_is_the_one_that_is_lost(tmp_path, monkeypatch, lost):
     # The host that is cut off may be slow to report it.
     monkeypatch.setattr(supervisor, "_DEVICES_GRACE_SECS", 600.0)
-    recorded = Recorded()
+    recorded = RecordedEvents()
     listed = [
         faults.Fault(kind=faults.Kind.CUT_OFF, target=lost, at_step=3),
     ]
@@ -166,7 +154,7 @@ def test_a_host_that_is_started_without_a_network_is_named(
         join,
         num_hosts=3,
         log_directory=tmp_path,
-        emit=Recorded(),
+        emit=RecordedEvents(),
         limits=watch.unlimited(),
         machines=machines,
     )

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, faults, pathways, simulated_slices
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.host_failure import WorldLostError
@@ -21,6 +21,7 @@ class Cluster(pathways.Pathways):
         super().__init__(self.simulated, emit=self.emit)
 
     def emit(self, name, **fields):
+        events.check(name, fields)
         self.events.append((name, fields))
 
     def train(self, train, *slices):

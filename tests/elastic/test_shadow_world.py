@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from elastic_ckpt.config import schema
+from elastic_ckpt.core import events
 from elastic_ckpt.elastic import cluster, decision, processes, watch
 from tests.elastic import tiny_hosts
 
@@ -28,6 +29,7 @@ class Run:
         )
 
     def emit(self, name, **fields):
+        events.check(name, fields)
         self.events.append(name)
         if name.startswith("compile") and "ahead" in name:
             self.why = fields.get("why")

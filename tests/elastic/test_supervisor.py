@@ -22,14 +22,7 @@ from elastic_ckpt.elastic import (
     watch,
 )
 from tests import runs
-
-
-class RecordedEvents:
-    def __init__(self):
-        self.events = []
-
-    def __call__(self, name, **fields):
-        self.events.append((name, fields))
+from tests.recorded_events import RecordedEvents
 
 
 def run(program, tmp_path, num_hosts=2):
@@ -258,7 +251,7 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path):
         emit=emit,
         limits=watch.unlimited(grace_secs=600),
     ).run()
-    first, second = [fields for name, fields in recorded.events if name == "saved"]
+    first, second = recorded.named("saved")
     # It may be the first one that they ask about.
     assert first == second
 

@@ -9,6 +9,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.training import callbacks, configured_callbacks
 from elastic_ckpt.training.callbacks import Action, Finding
 from tests import iterator_contract
+from tests.recorded_events import RecordedEvents
 
 REPORT = callbacks.Report(loss=1.0, gradient_norm=2.0, tokens=8, learning_rate=0.1)
 
@@ -140,14 +141,14 @@ def test_a_state_that_is_not_json_is_refused():
 
 
 def test_of_several_findings_the_strongest_action_and_the_first_bad_step_count():
-    emitted = []
+    recorded = RecordedEvents()
     several = callbacks.Callbacks(
         {
             "warns": Counter(Action.WARN, since=0),
             "goes_back": Counter(Action.ROLLBACK, since=2),
             "stops": Counter(Action.STOP, since=3),
         },
-        emit=lambda name, **fields: emitted.append((name, fields)),
+        emit=recorded,
     )
     several.after_step(1, REPORT)
     assert several.decision is None
@@ -155,8 +156,9 @@ def test_of_several_findings_the_strongest_action_and_the_first_bad_step_count()
     assert several.decision == Finding(
         action=Action.STOP, why="stops: it counts", since=2
     )
-    assert [name for name, _ in emitted] == ["divergence_found"] * 3
-    assert emitted[0][1] == {
+    first, *others = recorded.named("divergence_found")
+    assert len(others) == 2
+    assert first == {
         "step": 2,
         "callback": "warns",
         "action": "warn",

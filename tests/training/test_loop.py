@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from elastic_ckpt.core import events
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.training import callbacks, evaluation, loop, train_step
 
@@ -51,6 +52,7 @@ class Journal:
         self.calls.append("sync")
 
     def emit(self, name, **fields):
+        events.check(name, fields)
         if name == "data_ended":
             self.calls.append(f"ended {fields['step']}")
             return

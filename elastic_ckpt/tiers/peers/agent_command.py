@@ -13,7 +13,7 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.tiers.peers import agent
 
 _OF_NODE = (
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_port,
+        type=option_numbers.port,
         default=0,
         help="the port to listen on; by default the system chooses one",
     )
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-bytes-per-sec",
-        type=float,
+        type=option_numbers.positive_number,
         help="the most bytes a second, to all clients together",
     )
     parser.add_argument(
@@ -91,13 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     node.add_argument(
         "--remove-unused-after",
-        type=float,
+        type=option_numbers.positive_number,
         metavar="SECS",
         help="remove the directory of a run that no process has used for so long",
     )
     node.add_argument(
         "--max-bytes",
-        type=int,
+        type=option_numbers.positive_count,
         help="the most bytes of all runs; above it, remove the longest unused",
     )
 
@@ -183,14 +183,6 @@ def _run_of_node(
         announce=functools.partial(print, flush=True),
         until_stdin_closes=arguments.until_stdin_closes,
     )
-
-
-def _port(text: str) -> int:
-    # Errors are argparse's.
-    number = int(text)
-    if number not in range(2**16):
-        raise ValueError
-    return number
 
 
 if __name__ == "__main__":

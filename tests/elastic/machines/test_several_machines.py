@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from elastic_ckpt.config import schema
+from elastic_ckpt.core import events
 from elastic_ckpt.elastic import (
     cluster,
     decision,
@@ -123,6 +124,7 @@ class TwoMachines:
         self._resources.close()
 
     def emit(self, name, **fields):
+        events.check(name, fields)
         self.events.append((name, fields))
 
     def named(self, name):

@@ -1,5 +1,6 @@
 """Checkpoints are converted to other layouts and formats, also after kills."""
 
+import json
 import os
 import pathlib
 import random
@@ -26,6 +27,7 @@ from elastic_ckpt.universal.writing import (
     safetensors_destination,
     tensor_file,
 )
+from tests import runs
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import killed, small_model
 
@@ -177,6 +179,11 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, to):
     assert "padding: 1 boxes, 128 bytes" in shown
     assert "process 1: writes" in shown
     assert "files without a checksum: 1\n" in shown
+    planned = json.loads(runs.verb(*given, "--json"))
+    assert (planned["sources"], planned["targets"]) == (10, 6)
+    assert set(os.listdir(tmp_path)) == before
+    written = json.loads(runs.verb("convert", *arguments, *rules, "--json"))
+    assert written["tensors"] == 6
 
 
 @pytest.mark.usefixtures("source")

@@ -169,8 +169,6 @@ def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
     [
         (["--size", "kv=2"], "give --rules"),
         (["--reverse"], "give --rules"),
-        (["--rules", "layout.yml", "--size", "kv"], "NAME=NUMBER"),
-        (["--rules", "layout.yml", "--size", "kv=two"], "NAME=NUMBER"),
         (["--rules", "llama"], "hf_llama_to_maxtext"),
     ],
 )

@@ -1,0 +1,297 @@
+"""The fields that `--json` of each verb prints: derived from the dataclasses it prints.
+
+Programs read them, so a golden file in the tests freezes them, and a page of the site
+lists them. What a verb adds to its dataclasses stands here. Nothing is parsed or
+printed here: the tests compare what verbs print with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from elastic_ckpt.application import change_plan
+from elastic_ckpt.checkpoint import summary as saved_steps
+from elastic_ckpt.core import storage
+from elastic_ckpt.data import plan, state
+from elastic_ckpt.inspect import (
+    copy_repair,
+    problem,
+    status,
+    step_components,
+    survey,
+    verification,
+)
+from elastic_ckpt.simulation import run_plan
+from elastic_ckpt.training import audit
+from elastic_ckpt.universal.writing import summary
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What `audit` adds.
+
+    Attributes:
+      passed: whether the run passed; the exit code is 1 if it did not.
+    """
+
+    passed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outlooks:
+    """What `plan --hosts --batches` prints.
+
+    Attributes:
+      num_shards: number of logical shards.
+      outlooks: of every combination of hosts and batch.
+    """
+
+    num_shards: int
+    outlooks: tuple[plan.Outlook, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What `plan --from --to` adds.
+
+    Attributes:
+      decision: the kind of `decided`.
+    """
+
+    decision: Literal["train", "wait", "stop"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What `simulate` adds to each setting.
+
+    Attributes:
+      setting: the values of what varies.
+      hosts: of the cluster.
+      slices: of the cluster.
+    """
+
+    setting: Mapping[str, str]
+    hosts: int
+    slices: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedData(state.DataState):
+    """What `inspect` adds to the data state of a step.
+
+    Attributes:
+      taken: documents taken of each dataset of a mixture.
+      skipped: corrupt records that were skipped.
+    """
+
+    taken: Mapping[str, int]
+    skipped: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnreadableData:
+    """What `inspect` prints in place of a data state that cannot be read.
+
+    Attributes:
+      error: why.
+    """
+
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedStep:
+    """What `inspect` prints of a step in storage.
+
+    Attributes:
+      step: its number.
+      num_bytes: of its arrays.
+      state: its arrays.
+      data: its data state.
+    """
+
+    step: int
+    num_bytes: int
+    state: tuple[saved_steps.LeafSummary, ...]
+    data: SavedData | UnreadableData
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiers(survey.Survey):
+    """What `inspect` adds to a survey.
+
+    Attributes:
+      run: the identity of the run whose steps these are; empty for those of Orbax.
+    """
+
+    run: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspected:
+    """What `inspect` prints: of the directory of a run, of tiers, or both.
+
+    Attributes:
+      run: the directory of the run.
+      config: the digest of its configuration.
+      known: the numbers of the steps in storage, ascending.
+      steps: in storage.
+      interrupted: steps that were interrupted while they were saved.
+      tiers: the steps of tiers.
+    """
+
+    run: str = ""
+    config: str = ""
+    known: tuple[int, ...] = ()
+    steps: tuple[SavedStep, ...] = ()
+    interrupted: tuple[survey.UncommittedStep, ...] = ()
+    tiers: Tiers | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What `verify` prints.
+
+    Attributes:
+      run: the identity of the run.
+      passed: whether all is well; the exit code is 1 if it is not.
+      steps: that were read.
+      problems: that were found; with `--repair` those that are left.
+      repairs: with `--repair`, the bad copies.
+    """
+
+    run: str
+    passed: bool
+    steps: tuple[verification.VerifiedStep, ...]
+    problems: tuple[problem.Problem, ...]
+    repairs: tuple[copy_repair.Repair, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Components:
+    """What `components` prints.
+
+    Attributes:
+      step: its number.
+      save: which save of it.
+      components: its parts.
+    """
+
+    step: int
+    save: str
+    components: tuple[step_components.StepComponent, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What `convert` prints.
+
+    Attributes:
+      path: DST.
+      format: of DST.
+      tensors: that were written.
+      num_bytes: of their values.
+      secs: that it took.
+    """
+
+    path: str
+    format: str
+    tensors: int
+    num_bytes: int
+    secs: float
+
+
+# By the call. An object has the fields of all dataclasses of a call, and those with a
+# default may be absent; `simulate` prints a list of objects.
+OUTPUTS: dict[str, tuple[type, ...]] = {
+    "audit": (audit.Audit, Passed),
+    "plan --hosts --batches": (Outlooks,),
+    "plan --from --to": (Decision, change_plan.ChangePlan),
+    "simulate": (Setting, run_plan.Outcome),
+    "status": (status.Status,),
+    "inspect": (Inspected,),
+    "verify": (Verified,),
+    "components": (Components,),
+    "convert": (Converted,),
+    "convert --dry-run": (summary.Summary,),
+}
+LISTS = ("simulate",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Field:
+    """A field of a verb's JSON.
+
+    Attributes:
+      path: such as `tiers[].step`; `*` stands for any name.
+      type: such as `int | null`.
+      meaning: in the words of its dataclass.
+    """
+
+    path: str
+    type: str
+    meaning: str
+
+
+def fields(call: str) -> list[Field]:
+    """All fields that a call of `OUTPUTS` prints."""
+    prefix = "[]." if call in LISTS else ""
+    return [each for cls in OUTPUTS[call] for each in _fields_of(cls, prefix)]
+
+
+def _fields_of(cls: type, prefix: str) -> Iterator[Field]:
+    hints, meanings = typing.get_type_hints(cls), _meanings(cls)
+    for field in dataclasses.fields(cls):
+        ending, name, nested = _described(hints[field.name])
+        path = f"{prefix}{field.name}{ending}"
+        yield Field(path=path, type=name, meaning=meanings.get(field.name, ""))
+        # Kinds of an object may share fields.
+        inner: dict[str, Field] = {}
+        for kind in nested:
+            for each in _fields_of(kind, f"{path}."):
+                inner.setdefault(each.path, each)
+        yield from inner.values()
+
+
+def _described(annotation: Any) -> tuple[str, str, list[type]]:
+    # What the annotation adds to the path, the type there, and dataclasses below it.
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (Any, storage.Json):
+        return "", "any JSON", []
+    if annotation is types.NoneType:
+        return "", "null", []
+    if dataclasses.is_dataclass(annotation):
+        return "", "object", [annotation]
+    if origin is Literal:
+        return "", " | ".join(f'"{each}"' for each in arguments), []
+    if origin in (typing.Union, types.UnionType):
+        parts = [_described(each) for each in arguments]
+        (ending,) = {ending for ending, name, _ in parts if name != "null"}
+        names = dict.fromkeys(name for _, name, _ in parts)
+        return ending, " | ".join(names), [cls for part in parts for cls in part[2]]
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return "", f"[{', '.join(_described(each)[1] for each in arguments)}]", []
+    if origin in (tuple, Sequence):
+        ending, name, nested = _described(arguments[0])
+        return f"[]{ending}", name, nested
+    if origin in (dict, Mapping):
+        ending, name, nested = _described(arguments[1])
+        return f".*{ending}", name, nested
+    return "", annotation.__name__, []
+
+
+def _meanings(cls: type) -> dict[str, str]:
+    # Of the `Attributes:` of the class and of those that it inherits from.
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        text = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
+        for name, meaning in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", text, re.M):
+            found[name] = " ".join(meaning.split())
+    return found
