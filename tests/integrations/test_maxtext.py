@@ -423,6 +423,24 @@ def test_a_resume_from_a_data_state_that_was_changed_is_one_line(install, files,
     assert "restore the file from a copy" in line
 
 
+def test_a_report_has_the_losses_that_came_after_their_steps_were_saved(
+    install, files, capsys
+):
+    install(train=("SAVES_STEPS = False", "SAVES_STEPS = True"))
+    trained(files, steps=4)
+    run = files / "runs" / "first"
+    for options in ([], ["--no-audit"]):
+        assert main.main(["report", str(run), *options]) == 0
+        page = (run / "report.html").read_text()
+        for step, loss in enumerate(["5", "4.875", "4.75", "4.625"]):
+            assert f"<td>{step + 1}</td><td>{loss}</td>" in page
+        assert "4.6250" in page
+    # What was never reported is left out.
+    shutil.rmtree(run / "metrics")
+    assert main.main(["report", str(run), "--no-audit"]) == 0
+    assert "nan" not in (run / "report.html").read_text()
+
+
 def printed_lines(capfd):
     """The lines on the standard error, without log records of libraries."""
     lines = capfd.readouterr().err.splitlines()
