@@ -345,6 +345,23 @@ def test_a_pattern_without_files_names_no_key_that_maxtext_refuses(
     assert "text_directory" not in line
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_texts_that_are_taken_for_tf_examples_are_one_line(
+    install, files, capfd, workers
+):
+    install()
+    text = files / "plain.jsonl"
+    text.write_text('{"text": "a plain text"}\n' * 50)
+    assert main.main(["data", str(text), f"{files}/plain"]) == 0
+    assert "grain_record_format=bytes" in capfd.readouterr().out
+    given = {"grain_train_files": f"{files}/plain", "grain_worker_count": workers}
+    assert main.main(arguments(files, **given)) == 1
+    (line,) = printed_lines(capfd)
+    assert f"{files}/plain, record " in line
+    assert "not a tf.Example" in line
+    assert "set grain_record_format=bytes" in line
+
+
 def test_a_vocabulary_that_is_too_small_is_refused_before_the_first_step(
     install, files, capsys
 ):
@@ -423,9 +440,7 @@ def test_a_resume_from_a_data_state_that_was_changed_is_one_line(install, files,
     assert "restore the file from a copy" in line
 
 
-def test_a_report_has_the_losses_that_came_after_their_steps_were_saved(
-    install, files, capsys
-):
+def test_a_report_has_the_losses_that_came_after_their_steps_were_saved(install, files):
     install(train=("SAVES_STEPS = False", "SAVES_STEPS = True"))
     trained(files, steps=4)
     run = files / "runs" / "first"
