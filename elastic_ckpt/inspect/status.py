@@ -69,7 +69,9 @@ class Progress:
       step: the steps done.
       steps: of the run.
       time: of the newest metric, in seconds since the epoch.
-      loss: of the newest step; the rates and the learning rate likewise.
+      loss: of that step; None if only an older one is known. The learning rate
+        likewise.
+      steps_per_sec: of the newest step of this start; `tokens_per_sec` likewise.
       goodput_percent: of this start.
       data_wait_percent: of the time of recent steps, at the host that waits longest.
     """
@@ -200,27 +202,35 @@ def world_slices(events: Sequence[Event]) -> tuple[int, ...]:
 
 def _progress(files: Files, events: Sequence[Event]) -> Progress:
     newest = _newest_lines(files)
-
-    def last(metric: metrics.Metric) -> float | None:
-        line = newest.get(metric.name)
-        return None if line is None else line["last"]
-
     started = _last(events, "run_started")
-    steps = {last(metrics.TRAIN_STEPS) or 0}
+    since_secs = started["time"] if started else 0.0
+
+    def last(metric: metrics.Metric, *, of_step: int | None = None) -> float | None:
+        line = newest.get(metric.name)
+        if line is None or of_step not in (None, line.get("step")):
+            return None
+        return line["last"]
+
+    def rate(metric: metrics.Metric) -> float | None:
+        line = newest.get(metric.name)
+        return line["last"] if line and line["time"] >= since_secs else None
+
+    steps = {int(last(metrics.TRAIN_STEPS) or 0)}
     if started:
         # Metrics are written a little later than events.
         since = events[events.index(started) :]
         steps |= {e["step"] for e in since if e["event"] in _DONE}
+    step = max(steps) or None
     return Progress(
-        step=int(max(steps)) or None,
+        step=step,
         steps=started["steps"] if started else None,
         time=max((line["time"] for line in newest.values()), default=None),
-        loss=last(metrics.TRAIN_LOSS),
-        steps_per_sec=last(metrics.TRAIN_STEP_RATE),
-        tokens_per_sec=last(metrics.TRAIN_TOKEN_RATE),
-        learning_rate=last(metrics.TRAIN_LEARNING_RATE),
-        goodput_percent=last(metrics.GOODPUT),
-        data_wait_percent=_data_wait_percent(files),
+        loss=last(metrics.TRAIN_LOSS, of_step=step or 0),
+        steps_per_sec=rate(metrics.TRAIN_STEP_RATE),
+        tokens_per_sec=rate(metrics.TRAIN_TOKEN_RATE),
+        learning_rate=last(metrics.TRAIN_LEARNING_RATE, of_step=step or 0),
+        goodput_percent=rate(metrics.GOODPUT),
+        data_wait_percent=_data_wait_percent(files, since_secs),
     )
 
 
@@ -234,16 +244,16 @@ def _newest_lines(files: Files) -> dict[str, Mapping[str, Any]]:
     return newest
 
 
-def _data_wait_percent(files: Files) -> float | None:
+def _data_wait_percent(files: Files, since_secs: float) -> float | None:
     steps = [
         line
         for lines in files.values()
         for line in lines
-        if line["metric"] == metrics.TRAIN_STEP.name
+        if line["metric"] == metrics.TRAIN_STEP.name and line["time"] >= since_secs
     ]
     if not steps:
         return None
-    since = max(line["time"] for line in steps) - _RECENT_SECS
+    since = max(since_secs, max(line["time"] for line in steps) - _RECENT_SECS)
     step_secs = sum(line["sum"] for line in steps if line["time"] >= since)
     waits = [
         sum(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import journal, local_world
+from elastic_ckpt.application import journal, listeners, local_world
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import supervisor
@@ -153,7 +153,8 @@ def run(
     maxtext_config.check_known(given, maxtext_seams.known_keys())
     local_world.check(config)
     supervisor.warm_up([_HOST_PROGRAM, maxtext_seams.MAIN.module])
-    with journal.kept(config, emit) as kept:
+    listening = listeners.of_supervisor(config)
+    with journal.kept(config, emit, listening=listening) as kept:
         local_world.run(
             config,
             kept,

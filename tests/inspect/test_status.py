@@ -24,8 +24,9 @@ def event(name, **fields):
     return {"event": name, "time": 120.0, **fields}
 
 
-def line(metric, value, time):
-    return {"metric": metric.name, "last": value, "sum": value, "time": time}
+def line(metric, value, time, step=29):
+    of_value = {"last": value, "sum": value, "time": time, "step": step}
+    return {"metric": metric.name, **of_value}
 
 
 def at(*events, is_alive=True, files=None):
@@ -91,6 +92,32 @@ def test_the_newest_value_of_each_metric_counts_whichever_file_it_is_in():
     assert progress.data_wait_percent == 50.0
     later = at(STARTED, event("save_started", step=31), files=files)
     assert later.progress.step == 31
+
+
+def test_nothing_of_an_older_step_or_start_is_shown_as_of_the_present_one():
+    files = {
+        "run": [
+            line(metrics.TRAIN_STEPS, 29, 90.0),
+            line(metrics.TRAIN_STEP, 2.0, 90.0),
+            line(metrics.DATA_WAIT, 1.0, 90.0),
+            *(
+                line(metric, 1.5, 90.0)
+                for metric in (
+                    metrics.TRAIN_LOSS,
+                    metrics.TRAIN_LEARNING_RATE,
+                    metrics.TRAIN_STEP_RATE,
+                    metrics.TRAIN_TOKEN_RATE,
+                    metrics.GOODPUT,
+                )
+            ),
+        ]
+    }
+    progress = at(STARTED, event("save_started", step=31), files=files).progress
+    assert (progress.step, progress.loss, progress.learning_rate) == (31, None, None)
+    assert progress.steps_per_sec is progress.tokens_per_sec is None
+    assert progress.goodput_percent is progress.data_wait_percent is None
+    before = at({**STARTED, "time": 80.0}, files=files).progress
+    assert (before.step, before.loss, before.steps_per_sec) == (29, 1.5, 1.5)
 
 
 def test_the_backlog_is_what_storage_lacks_and_why():
