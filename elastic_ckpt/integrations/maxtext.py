@@ -574,6 +574,6 @@ def _check_resumable(config: Any) -> None:
         return
     raise errors.CheckpointError(
         f"step {latest.name} in {directory} {what}; to go on from its weights, and with"
-        f" the data from the beginning, set load_full_state_path={latest / 'items'} and"
-        " another run_name"
+        " the data from the beginning, set"
+        f" load_full_state_path={latest / maxtext_tiers.ITEMS} and another run_name"
     )

@@ -456,6 +456,24 @@ def test_a_report_has_the_losses_that_came_after_their_steps_were_saved(install,
     assert "nan" not in (run / "report.html").read_text()
 
 
+def test_inspect_shows_its_steps_and_components_says_what_they_lack(
+    install, files, capsys
+):
+    install()
+    run = f"{files}/runs/first"
+    trained(files, steps=4, checkpoint_dir=f"{run}/checkpoints")
+    capsys.readouterr()
+    assert main.main(["inspect", run]) == 0
+    shown = capsys.readouterr().out
+    assert "step 3: 1 arrays, 8 bytes" in shown
+    assert 'data: sharded, position {"stream_row": 32}' in shown
+    assert "missing" not in shown
+    assert main.main(["components", run]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the steps in {run}/checkpoints, 3 the newest, are Orbax's own" in line
+    assert f"`elastic-ckpt inspect {run}`" in line
+
+
 def printed_lines(capfd):
     """The lines on the standard error, without log records of libraries."""
     lines = capfd.readouterr().err.splitlines()
