@@ -1,10 +1,10 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
-For the directory of a run of `elastic-ckpt train` or `maxtext` it shows arrays and data state; for
-RAM disks, persistent steps and peers the steps, their holders, and what the loss of a
-host or slice would take; for a run whose steps are in tiers both. It shows the newest
-step briefly, with --step one step with all of its arrays, with --all every step. The
-JSON has all steps unless --step names one.
+For the directory of a run of `elastic-ckpt train` or `maxtext` it shows arrays and data
+state; for RAM disks, persistent steps and peers the steps, their holders, and what the
+loss of a host or slice would take; for a run whose steps are in tiers both. It shows
+the newest step briefly, with --step one step with all of its arrays, with --all every
+step. The JSON has all steps unless --step names one.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def run(
       DataError: if the data cannot be read; MaxText itself would end without an error.
       SystemExit: if MaxText refuses its configuration.
     """
-    maxtext_seams.check_installed()
     explicit = maxtext_config.explicit_keys(arguments)
+    maxtext_seams.check_installed(explicit)
     with seams_taken(
         emit=emit, world=world, explicit=explicit, started=started
     ) as taken:

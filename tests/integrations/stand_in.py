@@ -30,6 +30,8 @@ def maybe_initialize_jax_distributed_system(raw_keys):
 import sys
 import types as python_types
 
+import jax
+
 from maxtext.configs import types
 from maxtext.utils import max_utils
 
@@ -46,6 +48,9 @@ def _prepare_for_pydantic(raw_keys, config_class=types.MaxTextConfig):
 def _initialize_pydantic(argv):
     raw_keys = _prepare_for_pydantic(types.FIELDS | argv)
     max_utils.maybe_initialize_jax_distributed_system(raw_keys)
+    for prefix, suffix in (("", ""), ("eval_", "_eval")):
+        rows = raw_keys[f"{{prefix}}per_device_batch_size"] * jax.device_count()
+        raw_keys[f"global_batch_size_to_load{{suffix}}"] = int(rows)
     return python_types.SimpleNamespace(**raw_keys)
 
 def initialize(argv):

@@ -1,4 +1,5 @@
 import logging
+import os
 import re
 import shutil
 
@@ -55,8 +56,8 @@ def arguments(files, **settings):
         "num_logical_shards": 8,
         "tokenizer_type": "bytes",
         "max_target_length": 24,
-        "global_batch_size_to_load": 8,
-        "global_batch_size_to_load_eval": 8,
+        "per_device_batch_size": 1,
+        "eval_per_device_batch_size": 1,
         "packing": True,
         **settings,
     }
@@ -304,16 +305,23 @@ def test_its_own_refusals_end_as_it_wants(install, files, capsys):
         ({"elastic_enabled": True}, "elastic_enabled=true without hosts"),
         (
             # MaxText shards its batch over the devices before it asks for the data.
-            {"global_batch_size_to_load": 13, "per_device_batch_size": 6.5},
-            "per_device_batch_size=6.5 makes a global batch of 13 rows",
+            {"per_device_batch_size": 1.5},
+            "per_device_batch_size=1.5 makes a global batch of 12 rows",
         ),
         (
             {
                 "eval_interval": 1,
-                "global_batch_size_to_load_eval": 13,
-                "eval_per_device_batch_size": 6.5,
+                "eval_per_device_batch_size": 1.5,
             },
-            "eval_per_device_batch_size=6.5 makes a global batch of 13 rows",
+            "eval_per_device_batch_size=1.5 makes a global batch of 12 rows",
+        ),
+        (
+            {"global_batch_size": 16},
+            "global_batch_size has no effect: .* is per_device_batch_size times",
+        ),
+        (
+            {"global_batch_size_to_load_eval": 16},
+            "_eval has no effect: .* is eval_per_device_batch_size times",
         ),
     ],
 )
@@ -323,6 +331,34 @@ def test_a_likely_mistake_is_one_line(install, files, capsys, settings, message)
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"grain_tran_files": "x"}, "unknown key 'grain_tran_files'"),
+        ({"grain_train_files": "/absent/*"}, "/absent/\\* matches no file"),
+        ({"grain_eval_files": "/absent"}, "grain_eval_files: /absent matches no file"),
+    ],
+)
+def test_keys_and_files_are_checked_before_the_program_is_imported(
+    install, files, capsys, settings, message
+):
+    install(train=("import ast", "raise AssertionError('it takes long')"))
+    assert main.main(arguments(files, **settings)) in (1, errors.CONFIG_EXIT_CODE)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_tokenizers_of_maxtext_are_looked_for_in_its_package(
+    install, files, monkeypatch
+):
+    # So that it is gone afterwards, too.
+    monkeypatch.setenv("MAXTEXT_ASSETS_ROOT", "")
+    monkeypatch.delenv("MAXTEXT_ASSETS_ROOT")
+    (files / "maxtext" / "assets").mkdir(parents=True)
+    install()
+    trained(files)
+    assert os.environ["MAXTEXT_ASSETS_ROOT"] == str(files / "maxtext" / "assets")
 
 
 def test_a_ram_directory_that_cannot_be_made_is_named_with_its_key(
