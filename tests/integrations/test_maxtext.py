@@ -434,6 +434,26 @@ def test_a_step_that_maxtext_s_own_iterator_saved_is_not_continued_from(
     )
 
 
+def test_a_model_that_has_changed_is_one_line_with_both_shapes(install, files, capfd):
+    install()
+    trained(files)
+    # It restores into another shape now.
+    module = files / "maxtext" / "common" / "checkpointing.py"
+    changed = module.read_text().replace(
+        "np.zeros((), int)", "jax.numpy.zeros((7,), int)"
+    )
+    module.write_text(f"import jax\n{changed}")
+    stand_in.forget()
+    capfd.readouterr()
+    assert main.main(arguments(files, steps=9)) == 1
+    (line,) = printed_lines(capfd)
+    assert line.startswith(
+        f"elastic-ckpt maxtext: {files}/checkpoints/2 cannot be restored: Requested"
+        " shape: (7,) is not compatible with the stored shape: ()"
+    )
+    assert line.endswith("set its keys as they were, or another run_name")
+
+
 @pytest.mark.parametrize("in_sidecar", [False, True])
 @pytest.mark.parametrize(
     ("changed", "message"),
