@@ -120,6 +120,8 @@ class Status:
       tiers: the newest step of each.
       losses: what the loss of each slice and host would cost.
       backup: the backlog.
+      from_zero: whether saved steps are numbered from 0, as MaxText does: of step 9 ten
+        steps are done.
       replicas: the comparisons of copies of the state; None if there was none.
       last_event: with its time; None before the first.
     """
@@ -131,6 +133,7 @@ class Status:
     tiers: tuple[NewestStep, ...]
     losses: tuple[AfterLoss, ...]
     backup: Backup
+    from_zero: bool
     replicas: ReplicaFindings | None
     last_event: Event | None
 
@@ -143,6 +146,7 @@ def status(
     tiers: Sequence[NewestStep],
     losses: Sequence[AfterLoss],
     uncommitted: Sequence[int],
+    from_zero: bool = False,
 ) -> Status:
     """The status of a run.
 
@@ -153,6 +157,7 @@ def status(
       tiers: the newest step of each.
       losses: the step that is left after each loss.
       uncommitted: steps in storage that are not committed.
+      from_zero: whether saved steps are numbered from 0.
     """
     phase = next(
         (_PHASES[e["event"]] for e in reversed(events) if e["event"] in _PHASES),
@@ -166,10 +171,13 @@ def status(
         run=started.get("run", ""),
         phase=phase,
         world=None if is_over else _world(events),
-        progress=_progress(files, events),
+        progress=_progress(
+            files, events, [e.step + from_zero for e in tiers if e.step is not None]
+        ),
         tiers=tuple(tiers),
         losses=tuple(losses),
         backup=_backup(events, files, tiers, uncommitted),
+        from_zero=from_zero,
         replicas=replica_findings.of_events(events),
         last_event=events[-1] if events else None,
     )
@@ -200,7 +208,8 @@ def world_slices(events: Sequence[Event]) -> tuple[int, ...]:
     return tuple(chosen["slices"]) if chosen else ()
 
 
-def _progress(files: Files, events: Sequence[Event]) -> Progress:
+def _progress(files: Files, events: Sequence[Event], saved: Sequence[int]) -> Progress:
+    # `saved`: the steps that are done in the newest saved step of each tier.
     newest = _newest_lines(files)
     started = _last(events, "run_started")
     since_secs = started["time"] if started else 0.0
@@ -215,7 +224,8 @@ def _progress(files: Files, events: Sequence[Event]) -> Progress:
         line = newest.get(metric.name)
         return line["last"] if line and line["time"] >= since_secs else None
 
-    steps = {int(last(metrics.TRAIN_STEPS) or 0)}
+    # A process that was killed has lost its last metrics.
+    steps = {int(last(metrics.TRAIN_STEPS) or 0), *saved}
     if started:
         # Metrics are written a little later than events.
         since = events[events.index(started) :]

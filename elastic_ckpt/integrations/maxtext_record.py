@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,6 +49,8 @@ class RunRecord:
         self._emit = emit
         self._closing = contextlib.ExitStack()
         self._log: batch_log.BatchLog | None = None
+        # When the data was made, before the state is restored and the step compiled.
+        self._made_secs = time.monotonic()
         self._closing.enter_context(listeners.json_lines(self._directory))
         self._is_leader = topology.is_primary() and not is_supervised
         if self._is_leader:
@@ -66,13 +69,14 @@ class RunRecord:
         if self._log is not None:
             # Under Pathways MaxText begins again after an elastic event.
             self._log.close()
+        self._made_secs = time.monotonic()
         self._log = batch_log.BatchLog(
             self._directory, world=self._world, data=dataclasses.asdict(config.data)
         )
         self._closing.callback(self._log.close)
 
     def begin(self, step: int) -> None:
-        """Begins at a step, from 0, whose state is there."""
+        """Begins at a step, from 0, whose state is there, and which is compiled."""
         if self._log is not None:
             self._log.begin(step)
         if topology.is_primary():
@@ -83,6 +87,8 @@ class RunRecord:
                 start_step=step,
                 steps=self._num_steps,
             )
+            secs = time.monotonic() - self._made_secs
+            self._emit("compiled", step=step + 1, secs=secs)
 
     def take(self, batch: elastic_data.Batch) -> None:
         """Logs the batch of the next step; batches before `begin` are not trained."""
@@ -138,7 +144,7 @@ class RunRecord:
 def reporting_logger(make: Callable[..., Any], record: RunRecord) -> Callable[..., Any]:
     """Makes MaxText's logger of metrics, which reports each step to `record`, too.
 
-    MaxText makes it when the state is restored, before the first step.
+    MaxText makes it when the state is restored and the step is compiled.
 
     Args:
       make: MaxText's own.

@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 import re
@@ -528,6 +529,30 @@ def test_inspect_shows_its_steps_and_components_says_what_they_lack(
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the steps in {run}/checkpoints, 3 the newest, are Orbax's own" in line
     assert f"`elastic-ckpt inspect {run}`" in line
+
+
+def test_status_counts_the_steps_that_are_done_and_no_loss_takes_storage(
+    install, files, capsys
+):
+    install()
+    run = f"{files}/runs/first"
+    trained(files, steps=4, checkpoint_dir=f"{run}/checkpoints")
+    with open(f"{run}/events.jsonl") as file:
+        events = [json.loads(line)["event"] for line in file]
+    assert events == ["run_started", "compiled", "run_finished"]
+    capsys.readouterr()
+    assert main.main(["status", run]) == 0
+    screen = capsys.readouterr().out
+    assert "step       4 of 4" in screen
+    assert "in storage step 3\n" in screen
+    # A supervisor's world, whose slices have no copies in RAM.
+    with open(f"{run}/events.jsonl", "a") as file:
+        chosen = {"event": "world_started", "world": 1, "slices": [0, 1], "spares": []}
+        file.write(json.dumps({**chosen, "time": 0.0}) + "\n")
+    assert main.main(["status", run]) == 0
+    screen = capsys.readouterr().out
+    assert "each restores step 3, 0 steps to train again" in screen
+    assert "anew" not in screen
 
 
 def printed_lines(capfd):
