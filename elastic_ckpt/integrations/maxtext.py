@@ -206,7 +206,10 @@ class Taken:
             record.describe(
                 maxtext_config.run_config(
                     config, self._own, data=section, started=self._started
-                )
+                ),
+                rows=maxtext_config.global_batch_size(
+                    config, num_devices=global_mesh.size
+                ),
             )
         return self._iterator(
             maxtext_seams.MAKE_TRAIN, config, section, global_mesh, record

@@ -18,7 +18,7 @@ from absl import logging
 
 from elastic_ckpt.application import journal, listeners, run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import events, storage, topology
+from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.training import batch_log
 
@@ -45,6 +45,9 @@ class RunRecord:
         self._run_name = config.run_name
         self._world = world
         self._num_steps = self._ends_at = config.steps
+        self._rows_per_device = config.per_device_batch_size
+        # Of a global batch, now and at the start before; 0 if there was none.
+        self._rows = self._rows_before = 0
         self._done = 0
         self._emit = emit
         self._closing = contextlib.ExitStack()
@@ -62,10 +65,21 @@ class RunRecord:
         """Shows and keeps an event."""
         self._emit(name, **fields)
 
-    def describe(self, config: schema.Config) -> None:
-        """Keeps the configuration, with which an audit reads the data again."""
+    def describe(self, config: schema.Config, *, rows: int) -> None:
+        """Keeps the configuration, with which an audit reads the data again.
+
+        Args:
+          config: of the run.
+          rows: of a global batch.
+        """
         if topology.is_primary():
-            run_directory.write_config(self._directory, config)
+            with contextlib.suppress(errors.RunError):
+                before = run_directory.read_config(self._directory).data
+                self._rows_before = before.global_batch_size
+            self._rows = rows
+            data = dataclasses.replace(config.data, global_batch_size=rows)
+            with_rows = dataclasses.replace(config, data=data)
+            run_directory.write_config(self._directory, with_rows)
         if self._log is not None:
             # Under Pathways MaxText begins again after an elastic event.
             self._log.close()
@@ -87,6 +101,16 @@ class RunRecord:
                 start_step=step,
                 steps=self._num_steps,
             )
+            if step and self._rows_before not in (0, self._rows):
+                self._emit(
+                    "batch_changed",
+                    step=step,
+                    rows=self._rows,
+                    rows_before=self._rows_before,
+                    per_device_before=self._rows_per_device
+                    * self._rows_before
+                    / self._rows,
+                )
             secs = time.monotonic() - self._made_secs
             self._emit("compiled", step=step + 1, secs=secs)
 

@@ -177,7 +177,8 @@ def known_keys() -> Collection[str]:
 def _point_to_assets() -> None:
     # An installed MaxText looks for its tokenizers where a clone has them.
     package = importlib.util.find_spec("maxtext")
-    for place in (package and package.submodule_search_locations) or ():
+    places = package.submodule_search_locations if package else None
+    for place in places or ():
         assets = os.path.join(place, "assets")
         if os.path.isdir(assets):
             os.environ.setdefault("MAXTEXT_ASSETS_ROOT", assets)

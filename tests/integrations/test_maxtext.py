@@ -555,6 +555,18 @@ def test_status_counts_the_steps_that_are_done_and_no_loss_takes_storage(
     assert "anew" not in screen
 
 
+def test_a_batch_that_has_changed_is_said_with_the_key_that_keeps_it(
+    install, files, capsys
+):
+    install()
+    trained(files)
+    trained(files, steps=5)
+    assert "global batch" not in capsys.readouterr().out
+    trained(files, steps=7, per_device_batch_size=2)
+    line = "global batch 8 -> 16 rows since step 5; per_device_batch_size=1 keeps it"
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def printed_lines(capfd):
     """The lines on the standard error, without log records of libraries."""
     lines = capfd.readouterr().err.splitlines()
