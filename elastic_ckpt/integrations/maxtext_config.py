@@ -92,6 +92,12 @@ SHARED_KEYS = (
     "train_data_columns",
     "use_truncation",
 )
+# Keys of MaxText with which a run begins with other weights.
+WEIGHT_KEYS = (
+    "load_full_state_path",
+    "load_parameters_path",
+    "source_checkpoint_layout",
+)
 # And those that are read in another way.
 READ_KEYS = (
     "async_checkpointing",
@@ -203,6 +209,29 @@ def check_files(data: schema.DataSection) -> None:
         for each in datasets.from_list(getattr(data, key), key=key):
             if each.patterns and storage.is_local(each.patterns):
                 files.find_files(each.patterns, key=key)
+
+
+def check_weights(given: Mapping[str, object]) -> None:
+    """Checks that weights are in the format in which MaxText is to read them.
+
+    Args:
+      given: the keys that a user has set, with their values.
+
+    Raises:
+      ConfigError: if a directory has weights of Hugging Face.
+    """
+    if given.get("source_checkpoint_layout", "orbax") != "orbax":
+        return
+    for key in ("load_parameters_path", "load_full_state_path"):
+        path = str(given.get(key) or "")
+        if not path or not storage.is_local(path):
+            continue
+        if any(storage.absolute(path).glob("*.safetensors")):
+            raise errors.ConfigError(
+                f"{PLACE}: {key}={path}: these are Hugging Face weights; run"
+                f" `elastic-ckpt convert {path} OUTPUT/0 --rules LAYOUT` first, and set"
+                " load_parameters_path to the absolute path of OUTPUT/0/items"
+            )
 
 
 def check_known(given: Iterable[str], known: Collection[str]) -> None:

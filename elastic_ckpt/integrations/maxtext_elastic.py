@@ -28,6 +28,7 @@ _OF_RUN = (
     "grain_eval_files",
     "grain_train_files",
     "hardware",
+    *maxtext_config.WEIGHT_KEYS,
     "num_logical_shards",
     "per_device_batch_size",
     "run_name",
@@ -76,6 +77,7 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
     config, given = load.of_keys(wanted, path, overrides)
     world = config.world
     maxtext_config.check_files(config.data)
+    maxtext_config.check_weights(given)
     if world.hosts == 1:
         return config
     for key in ("run_name", "base_output_directory", "per_device_batch_size"):

@@ -350,6 +350,32 @@ def test_keys_and_files_are_checked_before_the_program_is_imported(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_weights_of_hugging_face_are_refused_with_the_way_to_convert_them(
+    install, files, capsys
+):
+    install()
+    (files / "weights").mkdir()
+    (files / "weights" / "model-00001-of-00002.safetensors").touch()
+    given = {"load_parameters_path": f"{files}/weights"}
+    assert main.main(arguments(files, **given)) == errors.CONFIG_EXIT_CODE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "these are Hugging Face weights; run `elastic-ckpt convert" in line
+
+
+def test_config_names_the_verb_of_a_file_with_keys_of_maxtext(install, files, capsys):
+    install()
+    path = files / "tiny.yml"
+    path.write_text("run_name: a\nuse_sft: false\nnum_logical_shards: 8\n")
+    assert main.main(["config", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path} has keys of MaxText, such as use_sft" in line
+    assert f"`elastic-ckpt maxtext {path}` runs it" in line
+    assert "num_logical_shards, " in line
+    path.write_text("run_name: a\nstepz: 3\n")
+    assert main.main(["config", str(path)]) == 1
+    assert "unknown key 'stepz'; the nearest key is 'steps'" in capsys.readouterr().err
+
+
 def test_tokenizers_of_maxtext_are_looked_for_in_its_package(
     install, files, monkeypatch
 ):
