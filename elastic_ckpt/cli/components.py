@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations, tier_report
 from elastic_ckpt.core import errors, option_numbers
 
@@ -54,9 +56,25 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"step {number}, save {newest.save}")
                 print("\n".join(tier_report.component_lines(parts)))
             return 0
+        if not numbers:
+            _refuse_plain(arguments.paths)
         step = "step" if asked is None else f"step {asked}"
         raise errors.CheckpointError(
             "; ".join([f"no {step} is complete in the given places", *problems])
             if numbers
             else "there are no steps in the given places; give the directory of a tier"
         )
+
+
+def _refuse_plain(paths: Sequence[str]) -> None:
+    # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
+    from elastic_ckpt.checkpoint import summary
+
+    for path in paths:
+        steps = run_directory.saved_steps_of(path) if locations.is_run(path) else path
+        if plain := summary.steps(steps):
+            raise errors.CheckpointError(
+                f"the steps in {steps}, {max(plain)} the newest, are Orbax's own: they"
+                " have no manifest that lists their components, as steps in tiers"
+                f" have; `elastic-ckpt inspect {path}` shows their arrays"
+            )

@@ -44,6 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.file}: {written.num_documents:,} documents,"
         f" {written.text_bytes:,} bytes of text, as {file_type}"
     )
+    keys = {"grain_train_files": arguments.file, "grain_file_type": file_type}
+    if file_type != "parquet":
+        keys["grain_record_format"] = "bytes"
+    print("to train on it:", *(f"{key}={value}" for key, value in keys.items()))
     if written.skipped:
         print(
             f"without {len(written.skipped):,} files that are empty or not UTF-8 text,"

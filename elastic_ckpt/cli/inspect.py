@@ -1,10 +1,10 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
-For the directory of a run of `elastic-ckpt train` it shows arrays and data state; for
-RAM disks, persistent steps and peers the steps, their holders, and what the loss of a
-host or slice would take; for a run whose steps are in tiers both. It shows the newest
-step briefly, with --step one step with all of its arrays, with --all every step. The
-JSON has all steps unless --step names one.
+For the directory of a run of `elastic-ckpt train` or `maxtext` it shows arrays and data
+state; for RAM disks, persistent steps and peers the steps, their holders, and what the
+loss of a host or slice would take; for a run whose steps are in tiers both. It shows
+the newest step briefly, with --step one step with all of its arrays, with --all every
+step. The JSON has all steps unless --step names one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations, tier_report
 from elastic_ckpt.config import keys
-from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.core import errors, option_numbers, storage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,11 +196,10 @@ def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
 
 def data_of(path: str) -> dict[str, Any]:
     """The data state of the step at `path`, as JSON; `error` if it cannot be read."""
-    from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.data import cursors, mixing, records, state
 
     try:
-        directory = os.path.join(path, run_saver.DATA)
+        directory = os.path.join(path, _parts_of(path)[1])
         saved = state.read(directory)
         num_shards: Any = saved.pipeline.get("num_logical_shards", 0)
         shards = cursors.read(directory, range(num_shards), saved.position)
@@ -214,10 +213,21 @@ def data_of(path: str) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def _step(step: int, path: str) -> dict[str, Any]:
-    from elastic_ckpt.checkpoint import run_saver, summary
+def _parts_of(path: str) -> tuple[str, str]:
+    # The names of the train state and the data state of the step at `path`.
+    from elastic_ckpt.checkpoint import run_saver
+    from elastic_ckpt.integrations import maxtext_tiers
 
-    leaves = summary.arrays(path, run_saver.STATE)
+    ours = run_saver.STATE, run_saver.DATA
+    theirs = maxtext_tiers.ITEMS, maxtext_tiers.ITERATOR
+    is_theirs = (storage.absolute(path) / maxtext_tiers.ITEMS).exists()
+    return theirs if is_theirs else ours
+
+
+def _step(step: int, path: str) -> dict[str, Any]:
+    from elastic_ckpt.checkpoint import summary
+
+    leaves = summary.arrays(path, _parts_of(path)[0])
     return {
         "step": step,
         "num_bytes": sum(leaf.num_bytes for leaf in leaves),

@@ -84,7 +84,9 @@ def collect(directory: str) -> Status:
         events = _events(directory)
         with locations.opened(named) as (_, tiers):
             offers = restorable.reachable(tiers)
-            newest = restorable.newest(offers)
+            newest = [
+                _with_plain_steps(each, directory) for each in restorable.newest(offers)
+            ]
             uncommitted = sorted({each.step for each in tiers.leftovers()})
         return status.status(
             events,
@@ -92,15 +94,30 @@ def collect(directory: str) -> Status:
                 os.path.join(directory, run_directory.METRICS), last_bytes=_LOG_BYTES
             ),
             is_alive=run_directory.is_alive(directory),
-            tiers=[_with_plain_steps(each, directory) for each in newest],
-            losses=restorable.after_losses(offers, slices=status.world_slices(events)),
+            tiers=newest,
+            losses=[
+                # No loss of a host takes a step out of storage.
+                dataclasses.replace(each, step=newest[-1].step)
+                if each.step is None
+                else each
+                for each in restorable.after_losses(
+                    offers, slices=status.world_slices(events)
+                )
+            ],
             uncommitted=uncommitted,
+            from_zero=_is_of_maxtext(directory),
         )
     except bucket_clients.failures() as error:
         raise errors.RunError(
             f"{directory} cannot be read ({error}); check the network and who may read"
             " there"
         ) from error
+
+
+def _is_of_maxtext(directory: str) -> bool:
+    if run_directory.read_loop(directory) is not None:
+        return False
+    return bool(run_directory.read_config(directory).deploy.maxtext)
 
 
 def _with_plain_steps(newest: NewestStep, directory: str) -> NewestStep:
@@ -186,7 +203,8 @@ def _losses(content: Status) -> list[str]:
         cost = (
             "the run would begin anew"
             if step is None
-            else f"restores step {step:,}, {max(0, done - step):,} steps to train again"
+            else f"restores step {step:,},"
+            f" {max(0, done - step - content.from_zero):,} steps to train again"
         )
         what = named if names[1:] else f"{domain} {named}:"
         lines.append(f"if lost    {what} {cost}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 # The exit status of a run that ends with a ConfigError: EX_CONFIG of sysexits.h. A
 # launcher need not start it again.
@@ -18,7 +19,14 @@ MOST_NAMED = 5
 
 
 class ElasticCkptError(Exception):
-    """The base class of every error whose message contains a remedy."""
+    """The base class of every error whose message contains a remedy.
+
+    Each can be pickled, whatever its `__init__` takes: an error of a worker arrives in
+    the process that waits for it as it is.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(ElasticCkptError):
@@ -58,6 +66,14 @@ class DivergedError(RunError):
 
 class StoppedError(RunError):
     """A run that received SIGTERM and could not save before it ended."""
+
+
+def _unpickled(
+    kind: type[ElasticCkptError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> ElasticCkptError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 def first_of(names: Iterable[str]) -> str:

@@ -45,6 +45,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "scale_requested": ("slices", "chosen"),
     "waiting_for_slices": ("why", "within_secs"),
     "run_started": ("run", "hosts", "slices", "devices", "start_step", "steps"),
+    "batch_changed": ("step", "rows", "rows_before", "per_device_before"),
     "step_interrupted": ("step", "path", "resume_step"),
     "compile_started": ("step",),
     "compiled": ("step", "secs"),

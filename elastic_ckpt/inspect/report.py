@@ -54,17 +54,16 @@ def report(record: Record) -> str:
 
 
 def _facts(record: Record) -> list[tuple[str, str]]:
-    counted = {
-        attempt.start_step + place: loss
-        for attempt in record.attempts
-        for place, loss in enumerate(attempt.losses)
-    }
+    steps = {each.start_step + len(each.losses) for each in record.attempts}
+    losses: dict[int, float] = {}
+    for each in record.attempts:
+        losses |= record.losses(each)
     recoveries = record.named("recovered")
     spent = record.goodput_secs()
     total = sum(spent.values())
     return [
-        ("steps", plot.number(max(counted, default=-1) + 1)),
-        ("loss", f"{counted[max(counted)]:.4f}" if counted else "none"),
+        ("steps", plot.number(max(steps, default=0))),
+        ("loss", f"{losses[max(losses)]:.4f}" if losses else "none"),
         ("goodput", f"{100 * spent['productive'] / total:.1f} %" if total else "none"),
         ("changes of slices", str(len(recoveries))),
         ("steps lost", str(sum(e["steps_lost"] for e in recoveries))),
@@ -125,14 +124,12 @@ def _slices(record: Record) -> Section:
 
 
 def _loss(record: Record) -> Section:
-    counted, lost = [], []
+    counted: list[plot.Point] = []
+    lost: list[plot.Point] = []
     for attempt, num_counted in record.attempts_with_counted():
-        points = [
-            (float(attempt.start_step + place + 1), loss)
-            for place, loss in enumerate(attempt.losses)
-        ]
-        counted += points[:num_counted]
-        lost += points[num_counted:]
+        for step, loss in record.losses(attempt).items():
+            counts = step < attempt.start_step + num_counted
+            (counted if counts else lost).append((float(step + 1), loss))
     series = [plot.Series(name="steps that count", points=counted)]
     if lost:
         again = plot.Series(

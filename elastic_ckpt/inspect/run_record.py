@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ class Attempt:
       number: from 1.
       start_step: its first step.
       hosts: of its world.
-      losses: of each step that it logged, in order.
+      losses: of each step that it logged, in order; NaN if it was not known yet.
     """
 
     number: int
@@ -88,6 +89,28 @@ class Record:
             if line["metric"] == metric.name and "step" in line
         ]
         return sorted(lines, key=lambda line: line["time"])
+
+    def losses(self, attempt: Attempt) -> dict[int, float]:
+        """The losses that are known, by the number of the step, from 0.
+
+        MaxText reports the loss of a step after it has saved the step, and so too late
+        for the step log; it is among the metrics then.
+        """
+        by_step = {
+            attempt.start_step + place: loss
+            for place, loss in enumerate(attempt.losses)
+        }
+        for step, loss in by_step.items():
+            if math.isnan(loss):
+                by_step[step] = self._reported.get(step, loss)
+        return {step: loss for step, loss in by_step.items() if math.isfinite(loss)}
+
+    @functools.cached_property
+    def _reported(self) -> dict[int, float]:
+        # Of a step that was trained again the later line counts.
+        return {
+            line["step"] - 1: line["last"] for line in self.lines(metrics.TRAIN_LOSS)
+        }
 
     def goodput_secs(self) -> dict[str, float]:
         """The seconds of all starts by cause."""

@@ -71,10 +71,10 @@ class Progress:
       step: the steps done.
       steps: of the run.
       time: of the newest metric, in seconds since the epoch.
-      loss: of the newest step.
-      steps_per_sec: at the newest step.
-      tokens_per_sec: at the newest step.
-      learning_rate: of the newest step.
+      loss: of that step; None if only an older one is known.
+      steps_per_sec: of the newest step of this start.
+      tokens_per_sec: of the newest step of this start.
+      learning_rate: of that step; None if only an older one is known.
       goodput_percent: of this start.
       data_wait_percent: of the time of recent steps, at the host that waits longest.
     """
@@ -123,6 +123,8 @@ class Status:
       tiers: the newest step of each.
       losses: what the loss of each slice and host would cost.
       backup: the backlog.
+      from_zero: whether saved steps are numbered from 0, as MaxText does: of step 9 ten
+        steps are done.
       replicas: the comparisons of copies of the state; None if there was none.
       last_event: with its time; None before the first.
     """
@@ -134,6 +136,7 @@ class Status:
     tiers: tuple[NewestStep, ...]
     losses: tuple[AfterLoss, ...]
     backup: Backup
+    from_zero: bool
     replicas: ReplicaFindings | None
     last_event: Event | None
 
@@ -146,6 +149,7 @@ def status(
     tiers: Sequence[NewestStep],
     losses: Sequence[AfterLoss],
     uncommitted: Sequence[int],
+    from_zero: bool = False,
 ) -> Status:
     """The status of a run.
 
@@ -156,6 +160,7 @@ def status(
       tiers: the newest step of each.
       losses: the step that is left after each loss.
       uncommitted: steps in storage that are not committed.
+      from_zero: whether saved steps are numbered from 0.
     """
     phase = next(
         (_PHASES[e["event"]] for e in reversed(events) if e["event"] in _PHASES),
@@ -169,10 +174,13 @@ def status(
         run=started.get("run", ""),
         phase=phase,
         world=None if is_over else _world(events),
-        progress=_progress(files, events),
+        progress=_progress(
+            files, events, [e.step + from_zero for e in tiers if e.step is not None]
+        ),
         tiers=tuple(tiers),
         losses=tuple(losses),
         backup=_backup(events, files, tiers, uncommitted),
+        from_zero=from_zero,
         replicas=replica_findings.of_events(events),
         last_event=events[-1] if events else None,
     )
@@ -203,29 +211,39 @@ def world_slices(events: Sequence[Event]) -> tuple[int, ...]:
     return tuple(chosen["slices"]) if chosen else ()
 
 
-def _progress(files: Files, events: Sequence[Event]) -> Progress:
+def _progress(files: Files, events: Sequence[Event], saved: Sequence[int]) -> Progress:
+    # `saved`: the steps that are done in the newest saved step of each tier.
     newest = _newest_lines(files)
-
-    def last(metric: metrics.Metric) -> float | None:
-        line = newest.get(metric.name)
-        return None if line is None else line["last"]
-
     started = _last(events, "run_started")
-    steps = {last(metrics.TRAIN_STEPS) or 0}
+    since_secs = started["time"] if started else 0.0
+
+    def last(metric: metrics.Metric, *, of_step: int | None = None) -> float | None:
+        line = newest.get(metric.name)
+        if line is None or of_step not in (None, line.get("step")):
+            return None
+        return line["last"]
+
+    def rate(metric: metrics.Metric) -> float | None:
+        line = newest.get(metric.name)
+        return line["last"] if line and line["time"] >= since_secs else None
+
+    # A process that was killed has lost its last metrics.
+    steps = {int(last(metrics.TRAIN_STEPS) or 0), *saved}
     if started:
         # Metrics are written a little later than events.
         since = events[events.index(started) :]
         steps |= {e["step"] for e in since if e["event"] in _DONE}
+    step = max(steps) or None
     return Progress(
-        step=int(max(steps)) or None,
+        step=step,
         steps=started["steps"] if started else None,
         time=max((line["time"] for line in newest.values()), default=None),
-        loss=last(metrics.TRAIN_LOSS),
-        steps_per_sec=last(metrics.TRAIN_STEP_RATE),
-        tokens_per_sec=last(metrics.TRAIN_TOKEN_RATE),
-        learning_rate=last(metrics.TRAIN_LEARNING_RATE),
-        goodput_percent=last(metrics.GOODPUT),
-        data_wait_percent=_data_wait_percent(files),
+        loss=last(metrics.TRAIN_LOSS, of_step=step or 0),
+        steps_per_sec=rate(metrics.TRAIN_STEP_RATE),
+        tokens_per_sec=rate(metrics.TRAIN_TOKEN_RATE),
+        learning_rate=last(metrics.TRAIN_LEARNING_RATE, of_step=step or 0),
+        goodput_percent=rate(metrics.GOODPUT),
+        data_wait_percent=_data_wait_percent(files, since_secs),
     )
 
 
@@ -239,16 +257,16 @@ def _newest_lines(files: Files) -> dict[str, Mapping[str, Any]]:
     return newest
 
 
-def _data_wait_percent(files: Files) -> float | None:
+def _data_wait_percent(files: Files, since_secs: float) -> float | None:
     steps = [
         line
         for lines in files.values()
         for line in lines
-        if line["metric"] == metrics.TRAIN_STEP.name
+        if line["metric"] == metrics.TRAIN_STEP.name and line["time"] >= since_secs
     ]
     if not steps:
         return None
-    since = max(line["time"] for line in steps) - _RECENT_SECS
+    since = max(since_secs, max(line["time"] for line in steps) - _RECENT_SECS)
     step_secs = sum(line["sum"] for line in steps if line["time"] >= since)
     waits = [
         sum(

@@ -19,11 +19,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -73,14 +75,16 @@ def run(
       ConfigError: if MaxText is missing, or of a version that this module does not
         support, or its configuration requires features that our data does not have.
       DataError: if the data cannot be read; MaxText itself would end without an error.
+      OtherModelError: if a step does not fit the model.
       SystemExit: if MaxText refuses its configuration.
     """
-    maxtext_seams.check_installed()
     explicit = maxtext_config.explicit_keys(arguments)
+    maxtext_seams.check_installed(explicit)
     with seams_taken(
         emit=emit, world=world, explicit=explicit, started=started
     ) as taken:
         train = importlib.import_module(maxtext_seams.MAIN.module)
+        not_restored: errors.OtherModelError | None = None
         try:
             app.run(train.main, argv=[str(train.__file__), *arguments])
         except SystemExit as ended:
@@ -91,7 +95,12 @@ def run(
             raise past.error from past.error.__cause__
         except Exception as error:
             taken.abandon(error)
-            raise
+            if taken.restored is None or not _is_of_restore(error):
+                raise
+            not_restored = _not_restored(taken.restored, error)
+        if not_restored is not None:
+            _forget_what_is_unfinished()
+            raise not_restored
         # Only here: after an error other hosts may be gone, and closing waits for them.
         taken.close()
 
@@ -148,6 +157,7 @@ class Taken:
 
     Attributes:
       leaving: whether the world is left; None without one.
+      restored: the directory of the step that is restored; None before.
     """
 
     def __init__(
@@ -165,6 +175,7 @@ class Taken:
         self._began_secs = time.monotonic()
         self._record: maxtext_record.RunRecord | None = None
         self.leaving = None if world is None else maxtext_world.Leaving(world)
+        self.restored: epath.Path | None = None
         self._world = world
         self._explicit = explicit
         self._own = maxtext_config.Own(values={})
@@ -194,7 +205,10 @@ class Taken:
             record.describe(
                 maxtext_config.run_config(
                     config, self._own, data=section, started=self._started
-                )
+                ),
+                rows=maxtext_config.global_batch_size(
+                    config, num_devices=global_mesh.size
+                ),
             )
         return self._iterator(
             maxtext_seams.MAKE_TRAIN, config, section, global_mesh, record
@@ -232,11 +246,11 @@ class Taken:
         Orbax would report any error of it as that of an incompatible handler.
         """
         if isinstance(data_iterator, MaxTextIterator):
-            directory = (
-                checkpoint_manager.directory / str(step) / maxtext_tiers.ITERATOR
-            )
+            self.restored = checkpoint_manager.directory / str(step)
             with _past_maxtext():
-                component_io.load(data_iterator, directory)
+                component_io.load(
+                    data_iterator, self.restored / maxtext_tiers.ITERATOR
+                )
             return _Loaded()
         return self._originals[maxtext_seams.FOR_RESTORE](
             checkpoint_manager, step, data_iterator, expansion_factor_real_data
@@ -528,6 +542,27 @@ def _nothing() -> None:
     """An evaluation ends with its data."""
 
 
+def _is_of_restore(error: Exception) -> bool:
+    # Orbax takes any error of a restore for that of an incompatible handler.
+    is_orbaxs = isinstance(error, KeyError) and "Failed to load" in str(error)
+    return is_orbaxs and error.__cause__ is not None
+
+
+def _not_restored(step: epath.Path, error: Exception) -> errors.OtherModelError:
+    why = str(error.__cause__).partition("\n")[0].partition(". ")[0].rstrip(".")
+    return errors.OtherModelError(
+        f"{step} cannot be restored: {why}; if the model has changed, set its keys as"
+        " they were, or another run_name"
+    )
+
+
+def _forget_what_is_unfinished() -> None:
+    # Parts of Orbax's restore, which Python would report after our line.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        gc.collect()
+
+
 def _leave_others_at_once() -> None:
     # JAX would have this process wait for the other hosts at its exit, five minutes,
     # and these wait for it in the midst of a step.
@@ -573,6 +608,6 @@ def _check_resumable(config: Any) -> None:
         return
     raise errors.CheckpointError(
         f"step {latest.name} in {directory} {what}; to go on from its weights, and with"
-        f" the data from the beginning, set load_full_state_path={latest / 'items'} and"
-        " another run_name"
+        " the data from the beginning, set"
+        f" load_full_state_path={latest / maxtext_tiers.ITEMS} and another run_name"
     )

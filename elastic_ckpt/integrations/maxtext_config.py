@@ -92,6 +92,12 @@ SHARED_KEYS = (
     "train_data_columns",
     "use_truncation",
 )
+# Keys of MaxText with which a run begins with other weights.
+WEIGHT_KEYS = (
+    "load_full_state_path",
+    "load_parameters_path",
+    "source_checkpoint_layout",
+)
 # And those that are read in another way.
 READ_KEYS = (
     "async_checkpointing",
@@ -130,6 +136,15 @@ _IN_SIDECAR = "colocated_python_data_input"
 _NOT_OURS = "its data comes from MaxText's own pipelines: run MaxText itself"
 
 
+# Keys that follow from others, so that a value of a user's has no effect.
+_FOLLOWING = {
+    f"{name}{suffix}": f"{prefix}per_device_batch_size"
+    for suffix, prefix in (("", ""), ("_eval", "eval_"))
+    for name in ("global_batch_size", "global_batch_size_to_load")
+} | {
+    "global_batch_size_to_train_on": "per_device_batch_size",
+    "global_batch_size_to_eval_on": "eval_per_device_batch_size",
+}
 _SAME_END = "set it to false, for here all hosts end at the same batch"
 # Keys of which other values than `_ACCEPTED` are refused, with the remedy.
 _REMEDIES = {
@@ -188,17 +203,54 @@ def explicit_keys(arguments: Sequence[str]) -> set[str]:
     return keys
 
 
+def check_files(data: schema.DataSection) -> None:
+    """Raises a DataError if local files are not there, before MaxText is imported."""
+    for key in ("grain_train_files", "grain_eval_files"):
+        for each in datasets.from_list(getattr(data, key), key=key):
+            if each.patterns and storage.is_local(each.patterns):
+                files.find_files(each.patterns, key=key)
+
+
+def check_weights(given: Mapping[str, object]) -> None:
+    """Checks that weights are in the format in which MaxText is to read them.
+
+    Args:
+      given: the keys that a user has set, with their values.
+
+    Raises:
+      ConfigError: if a directory has weights of Hugging Face.
+    """
+    if given.get("source_checkpoint_layout", "orbax") != "orbax":
+        return
+    for key in ("load_parameters_path", "load_full_state_path"):
+        path = str(given.get(key) or "")
+        if not path or not storage.is_local(path):
+            continue
+        if any(storage.absolute(path).glob("*.safetensors")):
+            raise errors.ConfigError(
+                f"{PLACE}: {key}={path}: these are Hugging Face weights; run"
+                f" `elastic-ckpt convert {path} OUTPUT/0 --rules LAYOUT` first, and set"
+                " load_parameters_path to the absolute path of OUTPUT/0/items"
+            )
+
+
 def check_known(given: Iterable[str], known: Collection[str]) -> None:
     """Checks that keys are of MaxText or ours.
 
     Args:
-      given: the keys.
+      given: the keys that a user has set.
       known: those of MaxText.
 
     Raises:
-      ConfigError: names the first that is not, and the nearest of both.
+      ConfigError: names the first that is not, and the nearest of both; or one that
+        follows from others.
     """
     for key in given:
+        if key in _FOLLOWING:
+            raise errors.ConfigError(
+                f"{PLACE}: {key} has no effect: a global batch is {_FOLLOWING[key]}"
+                " times the number of devices; set that"
+            )
         if key not in known and key not in OWN_KEYS:
             near = difflib.get_close_matches(key, [*known, *OWN_KEYS], n=1, cutoff=0.0)
             raise errors.ConfigError(
@@ -228,7 +280,7 @@ def divide(
         is of neither program.
     """
     if known is not None:
-        check_known(raw_keys, known)
+        check_known([key for key in raw_keys if key not in _FOLLOWING], known)
     theirs = dict(raw_keys)
     values = {"grain_record_format": "tf_example"}
     values |= {key: theirs.pop(key) for key in OWN_KEYS if key in theirs}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import journal, local_world
+from elastic_ckpt.application import journal, listeners, local_world
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import supervisor
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 # Keys that the supervisor reads besides.
 _OF_RUN = (
     "base_output_directory",
+    "grain_eval_files",
+    "grain_train_files",
     "hardware",
+    *maxtext_config.WEIGHT_KEYS,
+    "num_logical_shards",
     "per_device_batch_size",
     "run_name",
     "steps",
@@ -59,6 +63,7 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
 
     Raises:
       ConfigError: naming the key whose value has no meaning.
+      DataError: if files of the data are not there.
     """
     named = list(arguments[:1]) if arguments and "=" not in arguments[0] else []
     wanted = (
@@ -71,6 +76,8 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
     path, overrides = named[0] if named else None, arguments[len(named) :]
     config, given = load.of_keys(wanted, path, overrides)
     world = config.world
+    maxtext_config.check_files(config.data)
+    maxtext_config.check_weights(given)
     if world.hosts == 1:
         return config
     for key in ("run_name", "base_output_directory", "per_device_batch_size"):
@@ -92,6 +99,14 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
             f" per_device_batch_size={config.data.per_device_batch_size:g} makes a"
             f" global batch of {rows:g} rows, which cannot be divided evenly among"
             f" {num_devices} devices; set it to a whole number"
+        )
+    shards = config.data.num_logical_shards
+    if shards % world.hosts:
+        fitting = [n for n in range(1, shards + 1) if not shards % n]
+        raise errors.ConfigError(
+            f"{maxtext_config.PLACE}: hosts={world.hosts} does not divide"
+            f" num_logical_shards={shards}, so hosts would run the same shards; set"
+            f" hosts to one of {errors.first_of(map(str, fitting))}"
         )
     data = dataclasses.replace(config.data, global_batch_size=round(rows))
     # Its own program is compiled ahead, MaxText's is not.
@@ -148,12 +163,11 @@ def run(
       ConfigError: if the hosts cannot be started so.
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
-    maxtext_seams.check_installed()
-    given = maxtext_config.explicit_keys(arguments)
-    maxtext_config.check_known(given, maxtext_seams.known_keys())
+    maxtext_seams.check_installed(maxtext_config.explicit_keys(arguments))
     local_world.check(config)
     supervisor.warm_up([_HOST_PROGRAM, maxtext_seams.MAIN.module])
-    with journal.kept(config, emit) as kept:
+    listening = listeners.of_supervisor(config)
+    with journal.kept(config, emit, listening=listening) as kept:
         local_world.run(
             config,
             kept,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from absl import logging
 
 from elastic_ckpt.application import journal, listeners, run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import events, storage, topology
+from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.training import batch_log
 
@@ -44,10 +45,15 @@ class RunRecord:
         self._run_name = config.run_name
         self._world = world
         self._num_steps = self._ends_at = config.steps
+        self._rows_per_device = config.per_device_batch_size
+        # Of a global batch, now and at the start before; 0 if there was none.
+        self._rows = self._rows_before = 0
         self._done = 0
         self._emit = emit
         self._closing = contextlib.ExitStack()
         self._log: batch_log.BatchLog | None = None
+        # When the data was made, before the state is restored and the step compiled.
+        self._made_secs = time.monotonic()
         self._closing.enter_context(listeners.json_lines(self._directory))
         self._is_leader = topology.is_primary() and not is_supervised
         if self._is_leader:
@@ -59,20 +65,32 @@ class RunRecord:
         """Shows and keeps an event."""
         self._emit(name, **fields)
 
-    def describe(self, config: schema.Config) -> None:
-        """Keeps the configuration, with which an audit reads the data again."""
+    def describe(self, config: schema.Config, *, rows: int) -> None:
+        """Keeps the configuration, with which an audit reads the data again.
+
+        Args:
+          config: of the run.
+          rows: of a global batch.
+        """
         if topology.is_primary():
-            run_directory.write_config(self._directory, config)
+            with contextlib.suppress(errors.RunError):
+                before = run_directory.read_config(self._directory).data
+                self._rows_before = before.global_batch_size
+            self._rows = rows
+            data = dataclasses.replace(config.data, global_batch_size=rows)
+            with_rows = dataclasses.replace(config, data=data)
+            run_directory.write_config(self._directory, with_rows)
         if self._log is not None:
             # Under Pathways MaxText begins again after an elastic event.
             self._log.close()
+        self._made_secs = time.monotonic()
         self._log = batch_log.BatchLog(
             self._directory, world=self._world, data=dataclasses.asdict(config.data)
         )
         self._closing.callback(self._log.close)
 
     def begin(self, step: int) -> None:
-        """Begins at a step, from 0, whose state is there."""
+        """Begins at a step, from 0, whose state is there, and which is compiled."""
         if self._log is not None:
             self._log.begin(step)
         if topology.is_primary():
@@ -83,6 +101,18 @@ class RunRecord:
                 start_step=step,
                 steps=self._num_steps,
             )
+            if step and self._rows_before not in (0, self._rows):
+                self._emit(
+                    "batch_changed",
+                    step=step,
+                    rows=self._rows,
+                    rows_before=self._rows_before,
+                    per_device_before=self._rows_per_device
+                    * self._rows_before
+                    / self._rows,
+                )
+            secs = time.monotonic() - self._made_secs
+            self._emit("compiled", step=step + 1, secs=secs)
 
     def take(self, batch: elastic_data.Batch) -> None:
         """Logs the batch of the next step; batches before `begin` are not trained."""
@@ -138,7 +168,7 @@ class RunRecord:
 def reporting_logger(make: Callable[..., Any], record: RunRecord) -> Callable[..., Any]:
     """Makes MaxText's logger of metrics, which reports each step to `record`, too.
 
-    MaxText makes it when the state is restored, before the first step.
+    MaxText makes it when the state is restored and the step is compiled.
 
     Args:
       make: MaxText's own.

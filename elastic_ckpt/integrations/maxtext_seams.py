@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
+import os
 from collections.abc import Collection
 from importlib import metadata
 from typing import Any
@@ -127,8 +129,16 @@ SEAMS = (
 )
 
 
-def check_installed() -> None:
-    """Raises a ConfigError unless the MaxText that is installed has every seam."""
+def check_installed(given: Collection[str] = ()) -> None:
+    """Checks that the MaxText that is installed has every seam, and some keys.
+
+    Args:
+      given: keys that a user has set. Most of MaxText, which takes long to import, is
+        only imported if they are known.
+
+    Raises:
+      ConfigError: naming what is missing, or the key that is not known.
+    """
     try:
         version = metadata.version("maxtext")
     except metadata.PackageNotFoundError:
@@ -136,6 +146,11 @@ def check_installed() -> None:
             "MaxText is not installed beside elastic_ckpt; make the environment that"
             " docs/pages/guides/maxtext.md describes, and run this in it"
         ) from None
+    _point_to_assets()
+    missing = sorted(set(maxtext_config.MAXTEXT_KEYS) - set(known_keys()))
+    if missing:
+        _refuse(version, f"has no key {', '.join(missing)}")
+    maxtext_config.check_known(given, known_keys())
     for seam in SEAMS:
         function = _lookup(seam.module, seam.name)
         if function is None:
@@ -152,14 +167,21 @@ def check_installed() -> None:
             if seam.name not in getattr(caller, "__code__", _nothing.__code__).co_names:
                 caller = ".".join(seam.caller)
                 _refuse(version, f"does not call {seam.name} in {caller}")
-    missing = sorted(set(maxtext_config.MAXTEXT_KEYS) - set(known_keys()))
-    if missing:
-        _refuse(version, f"has no key {', '.join(missing)}")
 
 
 def known_keys() -> Collection[str]:
     """The keys of the MaxText that is installed."""
     return getattr(_lookup(_CONFIG_TYPES, "MaxTextConfig"), "model_fields", {}).keys()
+
+
+def _point_to_assets() -> None:
+    # An installed MaxText looks for its tokenizers where a clone has them.
+    package = importlib.util.find_spec("maxtext")
+    places = package.submodule_search_locations if package else None
+    for place in places or ():
+        assets = os.path.join(place, "assets")
+        if os.path.isdir(assets):
+            os.environ.setdefault("MAXTEXT_ASSETS_ROOT", assets)
 
 
 def _lookup(module: str, name: str) -> Any:

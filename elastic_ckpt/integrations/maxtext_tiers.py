@@ -20,7 +20,8 @@ from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import events, storage
 
-# The name under which MaxText saves its iterator.
+# The names under which MaxText saves its train state and its iterator.
+ITEMS = "items"
 ITERATOR = "iter"
 
 Guard = Callable[[], contextlib.AbstractContextManager[None]]

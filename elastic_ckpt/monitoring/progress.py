@@ -206,6 +206,13 @@ class Progress:
         self._line(f"{event['run']}: {since}to step {event['steps']} on {self._world}")
         self._begin(f"restoring step {start}" if start else "initializing the state")
 
+    def _on_batch_changed(self, **event: Any) -> None:
+        self._line(
+            f"global batch {event['rows_before']} -> {event['rows']} rows since step"
+            f" {event['step']}; per_device_batch_size={event['per_device_before']:g}"
+            " keeps it"
+        )
+
     def _on_compile_started(self, **event: Any) -> None:
         self._line(f"compiling for step {event['step']}")
         self._begin("compiling")

@@ -200,6 +200,8 @@ def test_the_data_verb_writes_a_directory_and_says_what_is_in_it(tmp_path):
     output = runs.verb("data", tmp_path / "texts", tmp_path / "out")
     assert output == (
         f"{tmp_path}/out: 2 documents, 1,200 bytes of text, as arrayrecord\n"
+        f"to train on it: grain_train_files={tmp_path}/out grain_file_type=arrayrecord"
+        " grain_record_format=bytes\n"
     )
     assert (tmp_path / "out").exists()
 

@@ -1,8 +1,15 @@
+import importlib
 import itertools
+import pickle
+import pkgutil
 
 import pytest
 
+import elastic_ckpt
 from elastic_ckpt.core import errors
+from elastic_ckpt.data.sources import source
+from elastic_ckpt.elastic import host_failure
+from elastic_ckpt.host import answers
 
 
 @pytest.mark.parametrize(
@@ -15,3 +22,38 @@ def test_a_message_names_the_first_five(number, expected):
 
 def test_no_more_names_are_made_than_a_message_has():
     assert errors.first_of(map(str, itertools.count())).endswith("4, ...")
+
+
+def subclasses(kind):
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def import_all(package):
+    """Imports all modules of a package but those that need an extra."""
+    for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not each.name.endswith("__main__"):
+            try:
+                importlib.import_module(each.name)
+            except ImportError:
+                continue
+
+
+def test_each_error_arrives_in_another_process_as_it_is():
+    import_all(elastic_ckpt)
+    made = {
+        source.CorruptError: source.corrupt("a", "b", num_records=7),
+        answers.HostsFailedError: answers.HostsFailedError({3: "its disk is full"}),
+        host_failure.WorldLostError: host_failure.WorldLostError(
+            "host 2 is lost", hosts=frozenset([2]), at_secs=1.5
+        ),
+    }
+    kinds = set(subclasses(errors.ElasticCkptError))
+    assert set(made) <= kinds
+    for kind in kinds:
+        error = made[kind] if kind in made else kind("what, where, and what to do")
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301
+        assert type(again) is kind
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)

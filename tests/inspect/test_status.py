@@ -24,16 +24,18 @@ def event(name, **fields):
     return {"event": name, "time": 120.0, **fields}
 
 
-def line(metric, value, time):
-    return {"metric": metric.name, "last": value, "sum": value, "time": time}
+def line(metric, value, time, step=29):
+    of_value = {"last": value, "sum": value, "time": time, "step": step}
+    return {"metric": metric.name, **of_value}
 
 
-def at(*events, is_alive=True, files=None):
+def at(*events, is_alive=True, files=None, tiers=TIERS, from_zero=False):
     return status.status(
         events,
         files or {},
         is_alive=is_alive,
-        tiers=TIERS,
+        tiers=tiers,
+        from_zero=from_zero,
         losses=LOSSES,
         uncommitted=[40],
     )
@@ -58,7 +60,7 @@ def test_a_run_whose_process_is_gone_is_not_running():
     content = at(STARTED, event("compiled"), is_alive=False)
     assert content.phase.startswith("not running")
     assert content.world is None
-    ended = at(STARTED, event("run_finished", step=9), is_alive=False)
+    ended = at(STARTED, event("run_finished", step=9), is_alive=False, tiers=())
     assert (ended.phase, ended.progress.step) == ("finished", 9)
 
 
@@ -85,12 +87,48 @@ def test_the_newest_value_of_each_metric_counts_whichever_file_it_is_in():
         ],
         "host-00001": [line(metrics.DATA_WAIT, 1.0, 111.0)],
     }
-    progress = at(STARTED, files=files).progress
+    progress = at(STARTED, files=files, tiers=()).progress
     assert (progress.step, progress.steps, progress.loss) == (29, 90, 1.5)
     # In the last minute, at the host that waits longest.
     assert progress.data_wait_percent == 50.0
     later = at(STARTED, event("save_started", step=31), files=files)
     assert later.progress.step == 31
+
+
+def test_nothing_of_an_older_step_or_start_is_shown_as_of_the_present_one():
+    files = {
+        "run": [
+            line(metrics.TRAIN_STEPS, 29, 90.0),
+            line(metrics.TRAIN_STEP, 2.0, 90.0),
+            line(metrics.DATA_WAIT, 1.0, 90.0),
+            *(
+                line(metric, 1.5, 90.0)
+                for metric in (
+                    metrics.TRAIN_LOSS,
+                    metrics.TRAIN_LEARNING_RATE,
+                    metrics.TRAIN_STEP_RATE,
+                    metrics.TRAIN_TOKEN_RATE,
+                    metrics.GOODPUT,
+                )
+            ),
+        ]
+    }
+    progress = at(STARTED, event("save_started", step=31), files=files).progress
+    assert (progress.step, progress.loss, progress.learning_rate) == (31, None, None)
+    assert progress.steps_per_sec is progress.tokens_per_sec is None
+    assert progress.goodput_percent is progress.data_wait_percent is None
+    before = at({**STARTED, "time": 80.0}, files=files, tiers=()).progress
+    assert (before.step, before.loss, before.steps_per_sec) == (29, 1.5, 1.5)
+
+
+def test_a_saved_step_is_done_although_the_metrics_of_a_killed_run_end_before_it():
+    files = {"run": [line(metrics.TRAIN_STEPS, 27, 111.0)]}
+    assert at(STARTED, files=files).progress.step == 30
+    # Of MaxText's step 30 thirty-one are done.
+    content = at(STARTED, files=files, from_zero=True)
+    assert content.progress.step == 31
+    screen = verb.describe(content, now=131.0)
+    assert "slices 0, 2: each restores step 20, 10 steps to train again" in screen
 
 
 def test_the_backlog_is_what_storage_lacks_and_why():

@@ -30,6 +30,8 @@ def maybe_initialize_jax_distributed_system(raw_keys):
 import sys
 import types as python_types
 
+import jax
+
 from maxtext.configs import types
 from maxtext.utils import max_utils
 
@@ -46,6 +48,9 @@ def _prepare_for_pydantic(raw_keys, config_class=types.MaxTextConfig):
 def _initialize_pydantic(argv):
     raw_keys = _prepare_for_pydantic(types.FIELDS | argv)
     max_utils.maybe_initialize_jax_distributed_system(raw_keys)
+    for prefix, suffix in (("", ""), ("eval_", "_eval")):
+        rows = raw_keys[f"{{prefix}}per_device_batch_size"] * jax.device_count()
+        raw_keys[f"global_batch_size_to_load{{suffix}}"] = int(rows)
     return python_types.SimpleNamespace(**raw_keys)
 
 def initialize(argv):
@@ -113,8 +118,27 @@ def load_state_if_possible(checkpoint_manager, data_iterator):
 """,
     "common/metric_logger.py": """
 class MetricLogger:
+    # Writes the metrics of a step when those of the next one come.
+
     def __init__(self, config, learning_rate_schedule, start_step=0):
+        self.buffered = None
+
+    def write_metrics(self, metrics, step, metric_type="train"):
         pass
+
+    def flush(self):
+        if self.buffered is not None:
+            self.write_metrics(*self.buffered)
+
+    def buffer_and_write_metrics(self, loss, step):
+        self.flush()
+        scalars = {{
+            "learning/loss": loss,
+            "learning/total_weights": 100,
+            "learning/current_learning_rate": 0.1,
+            "perf/step_time_seconds": 0.5,
+        }}
+        self.buffered = {{"scalar": scalars}}, step
 """,
     "utils/train_utils.py": """
 from orbax.checkpoint import v1 as ocp
@@ -141,10 +165,10 @@ BATCHES = []
 # Whether steps are saved as they are due, and not the last one alone.
 SAVES_STEPS = False
 
-def train_loop(config):
-    return metric_logger.MetricLogger(config, None)
+def train_loop(config, step):
+    return metric_logger.MetricLogger(config, None, step)
 
-def training_loop_iteration(config, checkpointer, train, step):
+def training_loop_iteration(config, checkpointer, train, step, logger):
     try:
         BATCHES.append(next(train))
     except Exception as error:
@@ -152,6 +176,7 @@ def training_loop_iteration(config, checkpointer, train, step):
         return False
     if SAVES_STEPS:
         checkpointing.maybe_save_checkpoint(checkpointer, step, config, train, step)
+    logger.buffer_and_write_metrics(5.0 - step / 8, step)
     return True
 
 def main(argv):
@@ -164,14 +189,16 @@ def main(argv):
     if checkpointer.latest is not None:
         step = checkpointing.load_state_if_possible(checkpointer, train)
     BATCHES.clear()
+    logger = train_loop(config, step)
     for step in range(step, config.steps):
-        if not training_loop_iteration(config, checkpointer, train, step):
+        if not training_loop_iteration(config, checkpointer, train, step, logger):
             return
     if evaluation:
         evaluation.reset()
         BATCHES.extend(evaluation)
-    checkpointing.save_checkpoint(checkpointer, step, train)
+    checkpointing.maybe_save_checkpoint(checkpointer, step, config, train)
     checkpointer.wait()
+    logger.flush()
 
 def literal(text):
     try:

@@ -1,4 +1,6 @@
+import json
 import logging
+import os
 import re
 import shutil
 
@@ -55,8 +57,8 @@ def arguments(files, **settings):
         "num_logical_shards": 8,
         "tokenizer_type": "bytes",
         "max_target_length": 24,
-        "global_batch_size_to_load": 8,
-        "global_batch_size_to_load_eval": 8,
+        "per_device_batch_size": 1,
+        "eval_per_device_batch_size": 1,
         "packing": True,
         **settings,
     }
@@ -304,16 +306,23 @@ def test_its_own_refusals_end_as_it_wants(install, files, capsys):
         ({"elastic_enabled": True}, "elastic_enabled=true without hosts"),
         (
             # MaxText shards its batch over the devices before it asks for the data.
-            {"global_batch_size_to_load": 13, "per_device_batch_size": 6.5},
-            "per_device_batch_size=6.5 makes a global batch of 13 rows",
+            {"per_device_batch_size": 1.5},
+            "per_device_batch_size=1.5 makes a global batch of 12 rows",
         ),
         (
             {
                 "eval_interval": 1,
-                "global_batch_size_to_load_eval": 13,
-                "eval_per_device_batch_size": 6.5,
+                "eval_per_device_batch_size": 1.5,
             },
-            "eval_per_device_batch_size=6.5 makes a global batch of 13 rows",
+            "eval_per_device_batch_size=1.5 makes a global batch of 12 rows",
+        ),
+        (
+            {"global_batch_size": 16},
+            "global_batch_size has no effect: .* is per_device_batch_size times",
+        ),
+        (
+            {"global_batch_size_to_load_eval": 16},
+            "_eval has no effect: .* is eval_per_device_batch_size times",
         ),
     ],
 )
@@ -323,6 +332,60 @@ def test_a_likely_mistake_is_one_line(install, files, capsys, settings, message)
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"grain_tran_files": "x"}, "unknown key 'grain_tran_files'"),
+        ({"grain_train_files": "/absent/*"}, "/absent/\\* matches no file"),
+        ({"grain_eval_files": "/absent"}, "grain_eval_files: /absent matches no file"),
+    ],
+)
+def test_keys_and_files_are_checked_before_the_program_is_imported(
+    install, files, capsys, settings, message
+):
+    install(train=("import ast", "raise AssertionError('it takes long')"))
+    assert main.main(arguments(files, **settings)) in (1, errors.CONFIG_EXIT_CODE)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_weights_of_hugging_face_are_refused_with_the_way_to_convert_them(
+    install, files, capsys
+):
+    install()
+    (files / "weights").mkdir()
+    (files / "weights" / "model-00001-of-00002.safetensors").touch()
+    given = {"load_parameters_path": f"{files}/weights"}
+    assert main.main(arguments(files, **given)) == errors.CONFIG_EXIT_CODE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "these are Hugging Face weights; run `elastic-ckpt convert" in line
+
+
+def test_config_names_the_verb_of_a_file_with_keys_of_maxtext(install, files, capsys):
+    install()
+    path = files / "tiny.yml"
+    path.write_text("run_name: a\nuse_sft: false\nnum_logical_shards: 8\n")
+    assert main.main(["config", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path} has keys of MaxText, such as use_sft" in line
+    assert f"`elastic-ckpt maxtext {path}` runs it" in line
+    assert "num_logical_shards, " in line
+    path.write_text("run_name: a\nstepz: 3\n")
+    assert main.main(["config", str(path)]) == 1
+    assert "unknown key 'stepz'; the nearest key is 'steps'" in capsys.readouterr().err
+
+
+def test_tokenizers_of_maxtext_are_looked_for_in_its_package(
+    install, files, monkeypatch
+):
+    # So that it is gone afterwards, too.
+    monkeypatch.setenv("MAXTEXT_ASSETS_ROOT", "")
+    monkeypatch.delenv("MAXTEXT_ASSETS_ROOT")
+    (files / "maxtext" / "assets").mkdir(parents=True)
+    install()
+    trained(files)
+    assert os.environ["MAXTEXT_ASSETS_ROOT"] == str(files / "maxtext" / "assets")
 
 
 def test_a_ram_directory_that_cannot_be_made_is_named_with_its_key(
@@ -343,6 +406,23 @@ def test_a_pattern_without_files_names_no_key_that_maxtext_refuses(
     line = capsys.readouterr().err
     assert "grain_train_files: /absent/* matches no file" in line
     assert "text_directory" not in line
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_texts_that_are_taken_for_tf_examples_are_one_line(
+    install, files, capfd, workers
+):
+    install()
+    text = files / "plain.jsonl"
+    text.write_text('{"text": "a plain text"}\n' * 50)
+    assert main.main(["data", str(text), f"{files}/plain"]) == 0
+    assert "grain_record_format=bytes" in capfd.readouterr().out
+    given = {"grain_train_files": f"{files}/plain", "grain_worker_count": workers}
+    assert main.main(arguments(files, **given)) == 1
+    (line,) = printed_lines(capfd)
+    assert f"{files}/plain, record " in line
+    assert "not a tf.Example" in line
+    assert "set grain_record_format=bytes" in line
 
 
 def test_a_vocabulary_that_is_too_small_is_refused_before_the_first_step(
@@ -379,6 +459,26 @@ def test_a_step_that_maxtext_s_own_iterator_saved_is_not_continued_from(
         " and with the data from the beginning, set"
         f" load_full_state_path={files}/checkpoints/2/items and another run_name\n"
     )
+
+
+def test_a_model_that_has_changed_is_one_line_with_both_shapes(install, files, capfd):
+    install()
+    trained(files)
+    # It restores into another shape now.
+    module = files / "maxtext" / "common" / "checkpointing.py"
+    changed = module.read_text().replace(
+        "np.zeros((), int)", "jax.numpy.zeros((7,), int)"
+    )
+    module.write_text(f"import jax\n{changed}")
+    stand_in.forget()
+    capfd.readouterr()
+    assert main.main(arguments(files, steps=9)) == 1
+    (line,) = printed_lines(capfd)
+    assert line.startswith(
+        f"elastic-ckpt maxtext: {files}/checkpoints/2 cannot be restored: Requested"
+        " shape: (7,) is not compatible with the stored shape: ()"
+    )
+    assert line.endswith("set its keys as they were, or another run_name")
 
 
 @pytest.mark.parametrize("in_sidecar", [False, True])
@@ -421,6 +521,76 @@ def test_a_resume_from_a_data_state_that_was_changed_is_one_line(install, files,
     (line,) = printed_lines(capfd)
     assert line.startswith(f"elastic-ckpt maxtext: data state {saved} ")
     assert "restore the file from a copy" in line
+
+
+def test_a_report_has_the_losses_that_came_after_their_steps_were_saved(install, files):
+    install(train=("SAVES_STEPS = False", "SAVES_STEPS = True"))
+    trained(files, steps=4)
+    run = files / "runs" / "first"
+    for options in ([], ["--no-audit"]):
+        assert main.main(["report", str(run), *options]) == 0
+        page = (run / "report.html").read_text()
+        for step, loss in enumerate(["5", "4.875", "4.75", "4.625"]):
+            assert f"<td>{step + 1}</td><td>{loss}</td>" in page
+        assert "4.6250" in page
+    # What was never reported is left out.
+    shutil.rmtree(run / "metrics")
+    assert main.main(["report", str(run), "--no-audit"]) == 0
+    assert "nan" not in (run / "report.html").read_text()
+
+
+def test_inspect_shows_its_steps_and_components_says_what_they_lack(
+    install, files, capsys
+):
+    install()
+    run = f"{files}/runs/first"
+    trained(files, steps=4, checkpoint_dir=f"{run}/checkpoints")
+    capsys.readouterr()
+    assert main.main(["inspect", run]) == 0
+    shown = capsys.readouterr().out
+    assert "step 3: 1 arrays, 8 bytes" in shown
+    assert 'data: sharded, position {"stream_row": 32}' in shown
+    assert "missing" not in shown
+    assert main.main(["components", run]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the steps in {run}/checkpoints, 3 the newest, are Orbax's own" in line
+    assert f"`elastic-ckpt inspect {run}`" in line
+
+
+def test_status_counts_the_steps_that_are_done_and_no_loss_takes_storage(
+    install, files, capsys
+):
+    install()
+    run = f"{files}/runs/first"
+    trained(files, steps=4, checkpoint_dir=f"{run}/checkpoints")
+    with open(f"{run}/events.jsonl") as file:
+        events = [json.loads(line)["event"] for line in file]
+    assert events == ["run_started", "compiled", "run_finished"]
+    capsys.readouterr()
+    assert main.main(["status", run]) == 0
+    screen = capsys.readouterr().out
+    assert "step       4 of 4" in screen
+    assert "in storage step 3\n" in screen
+    # A supervisor's world, whose slices have no copies in RAM.
+    with open(f"{run}/events.jsonl", "a") as file:
+        chosen = {"event": "world_started", "world": 1, "slices": [0, 1], "spares": []}
+        file.write(json.dumps({**chosen, "time": 0.0}) + "\n")
+    assert main.main(["status", run]) == 0
+    screen = capsys.readouterr().out
+    assert "each restores step 3, 0 steps to train again" in screen
+    assert "anew" not in screen
+
+
+def test_a_batch_that_has_changed_is_said_with_the_key_that_keeps_it(
+    install, files, capsys
+):
+    install()
+    trained(files)
+    trained(files, steps=5)
+    assert "global batch" not in capsys.readouterr().out
+    trained(files, steps=7, per_device_batch_size=2)
+    line = "global batch 8 -> 16 rows since step 5; per_device_batch_size=1 keeps it"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def printed_lines(capfd):

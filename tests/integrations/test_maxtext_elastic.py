@@ -2,8 +2,10 @@
 
 import pytest
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.integrations import maxtext_config, maxtext_elastic
+from elastic_ckpt.monitoring import jsonl
+from tests.integrations import stand_in
 
 RUN = ["run_name=a", "base_output_directory=/runs", "per_device_batch_size=6"]
 
@@ -55,6 +57,10 @@ def test_without_hosts_maxtext_starts_alone():
             ["hosts=2", *RUN[:2], "per_device_batch_size=0.5"],
             "per_device_batch_size=0.5 makes a global batch of 1 rows, which cannot",
         ),
+        (
+            ["hosts=3", *RUN, "num_logical_shards=8"],
+            "hosts=3 does not divide num_logical_shards=8, .* one of 1, 2, 4, 8$",
+        ),
         (["hosts=two", *RUN], "hosts must be a whole number, not 'two'"),
     ],
 )
@@ -81,3 +87,48 @@ def test_maxtext_does_not_see_the_keys_of_hosts():
     assert not set(keys) & set(theirs)
     assert theirs["elastic_enabled"]
     assert own.values["num_logical_shards"] == 8
+
+
+@pytest.fixture
+def maxtext(tmp_path, monkeypatch):
+    stand_in.forget()
+    stand_in.install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    stand_in.forget()
+
+
+def report_steps(arguments, config, world):
+    """In place of MaxText on a host, what it reports of each step."""
+    del arguments
+    from elastic_ckpt.core import topology
+
+    for step in range(1, config.run.steps + 1):
+        if topology.is_primary():
+            world.emit(
+                "step",
+                step=step,
+                steps=config.run.steps,
+                loss=6.0 - step,
+                secs=0.5,
+                tokens=100,
+                learning_rate=0.1,
+            )
+
+
+@pytest.mark.usefixtures("maxtext")
+def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
+    given = [*RUN, f"base_output_directory={tmp_path}", "hosts=2", "steps=3"]
+    maxtext_elastic.run(
+        maxtext_elastic.run_config(given),
+        given,
+        emit=events.nobody,
+        train=report_steps,
+    )
+    lines = [
+        line
+        for each in jsonl.read(tmp_path / "a" / "metrics").values()
+        for line in each
+        if line["metric"] == "/elastic_ckpt/train/loss"
+    ]
+    assert [(line["step"], line["last"]) for line in lines] == [(1, 5), (2, 4), (3, 3)]

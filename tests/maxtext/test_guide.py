@@ -86,6 +86,28 @@ def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     assert not {key for key in theirs - read if f"`{key}`" not in GUIDE}
 
 
+@pytest.mark.slow(minutes=0.1)
+def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
+    environment.set_up()
+    (smallest,) = environment.ENVIRONMENT.glob(
+        "lib/*/site-packages/maxtext/configs/models/qwen3-0.6b.yml"
+    )
+    theirs = yaml.safe_load(smallest.read_text())
+    ours = yaml.safe_load(pages.blocks(GUIDE, "yaml")[3])
+    shared = {key for key in ours if key in theirs and not key.startswith("base_")}
+    assert {key: ours[key] for key in shared - {"head_dim"}} == {
+        key: theirs[key]
+        for key in (
+            "decoder_block",
+            "logits_via_embedding",
+            "normalization_layer_epsilon",
+            "normalize_embedding_logits",
+            "rope_max_timescale",
+            "use_qk_norm",
+        )
+    }
+
+
 @pytest.mark.thorough
 @pytest.mark.slow(minutes=1.9)
 def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
@@ -104,7 +126,7 @@ def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
 @pytest.mark.slow(minutes=1.1)
 def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
     environment.set_up()
-    tiny, _, live = pages.blocks(GUIDE, "yaml")
+    tiny, _, live, _ = pages.blocks(GUIDE, "yaml")
     (tmp_path / "tiny.yml").write_text(tiny)
     exports_and_data = "\n".join(FIRST.splitlines()[:2])
     with shared_memory.directory("page") as ram:

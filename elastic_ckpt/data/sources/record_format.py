@@ -30,6 +30,11 @@ FORMATS = (BYTES, TF_EXAMPLE)
 # The column of a raw record.
 RAW_COLUMN = "text"
 
+_NOT_EXAMPLES = (
+    " if the records are plain text, set grain_record_format=bytes, which is"
+    " record_format='bytes'; otherwise"
+)
+
 Decode = Callable[[bytes], source.Element]
 
 
@@ -90,7 +95,7 @@ def decoded(decode: Decode, record: bytes, place: str) -> source.Read:
     try:
         return decode(record)
     except ValueError as error:
-        return source.corrupt(place, error)
+        return source.corrupt(place, error, remedy=_NOT_EXAMPLES)
     except LookupError as error:
         raise errors.DataError(
             f"{place}: {error}; set columns, which is train_data_columns in a"

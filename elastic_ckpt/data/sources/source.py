@@ -106,10 +106,19 @@ class CorruptError(errors.DataError):
 Read: TypeAlias = Element | CorruptError
 
 
-def corrupt(place: str, problem: object, *, num_records: int = 1) -> CorruptError:
-    """The error for `num_records` corrupt records that begin at `place`."""
+def corrupt(
+    place: str, problem: object, *, num_records: int = 1, remedy: str = ""
+) -> CorruptError:
+    """The error for `num_records` corrupt records that begin at `place`.
+
+    Args:
+      place: the file, and the record in it.
+      problem: what is wrong with it.
+      num_records: that are lost.
+      remedy: if the file may be as it should, with a semicolon.
+    """
     return CorruptError(
-        f"{place}: corrupt ({problem}); restore the file from a copy, or set"
+        f"{place}: corrupt ({problem});{remedy} restore the file from a copy, or set"
         " corrupt_records=skip, which is ReadOptions(skip_corrupt=True), to skip and"
         " count such records",
         num_records=num_records,
