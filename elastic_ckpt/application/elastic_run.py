@@ -96,6 +96,14 @@ def check_checkpoints(config: schema.Config) -> None:
         )
 
 
+def check_tiers(config: schema.Config) -> None:
+    """Raises a ConfigError if the tiers of the run lack keys or have wrong ones."""
+    from elastic_ckpt.checkpoint import configured_tiers
+
+    if config.checkpoint.enable_checkpointing:
+        configured_tiers.tiers(config, persistent=run_directory.path_of(config))
+
+
 def check_counts(config: schema.Config) -> None:
     """Raises a ConfigError if the numbers of slices exclude each other."""
     section, slices = config.elastic, config.world.slices

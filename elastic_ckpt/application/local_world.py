@@ -55,6 +55,7 @@ def check(config: schema.Config) -> None:
             " set it to a RAM disk such as /dev/shm/runs, and base_output_directory to"
             " the bucket"
         )
+    elastic_run.check_tiers(config)
     if world.hardware == "tpu" and world.hosts > 1:
         # libtpu needs the place of each process among all of a world before it
         # starts, and a world of some of the hosts is no topology that it has.

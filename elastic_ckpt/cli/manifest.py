@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = load.load(arguments.config, arguments.overrides)
     elastic_run.check_checkpoints(config)
+    elastic_run.check_tiers(config)
     if arguments.slurm:
         text = slurm.script(config)
     elif arguments.nodes:

@@ -28,3 +28,12 @@ def test_a_configuration_that_cannot_run_there_is_refused_in_one_line(config, ke
     output = runs.verb("manifest", SHIPPED.parent / config, code=1)
     assert output.startswith(f"elastic-ckpt manifest: {key}")
     assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--slurm"]])
+def test_memory_tiers_without_a_directory_in_memory_are_refused(options):
+    config = SHIPPED / ("slurm_h100.yml" if options else "node_agent_h100.yml")
+    unset = "local_checkpoint_directory="
+    output = runs.verb("manifest", config, *options, unset, code=1)
+    assert "local_checkpoint_directory=''" in output
+    assert output.count("\n") == 1
