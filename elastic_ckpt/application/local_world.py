@@ -45,9 +45,7 @@ def warm_up() -> None:
 
 def check(config: schema.Config) -> None:
     """Raises a ConfigError if the local launcher cannot start the configured world."""
-    from elastic_ckpt.data import batch_size
-
-    elastic_run.check_checkpoints(config)
+    elastic_run.check_keys(config)
     world, ram = config.world, config.tiers.local_checkpoint_directory
     if not storage.is_local(ram):
         raise errors.ConfigError(
@@ -55,7 +53,6 @@ def check(config: schema.Config) -> None:
             " set it to a RAM disk such as /dev/shm/runs, and base_output_directory to"
             " the bucket"
         )
-    elastic_run.check_tiers(config)
     if world.hardware == "tpu" and world.hosts > 1:
         # libtpu needs the place of each process among all of a world before it
         # starts, and a world of some of the hosts is no topology that it has.
@@ -74,12 +71,7 @@ def check(config: schema.Config) -> None:
             " a slice must consist of whole hosts, which are lost with it; set hosts"
             " to a multiple of slices, or to 1"
         )
-    elastic_run.check_counts(config)
-    faults.parse(section.faults)
-    groups = elastic_run.groups(config)
-    expected = groups.some(elastic_run.num_used(config, groups))
-    expected.check()
-    batch_size.schedule(config.data, expected)
+    elastic_run.check_world(config)
 
 
 def train(config: schema.Config, world: World) -> None:
