@@ -198,9 +198,7 @@ def test_tpu_machines_are_what_pathwaysutils_takes_them_for():
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(
-        errors.ConfigError, match=r"pip install 'elastic-ckpt\[pathways\]"
-    ):
+    with pytest.raises(errors.ConfigError, match=r"pip install '\.\[pathways\]"):
         documents(PATHWAYS)
     # The other kind needs nothing.
     assert documents(TPU)

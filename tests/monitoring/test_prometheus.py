@@ -86,5 +86,5 @@ def test_a_port_that_cannot_be_had_is_named(port):
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(errors.ConfigError, match=r"prometheus-.*ckpt\[prometheus\]"):
+    with pytest.raises(errors.ConfigError, match=r"prometheus-.*'\.\[prometheus\]"):
         prometheus.Prometheus(port=0)
