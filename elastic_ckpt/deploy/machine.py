@@ -191,7 +191,13 @@ def _known(
     machine_type: str, machines: dict[str, _Accelerator], hardware: str
 ) -> _Accelerator:
     if machine_type not in machines:
-        near = difflib.get_close_matches(machine_type, machines, n=1, cutoff=0.0)
+        # The name of its accelerator, such as h100, says more than what looks alike.
+        named = re.findall(r"[a-z]+\d+[a-z]*", machine_type.lower())
+        near = [
+            name
+            for name, each in machines.items()
+            if any(word in each.label.split("-") for word in named)
+        ] or difflib.get_close_matches(machine_type, machines, n=1, cutoff=0.0)
         other = (
             ""
             if hardware == "tpu"
