@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import decision, runtime, scale_request
+from elastic_ckpt.elastic import decision, faults, runtime, scale_request
 from elastic_ckpt.elastic.cluster import Cluster
 from elastic_ckpt.elastic.decision import Policy, Work
 from elastic_ckpt.elastic.world import World
@@ -94,6 +94,32 @@ def check_checkpoints(config: schema.Config) -> None:
             " slice continues from a saved step, and without one it would start again"
             " at step 0; set enable_checkpointing=true or elastic_enabled=false"
         )
+
+
+def check_tiers(config: schema.Config) -> None:
+    """Raises a ConfigError if the tiers of the run lack keys or have wrong ones."""
+    from elastic_ckpt.checkpoint import configured_tiers
+
+    if config.checkpoint.enable_checkpointing:
+        configured_tiers.tiers(config, persistent=run_directory.path_of(config))
+
+
+def check_keys(config: schema.Config) -> None:
+    """Raises a ConfigError for keys that `train` refuses on all hosts and files."""
+    check_checkpoints(config)
+    check_tiers(config)
+    check_counts(config)
+    faults.parse(config.elastic.faults)
+
+
+def check_world(config: schema.Config) -> None:
+    """Raises a ConfigError unless the hosts divide into slices, and batches on them."""
+    from elastic_ckpt.data import batch_size
+
+    available = groups(config)
+    expected = available.some(num_used(config, available))
+    expected.check()
+    batch_size.schedule(config.data, expected)
 
 
 def check_counts(config: schema.Config) -> None:

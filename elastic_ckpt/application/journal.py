@@ -18,7 +18,14 @@ from absl import logging
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import append_log, bucket_clients, errors, events, storage
+from elastic_ckpt.core import (
+    append_log,
+    bucket_clients,
+    errors,
+    events,
+    storage,
+    storage_cause,
+)
 
 _MAX_REASON = 500
 # Between two writes of a log in an object store.
@@ -157,10 +164,13 @@ def kept_in(
 
     Raises:
       RunError: if another live process is writing the run.
+      ConfigError: if this account may not write there.
       CheckpointError: if it is not locked, and its claims cannot be read.
     """
     from elastic_ckpt.monitoring import run_metrics
 
+    if not storage.is_local(directory):
+        _check_writable(directory)
     lock = os.path.join(directory, run_directory.LOCK)
     with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
         log = append_log.AppendLog(os.path.join(directory, run_directory.EVENTS))
@@ -179,6 +189,19 @@ def kept_in(
             except Exception as error:
                 journal.failed(error)
                 raise
+
+
+def _check_writable(directory: str) -> None:
+    # A launcher would start a run that may not write again and again. Whatever may pass
+    # does not count.
+    path = storage.absolute(directory) / f"{run_directory.EVENTS}.probe"
+    try:
+        storage.write_atomic(path, b"{}\n")
+        storage.remove(path)
+    except bucket_clients.failures() as error:
+        told = storage_cause.explained(error, directory)
+        if isinstance(told, errors.ConfigError):
+            raise told from None
 
 
 @contextlib.contextmanager

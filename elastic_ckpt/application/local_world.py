@@ -45,9 +45,7 @@ def warm_up() -> None:
 
 def check(config: schema.Config) -> None:
     """Raises a ConfigError if the local launcher cannot start the configured world."""
-    from elastic_ckpt.data import batch_size
-
-    elastic_run.check_checkpoints(config)
+    elastic_run.check_keys(config)
     world, ram = config.world, config.tiers.local_checkpoint_directory
     if not storage.is_local(ram):
         raise errors.ConfigError(
@@ -73,12 +71,7 @@ def check(config: schema.Config) -> None:
             " a slice must consist of whole hosts, which are lost with it; set hosts"
             " to a multiple of slices, or to 1"
         )
-    elastic_run.check_counts(config)
-    faults.parse(section.faults)
-    groups = elastic_run.groups(config)
-    expected = groups.some(elastic_run.num_used(config, groups))
-    expected.check()
-    batch_size.schedule(config.data, expected)
+    elastic_run.check_world(config)
 
 
 def train(config: schema.Config, world: World) -> None:

@@ -183,8 +183,8 @@ def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
     for name, dataset in datasets.items():
         achieved = ""
         if name in data["taken"]:
-            share = data["taken"][name] / taken
-            achieved = f", {share:.2%} of {taken:,} documents taken"
+            number = data["taken"][name]
+            achieved = f", {number:,} documents taken so far, {number / taken:.2%}"
         lines.append(
             f"    dataset {name}: weight {dataset['weight'] / weights:.2%}{achieved},"
             f" {len(dataset['files'])} files"

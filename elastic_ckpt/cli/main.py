@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import bucket_clients, errors, storage_cause
 
 # Verb, one line of help; the module of that name defines `add_arguments` and `run`.
 VERBS = {
@@ -64,13 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.execute(parsed)
     except errors.ElasticCkptError as error:
-        print(f"elastic-ckpt {parsed.verb}: {error}", file=sys.stderr)
-        if isinstance(error, errors.StoppedError):
-            from elastic_ckpt.elastic import termination
-
-            return termination.exit_code()
-        is_futile = parsed.verb in _LAUNCHED and isinstance(error, errors.ConfigError)
-        return errors.CONFIG_EXIT_CODE if is_futile else 1
+        return _failed(parsed.verb, error)
     except KeyboardInterrupt:
         print(f"elastic-ckpt {parsed.verb}: interrupted", file=sys.stderr)
         return 130
@@ -79,6 +73,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # report it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except bucket_clients.failures() as error:
+        told = storage_cause.explained(error, _place(parsed))
+        if told is None:
+            raise
+        return _failed(parsed.verb, told)
+
+
+def _failed(verb: str, error: errors.ElasticCkptError) -> int:
+    print(f"elastic-ckpt {verb}: {error}", file=sys.stderr)
+    if isinstance(error, errors.StoppedError):
+        from elastic_ckpt.elastic import termination
+
+        return termination.exit_code()
+    is_futile = verb in _LAUNCHED and isinstance(error, errors.ConfigError)
+    return errors.CONFIG_EXIT_CODE if is_futile else 1
+
+
+def _place(parsed: argparse.Namespace) -> str:
+    # What a verb reads or writes: the directory of its run, or its first argument.
+    if parsed.verb != "train":
+        names = ("run", "path", "paths", "source", "directory", "config")
+        given = next((vars(parsed)[name] for name in names if name in parsed), "")
+        return " ".join(given) if isinstance(given, list) else str(given)
+    from elastic_ckpt.application import run_directory
+    from elastic_ckpt.config import load
+
+    return run_directory.path_of(load.load(parsed.config, parsed.overrides))
 
 
 def _parsed(

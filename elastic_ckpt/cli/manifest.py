@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from elastic_ckpt.cli import overrides
-from elastic_ckpt.config import load
-from elastic_ckpt.core import storage
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import errors, storage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,18 +28,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the manifest."""
     from elastic_ckpt.application import elastic_run
-    from elastic_ckpt.deploy import manifest, nodes, slurm
+    from elastic_ckpt.deploy import manifest, nodes, program, slurm
 
     config = load.load(arguments.config, arguments.overrides)
-    elastic_run.check_checkpoints(config)
+    elastic_run.check_keys(config)
     if arguments.slurm:
         text = slurm.script(config)
     elif arguments.nodes:
         text = manifest.to_yaml(nodes.documents(config))
     else:
         text = manifest.to_yaml(manifest.documents(config))
+    if program.is_train(config) and not arguments.nodes:
+        _check_train(config, is_slurm=arguments.slurm)
     if arguments.output:
         storage.write_atomic(arguments.output, text.encode())
     else:
         print(text, end="")
     return 0
+
+
+def _check_train(config: schema.Config, *, is_slurm: bool) -> None:
+    from elastic_ckpt.application import elastic_run
+    from elastic_ckpt.deploy import settings
+
+    data = config.data
+    if not data.grain_train_files and not data.grain_train_mixture_config_path:
+        raise errors.ConfigError(
+            "grain_train_files is empty; set it to the training data, in a bucket or on"
+            " a volume that all hosts mount"
+        )
+    if is_slurm:
+        elastic_run.check_world(config)
+        return
+    files = data.grain_train_mixture_config_path or data.grain_train_files
+    mounted = settings.mapping("pod_volumes", config.pods.pod_volumes)
+    if files.startswith("/") and not any(map(files.startswith, mounted)):
+        print(
+            f"elastic-ckpt manifest: pod_volumes mounts no volume for {files}, so the"
+            " image has to contain it",
+            file=sys.stderr,
+        )

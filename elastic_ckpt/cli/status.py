@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _WATCH_SECS = 5.0
 # The end of a log that is read first.
 _LOG_BYTES = 2**20
+# Of a value of the last event.
+_MAX_VALUE = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -244,8 +246,13 @@ def _event(event: Any, now: float) -> str:
     if event is None:
         return "none"
     fields = {key: event[key] for key in event if key not in ("time", "event")}
-    listed = " ".join(f"{key}={value}" for key, value in fields.items())
+    listed = " ".join(f"{key}={_cut(str(value))}" for key, value in fields.items())
     return f"{_age(now - event['time'])} ago: {event['event']} {listed}".rstrip()
+
+
+def _cut(text: str) -> str:
+    # The backup above has the whole reason, and `--json` has all.
+    return text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]}..."
 
 
 def _events(directory: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, extras
 
 # The client package of each protocol, and the extra that installs it.
 _CLIENTS = {
@@ -126,8 +126,7 @@ def _prepare_protocol(protocol: str) -> None:
     package, extra = _CLIENTS[protocol]
     if importlib.util.find_spec(package) is None:
         raise errors.ConfigError(
-            f"{protocol}:// needs the extra `{extra}`: pip install"
-            f" 'elastic-ckpt[{extra}]'"
+            f"{protocol}:// needs the extra `{extra}`; install it, {extras.hint(extra)}"
         )
     # Imported only when needed: the import is slow.
     import fsspec.config

@@ -8,6 +8,14 @@ from typing import Any
 from elastic_ckpt.core import errors
 
 
+def hint(extra: str) -> str:
+    """The commands that install an extra; the distribution is on no package index."""
+    return (
+        f"in a clone of elastic_ckpt: pip install '.[{extra}]' (or uv run --extra"
+        f" {extra} elastic-ckpt ...)"
+    )
+
+
 def module(name: str, *, extra: str, otherwise: str) -> Any:
     """The module `name`, imported at the first call.
 
@@ -25,6 +33,6 @@ def module(name: str, *, extra: str, otherwise: str) -> Any:
     except ImportError as error:
         package = name.partition(".")[0].replace("_", "-").lower()
         raise errors.ConfigError(
-            f"the package {package} cannot be imported ({error}); install it with"
-            f" `pip install elastic-ckpt[{extra}]`, or {otherwise}"
+            f"the package {package} cannot be imported ({error}); install it,"
+            f" {hint(extra)}, or {otherwise}"
         ) from None

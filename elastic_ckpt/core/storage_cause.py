@@ -7,8 +7,11 @@ text, so a cause is recognised by what all of them write.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import NamedTuple
+
+from elastic_ckpt.core import bucket_clients, errors
 
 
 class Cause(NamedTuple):
@@ -81,3 +84,52 @@ _SIGNS = tuple(
 def of_message(message: str) -> Cause:
     """The cause that the message of a failure shows; `OTHER` if it shows none."""
     return next((cause for cause, signs in _SIGNS if signs.search(message)), OTHER)
+
+
+# The roles and permissions that a run needs in a bucket, by its protocol.
+_GRANTS = {
+    "gs": "grant this account roles/storage.objectAdmin on",
+    "s3": "grant this account s3:ListBucket, s3:GetObject, s3:PutObject and"
+    " s3:DeleteObject on",
+}
+# Of those a person has to change something, and another start would not help.
+_LASTING = (REFUSED, READ_ONLY)
+_MAX_REASON = 300
+
+
+def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
+    """One of `bucket_clients.failures` as an error for a person; None if it is a bug.
+
+    Args:
+      error: the failure.
+      place: what the program was reading and writing, unless the failure names a file.
+
+    Returns:
+      A ConfigError if another start would fail in the same way.
+    """
+    reason = str(error).partition("\n")[0][:_MAX_REASON] or type(error).__name__
+    cause = of_message(f"{type(error).__name__}: {error}")
+    if isinstance(error, OSError) and error.filename is not None:
+        place, reason = os.fspath(error.filename), error.strerror or reason
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return errors.ConfigError(
+            f"{place}: a file is where a directory has to be; remove or rename it, or"
+            " choose another directory"
+        )
+    if isinstance(error, PermissionError):
+        cause = REFUSED
+    if cause in _LASTING:
+        protocol, _, path = place.partition("://")
+        advice = cause.advice
+        if protocol in _GRANTS and cause is REFUSED:
+            bucket = path.partition("/")[0]
+            advice = f"{_GRANTS[protocol]} {protocol}://{bucket}"
+        return errors.ConfigError(f"{place}: {reason}; {advice}")
+    if cause is FULL:
+        return errors.RunError(f"{place}: {reason}; {cause.advice}")
+    if bucket_clients.is_connection_failure(error) or not isinstance(error, OSError):
+        return errors.RunError(
+            f"{place}: storage cannot be reached: {reason}; check the network, the"
+            " credentials and the name of the bucket"
+        )
+    return None

@@ -125,6 +125,13 @@ def from_config(config: schema.Config) -> Machine:
         )
     if world.hardware == "tpu":
         tpu = _known(deploy.machine_type, _TPUS, "tpu")
+        hosts_per_slice = _hosts_of_topology(deploy, tpu)
+        if world.hosts not in (1, hosts_per_slice * world.slices):
+            raise errors.ConfigError(
+                f"hosts={world.hosts}, but slices={world.slices} of"
+                f" topology={deploy.topology} have {hosts_per_slice * world.slices}"
+                f" hosts with machine_type={deploy.machine_type}; leave hosts out"
+            )
         return Machine(
             node_selector={
                 _TPU: tpu.label,
@@ -132,7 +139,7 @@ def from_config(config: schema.Config) -> Machine:
             },
             limits={"google.com/tpu": str(tpu.chips)},
             devices=tpu.chips * tpu.devices_per_chip,
-            hosts_per_slice=_hosts_of_topology(deploy, tpu),
+            hosts_per_slice=hosts_per_slice,
             cpus=tpu.cpus,
             memory_gib=tpu.memory_gib,
         )
@@ -184,7 +191,13 @@ def _known(
     machine_type: str, machines: dict[str, _Accelerator], hardware: str
 ) -> _Accelerator:
     if machine_type not in machines:
-        near = difflib.get_close_matches(machine_type, machines, n=1, cutoff=0.0)
+        # The name of its accelerator, such as h100, says more than what looks alike.
+        named = re.findall(r"[a-z]+\d+[a-z]*", machine_type.lower())
+        near = [
+            name
+            for name, each in machines.items()
+            if any(word in each.label.split("-") for word in named)
+        ] or difflib.get_close_matches(machine_type, machines, n=1, cutoff=0.0)
         other = (
             ""
             if hardware == "tpu"

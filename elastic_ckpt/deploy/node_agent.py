@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import (
     addition,
     environment,
@@ -52,6 +53,15 @@ def documents(config: schema.Config) -> list[Object]:
     names.check_image("node_agent_image", _image(config))
     if deploy.node_agent_size_limit:
         names.check_size("node_agent_size_limit", deploy.node_agent_size_limit)
+        run_limit = config.tiers.local_checkpoint_size_limit
+        if quantity.to_bytes(deploy.node_agent_size_limit) < quantity.to_bytes(
+            run_limit
+        ):
+            raise errors.ConfigError(
+                f"node_agent_size_limit={deploy.node_agent_size_limit} is below"
+                f" local_checkpoint_size_limit={run_limit}, and holds for all runs on a"
+                " node together; raise it, or lower that of the run"
+            )
     if deploy.node_agent_priority_class:
         name = deploy.node_agent_priority_class
         names.check_name("node_agent_priority_class", name, dots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, extras
 from elastic_ckpt.deploy import environment, job, jobset, names, program
 from elastic_ckpt.deploy.addition import Object
 
@@ -74,7 +74,7 @@ def _libraries() -> tuple[Any, Any]:
     except ImportError as error:
         raise errors.ConfigError(
             "enable_single_controller=true needs the extra `pathways`"
-            f" ({error.name} is missing): pip install 'elastic-ckpt[pathways]'"
+            f" ({error.name} is missing); install it, {extras.hint('pathways')}"
         ) from None
     return client, jobset
 

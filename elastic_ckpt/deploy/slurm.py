@@ -107,6 +107,11 @@ def _check(config: schema.Config) -> None:
             " two nodes or more, with the same number of slices each; set slices to a"
             " multiple of the nodes, and hosts to one of slices"
         )
+    if program.is_train(config) and world.hosts % world.slices:
+        raise errors.ConfigError(
+            f"hosts={world.hosts} cannot be divided evenly among slices={world.slices};"
+            " set hosts, which counts those of all slices, to a multiple of slices"
+        )
     if not _TIME.fullmatch(section.slurm_time):
         raise errors.ConfigError(
             f"slurm_time={section.slurm_time!r} is no time limit of Slurm; write"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, extras
 
 
 def check_installed(setting: str) -> None:
@@ -15,8 +15,8 @@ def check_installed(setting: str) -> None:
         import pathwaysutils  # noqa: F401
     except ImportError:
         raise errors.ConfigError(
-            f"{setting} needs the extra `pathways`: pip install"
-            " 'elastic-ckpt[pathways]'"
+            f"{setting} needs the extra `pathways`; install it,"
+            f" {extras.hint('pathways')}"
         ) from None
 
 

@@ -188,7 +188,11 @@ class AllCopies:
         first, end = self.holdings.first_row[item : item + 2].tolist()
         good = [each for each in range(first, end) if each not in self._damaged]
         if not good:
-            return "no good copy is left: restore an older step, and remove this one"
+            directory = self.copies[self.offer(row)].directory
+            return (
+                "no good copy is left: restore an older step, and remove the directory"
+                f" {directory}"
+            )
         other = self.offer(good[0])
         holder = f"host {other.host.id}"
         if other.tier == "persistent":

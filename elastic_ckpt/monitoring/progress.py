@@ -7,6 +7,7 @@ run that starts, compiles or saves from one that hangs.
 from __future__ import annotations
 
 import collections
+import re
 import shutil
 import sys
 import threading
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from elastic_ckpt.core import events, storage
+from elastic_ckpt.core import events, storage, storage_cause
 
 _SILENCE_SECS = 4.5
 # In a log, only a step that takes much longer than the others breaks the silence.
@@ -42,7 +43,7 @@ class Progress:
         self._clock = clock
         self._is_terminal = self._stream.isatty()
         self._moving = False  # whether the last thing written is the moving line
-        self._is_stopping = False
+        self._is_stopping = self._is_storage_full = False
         self._world = ""
         self._steps = 0
         self._saved = ""
@@ -304,9 +305,20 @@ class Progress:
     def _on_degraded(self, **event: Any) -> None:
         if self._saved == f"saving step {event['step']}" and event["tier"] == "local":
             self._saved = f"step {event['step']} is not in RAM"
-        self._line(f"{event['tier']} tier, step {event['step']}: {event['why']}")
+        if (event["tier"], event["cause"]) != ("persistent", storage_cause.FULL.name):
+            self._line(f"{event['tier']} tier, step {event['step']}: {event['why']}")
+        elif not self._is_storage_full:
+            self._is_storage_full = True
+            path = re.search(r"(\w+:/)?/\S*?(?=/\d+[./]|\s|$)", event["why"])
+            where = f": {path[0]}" if path else ""
+            self._line(
+                f"storage full since step {event['step']}{where}; retried"
+                " automatically; make room, or keep fewer steps"
+                " (max_num_checkpoints_to_keep)"
+            )
 
     def _on_storage_recovered(self, **event: Any) -> None:
+        self._is_storage_full = False
         self._line(f"storage takes steps again, since step {event['step']}")
 
     def _on_replicated(self, **event: Any) -> None:

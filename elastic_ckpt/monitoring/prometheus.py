@@ -3,12 +3,15 @@
 Names follow the conventions of Prometheus: `secs` becomes `seconds`, and counters end
 in `_total`. `/elastic_ckpt/data/wait_secs` is the histogram
 `elastic_ckpt_data_wait_seconds`, `/elastic_ckpt/data/rows` the counter
-`elastic_ckpt_data_rows_total`, and a level is a gauge. Values count from the start of
-this process, as Prometheus expects. Anyone who can reach the port can read them.
+`elastic_ckpt_data_rows_total`. A level is a gauge, and is served once it was recorded:
+a process that does not know the goodput of a run has no 0 for it. Values count from the
+start of this process, as Prometheus expects. Anyone who can reach the port can read
+them.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 import socketserver
 import threading
@@ -45,9 +48,12 @@ class Prometheus:
     def __init__(self, *, port: int, interface: str = "127.0.0.1") -> None:
         client = library()
         registry = client.CollectorRegistry()
+        self._recorder = functools.partial(_recorder, client, registry=registry)
+        self._lock = threading.Lock()
         self._record = {
-            name: _recorder(client, metric, registry)
+            name: self._recorder(metric)
             for name, metric in metrics.METRICS.items()
+            if metric.kind != "gauge"
         }
         try:
             self._server = _server(
@@ -77,6 +83,9 @@ class Prometheus:
             self._thread.join()
 
     def _receive(self, metric: metrics.Metric, value: float) -> None:
+        with self._lock:
+            if metric.name not in self._record:
+                self._record[metric.name] = self._recorder(metric)
         self._record[metric.name](value)
 
 
@@ -107,7 +116,7 @@ def _server(address: tuple[str, int], handler: Any) -> socketserver.TCPServer:
 
 
 def _recorder(
-    client: Any, metric: metrics.Metric, registry: Any
+    client: Any, metric: metrics.Metric, *, registry: Any
 ) -> Callable[[float], None]:
     name, text = spelling(metric), f"{metric.meaning} ({metric.unit})"
     if metric.kind == "duration":

@@ -125,6 +125,9 @@ def agreed(
             any(related(of_host.in_ram, each) for each in in_storage)
             or (had_no_storage and not in_storage)
         ):
+            if expected is None and not in_storage:
+                steps = [saves.in_ram[-1][0] for saves in of_hosts if saves.in_ram]
+                raise _without_storage(stored, each, max(steps, default=0))
             raise _refused(number, each, stored.directory, disks)
         if each.identity is not None:
             counted[each.identity.name] += 1
@@ -265,6 +268,21 @@ def _refused(
         f"{host}{disk.directory} contains steps of another run, not of {other}; choose"
         " another run_name (another directory of ec.Local), or, if nobody needs these"
         f" steps, remove the directory: rm -r {disk.directory}"
+    )
+
+
+def _without_storage(stored: Place, disk: Place, step: int) -> errors.RunError:
+    # Whoever copies the identity says that the storage is to be that of this run.
+    return errors.RunError(
+        f"{stored.directory} has no steps, but {disk.directory} holds step {step} of a"
+        " run that was stored. If the storage of this run is gone or was replaced, RAM"
+        " holds the only copy: to continue from it, copy"
+        f" {os.path.join(disk.directory, FILE)} to"
+        f" {os.path.join(stored.directory, FILE)} and start again; for the weights"
+        f" alone, elastic-ckpt convert {disk.directory} DIRECTORY/{step}. If these are"
+        " steps of another run, choose another run_name (another directory of"
+        " ec.Local), or, if nobody needs them, remove the directory: rm -r"
+        f" {disk.directory}"
     )
 
 

@@ -105,7 +105,7 @@ def test_a_missing_extra_is_told_before_anything_starts(
     monkeypatch.setitem(sys.modules, package, None)
     path = runs.write_config(tmp_path, corpus)
     output = runs.verb("train", path, setting, code=errors.CONFIG_EXIT_CODE)
-    assert f"pip install elastic-ckpt[{extra}]" in output
+    assert f"pip install '.[{extra}]'" in output
     assert not (tmp_path / "tiny").exists()
 
 

@@ -56,7 +56,7 @@ def test_a_run_does_not_begin_with_the_weights_of_another_of_its_name(
     other = config(tmp_path / "other", corpus, ram)
     train(one)
     refused = train(other, code=1)
-    assert f"{ram}/tiny contains steps of another run, not of" in refused
+    assert f"{ram}/tiny holds step 4 of a run that was stored" in refused
     assert "choose another run_name" in refused
     assert f"rm -r {ram}/tiny" in refused
     # The remedies, in turn.

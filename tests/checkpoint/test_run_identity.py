@@ -47,7 +47,7 @@ def forget(*directories):
 
 
 def refused(chosen, ram):
-    with pytest.raises(errors.RunError, match="steps of another run, not of") as raised:
+    with pytest.raises(errors.RunError, match="steps of another run") as raised:
         newest(chosen)
     assert "another run_name" in str(raised.value)
     assert f"rm -r {ram}" in str(raised.value)
@@ -70,6 +70,21 @@ def test_ram_of_a_run_whose_storage_was_removed_is_refused(tmp_path, ram):
     save(tiers(ram, tmp_path / "a"), 4, 5)
     shutil.rmtree(tmp_path / "a")
     refused(tiers(ram, tmp_path / "a"), ram)
+
+
+def test_ram_of_a_run_whose_storage_was_removed_is_continued_with_its_identity(
+    tmp_path, ram
+):
+    save(tiers(ram, tmp_path / "a"), 4, 5)
+    shutil.rmtree(tmp_path / "a")
+    copied = f"copy {ram}/run.json to {tmp_path}/a/run.json"
+    with pytest.raises(errors.RunError, match=f"holds step 5 .* only copy.*{copied}"):
+        newest(tiers(ram, tmp_path / "a"))
+    (tmp_path / "a").mkdir(exist_ok=True)
+    shutil.copy(ram / "run.json", tmp_path / "a")
+    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
+    save(tiers(ram, tmp_path / "a"), 8)
+    assert newest(tiers(None, tmp_path / "a")) == (8, 8)
 
 
 def test_a_ram_disk_without_steps_is_taken(tmp_path, ram):

@@ -78,6 +78,28 @@ def test_a_save_that_failed_is_not_shown_as_under_way():
     assert second.endswith("| backed up step 4")
 
 
+def test_full_storage_is_one_line_until_it_takes_steps_again():
+    stream = io.StringIO()
+    shown = progress.Progress(1, stream)
+
+    def degraded(step):
+        path = f"gs://bucket/r/checkpoints/{step}.orbax-checkpoint-tmp-01/data/a.json"
+        why = f"it was not backed up: writing {path} failed: No space left"
+        shown("degraded", tier="persistent", step=step, cause="full", why=why)
+
+    for step in (140, 160):
+        degraded(step)
+    shown("storage_recovered", step=180, cause="full", steps=1, secs=1.0)
+    degraded(200)
+    first, recovered, second = stream.getvalue().splitlines()
+    assert first == (
+        "storage full since step 140: gs://bucket/r/checkpoints; retried automatically;"
+        " make room, or keep fewer steps (max_num_checkpoints_to_keep)"
+    )
+    assert recovered.startswith("storage takes steps again")
+    assert second.startswith("storage full since step 200: ")
+
+
 def test_a_step_that_was_interrupted_is_shown():
     stream = io.StringIO()
     shown = progress.Progress(1, stream)

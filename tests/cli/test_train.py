@@ -62,6 +62,16 @@ def test_a_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path
     assert causes - {"slow"} == {"full"}
 
 
+def test_elastic_slices_without_a_directory_in_memory_are_refused(config, tmp_path):
+    settings = ("local_checkpoint_directory=", "hosts=2", "slices=2")
+    ended = runs.cli(
+        "train", config, *settings, "elastic_enabled=true", "run_name=noram"
+    )
+    assert ended.returncode == 78, ended.stdout + ended.stderr
+    assert "local_checkpoint_directory=''" in ended.stderr
+    assert not (tmp_path / "noram").exists()
+
+
 @pytest.mark.slow
 def test_hosts_of_a_run_whose_storage_goes_away_end_with_one_error(config, tmp_path):
     run, away = tmp_path / "tiny", tmp_path / "away"

@@ -81,6 +81,9 @@ def test_a_bit_in_ram_is_named_with_its_leaf_box_host_and_path(saved):
     assert problem["remedy"].startswith("the persistent tier has a good copy")
     (alone,) = problems(saved / "ram")
     assert alone["remedy"].startswith("no good copy is left: restore an older step")
+    removed = pathlib.Path(alone["remedy"].rpartition("remove the directory ")[2])
+    assert removed.is_dir()
+    assert removed in pathlib.Path(alone["path"]).parents
     assert "FAILED" in runs.verb("verify", saved / "ram", code=1)
 
 

@@ -48,7 +48,7 @@ def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
     monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
     bucket_clients._prepare_protocol.cache_clear()
     for touch in (storage.absolute, append_log.read, append_log.AppendLog):
-        with pytest.raises(errors.ConfigError, match=rf"'elastic-ckpt\[{extra}\]'"):
+        with pytest.raises(errors.ConfigError, match=rf"'\.\[{extra}\]'"):
             touch(f"{protocol}://bucket/run")
 
 

@@ -310,7 +310,7 @@ def test_a_missing_package_names_the_extra(kind, tmp_path, monkeypatch):
     package = {"huggingface": "tokenizers"}.get(kind, kind)
     monkeypatch.setitem(sys.modules, package, None)
     path = written(tmp_path, kind)
-    with pytest.raises(errors.ConfigError, match=rf"{package} .*ckpt\[tokenizers\]"):
+    with pytest.raises(errors.ConfigError, match=rf"{package} .*'\.\[tokenizers\]"):
         tokenizers.load(kind, path)
 
 

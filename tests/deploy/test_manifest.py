@@ -198,9 +198,7 @@ def test_tpu_machines_are_what_pathwaysutils_takes_them_for():
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(
-        errors.ConfigError, match=r"pip install 'elastic-ckpt\[pathways\]"
-    ):
+    with pytest.raises(errors.ConfigError, match=r"pip install '\.\[pathways\]"):
         documents(PATHWAYS)
     # The other kind needs nothing.
     assert documents(TPU)
@@ -241,6 +239,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
         ),
         (TPU, "machine_gpus=8", "only pods with hardware=gpu take GPUs"),
         (GPU, "machine_gpus=9", "machine_type=a3-highgpu-8g, which has 8 GPUs"),
+        (GPU, "machine_type=h100-8", "did you mean 'a3-highgpu-8g'?"),
         (GPU, "machine_type=p5.48xlarge", "or set machine_gpus to the number of GPUs"),
         (TPU, "topology=2x2", "slices=2 of topology=2x2 .* have one host each"),
         (TPU, "global_batch_size=100", "100"),

@@ -44,6 +44,7 @@ def settings(tmp_path, ram):
         "hosts": 2,
         "slices": 2,
         "slurm_ram_directory": str(ram),
+        "grain_train_files": "texts",
         "max_restarts": 1,
     }
 

@@ -156,10 +156,13 @@ def test_every_form_of_it_is_a_valid_manifest(overrides):
     assert manifest_check.problems(built) == []
 
 
+TPUS = ["hardware=tpu", "machine_type=ct6e-standard-4t"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["hardware=tpu", "machine_type=ct6e-standard-4t", "topology=4x4"], "=tpu"),
+        ([*TPUS, "topology=4x4", "hosts=16"], "=tpu"),
         (["maxtext={model_name: llama2-7b}"], "on one machine only"),
         (["elastic_machines=a:1;b:1"], "leave it empty"),
         (slices_and_hosts(1, 4), "set slices to 2 or more"),

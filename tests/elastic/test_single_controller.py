@@ -21,7 +21,7 @@ def test_a_head_that_was_not_started_beside_a_proxy_says_what_starts_it(
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pathwaysutils", None)
-    with pytest.raises(errors.ConfigError, match=r"'elastic-ckpt\[pathways\]'"):
+    with pytest.raises(errors.ConfigError, match=r"'\.\[pathways\]'"):
         single_controller.initialize()
 
 

@@ -196,5 +196,13 @@ def test_one_screen_has_all_of_it():
     ]
 
 
+def test_the_reason_of_a_failed_backup_is_on_the_screen_once():
+    why = f"writing /{'long/' * 100} failed"
+    refused = event("degraded", tier="persistent", step=30, cause="full", why=why)
+    screen = verb.describe(at(STARTED, refused), now=131.0)
+    assert screen.count(why) == 1
+    assert len(screen.splitlines()[-1]) < 300
+
+
 def test_a_run_before_its_first_start_has_a_screen_too():
     assert "hosts      none" in verb.describe(at(), now=0.0)

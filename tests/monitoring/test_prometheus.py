@@ -43,6 +43,12 @@ def test_a_level_is_its_last_value_and_an_amount_its_sum(listener):
     assert "elastic_ckpt_data_bytes_total 4.0" in served
 
 
+def test_a_level_that_was_never_recorded_is_not_served(listener):
+    assert not [line for line in scrape(listener) if "goodput_percent" in line]
+    metrics.GOODPUT.record(40)
+    assert "elastic_ckpt_goodput_percent 40.0" in scrape(listener)
+
+
 def test_two_in_one_process_do_not_share_what_they_count(listener):
     metrics.DATA_ROWS.record(8)
     with contextlib.closing(prometheus.Prometheus(port=0)) as later:
@@ -80,5 +86,5 @@ def test_a_port_that_cannot_be_had_is_named(port):
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(errors.ConfigError, match=r"prometheus-.*ckpt\[prometheus\]"):
+    with pytest.raises(errors.ConfigError, match=r"prometheus-.*'\.\[prometheus\]"):
         prometheus.Prometheus(port=0)

@@ -31,7 +31,7 @@ def test_a_place_that_cannot_be_is_a_warning(tmp_path, caplog):
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
-    with pytest.raises(errors.ConfigError, match=r"tensorboardx .*ckpt\[tensorboard\]"):
+    with pytest.raises(errors.ConfigError, match=r"tensorboardx .*'\.\[tensorboard\]"):
         tensorboard.TensorBoard(tmp_path)
 
 

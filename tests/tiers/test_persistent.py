@@ -469,7 +469,9 @@ def test_in_the_end_waiting_is_given_up():
 )
 def test_what_will_not_pass_is_an_error_at_once(problem):
     policy, slept, _ = waits()
-    with pytest.raises(errors.CheckpointError, match="a retry cannot solve this"):
+    with pytest.raises(
+        errors.CheckpointError, match="tries again with its next backup"
+    ):
         policy.call("writing /a", failing(problem))
     assert not slept
 

@@ -96,13 +96,13 @@ class Retries:
                     raise
                 if is_permanent:
                     raise errors.CheckpointError(
-                        f"{what} failed: {error}; a retry cannot solve this:"
-                        f" {_advice(error)}, then upload the step again"
+                        f"{what} failed: {error}; {_advice(error)}; a run tries again"
+                        " with its next backup"
                     ) from error
                 if attempt == self.attempts:
                     raise errors.CheckpointError(
-                        f"{what} failed {attempt} times, at last: {error}; when the"
-                        " storage is back and has room, upload the step again"
+                        f"{what} failed {attempt} times, at last: {error}; a run tries"
+                        " again with its next backup"
                     ) from error
                 longest = min(self.longest_secs, self.first_secs * 2 ** (attempt - 1))
                 # Ten thousand hosts that failed together do not come back together.

@@ -329,5 +329,5 @@ def test_containers_of_azure_hold_data_alone(protocol, monkeypatch):
     _, extra = bucket_clients._CLIENTS[protocol]
     monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
     bucket_clients._prepare_protocol.cache_clear()
-    with pytest.raises(errors.ConfigError, match=r"'elastic-ckpt\[azure\]'"):
+    with pytest.raises(errors.ConfigError, match=r"'\.\[azure\]'"):
         files.find_files(f"{protocol}://container/*.parquet")
