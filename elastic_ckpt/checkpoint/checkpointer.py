@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any, TypeVar
@@ -84,6 +85,9 @@ class Checkpointer:
             check_writer=_always if of_storage is None else of_storage.check,
         )
         self._events.flush()
+        self._forget: Callable[[], None] = lambda: None
+        if not chosen.is_read_only:
+            self._forget = background.before_exit(self, self._finish_unclosed)
 
     @property
     def directory(self) -> epath.Path:
@@ -572,6 +576,15 @@ class Checkpointer:
                 logging.warning("saves in flight were not finished: %s", why)
         self._events.flush()
 
+    def _finish_unclosed(self) -> None:
+        logging.warning(
+            "the checkpointer of %s was not closed, and its saves are finished now; use"
+            " `with ec.Checkpointer(...)`, or call close()",
+            self.directory,
+        )
+        # An error that ends the program, if one does.
+        self.leave(getattr(sys, "last_value", None) or errors.RunError("not closed"))
+
     def _finish(self) -> None:
         self._background.wait()
         stages = self._steps.stages
@@ -619,6 +632,7 @@ class Checkpointer:
         try:
             yield
         finally:
+            self._forget()
             self.let_others_write()
 
     def _check_writable(self) -> None:

@@ -30,7 +30,7 @@ class Unhashable:
         return [(jax.tree_util.DictKey(["a"]), self._tree)], None
 
     @classmethod
-    def tree_unflatten(cls, aux, children):
+    def tree_unflatten(cls, _, children):
         return cls(*children)
 
 
