@@ -95,6 +95,7 @@ def collect(directory: str) -> Status:
             tiers=[_with_plain_steps(each, directory) for each in newest],
             losses=restorable.after_losses(offers, slices=status.world_slices(events)),
             uncommitted=uncommitted,
+            is_own_loop=run_directory.read_loop(directory) is not None,
         )
     except bucket_clients.failures() as error:
         raise errors.RunError(

@@ -141,6 +141,7 @@ def status(
     tiers: Sequence[NewestStep],
     losses: Sequence[AfterLoss],
     uncommitted: Sequence[int],
+    is_own_loop: bool = False,
 ) -> Status:
     """The status of a run.
 
@@ -151,9 +152,12 @@ def status(
       tiers: the newest step of each.
       losses: the step that is left after each loss.
       uncommitted: steps in storage that are not committed.
+      is_own_loop: whether it is a loop of the user's own, which reports its start with
+        its first step.
     """
+    phases = {**_PHASES, "run_started": "training"} if is_own_loop else _PHASES
     phase = next(
-        (_PHASES[e["event"]] for e in reversed(events) if e["event"] in _PHASES),
+        (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
         "not started",
     )
     if is_alive is False and phase not in _ENDS and events:

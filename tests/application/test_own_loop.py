@@ -155,14 +155,36 @@ def test_slices_of_a_loop_are_not_scaled(place, capsys):
     assert "your own training loop" in capsys.readouterr().err
 
 
-def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path):
+@pytest.fixture
+def data(tmp_path):
     texts = [{"text": f"text {n}"} for n in range(40)]
     corpora.write_arrayrecord(tmp_path / "a.array_record", texts)
-    data = ec.data.positional(
+    return ec.data.positional(
         files=(str(tmp_path / "a.array_record"),), max_target_length=16
     )
+
+
+def batches_of(data):
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    batches = ec.batches(data, mesh=mesh, global_batch_size=4)
+    return ec.batches(data, mesh=mesh, global_batch_size=4)
+
+
+def test_a_live_loop_is_training(tmp_path, data, capsys):
+    batches = batches_of(data)
+    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
+    with (
+        ec.RunDirectory(tmp_path / "run", tiers=tiers) as run,
+        ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
+    ):
+        run.log(1, next(batches))
+        checkpointer.save(1, {"w": jax.numpy.ones(1)})
+        _, output = run_verb(capsys, "status", tmp_path / "run")
+    batches.close()
+    assert output.startswith("run: training\n")
+
+
+def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path, data):
+    batches = batches_of(data)
     tiers = [ec.Persistent(tmp_path / "saved", every=100)]
     with ec.RunDirectory(tmp_path / "run", tiers=tiers) as run:
         for step in range(1, 6):
