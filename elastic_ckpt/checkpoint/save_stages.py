@@ -38,6 +38,7 @@ from elastic_ckpt.host import backup_requests, save_requests
 from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Readiness
 from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.tiers.choices import Peers
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class SaveStages:
     Args:
       hosts: of the world.
       in_ram: whether there is a local tier.
+      peers: the peer tier; None if there is none.
       clock: of backups.
       world: among those of the run.
       emit: called for each event, in the threads of the stages.
@@ -63,6 +65,7 @@ class SaveStages:
         hosts: Hosts,
         *,
         in_ram: bool = True,
+        peers: Peers | None = None,
         clock: BackupClock | None = None,
         world: RunWorld = ALONE,
         emit: events.Emit,
@@ -78,6 +81,9 @@ class SaveStages:
         # Set once another start of the run has continued it.
         self._replaced: errors.ReplacedError | None = None
         self._in_ram = in_ram
+        self._peers = peers
+        # Steps that got no copies, until each does; and whether the last one did not.
+        self._num_uncopied, self._is_uncopied = 0, False
         self._clock = clock or BackupClock()
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
@@ -279,7 +285,7 @@ class SaveStages:
         if saving.is_copied_at_once:
             self._copy_newest()
         elif not saving.is_last_of_world:
-            self._begin_others(saving)
+            self._begin_others(saving, num_hosts=len(written))
         return True
 
     def _begin_line(self, saving: Saving) -> None:
@@ -349,16 +355,16 @@ class SaveStages:
         self._work.collect_backups(saving)
         return True
 
-    def _begin_others(self, saving: Saving) -> None:
+    def _begin_others(self, saving: Saving, *, num_hosts: int) -> None:
         readiness = self._share_readiness()
         can_copy = all(each.can_copy for each in readiness)
         can_back_up = all(each.can_back_up for each in readiness)
         # Clocks differ: the clock of host 0 decides.
         is_due = saving.back_up or readiness[0].is_time or self._due.is_owed
         copying = [self._copy()] if can_copy else []
-        if not can_copy:
-            why = "copies of an earlier step are not done; it gets none yet"
-            self._work.degraded("peer", saving.step, why)
+        peers = self._peers
+        if peers and (peers.backups or (peers.copies and num_hosts > 1)):
+            self._report_uncopied(saving.step, is_copied=can_copy)
         # When their stages are idle, all hosts have the same late step.
         if is_due:
             self._due.add(saving.step)
@@ -373,6 +379,22 @@ class SaveStages:
             why = "the backup of an earlier step is not done; it comes next"
             why += f"; {storage_cause.SLOW.advice}"
             self._work.not_taken("persistent", saving.step, why)
+
+    def _report_uncopied(self, step: int, *, is_copied: bool) -> None:
+        # Copies that are slower than saves are reported once until they keep up.
+        if not is_copied:
+            self._num_uncopied += 1
+            if self._num_uncopied == 1:
+                why = "copies of an earlier step are not done; it gets none yet"
+                self._work.degraded("peer", step, why)
+        elif self._num_uncopied and not self._is_uncopied:
+            logging.warning(
+                "step %d: each step gets copies again; %d got none when it was saved",
+                step,
+                self._num_uncopied,
+            )
+            self._num_uncopied = 0
+        self._is_uncopied = not is_copied
 
     def _make_room(self) -> None:
         # Removes an older step that was kept because newer ones lack copies.

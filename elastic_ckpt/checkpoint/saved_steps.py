@@ -86,6 +86,7 @@ class SavedSteps:
         self.stages = SaveStages(
             hosts,
             in_ram=chosen.local is not None,
+            peers=chosen.peers,
             # Without RAM a save begins the period, not the end of its upload.
             clock=None if chosen.local is None else clock,
             world=world,
