@@ -85,6 +85,7 @@ class Checkpointer:
             check_writer=_always if of_storage is None else of_storage.check,
         )
         self._events.flush()
+        self._is_closed = False
         self._forget: Callable[[], None] = lambda: None
         if not chosen.is_read_only:
             self._forget = background.before_exit(self, self._finish_unclosed)
@@ -302,6 +303,7 @@ class Checkpointer:
         Raises:
           StepNotFoundError: if there is no such step.
         """
+        self._check_open()
         self.wait()
         with self._events.flushing():
             return self._steps.held(step)
@@ -609,6 +611,7 @@ class Checkpointer:
         go_back: bool | None,
     ) -> Callable[[], dict[str, Any]]:
         # Checks the call, and returns the load, which any thread may do.
+        self._check_open()
         if step is not None:
             step_number(step)
         context = orbax_context.of_load(self._context)
@@ -632,10 +635,19 @@ class Checkpointer:
         try:
             yield
         finally:
+            self._is_closed = True
             self._forget()
             self.let_others_write()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise errors.CheckpointError(
+                f"this checkpointer of {self.directory} was closed; save and load"
+                " inside of its `with` block, or open another one"
+            )
+
     def _check_writable(self) -> None:
+        self._check_open()
         if self._chosen.is_read_only:
             raise errors.CheckpointError(
                 "this checkpointer was opened with read_only=True and cannot save,"

@@ -141,9 +141,10 @@ class HostReader:
         contents = restoring.saved.contents
         missing = sorted(set(components) - contents.components.keys())
         if missing:
+            trees = {leaf.path.partition("/")[0] for leaf in contents.leaves}
             raise errors.CheckpointError(
                 f"step {restoring.saved.step} contains no {missing}; it contains"
-                f" {sorted(contents.components)}. Request only those"
+                f" {sorted(trees.union(contents.components))}. Request only those"
             )
         restoring.wanted = wanted
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}

@@ -208,3 +208,34 @@ def test_a_missing_step_beside_steps_of_orbax_names_those(run):
             ocp.training.errors.StepNotFoundError, match="newest complete step is 3"
         ):
             checkpointer.load(7)
+
+
+def test_a_step_of_trees_alone_is_listed_to_who_asks_for_a_component(run):
+    with run.open() as checkpointer:
+        checkpointer.save(1, {"w": 1})
+        with pytest.raises(
+            errors.CheckpointError, match=r"no \['data'\]; it contains \['state'\]"
+        ):
+            checkpointer.load_checkpointables(1, {"state": None, "data": Counter()})
+
+
+def test_a_directory_that_does_not_exist_is_told(tmp_path):
+    tiers = [Persistent(tmp_path / "stepz")]
+    with (
+        factory.Checkpointer(tiers, read_only=True) as checkpointer,
+        pytest.raises(errors.CheckpointError, match=r"no directory .*stepz; save"),
+    ):
+        checkpointer.load()
+
+
+def test_a_closed_checkpointer_says_so(run):
+    with run.open() as checkpointer:
+        save(checkpointer, 1)
+    for call in (
+        lambda: save(checkpointer, 2),
+        checkpointer.load,
+        checkpointer.metadata,
+        lambda: checkpointer.delete(1),
+    ):
+        with pytest.raises(errors.CheckpointError, match="was closed; save and load"):
+            call()
