@@ -85,10 +85,11 @@ class _Wanted:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Read:
     # The requested trees of the saved layout, the bytes read by nearness of their
-    # source, and the directories of the components' files.
+    # source, the directories of the components' files, and all components of the step.
     asked: asked_trees.AskedTrees
     num_bytes: dict[str, int]
     directories: dict[str, str]
+    components: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,12 +101,14 @@ class Search:
       newest_save: of all existing steps; empty if there are none.
       num_hosts: with which host 0 can share the step; 0 if it cannot.
       missing: that there is no step at all, a sentence; None if there is one.
+      components: of a step that was restored, whether they were requested or not.
     """
 
     checkpoint: CheckpointMetadata | None
     newest_save: str
     num_hosts: int
     missing: str | None = None
+    components: frozenset[str] = frozenset()
 
 
 def find(
@@ -216,7 +219,7 @@ def restore(
     if hosts.own == 0:
         _record(read.num_bytes, bad)
     emit("restored_from", step=checkpoint.step, **read.num_bytes, **bad)
-    return search, restored
+    return dataclasses.replace(search, components=read.components), restored
 
 
 def _load_components(
@@ -332,7 +335,12 @@ def _read(
         for near in NEARNESS
     }
     num_bytes["persistent_bytes"] += read_here
-    return _Read(asked=asked, num_bytes=num_bytes, directories=directories)
+    return _Read(
+        asked=asked,
+        num_bytes=num_bytes,
+        directories=directories,
+        components=frozenset(contents.components),
+    )
 
 
 def _restore_foreign(
