@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import os
 import time
 import types
@@ -132,6 +133,13 @@ class RunDirectory:
         Raises:
           ConfigError: if `step` is not positive, or the batch has no `example_id`.
         """
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise errors.ConfigError(
+                f"RunDirectory.log: step is a {type(step).__name__}; give the number of"
+                " steps that are done, and then the batch: log(step, batch)"
+            ) from None
         if step < 1:
             raise errors.ConfigError(
                 f"RunDirectory.log: step={step}; give the number of steps that are done"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any, TypeVar
@@ -84,6 +85,10 @@ class Checkpointer:
             check_writer=_always if of_storage is None else of_storage.check,
         )
         self._events.flush()
+        self._is_closed = False
+        self._forget: Callable[[], None] = lambda: None
+        if not chosen.is_read_only:
+            self._forget = background.before_exit(self, self._finish_unclosed)
 
     @property
     def directory(self) -> epath.Path:
@@ -298,6 +303,7 @@ class Checkpointer:
         Raises:
           StepNotFoundError: if there is no such step.
         """
+        self._check_open()
         self.wait()
         with self._events.flushing():
             return self._steps.held(step)
@@ -572,6 +578,15 @@ class Checkpointer:
                 logging.warning("saves in flight were not finished: %s", why)
         self._events.flush()
 
+    def _finish_unclosed(self) -> None:
+        logging.warning(
+            "the checkpointer of %s was not closed, and its saves are finished now; use"
+            " `with ec.Checkpointer(...)`, or call close()",
+            self.directory,
+        )
+        # An error that ends the program, if one does.
+        self.leave(getattr(sys, "last_value", None) or errors.RunError("not closed"))
+
     def _finish(self) -> None:
         self._background.wait()
         stages = self._steps.stages
@@ -596,6 +611,7 @@ class Checkpointer:
         go_back: bool | None,
     ) -> Callable[[], dict[str, Any]]:
         # Checks the call, and returns the load, which any thread may do.
+        self._check_open()
         if step is not None:
             step_number(step)
         context = orbax_context.of_load(self._context)
@@ -619,9 +635,19 @@ class Checkpointer:
         try:
             yield
         finally:
+            self._is_closed = True
+            self._forget()
             self.let_others_write()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise errors.CheckpointError(
+                f"this checkpointer of {self.directory} was closed; save and load"
+                " inside of its `with` block, or open another one"
+            )
+
     def _check_writable(self) -> None:
+        self._check_open()
         if self._chosen.is_read_only:
             raise errors.CheckpointError(
                 "this checkpointer was opened with read_only=True and cannot save,"

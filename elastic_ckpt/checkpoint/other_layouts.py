@@ -22,7 +22,6 @@ from elastic_ckpt.checkpoint import (
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
-    SearchOutcome,
 )
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
@@ -95,8 +94,8 @@ class StepRestorer:
         *,
         partial: bool,
         layout: Any,
-    ) -> tuple[SearchOutcome, dict[str, Any]]:
-        """Restores a step; returns its search, and the requested parts.
+    ) -> restore.Restored:
+        """Restores a step.
 
         Args:
           step: None takes the newest complete one.

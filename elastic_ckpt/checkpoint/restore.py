@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from absl import logging
@@ -86,10 +86,26 @@ class _Wanted:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Read:
     # The requested trees of the saved layout, the bytes read by nearness of their
-    # source, and the directories of the components' files.
+    # source, the directories of the components' files, and all components of the step.
     asked: asked_trees.AskedTrees
     num_bytes: dict[str, int]
     directories: dict[str, str]
+    components: frozenset[str]
+
+
+class Restored(NamedTuple):
+    """A step that was restored.
+
+    Attributes:
+      search: the outcome of the search for it.
+      components: that it has, whether they were requested or not; none if Orbax alone
+        saved it.
+      parts: what was requested, by name.
+    """
+
+    search: SearchOutcome
+    components: frozenset[str]
+    parts: dict[str, Any]
 
 
 def find(
@@ -156,8 +172,8 @@ def restore(
     partial: bool,
     emit: events.Emit,
     rules: Rules | None = None,
-) -> tuple[SearchOutcome, dict[str, Any]]:
-    """Restores a step; returns its search, and the requested parts.
+) -> Restored:
+    """Restores a step.
 
     Args:
       hosts: of the world.
@@ -182,7 +198,7 @@ def restore(
     if read is None:
         restored = _restore_foreign(checkpoint, wanted, requested, emit)
         metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
-        return search, restored
+        return Restored(search, frozenset(), restored)
     bad = _repair(hosts)
     _load_components(hosts, stateful, read.directories)
     made = hosts.arrays(read.asked.read)
@@ -193,7 +209,7 @@ def restore(
     if hosts.own == 0:
         _record(read.num_bytes, bad)
     emit("restored_from", step=checkpoint.step, **read.num_bytes, **bad)
-    return search, restored
+    return Restored(search, read.components, restored)
 
 
 def _load_components(
@@ -314,7 +330,12 @@ def _read(
         for near in NEARNESS
     }
     num_bytes["persistent_bytes"] += read_here
-    return _Read(asked=asked, num_bytes=num_bytes, directories=directories)
+    return _Read(
+        asked=asked,
+        num_bytes=num_bytes,
+        directories=directories,
+        components=frozenset(contents.components),
+    )
 
 
 def _restore_foreign(

@@ -45,6 +45,7 @@ from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.core import errors, events, metrics, storage_cause
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.choices import Peers
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ class SaveStages:
     Args:
       hosts: of the world.
       in_ram: whether there is a local tier.
+      peers: the peer tier; None if there is none.
       clock: of backups.
       world: among those of the run.
       emit: called for each event, in the threads of the stages.
@@ -70,6 +72,7 @@ class SaveStages:
         hosts: Hosts,
         *,
         in_ram: bool = True,
+        peers: Peers | None = None,
         clock: BackupClock | None = None,
         world: RunWorld = ALONE,
         emit: events.Emit,
@@ -85,6 +88,9 @@ class SaveStages:
         # Set once another start of the run has continued it.
         self._replaced: errors.ReplacedError | None = None
         self._in_ram = in_ram
+        self._peers = peers
+        # Steps that got no copies, until each does; and whether the last one did not.
+        self._num_uncopied, self._is_uncopied = 0, False
         self._clock = clock or BackupClock()
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
@@ -362,9 +368,9 @@ class SaveStages:
         # Clocks differ: the clock of host 0 decides.
         is_due = saving.back_up or readiness[0].is_time or self._due.is_owed
         copying = [self._copy()] if can_copy else []
-        if not can_copy:
-            why = "copies of an earlier step are not done; it gets none yet"
-            self._work.degraded("peer", saving.step, why)
+        peers = self._peers
+        if peers and (peers.backups or (peers.copies and self._hosts.num_hosts > 1)):
+            self._report_uncopied(saving.step, is_copied=can_copy)
         # When their stages are idle, all hosts have the same late step.
         if is_due:
             self._due.add(saving.step)
@@ -379,6 +385,22 @@ class SaveStages:
             why = "the backup of an earlier step is not done; it comes next"
             why += f"; {storage_cause.SLOW.advice}"
             self._work.not_taken("persistent", saving.step, why)
+
+    def _report_uncopied(self, step: int, *, is_copied: bool) -> None:
+        # Copies that are slower than saves are reported once until they keep up.
+        if not is_copied:
+            self._num_uncopied += 1
+            if self._num_uncopied == 1:
+                why = "copies of an earlier step are not done; it gets none yet"
+                self._work.degraded("peer", step, why)
+        elif self._num_uncopied and not self._is_uncopied:
+            logging.warning(
+                "step %d: each step gets copies again; %d got none when it was saved",
+                step,
+                self._num_uncopied,
+            )
+            self._num_uncopied = 0
+        self._is_uncopied = not is_copied
 
     def _make_room(self) -> None:
         # Removes an older step that was kept because newer ones lack copies.

@@ -2,7 +2,8 @@
 
 A step that RAM accepts and Orbax rejects could never be backed up. So a save rejects
 what Orbax rejects: leaves of other types, and trees without a leaf. It also rejects two
-leaves that Orbax would write under one name, because one would be lost.
+leaves that Orbax would write under one name, because one would be lost, and trees that
+manifests cannot describe: no later step of the run could be saved either.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import jax
 
-from elastic_ckpt.checkpoint import orbax_format
+from elastic_ckpt.checkpoint import orbax_format, tree_structure
 from elastic_ckpt.checkpoint.host.trees import leaf_path
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest_file
@@ -118,6 +119,14 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         if kind == "string":
             texts[name] = path
     orbax_format.strings_file(texts)
+    try:
+        tree_structure.to_json({checkpointable: tree})
+    except Exception as error:  # raised by the nodes of a user's library
+        raise errors.CheckpointError(
+            f"the structure of {checkpointable!r} cannot be saved"
+            f" ({type(error).__name__}: {error}); give a tree of dicts, lists and"
+            " arrays, such as nnx.state(model)"
+        ) from error
 
 
 def _is_unicode(text: str) -> bool:

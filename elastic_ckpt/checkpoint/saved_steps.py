@@ -89,6 +89,7 @@ class SavedSteps:
         self.stages = SaveStages(
             hosts,
             in_ram=chosen.local is not None,
+            peers=chosen.peers,
             # Without RAM a save begins the period, not the end of its upload.
             clock=None if chosen.local is None else clock,
             world=world,
@@ -104,6 +105,8 @@ class SavedSteps:
         # training goes on from it. And the newest step, once it does.
         self._looked_at: SearchOutcome | None = None
         self._left_step: int | None = None
+        # Components of the step that this process began with which were not loaded.
+        self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
         self._is_anew = False
         self._claims = self.root is not None and world.claimant is not None
@@ -214,6 +217,7 @@ class SavedSteps:
         began_secs = time.monotonic()
         step_id = StepId(step, line.save)
         trees, stateful = component_io.split(checkpointables)
+        self._report_unloaded(stateful)
         description = StepDescription.from_trees(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
@@ -279,7 +283,7 @@ class SavedSteps:
                 for name, tree in self.held(step).metadata.items()
                 if tree is not None
             }
-        search, restored = self._restorer.load(
+        search, held, restored = self._restorer.load(
             step, abstract_checkpointables, partial=partial, layout=layout
         )
         if go_back is None:
@@ -287,10 +291,29 @@ class SavedSteps:
             _, stateful = component_io.split(abstract_checkpointables)
             go_back = True if stateful or not self._is_placed else None
         if go_back or step is None or not self._is_older(search.checkpoint):
+            # A step may be loaded in several calls. A process that has a state already
+            # may go back with its weights alone.
+            unloaded = self._unloaded if self._is_placed else held
+            self._unloaded = unloaded - abstract_checkpointables.keys()
             self._go_on(search)
         else:
             self._looked_at = search if go_back is None else None
         return restored
+
+    def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
+        # Data that was forgotten at the load begins anew.
+        unloaded = sorted(self._unloaded.intersection(stateful))
+        self._unloaded -= frozenset(unloaded)
+        step = self._restored.step if self._restored else 0
+        for name in unloaded:
+            why = (
+                f"step {step} has {name!r}, which was not loaded, so the {name!r} that"
+                " is saved now does not continue it; unless it is to begin anew, load"
+                f" it with the state: load_checkpointables({step}, {{..., {name!r}:"
+                " ...})"
+            )
+            logging.warning("%s", why)
+            self._emit("component_not_loaded", step=step, component=name, why=why)
 
     def _is_older(self, checkpoint: CheckpointMetadata | None) -> bool:
         # Whether newer steps went on from this one.
@@ -334,6 +357,7 @@ class SavedSteps:
         """See `Checkpointer.begin_anew`."""
         newest = self._line.save
         self._own_line, self._looked_at = None, None
+        self._unloaded = frozenset()
         self._is_placed = self._is_anew = True
         self._go_on_from(SearchOutcome(newest_save=newest))
 

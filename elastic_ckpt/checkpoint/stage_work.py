@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,6 +23,9 @@ from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.steps.step_id import StepId
+
+# A peer that fails is asked again later; what is said of it differs meanwhile.
+_UNLISTED = re.compile(r"the list of steps [^:]*: (https?://\S+) ")
 
 
 class Copies(NamedTuple):
@@ -63,7 +67,7 @@ class StageWork:
         self._check_writer = check_writer
         self._world = world
         self._emit = emit
-        self._lacking: list[str] = []
+        self._lacking: set[str] = set()
         self.due = DueSteps(emit, is_first=hosts.own == 0)
 
     def agreed(self, saving: Saving) -> tuple[Saving, str | None]:
@@ -187,18 +191,26 @@ class StageWork:
         self._emit("degraded", tier=tier, step=step, cause=cause, why=why)
 
     def _report_lacking(self, step: int, reasons: Sequence[str]) -> None:
-        problems = list(dict.fromkeys(reasons))
+        problems: dict[str, str] = {}
+        for why in reasons:
+            problems.setdefault(_lack(why), why)
         # A lack that persists is reported once.
-        fresh = [why for why in problems if why not in self._lacking]
+        fresh = [why for lack, why in problems.items() if lack not in self._lacking]
         for why in fresh[:MOST_NAMED]:
             self.degraded("peer", step, why)
         if fresh[MOST_NAMED:]:
             more = len(fresh) - MOST_NAMED
             self.degraded("peer", step, f"and {more} more, in the logs of hosts")
             logging.warning("step %d: %s", step, "; ".join(fresh[MOST_NAMED:]))
-        self._lacking = problems
+        self._lacking = set(problems)
 
     def _record(self, metric: metrics.Metric, value: float) -> None:
         # Values of all hosts are recorded once.
         if self._hosts.own == 0:
             metric.record(value)
+
+
+def _lack(why: str) -> str:
+    # What is lacking: the same for all messages about one peer's list of steps.
+    match = _UNLISTED.match(why)
+    return match[1] if match else why

@@ -172,16 +172,24 @@ def _trees(
 
 def _structure(tree: Any, shardings: dict[NamedSharding, int]) -> Any:
     # Node by node, as Orbax names its keys.
+    entries = orbax_format.entries(tree)
+    # Nodes with a key that is not an index. An `nnx.List` has keys of both kinds.
+    objects = {
+        key_path[:depth]
+        for key_path, _ in entries
+        for depth, key in enumerate(key_path)
+        if not orbax_format.key_name(key)[0]
+    }
     root: list[Any] = [None]
     made: dict[tuple[Any, ...], Any] = {}
-    for key_path, leaf in orbax_format.entries(tree):
+    for key_path, leaf in entries:
         parent: Any = root
         place: Any = 0
         for depth, key in enumerate(key_path):
-            is_item, name = orbax_format.key_name(key)
+            _, name = orbax_format.key_name(key)
             at = key_path[:depth]
             if at not in made:
-                made[at] = [] if is_item else {}
+                made[at] = {} if at in objects else []
                 _put(parent, place, made[at])
             parent, place = made[at], name
         _put(parent, place, _leaf(leaf, shardings))

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -100,6 +101,8 @@ def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
         if isinstance(last, positional_data.PositionalData)
         else None,
         num_saved_steps=saved + is_maxtext if saved else 0,
+        # `RunDirectory.log` counts the steps that are done.
+        first_step=int(own is not None),
         missing_checkpoint=missing(
             finished=run_directory.is_finished(directory),
             num_steps=start_step + len(step_log.lineage(attempts)) - is_maxtext,
@@ -153,6 +156,15 @@ def _own_data(
         ) from error
     finally:
         sys.path.pop(0)
+    if callable(found):
+        try:
+            inspect.signature(found).bind()
+        except (TypeError, ValueError) as error:
+            raise errors.ConfigError(
+                f"--data {named}: {name} cannot be called without arguments ({error});"
+                " name the data, as ec.batches was given it, or a function that returns"
+                " it"
+            ) from None
     data = found() if callable(found) else found
     elastic_data.check(data, caller=f"--data {named}")
     return lambda _: data

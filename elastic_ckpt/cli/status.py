@@ -108,6 +108,7 @@ def collect(directory: str) -> Status:
             ],
             uncommitted=uncommitted,
             from_zero=_is_of_maxtext(directory),
+            is_own_loop=run_directory.read_loop(directory) is not None,
         )
     except bucket_clients.failures() as error:
         raise errors.RunError(

@@ -2,7 +2,8 @@
 
 `in_thread` makes one call. `BackgroundCalls` calls one function ahead of time.
 `close_with` closes a resource when
-its owner is garbage-collected or when the program ends.
+its owner is garbage-collected or when the program ends. `before_exit` finishes work
+that still needs thread pools.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
+import functools
 import queue
 import threading
 import weakref
@@ -35,6 +37,7 @@ class Close(Protocol):
 
 
 _to_close: dict[weakref.ref[object], Close] = {}
+_to_finish: dict[object, Callable[[], None]] = {}
 
 
 def in_thread(call: Callable[[], T], *, name: str) -> futures.Future[T]:
@@ -157,6 +160,35 @@ def _close_all() -> None:
     while _to_close:
         _, close = _to_close.popitem()
         close(wait=True)
+
+
+def before_exit(owner: object, finish: Callable[[], None]) -> Callable[[], None]:
+    """Calls `finish` when the main thread ends, while thread pools still take work.
+
+    Returns:
+      A function that takes this back, without an error if it was called before.
+    """
+    _finish_before_exit()
+    _to_finish[owner] = finish
+
+    def forget() -> None:
+        _to_finish.pop(owner, None)
+
+    return forget
+
+
+@functools.cache
+def _finish_before_exit() -> None:
+    # `atexit` handlers run once thread pools refuse work. Pools end by this function
+    # of `threading`, in reverse order of registration: the last one runs first.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_finish_all)
+
+
+def _finish_all() -> None:
+    while _to_finish:
+        _, finish = _to_finish.popitem()
+        finish()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "storage_recovered": ("step", "cause", "steps", "secs"),
     "step_passed_over": ("step", "why"),
     "went_back": ("step", "to_step"),
+    "component_not_loaded": ("step", "component", "why"),
     "weights_loaded": ("path", "bytes", "step", "secs"),
     "weights_skipped": ("path", "step"),
     "restored_from": (

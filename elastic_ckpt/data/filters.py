@@ -81,7 +81,7 @@ class _Counted:
             if self.num_rejected > self._patience:
                 raise errors.DataError(
                     f"{self.describe()}, more than two epochs; change it to accept"
-                    " some, or declare the data finite"
+                    ' some, or declare the data finite: end="padded"'
                 )
         return False
 

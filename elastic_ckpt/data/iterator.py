@@ -349,11 +349,14 @@ class Batches:
             global_batch_size=global_batch_size,
             warn_after_secs=read_ahead.warn_after_secs,
         )
+        self._is_closed = False
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> elastic_data.Batch:
+        if self._is_closed:
+            raise errors.DataError("this iterator was closed; make a new one")
         return self._deliver(self._host)
 
     def reset(self) -> None:
@@ -415,5 +418,6 @@ class Batches:
         return leaving_out.LeavingOut(self._host.leave_out)
 
     def close(self) -> None:
-        """Stops reading ahead."""
+        """Stops reading ahead, and yields no more batches; they can still be saved."""
+        self._is_closed = True
         self._host.close()

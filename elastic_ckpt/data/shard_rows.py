@@ -190,7 +190,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         if not self._task.finite:
             raise errors.DataError(
                 f"logical shard {shard} has ended; make make_shard repeat its records"
-                " endlessly, or declare the data finite"
+                ' endlessly, or declare the data finite: end="padded"'
             )
         final = to_json(self._opened.pop(shard).get_state())
         self._ended[shard] = {_ENDED: final}

@@ -219,6 +219,12 @@ def sharded(
         per_worker_batches=per_worker_batches,
     )
     first, last = data.make_shard(0), data.make_shard(number - 1)
+    if type(first).__name__ in _BATCHED:
+        logging.warning(
+            "sharded: make_shard ends in .batch, so that each row of a global batch is"
+            " a batch of its own; leave it out, unless that is meant, because"
+            " global_batch_size counts rows"
+        )
     repeated = shard_steps.unsliced(first, last) if number > 1 else []
     if repeated:
         raise errors.ConfigError(
@@ -228,6 +234,10 @@ def sharded(
             f" source[shard::{number}]"
         )
     return data
+
+
+# Grain's classes of datasets that `.batch` returns, which it does not export.
+_BATCHED = ("BatchMapDataset", "BatchIterDataset")
 
 
 @functools.cache

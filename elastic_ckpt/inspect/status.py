@@ -150,6 +150,7 @@ def status(
     losses: Sequence[AfterLoss],
     uncommitted: Sequence[int],
     from_zero: bool = False,
+    is_own_loop: bool = False,
 ) -> Status:
     """The status of a run.
 
@@ -161,9 +162,12 @@ def status(
       losses: the step that is left after each loss.
       uncommitted: steps in storage that are not committed.
       from_zero: whether saved steps are numbered from 0.
+      is_own_loop: whether it is a loop of the user's own, which reports its start with
+        its first step.
     """
+    phases = {**_PHASES, "run_started": "training"} if is_own_loop else _PHASES
     phase = next(
-        (_PHASES[e["event"]] for e in reversed(events) if e["event"] in _PHASES),
+        (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
         "not started",
     )
     if is_alive is False and phase not in _ENDS and events:

@@ -248,9 +248,7 @@ class Taken:
         if isinstance(data_iterator, MaxTextIterator):
             self.restored = checkpoint_manager.directory / str(step)
             with _past_maxtext():
-                component_io.load(
-                    data_iterator, self.restored / maxtext_tiers.ITERATOR
-                )
+                component_io.load(data_iterator, self.restored / maxtext_tiers.ITERATOR)
             return _Loaded()
         return self._originals[maxtext_seams.FOR_RESTORE](
             checkpoint_manager, step, data_iterator, expansion_factor_real_data

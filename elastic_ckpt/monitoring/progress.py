@@ -394,6 +394,9 @@ class Progress:
     def _on_went_back(self, **event: Any) -> None:
         """Shows nothing: `rolled_back` tells more."""
 
+    def _on_component_not_loaded(self, **event: Any) -> None:
+        self._line(event["why"])
+
     def _on_rolled_back(self, **event: Any) -> None:
         self._line(
             f"went back from step {event['step']} to {event['to_step']}, and left out"

@@ -106,9 +106,17 @@ def best_step(
     Returns:
       The number of the step, the oldest of equal ones; None if no step has the metric
       as a finite number.
+
+    Raises:
+      CheckpointError: if steps have metrics, and none of them has this one.
     """
     policy = BestN(1, metric=metric, higher_is_better=higher_is_better)
     steps = checkpointer.checkpoints
+    named = {name for each in steps for name in each.metrics or {}}
+    if named and metric not in named:
+        raise errors.CheckpointError(
+            f"best_step: no step has the metric {metric!r}; they have {sorted(named)}"
+        )
     best = policy.should_preserve(steps)
     return next(
         (e.step for e, is_best in zip(steps, best, strict=True) if is_best), None

@@ -23,6 +23,7 @@ from elastic_ckpt.training import (
     one_host_run,
     step_log,
 )
+from elastic_ckpt.training.step_record import StepRecord
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,7 @@ def audit(
     num_records: int | None = None,
     num_saved_steps: int = 0,
     missing_checkpoint: str = "",
+    first_step: int = 0,
 ) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over the same data.
 
@@ -98,6 +100,7 @@ def audit(
       num_saved_steps: the run's newest checkpoint; if the log ends before it, its last
         steps were lost.
       missing_checkpoint: see `Audit`.
+      first_step: the number of a run's first step in descriptions; the log has 0.
     """
     lineage = step_log.lineage(attempts)
     steps = [lineage[step] for step in sorted(lineage)]
@@ -111,12 +114,23 @@ def audit(
     for number, record in enumerate(steps, start=start):
         one_host = oracle.next(record)
         in_order = is_in_order(record.attempt)
-        step = batch_comparison.compare(number, record, one_host, in_order=in_order)
+        step = batch_comparison.compare(
+            number + first_step,
+            dataclasses.replace(record, step=record.step + first_step),
+            one_host,
+            in_order=in_order,
+        )
         uses.add(record, one_host, is_different=bool(step.in_batch))
         compared.append(step)
     oracle.close()
-    difference = next(filter(None, (each.difference for each in compared)), "")
-    difference = difference or _lost_end(start + len(steps), num_saved_steps)
+    difference = next(
+        (
+            each.difference + _hint(record, steps[0], attempts)
+            for each, record in zip(compared, steps, strict=True)
+            if each.difference
+        ),
+        "",
+    ) or _lost_end(start + len(steps), num_saved_steps, first_step=first_step)
     num_lost, num_repeated, is_exact = uses.counted()
     return Audit(
         num_steps=len(steps),
@@ -136,13 +150,26 @@ def audit(
     )
 
 
-def _lost_end(logged: int, saved: int) -> str:
+def _hint(
+    record: StepRecord, first: StepRecord, attempts: list[step_log.Attempt]
+) -> str:
+    # Whether a start that continues the run has begun with the rows of its first step.
+    starts = {each.attempt: each.start_step for each in attempts}
+    if record.step == first.step or record.step != starts[record.attempt]:
+        return ""
+    num_rows = min(record.num_rows, first.num_rows)
+    is_repeated = record.runs and record.ids[:num_rows] == first.ids[:num_rows]
+    hint = "; these are the rows of the first step: was the data loaded at the resume?"
+    return hint if is_repeated or record.digest == first.digest else ""
+
+
+def _lost_end(logged: int, saved: int, *, first_step: int) -> str:
     # Describes the first step that is missing, if the log ends before the checkpoint.
     if saved <= logged:
         return ""
     return (
-        f"step {logged} is missing from the step log, whose end was lost: checkpoint"
-        f" {saved} was saved after it"
+        f"step {logged + first_step} is missing from the step log, whose end was lost:"
+        f" checkpoint {saved} was saved after it"
     )
 
 

@@ -81,8 +81,8 @@ def _listed_difference(record: StepRecord, one_host: Rows) -> str:
         )
         return (
             f"step {record.step}, row {row}: example {wrong} was used; the one-host run"
-            f" has {sorted((expected - used).elements())} in this batch instead of"
-            f" {sorted((used - expected).elements())}"
+            f" has [{_ranges(expected - used)}] in this batch instead of"
+            f" [{_ranges(used - expected)}]"
         )
     tokens = dict(zip(one_host.ids.tolist(), one_host.digests.tolist(), strict=True))
     as_used = Rows(
@@ -95,6 +95,18 @@ def _listed_difference(record: StepRecord, one_host: Rows) -> str:
             f" tokens are not (digest {record.digest})"
         )
     return ""
+
+
+def _ranges(ids: collections.Counter[int]) -> str:
+    # The ids, ascending: `0-239, 300`.
+    ranges: list[list[int]] = []
+    for each in sorted(ids.elements()):
+        if ranges and each == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [each]
+        else:
+            ranges.append([each])
+    named = ["-".join(map(str, each)) for each in ranges[:_MAX_NAMED_IDS]]
+    return ", ".join([*named, *["..."] * (len(ranges) > _MAX_NAMED_IDS)])
 
 
 def _misplaced(record: StepRecord, one_host: Rows) -> str:

@@ -125,7 +125,7 @@ def test_audit_finds_that_other_data_was_trained_on(place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     code, output = run_verb(capsys, "audit", "run", "--data", "program:other_data")
     assert code == 1
-    assert "FAILED: step 0, row 0: example" in output
+    assert "FAILED: step 1, row 0: example" in output
 
 
 @pytest.mark.slow
@@ -158,20 +158,73 @@ def test_slices_of_a_loop_are_not_scaled(place, capsys):
     assert "your own training loop" in capsys.readouterr().err
 
 
-def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path):
+@pytest.fixture
+def data(tmp_path):
     texts = [{"text": f"text {n}"} for n in range(40)]
     corpora.write_arrayrecord(tmp_path / "a.array_record", texts)
-    data = ec.data.positional(
-        files=(str(tmp_path / "a.array_record"),), max_target_length=16
+    return ec.data.positional(
+        files=(str(tmp_path / "a.array_record"),), max_target_length=16, shuffle=False
     )
+
+
+def batches_of(data):
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    batches = ec.batches(data, mesh=mesh, global_batch_size=4)
+    return ec.batches(data, mesh=mesh, global_batch_size=4)
+
+
+def test_a_live_loop_is_training(tmp_path, data, capsys):
+    batches = batches_of(data)
+    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
+    with (
+        ec.RunDirectory(tmp_path / "run", tiers=tiers) as run,
+        ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
+    ):
+        run.log(1, next(batches))
+        checkpointer.save(1, {"w": jax.numpy.ones(1)})
+        _, output = run_verb(capsys, "status", tmp_path / "run")
+    batches.close()
+    assert output.startswith("run: training\n")
+
+
+def test_audit_numbers_steps_as_they_are_logged_and_takes_no_function_of_shards(
+    tmp_path, data, capsys, monkeypatch
+):
+    tiers = [ec.Persistent(tmp_path / "saved", every=100)]
+    for first in (1, 3):
+        # The second start begins with the first rows again.
+        batches = batches_of(data)
+        with ec.RunDirectory(tmp_path / "run", tiers=tiers) as run:
+            for step in (first, first + 1):
+                run.log(step, next(batches))
+        batches.close()
+    (tmp_path / "made.py").write_text(
+        "import elastic_ckpt as ec\n"
+        f"data = ec.data.positional(files=({str(tmp_path / 'a.array_record')!r},),\n"
+        "    max_target_length=16, shuffle=False)\n"
+        "def make_shard(shard): return data\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, output = run_verb(capsys, "audit", "run", "--data", "made:data")
+    assert code == 1
+    assert "FAILED: step 3, row 0: example 0 was used" in output
+    assert "has [8-11] in this batch instead of [0-3]" in output
+    assert output.endswith("was the data loaded at the resume?\n")
+    assert main.main(["audit", "run", "--data", "made:make_shard"]) == 1
+    assert "make_shard cannot be called without arguments" in capsys.readouterr().err
+
+
+def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path, data):
+    batches = batches_of(data)
     tiers = [ec.Persistent(tmp_path / "saved", every=100)]
     with ec.RunDirectory(tmp_path / "run", tiers=tiers) as run:
         for step in range(1, 6):
             run.log(step, next(batches))
         with pytest.raises(ec.ElasticCkptError, match=r"step=0; give the number"):
             run.log(0, next(batches))
+        with pytest.raises(
+            ec.ElasticCkptError, match=r"step is a dict; .*log\(step, b"
+        ):
+            run.log(next(batches), 1)
         batch = next(batches)
         some = {name: batch[name] for name in ("inputs", "targets")}
         with pytest.raises(ec.ElasticCkptError, match="no 'example_id', but inputs"):

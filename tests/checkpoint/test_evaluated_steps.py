@@ -224,11 +224,25 @@ def test_a_step_that_is_read_is_not_removed_until_then(tmp_path):
         assert leases_left == []
 
 
+def test_watching_ends_in_time_and_warns_of_a_directory_that_is_missing(
+    tmp_path, caplog
+):
+    missing = tmp_path / "stepz"
+    watched = ec.watch_steps(missing, poll_secs=3600, timeout_secs=0.01)
+    assert list(watched) == []
+    (record,) = caplog.records
+    assert f"there is no directory {missing} yet" in record.getMessage()
+
+
 def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
     with opened(tmp_path, keep=None) as checkpointer:
         assert ec.best_step(checkpointer, metric="loss") is None
         for step in (2, 4, 6):
             tiered_steps.save(checkpointer, step, metrics={"lr": step})
+        with pytest.raises(
+            errors.CheckpointError, match=r"no step has .*'loss'; they have \['lr'\]"
+        ):
+            ec.best_step(checkpointer, metric="loss")
         checkpointer.record_metrics(4, {"loss": 0.3, "lr": 9})
         # Of the newest step before it, unless one is nearer.
         checkpointer.record_metrics(5, {"loss": 0.1})

@@ -40,6 +40,7 @@ class Run:
             keep = ocp.training.preservation_policies.PreserveAll()
             self._tiers.append(Local(path / "ram", keep=keep))
         self.events = []
+        self.unloaded = []
 
     def open(self):
         return factory.Checkpointer(self._tiers, run="run", emit=self._emit)
@@ -47,6 +48,8 @@ class Run:
     def _emit(self, name, **fields):
         if name == "went_back":
             self.events.append((fields["step"], fields["to_step"]))
+        if name == "component_not_loaded":
+            self.unloaded.append((fields["step"], fields["component"]))
 
     def steps(self):
         with self.open() as checkpointer:
@@ -208,3 +211,66 @@ def test_a_missing_step_beside_steps_of_orbax_names_those(run):
             ocp.training.errors.StepNotFoundError, match="newest complete step is 3"
         ):
             checkpointer.load(7)
+
+
+@pytest.mark.parametrize("wanted", [None, {"state": {"w": 0}}])
+def test_a_component_that_was_not_loaded_is_reported_once_when_it_is_saved(
+    run, wanted, caplog
+):
+    with run.open() as checkpointer:
+        save(checkpointer, 1)
+    with run.open() as checkpointer:
+        checkpointer.load_checkpointables(1, wanted)
+        assert not run.unloaded
+        save(checkpointer, 2, 3)
+    assert run.unloaded == [(1, "data")]
+    assert "step 1 has 'data', which was not loaded" in caplog.text
+
+
+def test_a_component_that_was_loaded_later_or_begins_anew_is_not_reported(run):
+    counter = Counter()
+    with run.open() as checkpointer:
+        save(checkpointer, 1)
+        # This process has the data of the step.
+        checkpointer.load(1)
+        save(checkpointer, 2)
+    with run.open() as checkpointer:
+        checkpointer.load_checkpointables(None, {"state": {"w": 0}})
+        checkpointer.load_checkpointables(None, {"data": counter})
+        save(checkpointer, 3)
+    with run.open() as checkpointer:
+        checkpointer.load()
+        checkpointer.begin_anew()
+        save(checkpointer, 1)
+    assert run.unloaded == []
+
+
+def test_a_step_of_trees_alone_is_listed_to_who_asks_for_a_component(run):
+    with run.open() as checkpointer:
+        checkpointer.save(1, {"w": 1})
+        with pytest.raises(
+            errors.CheckpointError, match=r"no \['data'\]; it contains \['state'\]"
+        ):
+            checkpointer.load_checkpointables(1, {"state": None, "data": Counter()})
+
+
+def test_a_directory_that_does_not_exist_is_told(tmp_path):
+    tiers = [Persistent(tmp_path / "stepz")]
+    with (
+        factory.Checkpointer(tiers, read_only=True) as checkpointer,
+        pytest.raises(errors.CheckpointError, match=r"no directory .*stepz; save"),
+    ):
+        checkpointer.load()
+
+
+def test_a_closed_checkpointer_says_so(run):
+    with run.open() as checkpointer:
+        save(checkpointer, 1)
+    for call in (
+        lambda: save(checkpointer, 2),
+        checkpointer.load,
+        checkpointer.metadata,
+        lambda: checkpointer.delete(1),
+    ):
+        with pytest.raises(errors.CheckpointError, match="was closed; save and load"):
+            call()

@@ -16,6 +16,7 @@ from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import calls, errors
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.choices import Peers
 
 SAVE = "7"
 TIERS = ("local", "peer", "persistent")
@@ -27,18 +28,19 @@ WRITTEN = answers.Written(files={}, time_ms=0)
 BACKED_UP = answers.BackedUp(num_bytes=0, bad=())
 
 
-class OneHost:
+class FakeHosts:
     """Answers each method as a test defines; `calls` lists what was called, in order.
 
-    An answer is a value, a function of the call, or the text of a failure.
+    All hosts give the same answers: a value, a function of the call, or the text of a
+    failure.
     """
 
     own = 0
-    num_hosts = 1
 
-    def __init__(self, answers):
+    def __init__(self, answers, num_hosts):
         self._answers = answers
         self.calls = []
+        self.num_hosts = num_hosts
 
     def all(self, method, *args, **kwargs):
         arguments = calls.of(method).bind(*args, **kwargs)
@@ -51,7 +53,7 @@ class OneHost:
             answer = answer(call)
         if isinstance(answer, str):
             raise HostsFailedError({0: answer})
-        return [answer]
+        return [answer] * self.num_hosts
 
     def first(self, method, *args, **kwargs):
         return self.all(method, *args, **kwargs)[0]
@@ -72,22 +74,25 @@ def emitted():
 
 @pytest.fixture
 def stages(emitted):
-    """Makes the stages of a world of one host that answers so."""
+    """Makes the stages of a world with peers, of one host that answers so, or more."""
 
-    def make(answers=None):
-        host = OneHost(
+    def make(answers=None, *, num_hosts=1):
+        host = FakeHosts(
             {
                 HostSaver.write: WRITTEN,
+                HostWorld.merge_parts: (),
+                HostWorld.pass_parts: (),
                 HostCopies.place: PLACED,
                 HostCopies.take: COPIES,
                 HostBackup.chunk_shapes: {"n": ()},
                 HostBackup.back_up: BACKED_UP,
                 HostBackup.clean: (),
             }
-            | (answers or {})
+            | (answers or {}),
+            num_hosts,
         )
         tell = lambda name, **fields: emitted.append((name, fields))  # noqa: E731
-        return save_stages.SaveStages(host, emit=tell), host
+        return save_stages.SaveStages(host, peers=Peers(), emit=tell), host
 
     return make
 
@@ -173,7 +178,10 @@ def test_a_step_whose_replicas_differ_replaces_none(stages):
     assert [each.step for each in host.calls_of(HostSaver.collect)] == [1]
 
 
-def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, emitted):
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(
+    stages, emitted, num_hosts
+):
     copying, go_on = threading.Event(), threading.Event()
 
     def replicate(request):
@@ -181,16 +189,59 @@ def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, em
         assert request.step != 1 or go_on.wait(600)
         return COPIES
 
-    made, host = stages({HostCopies.take: replicate})
+    made, host = stages({HostCopies.take: replicate}, num_hosts=num_hosts)
     made.begin(saving(1)).result()
     assert copying.wait(600)
-    assert made.begin(saving(2)).result()
+    for step in (2, 3, 4):
+        assert made.begin(saving(step)).result()
     go_on.set()
     made.wait()
-    assert [each.step for each in host.calls_of(HostCopies.take)] == [1, 2]
-    ((step, why),) = reasons(emitted, "peer")
-    assert step == 2
-    assert why.startswith("copies of an earlier step are not done")
+    assert [each.step for each in host.calls_of(HostCopies.take)] == [1, 4]
+    reported = reasons(emitted, "peer")
+    # One host copies nothing, and several report it once.
+    assert [step for step, _ in reported] == [2] * (num_hosts > 1)
+    for _, why in reported:
+        assert why.startswith("copies of an earlier step are not done")
+
+
+def test_steps_without_copies_are_reported_again_once_copies_kept_up(stages, emitted):
+    may_copy = {step: threading.Event() for step in range(1, 9)}
+
+    def replicate(request):
+        assert may_copy[request.step].wait(600)
+        return COPIES
+
+    made, _ = stages({HostCopies.take: replicate}, num_hosts=2)
+    for slow in (1, 5):
+        made.begin(saving(slow)).result()
+        made.begin(saving(slow + 1)).result()
+        for event in may_copy.values():
+            event.set()
+        made.wait()
+        for step in (slow + 2, slow + 3):
+            save(made, step)
+        for event in may_copy.values():
+            event.clear()
+    assert [step for step, _ in reasons(emitted, "peer")] == [2, 6]
+
+
+def test_a_peer_that_does_not_answer_is_reported_once(stages, emitted):
+    url = "http://10.0.0.7:80"
+    why = [
+        f"the list of steps cannot be read: {url} fails (refused)",
+        f"the list of steps was not asked for: {url} has failed (refused), and is left"
+        " alone for 30 s",
+    ]
+    made, _ = stages(
+        {
+            HostCopies.place: lambda request: dataclasses.replace(
+                PLACED, problems=(why[request.step % 2],)
+            )
+        }
+    )
+    for step in (2, 3, 4):
+        save(made, step)
+    assert reasons(emitted, "peer") == [(2, why[0])]
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), TypeError("no such thing")])

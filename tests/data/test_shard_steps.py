@@ -381,6 +381,11 @@ def test_a_dataset_of_a_mixture_that_is_not_sliced_is_refused(files):
         sharded_data.sharded(make_shard, pipeline="mixed")
 
 
+def test_a_pipeline_that_makes_batches_is_warned_of(caplog):
+    sharded_data.sharded(lambda shard: kept(shard).batch(2), num_shards=2, pipeline="b")
+    assert "make_shard ends in .batch" in caplog.text
+
+
 def test_a_batch_function_and_a_source_of_the_user_are_own_code():
     def batched(shard):
         return kept(shard).batch(2, batch_fn=np.stack)

@@ -180,3 +180,14 @@ def test_a_number_of_batches_may_be_read_ahead(read_ahead):
     )
     assert next(batches)["tokens"].shape == (8, 10)
     batches.close()
+
+
+@COLOCATED
+def test_closed_batches_yield_nothing(colocated):
+    batches = ec.batches(
+        packed(), mesh=mesh_of(data=2), global_batch_size=8, colocated=colocated
+    )
+    next(batches)
+    batches.close()
+    with pytest.raises(errors.DataError, match="this iterator was closed; make a new"):
+        next(batches)

@@ -123,9 +123,11 @@ class HostReader:
         contents = restoring.saved.contents
         missing = sorted(set(components) - contents.components.keys())
         if missing:
+            trees = {leaf.path.partition("/")[0] for leaf in contents.leaves}
             raise errors.CheckpointError(
                 f"step {restoring.saved.step_id.step} contains no {missing}; it"
-                f" contains {sorted(contents.components)}. Request only those"
+                f" contains {sorted(trees.union(contents.components))}. Request only"
+                " those"
             )
         restoring.wanted = wanted
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}

@@ -103,7 +103,7 @@ class StepSearch:
             foreign_step = newer[0] if newer else None
             refusal = outcome.refusal(max([*numbers, *newer], default=None))
             if not (numbers or newer or passed_over or out_of_reach):
-                missing = f"{self._places()} has no checkpoints yet; save one first"
+                missing = f"{self._nothing()}; save a step first"
         elif step in foreign:
             foreign_step = step
         elif looking.lacks(step):
@@ -146,18 +146,27 @@ class StepSearch:
         numbers = _counted(looking, foreign)
         numbers += [] if newest is None else [newest.step.step]
         if not numbers:
-            return f"there is no step {step}: {self._places()} has no checkpoints yet"
+            return f"there is no step {step}: {self._nothing()}"
         return (
             f"step {step} is not in any tier of {self._places()}; newest complete step"
             f" is {max(numbers)}: restore it with step={max(numbers)}"
         )
 
+    def _nothing(self) -> str:
+        # Why there is no step, for a message.
+        if not any(place.exists() for place in self._directories()):
+            return f"there is no directory {self._places()}"
+        return f"{self._places()} has no checkpoints yet"
+
     def _places(self) -> str:
-        # The directories of the tiers, for a message.
+        return " or ".join(map(str, self._directories()))
+
+    def _directories(self) -> list[epath.Path]:
+        # Of the tiers.
         places = [] if self._world.root is None else [self._world.root.path]
         if self._world.local_tier is not None:
             places.append(self._world.disk.root)
-        return " or ".join(map(str, places))
+        return places
 
     @calls.call()
     def complete_steps(self) -> tuple[CheckpointMetadata, ...]:

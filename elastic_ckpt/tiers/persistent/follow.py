@@ -57,13 +57,17 @@ def watch_steps(
     # By step, the save that was yielded.
     yielded: dict[int, str | None] = {}
     found_secs = time.monotonic()
+    _warn_if_missing(root)
     while True:
         step = _next(root, yielded, after)
         if step is None:
             waited_secs = time.monotonic() - found_secs
-            if timeout_secs is not None and waited_secs >= timeout_secs:
+            if timeout_secs is None:
+                time.sleep(poll_secs)
+            elif waited_secs < timeout_secs:
+                time.sleep(min(poll_secs, timeout_secs - waited_secs))
+            else:
                 return
-            time.sleep(poll_secs)
             continue
         path = root.final(step)
         try:
@@ -109,6 +113,19 @@ def record_metrics(step_path: epath.PathLike, metrics: Mapping[str, Any]) -> Non
             save=save,
             metrics=user_json.text_of("metrics", metrics),
         ),
+    )
+
+
+def _warn_if_missing(root: PersistentRoot) -> None:
+    try:
+        if root.path.exists():
+            return
+    except bucket_clients.failures():
+        return  # The first look at the steps reports it.
+    logging.warning(
+        "watch_steps: there is no directory %s yet; unless a run is about to create it,"
+        " give the directory of its ec.Persistent",
+        root.path,
     )
 
 
