@@ -15,7 +15,6 @@ from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps import search
 from elastic_ckpt.steps.coverage import coverage
 from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import Source
 
 
@@ -57,7 +56,7 @@ class SurveyedStep:
     problem: str | None
     preserved: bool
     abandoned: bool
-    parent: StepId | None
+    parent: tuple[int, str] | None
     tiers: tuple[TierOfStep, ...]
     components: tuple[StepComponent, ...] = ()
 

@@ -6,10 +6,10 @@ import pkgutil
 import pytest
 
 import elastic_ckpt
+from elastic_ckpt.checkpoint.host import answers
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import source
 from elastic_ckpt.elastic import host_failure
-from elastic_ckpt.host import answers
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,10 @@ class Prometheus:
             sample += {"duration": "_sum", "counter": "_total", "gauge": ""}[
                 metric.kind
             ]
-            (value,) = re.findall(rf"^{sample} (.*)$", self._text, re.MULTILINE)
-            if float(value):
-                actual[name] = float(value)
+            values = re.findall(rf"^{sample} (.*)$", self._text, re.MULTILINE)
+            # A gauge is served once it was recorded.
+            assert len(values) == 1 or (metric.kind == "gauge" and not values)
+            actual |= {name: float(value) for value in values if float(value)}
         return actual
 
 
