@@ -56,7 +56,8 @@ class Prometheus:
             values = re.findall(rf"^{sample} (.*)$", self._text, re.MULTILINE)
             # A gauge is served once it was recorded.
             assert len(values) == 1 or (metric.kind == "gauge" and not values)
-            actual |= {name: float(value) for value in values if float(value)}
+            if values and float(values[0]):
+                actual[name] = float(values[0])
         return actual
 
 
