@@ -10,7 +10,8 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers.persistent import ocdbt, ocdbt_index
+from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.universal.writing import ocdbt_index
 from tests import runs
 from tests.checkpoint import stock_program
 from tests.tiers import served, tiered_steps

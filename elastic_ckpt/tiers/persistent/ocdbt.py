@@ -24,7 +24,9 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import zarr_array
 
 _PREFIX = "ocdbt.process_"
-_NEW_MANIFEST = "manifest.ocdbt.__lock"
+# The file of a store that refers to its index, and what TensorStore writes it as.
+MANIFEST = "manifest.ocdbt"
+_NEW_MANIFEST = f"{MANIFEST}.__lock"
 # Nodes of indices: without, each value that is read costs a node of each level.
 _CACHE_BYTES = 100 * 2**20
 

@@ -20,7 +20,7 @@ from etils import epath
 
 from elastic_ckpt.core import boxes, bucket_clients, errors, storage
 from elastic_ckpt.steps.manifest import Contents, Fragment, Leaf
-from elastic_ckpt.tiers.persistent import leases, ocdbt, ocdbt_index
+from elastic_ckpt.tiers.persistent import leases, ocdbt
 
 # The bytes of one commit.
 _COMMIT_BYTES = 2**28
@@ -104,7 +104,7 @@ class StepRepair:
             if not is_all:
                 raise
             # Its index cannot be read, so none of its values can.
-            storage.remove(directory / ocdbt_index.MANIFEST)
+            storage.remove(directory / ocdbt.MANIFEST)
             _write(directory, values())
         self._merge(store.rpartition("/")[0])
 
@@ -121,7 +121,7 @@ class StepRepair:
             ocdbt.merge(directory, stores)
         except ValueError:
             # The index is not what was saved; the stores have all that it lists.
-            storage.remove(directory / ocdbt_index.MANIFEST)
+            storage.remove(directory / ocdbt.MANIFEST)
             ocdbt.merge(directory, stores)
         # These have no chunks in a host's store, so the merge leaves them out.
         empty = [

@@ -31,7 +31,6 @@ from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import Fragment, Fragments, Host, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import commit, ocdbt, progress, upload
-from elastic_ckpt.tiers.persistent.packed_store import PackedStore, PackedValues
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import StepSource
 from elastic_ckpt.tiers.source import ReadError
@@ -43,6 +42,7 @@ from elastic_ckpt.universal.writing.conversion import (
     Needed,
 )
 from elastic_ckpt.universal.writing.destination import Progress
+from elastic_ckpt.universal.writing.packed_store import PackedStore, PackedValues
 
 _BATCH_BYTES = 2**25
 _BATCH_ITEMS = 2048

@@ -8,9 +8,10 @@ from types import TracebackType
 
 import numpy as np
 
-from elastic_ckpt.core import boxes, direct_io
+from elastic_ckpt.core import boxes
 from elastic_ckpt.universal.formats.safetensors_file import Span
 from elastic_ckpt.universal.strides import row_major
+from elastic_ckpt.universal.writing import direct_io
 
 # Shorter runs are copied through mapped memory: a call for each would cost more.
 _LEAST_RUN_BYTES = 2**16

@@ -18,11 +18,12 @@ from typing import IO, Any, cast
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import digest, direct_io, errors, host_memory, staged_file
+from elastic_ckpt.core import digest, errors, host_memory, staged_file
 from elastic_ckpt.universal.formats import torch_names
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.torch_tensor import DTYPES
 from elastic_ckpt.universal.strides import row_major
+from elastic_ckpt.universal.writing import direct_io
 
 _ALIGNMENT_BYTES = 64
 _ROOT = "archive"

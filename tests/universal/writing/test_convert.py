@@ -17,12 +17,13 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import direct_io, errors, storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.writing import (
     chunks,
     conversion,
     convert,
+    direct_io,
     orbax_destination,
     safetensors_destination,
     tensor_file,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import direct_io, errors
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import torch_file as reading
 from elastic_ckpt.universal.formats import torch_zip
-from elastic_ckpt.universal.writing import torch_file
+from elastic_ckpt.universal.writing import direct_io, torch_file
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int64, np.int32)
 DTYPES += (np.int16, np.int8, np.uint8, np.bool_, np.complex64, np.complex128)

@@ -23,8 +23,8 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.tiers.persistent import ocdbt
 
-MANIFEST = "manifest.ocdbt"
 _NODES = "nodes"
 _NODE, _ROOT = 0x0CDB20DE, 0x0CDB3A2A
 _LEAF_KEYS = 2**14
@@ -69,7 +69,7 @@ def write(directory: epath.Path, values: Mapping[str, Extent]) -> None:
     file = f"{_NODES}/{secrets.token_hex(16)}"
     nodes, manifest = _encoded(values, file)
     storage.write_atomic(directory / file, nodes)
-    storage.write_atomic(directory / MANIFEST, manifest)
+    storage.write_atomic(directory / ocdbt.MANIFEST, manifest)
     for child in (directory / _NODES).iterdir():
         if f"{_NODES}/{child.name}" != file:
             storage.remove(child)

@@ -17,12 +17,13 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import direct_io, storage
+from elastic_ckpt.core import storage
 from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers import zarr_array
-from elastic_ckpt.tiers.persistent import ocdbt, ocdbt_index
-from elastic_ckpt.tiers.persistent.ocdbt_index import Extent
+from elastic_ckpt.tiers.persistent import ocdbt
 from elastic_ckpt.tiers.source import ReadError
+from elastic_ckpt.universal.writing import direct_io, ocdbt_index
+from elastic_ckpt.universal.writing.ocdbt_index import Extent
 
 _VALUES = "d"
 
@@ -40,7 +41,7 @@ class PackedStore:
     def __init__(self, *, directory: epath.Path, context: ts.Context) -> None:
         self._directory = directory
         self._values: dict[str, Extent] = {}
-        if (directory / ocdbt_index.MANIFEST).exists():
+        if (directory / ocdbt.MANIFEST).exists():
             self._values = ocdbt_index.read(directory, context)
         used = {extent.file for extent in self._values.values()}
         for child in storage.make_directory(directory / _VALUES).iterdir():

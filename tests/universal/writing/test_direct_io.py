@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import direct_io
+from elastic_ckpt.universal.writing import direct_io
 
 
 @pytest.fixture(params=["disk", "/dev/shm"])

@@ -7,8 +7,9 @@ import pytest
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.tiers.persistent import ocdbt, ocdbt_index
-from elastic_ckpt.tiers.persistent.ocdbt_index import Extent
+from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.universal.writing import ocdbt_index
+from elastic_ckpt.universal.writing.ocdbt_index import Extent
 
 
 def written(directory, count):
