@@ -35,8 +35,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from benchmarks import report
-from elastic_ckpt import data
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import data, frontend
 from elastic_ckpt.core import storage
 from elastic_ckpt.data.sources import remote_file, tfrecord
 from elastic_ckpt.tiers import choices
@@ -225,7 +224,9 @@ def _row(record: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def _saves(url: str, size: Size) -> dict[str, list[float]]:
     keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
-    ours = factory.Checkpointer([choices.Persistent(f"{url}/ours", every=1, keep=keep)])
+    ours = frontend.Checkpointer(
+        [choices.Persistent(f"{url}/ours", every=1, keep=keep)]
+    )
     orbax = ocp.training.Checkpointer(f"{url}/orbax", preservation_policy=keep)
     steps = itertools.count(1)
     items = size.state_mib * 2**18 // _LARGE_LEAVES

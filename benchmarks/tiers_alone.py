@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from benchmarks import process_memory, report
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.tiers import choices
 
 Samples = dict[str, list[float]]
@@ -34,7 +34,7 @@ class _Sides:
 
     def __init__(self, directory: str) -> None:
         keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
-        made = factory.Checkpointer(
+        made = frontend.Checkpointer(
             [
                 choices.Local(f"{directory}/ram"),
                 choices.Persistent(f"{directory}/storage", every=1, keep=keep),

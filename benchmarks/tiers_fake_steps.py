@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from benchmarks import report
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.tiers import choices
 
 # The only step that there is.
@@ -57,7 +57,7 @@ def measure(
       counts: numbers of fake steps.
     """
     local = choices.Local(directory)
-    with factory.Checkpointer([local]) as checkpointer:
+    with frontend.Checkpointer([local]) as checkpointer:
         checkpointer.save(_STEP, {"weights": np.zeros(1)})
     secs: dict[str, list[float]] = {str(count): [] for count in counts}
     with contextlib.ExitStack() as serving:
@@ -65,7 +65,7 @@ def measure(
         for number in range(rounds + 1):
             for count, url in zip(counts, urls, strict=True):
                 began = time.perf_counter()
-                with factory.Checkpointer([local, choices.Peers(known=(url,))]) as one:
+                with frontend.Checkpointer([local, choices.Peers(known=(url,))]) as one:
                     took = time.perf_counter() - began
                     assert one.latest is not None
                     assert one.latest.step == _STEP

@@ -28,7 +28,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from benchmarks import process_memory, report
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.tiers import choices
 
 KINDS = ("few", "many", "mixed")
@@ -146,14 +146,14 @@ def _samples(
     stored = choices.Persistent(f"{directory}/ours", every=1, keep=keep)
     sides: dict[str, Any] = {}
     if only != "orbax":
-        sides["ours"] = factory.Checkpointer([stored])
+        sides["ours"] = frontend.Checkpointer([stored])
     if only != "ours":
         sides["orbax"] = ocp.training.Checkpointer(
             f"{directory}/orbax", preservation_policy=keep
         )
     if only == "both":
         staged = choices.Persistent(f"{directory}/staged", every=1, keep=keep)
-        sides["staged"] = factory.Checkpointer(
+        sides["staged"] = frontend.Checkpointer(
             [choices.Local(f"{directory}/ram"), staged], run="staged"
         )
     steps = itertools.count(1)

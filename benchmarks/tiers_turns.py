@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
 from benchmarks import free_memory
-from elastic_ckpt.checkpoint import checkpointer, factory
+from elastic_ckpt import frontend
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import member, multicontroller
@@ -71,13 +71,13 @@ class Place:
 @contextlib.contextmanager
 def joined(
     host: member.Member, place: Place, *, copies: int
-) -> Iterator[tuple[Mesh, checkpointer.Checkpointer]]:
+) -> Iterator[tuple[Mesh, frontend.Checkpointer]]:
     """Joins the world, with a checkpointer over the local tier and `copies` of it."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(host):
         mesh = topology.mesh_of(topology.present(1))
         local = choices.Local(place.machines[host.host])
-        made = factory.Checkpointer(
+        made = frontend.Checkpointer(
             [local, choices.Peers(copies=copies)], run=_RUN, slice_name=str(host.host)
         )
         with made:

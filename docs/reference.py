@@ -35,7 +35,6 @@ API = {
 
 # What exported functions return, if it is not exported, for its methods.
 RETURNED = {
-    "elastic_ckpt.Checkpointer": "elastic_ckpt.checkpoint.checkpointer.Checkpointer",
     "elastic_ckpt.universal.open_checkpoint": (
         "elastic_ckpt.universal.stored.Checkpoint"
     ),

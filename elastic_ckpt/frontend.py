@@ -1,7 +1,7 @@
 """`ec.Checkpointer` and `ec.batches`: the same lines wherever the hosts are.
 
 * One process, or one on each host: each process reads its own rows (`data.Batches`) and
-  drives its own memory (`checkpoint.factory`).
+  drives its own memory (`checkpoint.hosts.InEveryProcess`).
 * One controller of many hosts (Pathways): workers and agents in colocated Python,
   beside the accelerators, do so (`elastic_ckpt_sidecar`).
 """
@@ -17,11 +17,14 @@ from elastic_ckpt_sidecar import host_agent, remote_hosts, remote_iterator
 from jax.sharding import Mesh, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import checkpointer, factory
+from elastic_ckpt.checkpoint import checkpointer, hosts
+from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
+from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import addresses, errors, events, topology
+from elastic_ckpt.core import addresses, allgather, calls, errors, events, topology
 from elastic_ckpt.data import elastic_data, iterator, prefetch
+from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.universal.step_layouts import LAYOUTS
 
@@ -110,18 +113,8 @@ def configured_batches(
     )
 
 
-def Checkpointer(
-    tiers: Sequence[Tier],
-    *,
-    mesh: Mesh | None = None,
-    run: str | None = None,
-    slice_name: str | None = None,
-    world: RunWorld = ALONE,
-    emit: events.Emit = events.nobody,
-    context: ocp.Context | None = None,
-    read_only: bool = False,
-) -> checkpointer.Checkpointer:
-    """Makes a checkpointer with the methods of Orbax's `training.Checkpointer`.
+class Checkpointer(checkpointer.HostsCheckpointer):
+    """A checkpointer with the methods of Orbax's `training.Checkpointer`.
 
     A step is saved into each of the tiers whose turn it is, and restored from the
     nearest one that has it. Every process of the run makes one, with the same
@@ -140,54 +133,91 @@ def Checkpointer(
             checkpointer.save_checkpointables_async(
                 step, {"state": state, "data": batches}
             )
-
-    Args:
-      tiers: at most one each of `Local`, `Peers` and `Persistent`; `Peers` needs
-        `Local`. Under a single controller the directories are those of the hosts, and
-        `Peers.interface` is the controller's address in the network that the hosts
-        share, by default that of its default route.
-      mesh: the training mesh; needed only if it does not cover all devices.
-      run: the name of the run; by default that of the steps in the tiers, or, if there
-        are none, that of the directory of `Local` or `Persistent`.
-      slice_name: the slice that this process's devices are in, by default the one that
-        the hardware reports. A single controller takes the slices from its mesh.
-      world: the place of this checkpointer among those of an elastic run, which
-        `ec.elastic.World.checkpointer` fills in.
-      emit: called with each event.
-      context: Orbax's context for all calls outside of a `with` block of another one.
-      read_only: opens the steps in persistent storage and in the RAM of this machine
-        beside a program that writes them. Nothing is written, and saving is an error.
-
-    Raises:
-      ConfigError: if the tiers do not fit together, or hosts were given different
-        ones.
-      RunError: if a host cannot be reached, the RAM disk is in use or holds steps of
-        another run, or another program writes to the same storage.
     """
-    chosen = Chosen.from_choices(tiers, read_only=read_only)
-    mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
-    if not topology.is_single_controller(mesh):
-        return factory.Checkpointer(
-            tiers,
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        mesh: Mesh | None = None,
+        run: str | None = None,
+        slice_name: str | None = None,
+        world: RunWorld = ALONE,
+        emit: events.Emit = events.nobody,
+        context: ocp.Context | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """Opens the steps in the tiers.
+
+        Args:
+          tiers: at most one each of `Local`, `Peers` and `Persistent`; `Peers` needs
+            `Local`. Under a single controller the directories are those of the hosts,
+            and `Peers.interface` is the controller's address in the network that the
+            hosts share, by default that of its default route.
+          mesh: the training mesh; needed only if it does not cover all devices.
+          run: the name of the run; by default that of the steps in the tiers, or, if
+            there are none, that of the directory of `Local` or `Persistent`.
+          slice_name: the slice that this process's devices are in, by default the one
+            that the hardware reports. A single controller takes the slices from its
+            mesh.
+          world: the place of this checkpointer among those of an elastic run, which
+            `ec.elastic.World.checkpointer` fills in.
+          emit: called with each event.
+          context: Orbax's context for all calls outside of a `with` block of another
+            one.
+          read_only: opens the steps in persistent storage and in the RAM of this
+            machine beside a program that writes them. Nothing is written, and saving is
+            an error.
+
+        Raises:
+          ConfigError: if the tiers do not fit together, or hosts were given different
+            ones.
+          RunError: if a host cannot be reached, the RAM disk is in use or holds steps
+            of another run, or another program writes to the same storage.
+        """
+        chosen = Chosen.from_choices(tiers, read_only=read_only)
+        mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
+        members: hosts.Hosts
+        if topology.is_single_controller(mesh):
+            peers = chosen.peers
+            if peers is not None and peers.interface is None:
+                peers = dataclasses.replace(peers, interface=addresses.of_the_head())
+            chosen = dataclasses.replace(chosen, peers=peers)
+            found = run_identity.find_run(chosen)
+            run = run or found or chosen.run
+            chosen = chosen.for_reading() if read_only else chosen
+            members = _beside_accelerators(chosen, mesh, run=run)
+        else:
+            messages = allgather.of_this_world()
+            # Storage may change while the processes start: host 0 decides for all.
+            found = run_identity.find_run(chosen) if messages.host == 0 else None
+            found = messages.gather("run", found, timeout_secs=calls.BRIEF_SECS)[0]
+            run = run or found or chosen.run
+            chosen = chosen.for_reading() if read_only else chosen
+            config = HostConfig(
+                run=run,
+                number=topology.this_host(),
+                slice_name=slice_name or topology.hardware_slice(),
+                directory=chosen.ram_directory(),
+                chosen=chosen,
+            )
+            members = hosts.InEveryProcess(HostEndpoint(config), messages)
+        super().__init__(
+            members,
+            chosen,
             run=run,
-            slice_name=slice_name,
+            found=found,
+            layouts=LAYOUTS,
             world=world,
             emit=emit,
-            layouts=LAYOUTS,
             context=context,
-            read_only=read_only,
         )
-    peers = chosen.peers
-    if peers is not None and peers.interface is None:
-        peers = dataclasses.replace(peers, interface=addresses.of_the_head())
-    found = factory.find_run(chosen)
-    run = run or found or chosen.run
-    chosen = dataclasses.replace(chosen, peers=peers)
-    if read_only:
-        chosen = chosen.for_reading()
-    directory = chosen.ram_directory()
-    hosts = remote_hosts.hosts_of(mesh)
+
+
+def _beside_accelerators(chosen: Chosen, mesh: Mesh, *, run: str) -> hosts.Hosts:
+    devices = remote_hosts.hosts_of(mesh)
     slices = topology.slices_of(mesh)
+    directory = chosen.ram_directory()
     choices = [
         host_agent.HostChoice(
             number=number,
@@ -197,16 +227,6 @@ def Checkpointer(
             directory=directory,
             chosen=chosen,
         )
-        for number, host in enumerate(hosts)
+        for number, host in enumerate(devices)
     ]
-    members = remote_hosts.RemoteHosts(hosts, choices)
-    return factory.over(
-        members,
-        chosen,
-        run=run,
-        found=found,
-        world=world,
-        emit=emit,
-        layouts=LAYOUTS,
-        context=context,
-    )
+    return remote_hosts.RemoteHosts(devices, choices)

@@ -14,7 +14,6 @@ import jax
 from jax.sharding import Mesh
 
 from elastic_ckpt.application import job, run_directory
-from elastic_ckpt.checkpoint import checkpointer as checkpointer_of_tiers
 from elastic_ckpt.checkpoint import configured_tiers, run_saver
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.config import schema
@@ -94,7 +93,7 @@ def _checkpointer(
     mesh: Mesh,
     place: World | None,
     emit: events.Emit,
-) -> checkpointer_of_tiers.Checkpointer:
+) -> Checkpointer:
     directory = os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
     slice_name = topology.slice_of_this_host(world.slices)
     return Checkpointer(

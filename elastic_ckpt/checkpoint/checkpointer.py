@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import orbax_context
+from elastic_ckpt.checkpoint import orbax_context, rendezvous
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
-from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
+from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.saved_steps import SavedSteps
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.step_errors import step_number
@@ -36,8 +37,8 @@ _FINISH_SECS = 600.0
 _SILENT_SECS = 2.0
 
 
-class Checkpointer:
-    """Saves and restores steps in tiers; `ec.Checkpointer` makes it.
+class HostsCheckpointer:
+    """Saves and restores steps in tiers, over hosts of any kind; see `ec.Checkpointer`.
 
     A save blocks its caller only while the state is copied from the devices into host
     memory; the rest happens beside the training. Every process calls the methods alike,
@@ -49,42 +50,56 @@ class Checkpointer:
         hosts: Hosts,
         chosen: Chosen,
         *,
-        world: RunWorld = ALONE,
-        emit: events.Emit = events.nobody,
-        layouts: Layouts | None = None,
-        context: ocp.Context | None = None,
-        of_storage: Writing | None = None,
+        run: str,
+        found: str | None,
+        layouts: Layouts,
+        world: RunWorld,
+        emit: events.Emit,
+        context: ocp.Context | None,
     ) -> None:
-        """Makes the checkpointer of one process.
+        """Joins the hosts to a world.
 
         Args:
-          hosts: the hosts of the world.
+          hosts: of the world, which `close` closes.
           chosen: the tiers.
+          run: the name of the run.
+          found: the run whose steps are in the tiers (`run_identity.find_run`); None if
+            there are none.
+          layouts: read trees of other layouts.
           world: the place of this checkpointer among those of the run.
           emit: called with each event, in the caller's thread.
-          layouts: what reads trees of other layouts; None if nothing does.
           context: Orbax's context for all calls outside of a `with` block of another
             one.
-          of_storage: this program as the writer of storage; None if nothing else
-            writes.
+
+        Raises:
+          HostsFailedError: if a host cannot take part, with the reason.
+          RunError: if another program writes to storage, or a tier has steps of another
+            run.
         """
         self._hosts = hosts
         self._context = None if context is None else ocp.Context(context)
         self._chosen = chosen
-        self._of_storage = of_storage
         self._world = world
         self._events = events.EventQueue(emit)
         # Loads and removals in the background.
         self._background = Stage("background")
-        self._steps = SavedSteps(
-            hosts,
-            chosen,
-            world=world,
-            emit=self._put_event,
-            layouts=layouts,
-            check_writer=_always if of_storage is None else of_storage.check,
-        )
-        self._events.flush()
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(hosts.close)
+            self._of_storage = Writing(hosts, chosen, world)
+            on_error.callback(self._of_storage.close)
+            rendezvous.join(hosts, begin_writing=self._of_storage.begin)
+            if found not in (None, run):
+                raise _named_otherwise(chosen, run, found)
+            self._steps = SavedSteps(
+                hosts,
+                chosen,
+                world=world,
+                emit=self._put_event,
+                layouts=layouts,
+                check_writer=self._of_storage.check,
+            )
+            self._events.flush()
+            on_error.pop_all()
         self._is_closed = False
         self._forget: Callable[[], None] = lambda: None
         if not chosen.is_read_only:
@@ -592,7 +607,7 @@ class Checkpointer:
         stages = self._steps.stages
         stages.wait_for_commit() if self.is_left else stages.end()
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -668,3 +683,13 @@ class Checkpointer:
 
 def _always() -> None:
     """Nothing else writes to storage."""
+
+
+def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunError:
+    tiers = [tier for tier in (chosen.local, chosen.persistent) if tier]
+    where = " or ".join(os.fspath(tier.directory) for tier in tiers)
+    return errors.RunError(
+        f"{where} contains the steps of another run, {found!r}, and this run is"
+        f" {run!r}; to continue that run, use its name (if the directory was renamed,"
+        " rename it back), otherwise save to another directory"
+    )

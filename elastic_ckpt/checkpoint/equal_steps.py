@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.checkpointer import Checkpointer
+from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 from elastic_ckpt.core import bucket_clients, errors, topology
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
 
-def preserve_newest(checkpointer: Checkpointer, *, up_to: int) -> int | None:
+def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | None:
     """Preserves the newest step in persistent storage up to a step; all hosts call it.
 
     A backup that has begun is waited for: the step in it may be that one.

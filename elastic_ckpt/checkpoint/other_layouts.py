@@ -79,12 +79,12 @@ class StepRestorer:
 
     Attributes:
       hosts: of the world.
-      layouts: None if there are none.
+      layouts: read the trees that differ.
       emit: called with the sources of the values, and with problems.
     """
 
     hosts: Hosts
-    layouts: Layouts | None
+    layouts: Layouts
     emit: events.Emit
 
     def load(
@@ -128,7 +128,7 @@ class StepRestorer:
         self, step: int | CheckpointMetadata | None, wanted: Mapping[str, Any]
     ) -> list[str]:
         checkpoint = restore.find(self.hosts, step, emit=events.nobody).checkpoint
-        if self.layouts is None or checkpoint is None:
+        if checkpoint is None:
             return []
         trees, _ = component_io.split(wanted)
         names: set[str] = set()
@@ -145,7 +145,7 @@ class StepRestorer:
 class _Rules:
     # See `restore.Rules`.
     hosts: Hosts
-    layouts: Layouts | None
+    layouts: Layouts
     layout: Any
 
     def readings(
@@ -162,9 +162,7 @@ class _Rules:
                     checkpoint=checkpoint,
                     name=name,
                     abstract=tree,
-                    read=self._layouts(checkpoint.step).match(
-                        contents, name, tree, layout=self.layout
-                    ),
+                    read=self.layouts.match(contents, name, tree, layout=self.layout),
                 )
                 for name, tree in _differing(saved, trees).items()
             }
@@ -177,23 +175,15 @@ class _Rules:
         assert path is not None
         return self._on_all(
             lambda: {
-                name: self.load(checkpoint.step, path / name, tree)
+                name: self.load(path / name, tree)
                 for name, tree in _differing(
                     foreign_steps.read_parts(path), trees
                 ).items()
             }
         )
 
-    def load(self, step: int, path: epath.Path, abstract: Any) -> Any:
-        return self._layouts(step).load(path, abstract, layout=self.layout)
-
-    def _layouts(self, step: int) -> Layouts:
-        if self.layouts is None:
-            raise errors.CheckpointError(
-                f"step {step} was saved in another layout, which this checkpointer"
-                " cannot read; open the steps with `elastic_ckpt.Checkpointer`"
-            )
-        return self.layouts
+    def load(self, path: epath.Path, abstract: Any) -> Any:
+        return self.layouts.load(path, abstract, layout=self.layout)
 
     def _on_all(self, work: Callable[[], ValueT]) -> ValueT:
         # No host waits for one that has failed.
@@ -233,7 +223,7 @@ class _Reading:
                 " in persistent storage. Restore it as it was saved, and save it with"
                 " force=True"
             )
-        return self.rules.load(step, path / self.name, self.abstract)
+        return self.rules.load(path / self.name, self.abstract)
 
 
 def _differing(saved: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import configured_tiers, equal_steps
-from elastic_ckpt.checkpoint.checkpointer import Checkpointer
+from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, metrics
@@ -46,7 +46,7 @@ class RunSaver:
 
     def __init__(
         self,
-        checkpointer: Checkpointer,
+        checkpointer: HostsCheckpointer,
         section: schema.CheckpointSection,
         *,
         data: ocp.StatefulCheckpointable,
@@ -258,7 +258,7 @@ class RunSaver:
         self._checkpointer.abandon()
 
 
-def close(checkpointer: Checkpointer, *, last_step: int | None) -> None:
+def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
     """Waits for all tiers, a late backup too, and releases the hosts.
 
     Args:

@@ -57,7 +57,7 @@ class SavedSteps:
       chosen: the tiers.
       world: among those of the run.
       emit: called for each event, from any thread.
-      layouts: read trees of other layouts; None if there are none.
+      layouts: read trees of other layouts.
       check_writer: raises an error if another program writes to storage.
 
     Attributes:
@@ -72,7 +72,7 @@ class SavedSteps:
         *,
         world: RunWorld = ALONE,
         emit: events.Emit,
-        layouts: Layouts | None = None,
+        layouts: Layouts,
         check_writer: Callable[[], None] = lambda: None,
     ) -> None:
         self._hosts = hosts

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-    from elastic_ckpt.checkpoint.checkpointer import Checkpointer
     from elastic_ckpt.checkpoint.run_world import RunWorld
     from elastic_ckpt.core.topology import Topology
     from elastic_ckpt.elastic.device_state import DeviceState
     from elastic_ckpt.elastic.kept_executables import KeptExecutables
+    from elastic_ckpt.frontend import Checkpointer
     from elastic_ckpt.tiers.choices import Tier
     from elastic_ckpt.tiers.persistent.claims import Claimant
 

@@ -15,10 +15,10 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import component_io, equal_steps, run_saver
-from elastic_ckpt.checkpoint.checkpointer import Checkpointer
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import events, storage
+from elastic_ckpt.frontend import Checkpointer
 
 # The names under which MaxText saves its train state and its iterator.
 ITEMS = "items"

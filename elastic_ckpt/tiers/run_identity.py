@@ -11,6 +11,7 @@ the newest step there and the newest one in storage are of one line.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -21,6 +22,7 @@ from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent import claims, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
 
@@ -306,3 +308,35 @@ def _read(directory: epath.Path) -> Identity | None:
             " to have the steps themselves tell whose they are"
         ) from None
     return Identity(name=fields["name"], is_stored=fields["is_stored"])
+
+
+def find_run(chosen: Chosen) -> str | None:
+    """The run whose steps are in the local tier, or in the persistent one.
+
+    A run that has no name keeps this one when tiers come, go or move.
+
+    Returns:
+      None if there are no steps, or if storage is out of reach: there may be some in
+      the RAM of other hosts.
+
+    Raises:
+      CheckpointError: if storage is out of reach, and there is no local tier.
+    """
+    if chosen.local is None:
+        assert chosen.persistent is not None
+        return persistent_root.find_run(chosen.persistent.directory)
+    found = _run_in_ram(storage.absolute(chosen.local.directory))
+    if found is None and chosen.persistent is not None:
+        with contextlib.suppress(errors.CheckpointError, *bucket_clients.failures()):
+            found = persistent_root.find_run(chosen.persistent.directory)
+    return found
+
+
+def _run_in_ram(disk: epath.Path) -> str | None:
+    # A directory that cannot be read is refused, with the reason, by those who use it.
+    with contextlib.suppress(OSError):
+        for slot in (disk / "hosts").iterdir():
+            for step in slot.iterdir():
+                if step.is_dir() and (run := persistent_root.run_of(step)):
+                    return run
+    return None

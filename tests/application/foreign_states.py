@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as v0
 
-from elastic_ckpt.checkpoint.factory import Checkpointer
+from elastic_ckpt.frontend import Checkpointer
 from elastic_ckpt.tiers.choices import Local
 from tests.application import test_initial_weights as weights
 from tests.universal import safetensors_files

@@ -225,12 +225,12 @@ def test_a_late_backup_is_the_checkpoint_that_orbax_would_have_had_in_time(world
 
 
 def test_without_ram_a_world_that_is_left_waits_for_storage(tmp_path):
-    from elastic_ckpt.checkpoint import factory
+    from elastic_ckpt import frontend
     from elastic_ckpt.tiers import choices
 
     left = run_world.RunWorld(number=1, is_left=lambda: True)
     tiers = [choices.Persistent(tmp_path / "steps", every=10)]
-    with factory.Checkpointer(tiers, run="run", slice_name="s0", world=left) as opened:
+    with frontend.Checkpointer(tiers, run="run", slice_name="s0", world=left) as opened:
         tiered_steps.save(opened, 3, force=True)
         assert not opened.is_left
     assert persistent_root.PersistentRoot.from_path(tmp_path / "steps").steps() == [3]

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import factory, schedule, summary
+from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import schedule, summary
 from elastic_ckpt.checkpoint.host import backlog
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
@@ -95,7 +96,7 @@ def make(tmp_path):
 
     def make(*tiers, emit=events.nobody, local="ram", **options):
         chosen = [Local(tmp_path / local, **options), *tiers]
-        made.append(factory.Checkpointer(chosen, run="run", emit=emit))
+        made.append(frontend.Checkpointer(chosen, run="run", emit=emit))
         return made[-1]
 
     yield make
@@ -193,7 +194,7 @@ def test_minutes_go_on_from_the_backup_of_the_world_before(
         later_ns = time.time_ns() + minutes * 60 * 10**9
         with monkeypatch.context() as patch:
             patch.setattr(backlog.time, "time_ns", lambda late=later_ns: late)
-            with factory.Checkpointer(chosen, run="run") as world:
+            with frontend.Checkpointer(chosen, run="run") as world:
                 parts = {"state": state(step), "data": Counter(step)}
                 world.save_checkpointables(step, parts, force=step == 1)
         assert stored.steps() == ([1, 3] if step == 3 else [1])
@@ -207,7 +208,7 @@ def test_without_ram_minutes_are_counted_from_the_begin_of_a_save(
         schedule.BackupClock, "begin_again", lambda clock: begun.append(clock)
     )
     stored = Persistent(tmp_path / "steps", every_minutes=60)
-    with factory.Checkpointer([stored], run="run") as checkpointer:
+    with frontend.Checkpointer([stored], run="run") as checkpointer:
         response = checkpointer.save_async(1, state(1), force=True)
         (clock,) = [each for each in begun if each.every_secs == 3600]
         assert response.result()
@@ -469,4 +470,4 @@ def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tm
 )
 def test_tiers_that_do_not_fit_together_are_refused(tiers, message):
     with pytest.raises(errors.ConfigError, match=message):
-        factory.Checkpointer(tiers)
+        frontend.Checkpointer(tiers)

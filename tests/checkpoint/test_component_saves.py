@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import host_memory
 from elastic_ckpt.tiers.choices import Local, Persistent
@@ -113,7 +113,7 @@ def make(tmp_path):
     def make(local="ram", *, stored=True):
         tiers = [Local(tmp_path / local)]
         tiers += [Persistent(tmp_path / "steps", every=1)] if stored else []
-        made.append(factory.Checkpointer(tiers, run="run"))
+        made.append(frontend.Checkpointer(tiers, run="run"))
         return made[-1]
 
     yield make

@@ -6,7 +6,8 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import equal_steps, factory
+from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import equal_steps
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import topology
@@ -26,7 +27,7 @@ class Run:
     def __init__(self, tmp_path, *, restored=0):
         keep = ocp.training.preservation_policies.LatestN(1)
         tiers = [ec.Persistent(tmp_path / "steps", every=1, keep=keep)]
-        self.checkpointer = factory.Checkpointer(tiers, run="run", slice_name="s0")
+        self.checkpointer = frontend.Checkpointer(tiers, run="run", slice_name="s0")
         self.events = []
         self._validation = validation_schedule.configured(
             ValidationSection(replica_validation="tensor"),

@@ -7,7 +7,8 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import factory, run_saver
+from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
@@ -112,7 +113,7 @@ def saver(tmp_path, *, every=100, keep=None, **settings):
     section = schema.CheckpointSection(
         save_best_checkpoint=True, async_checkpointing=False, **settings
     )
-    checkpointer = factory.Checkpointer(tiers, run="run", slice_name="s0")
+    checkpointer = frontend.Checkpointer(tiers, run="run", slice_name="s0")
     return run_saver.RunSaver(checkpointer, section, data=tiered_steps.Cursors())
 
 

@@ -7,7 +7,7 @@ import os
 import jax.numpy as jnp
 import pytest
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests.recorded_events import RecordedEvents
@@ -57,7 +57,7 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, kind, tmp_path):
     if kind != "storage":
         tiers.append(Local(tmp_path / "ram"))
     recorded = RecordedEvents()
-    checkpointer = factory.Checkpointer(tiers, emit=recorded)
+    checkpointer = frontend.Checkpointer(tiers, emit=recorded)
     state = {"w": jnp.ones(2)}
     assert checkpointer.save(1, state)
     parts = {"state": state, "data": Failing(error, when=when)}
@@ -76,7 +76,7 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, kind, tmp_path):
         assert elsewhere not in told
     assert [each["cause"] for each in recorded.named("degraded")] == ["component"]
     # Storage had not failed, so it does not recover.
-    with factory.Checkpointer(tiers, emit=recorded) as checkpointer:
+    with frontend.Checkpointer(tiers, emit=recorded) as checkpointer:
         assert checkpointer.latest.step == 1
         assert not checkpointer.save_checkpointables(
             2, {"state": state, "data": Failing(REFUSED, when="later")}

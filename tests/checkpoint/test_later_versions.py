@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import checked_json, errors
 from tests import runs
 
@@ -15,7 +15,7 @@ from tests import runs
 def opened(tmp_path, *, ram=True, stored=True, emit=lambda *_, **__: None):
     tiers = [ec.Local(tmp_path / "ram")] if ram else []
     tiers += [ec.Persistent(tmp_path / "steps", every=2)] if stored else []
-    return factory.Checkpointer(tiers, run="run-7", emit=emit)
+    return frontend.Checkpointer(tiers, run="run-7", emit=emit)
 
 
 def save(checkpointer, *steps):

@@ -10,7 +10,7 @@ import threading
 import jax.numpy as jnp
 import pytest
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import storage
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests import ctrl_c
@@ -37,7 +37,7 @@ class Slow:
 def opened(tmp_path, tiers):
     chosen = [Persistent(tmp_path / "steps", every=1)]
     chosen += [Local(tmp_path / "ram")] if tiers == "ram" else []
-    return factory.Checkpointer(chosen, run="run")
+    return frontend.Checkpointer(chosen, run="run")
 
 
 def stored(tmp_path):

@@ -17,7 +17,7 @@ from google.protobuf import struct_pb2
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests.checkpoint.test_orbax_format import TREES
@@ -122,7 +122,7 @@ def make(tmp_path):
 
     def make(local="ram", steps="steps"):
         tiers = [Local(tmp_path / local), Persistent(tmp_path / steps, every=1)]
-        made.append(factory.Checkpointer(tiers, run="run"))
+        made.append(frontend.Checkpointer(tiers, run="run"))
         return made[-1]
 
     yield make

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
 
@@ -43,7 +43,7 @@ class Run:
         self.unloaded = []
 
     def open(self):
-        return factory.Checkpointer(self._tiers, run="run", emit=self._emit)
+        return frontend.Checkpointer(self._tiers, run="run", emit=self._emit)
 
     def _emit(self, name, **fields):
         if name == "went_back":
@@ -257,7 +257,7 @@ def test_a_step_of_trees_alone_is_listed_to_who_asks_for_a_component(run):
 def test_a_directory_that_does_not_exist_is_told(tmp_path):
     tiers = [Persistent(tmp_path / "stepz")]
     with (
-        factory.Checkpointer(tiers, read_only=True) as checkpointer,
+        frontend.Checkpointer(tiers, read_only=True) as checkpointer,
         pytest.raises(errors.CheckpointError, match=r"no directory .*stepz; save"),
     ):
         checkpointer.load()

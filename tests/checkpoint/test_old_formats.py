@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import checked_json, errors
 
 FORMATS = pathlib.Path(__file__).parents[1] / "golden" / "formats"
@@ -135,13 +135,13 @@ def test_a_fixture_of_each_format_is_listed():
 def test_storage_of_each_format_loads_on_one_host(unpacked, name):
     directory = unpacked(name)
     storage = ec.Persistent(directory / "steps", every=1)
-    check(name, 1 if name == "due" else 2, factory.Checkpointer([storage]))
+    check(name, 1 if name == "due" else 2, frontend.Checkpointer([storage]))
 
 
 @pytest.mark.parametrize("name", IN_RAM)
 def test_ram_of_each_format_loads_on_one_host(unpacked, name):
     local = ec.Local(unpacked(name) / "ram")
-    check(name, 2, factory.Checkpointer([local], run="old"))
+    check(name, 2, frontend.Checkpointer([local], run="old"))
 
 
 def raised(path, version):
@@ -165,7 +165,7 @@ def test_a_later_version_is_one_clear_error(unpacked, name, files):
     for path in unpacked(name).rglob(files):
         raised(path, 2)
     with pytest.raises(errors.ElasticCkptError) as error:
-        check(name, 2, factory.Checkpointer([ec.Persistent("steps", every=1)]))
+        check(name, 2, frontend.Checkpointer([ec.Persistent("steps", every=1)]))
     message = str(error.value)
     assert "has version 2, and this program reads version 1" in message
     assert "continue the run with the program that wrote it" in message

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory, run_saver, summary
+from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import run_saver, summary
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, metrics, storage, topology
 from elastic_ckpt.data import iterator
@@ -41,7 +42,7 @@ def make(tiers, batches):
     made = []
 
     def make(data=batches, emit=events.nobody, keep=None, **section):
-        checkpointer = factory.Checkpointer(tiers(keep=keep), run="run", emit=emit)
+        checkpointer = frontend.Checkpointer(tiers(keep=keep), run="run", emit=emit)
         section = schema.CheckpointSection(**section)
         made.append(run_saver.RunSaver(checkpointer, section, data=data))
         return made[-1]

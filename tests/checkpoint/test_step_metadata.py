@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.tiers.choices import Local, Persistent
@@ -27,7 +27,7 @@ def make(tmp_path):
             Local(tmp_path / local, keep=PRESERVE),
             Persistent(tmp_path / "steps", every=every),
         ]
-        made.append(factory.Checkpointer(tiers, run="run"))
+        made.append(frontend.Checkpointer(tiers, run="run"))
         return made[-1]
 
     yield make

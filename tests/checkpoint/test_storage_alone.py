@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.core import storage as files
 from elastic_ckpt.inspect import tier_locations, verification
@@ -31,7 +31,7 @@ def make(tmp_path):
 
     def make(emit=events.nobody, tiers=(), run=None, **options):
         stored = Persistent(tmp_path / "steps", **(options or {"every": 2}))
-        made.append(factory.Checkpointer([*tiers, stored], run=run, emit=emit))
+        made.append(frontend.Checkpointer([*tiers, stored], run=run, emit=emit))
         return made[-1]
 
     yield make

@@ -193,9 +193,9 @@ def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks)
 
 
 def test_an_end_without_ram_is_an_error_too(tmp_path, breaks):
-    from elastic_ckpt.checkpoint import factory
+    from elastic_ckpt import frontend
 
-    checkpointer = factory.Checkpointer([storage(tmp_path)], run="run")
+    checkpointer = frontend.Checkpointer([storage(tmp_path)], run="run")
     breaks(errno.EROFS)
     assert not checkpointer.save(1, state(1))
     with pytest.raises(errors.CheckpointError, match="step 1 was due in persistent"):

@@ -6,10 +6,10 @@ import pathlib
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
-from elastic_ckpt.checkpoint.checkpointer import Checkpointer
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import errors
+from elastic_ckpt.frontend import Checkpointer
 from elastic_ckpt.tiers.choices import Local, Persistent
 
 MEMBERS = {
@@ -84,7 +84,7 @@ def both(request, tmp_path):
     if request.param != "storage":
         tiers.append(Local(tmp_path / "ram"))
     with (
-        factory.Checkpointer(tiers) as ours,
+        frontend.Checkpointer(tiers) as ours,
         ocp.training.Checkpointer(tmp_path / "theirs") as theirs,
     ):
         yield ours, theirs
@@ -210,7 +210,7 @@ def test_a_context_has_parts_loaded(both, tmp_path):
     # A context of the checkpointer, and one of a block, which counts before it.
     for directory in ("ours", "theirs"):
         tiers = [Persistent(tmp_path / directory, every=1)]
-        with factory.Checkpointer(tiers, context=partial()) as checkpointer:
+        with frontend.Checkpointer(tiers, context=partial()) as checkpointer:
             assert checkpointer.load(1, part) == {"b": {"d": 3}}
             with ocp.Context(), pytest.raises(errors.CheckpointError, match="another"):
                 checkpointer.load(1, part)

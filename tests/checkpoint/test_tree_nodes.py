@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
 
@@ -39,7 +39,7 @@ def checkpointer(request, tmp_path):
     tiers = [Persistent(tmp_path / "steps", every=1)]
     if request.param != "storage":
         tiers.append(Local(tmp_path / "ram"))
-    with factory.Checkpointer(tiers) as checkpointer:
+    with frontend.Checkpointer(tiers) as checkpointer:
         yield checkpointer
 
 

@@ -10,7 +10,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.components import description, encoding, state_file
 from tests import runs
 
@@ -62,7 +62,7 @@ class TwoHosts:
 
 def opened(directory, **options):
     tiers = [ec.Persistent(directory, every=1, **options)]
-    return factory.Checkpointer(tiers, run="run-7", slice_name="s0")
+    return frontend.Checkpointer(tiers, run="run-7", slice_name="s0")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import signal
 import threading
 from typing import Literal
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller
@@ -184,7 +184,7 @@ def live(place, emit, *, directories, slices, life):
         if life.phase == "restore":
             _arm(life, place.host)
         every = 1 if life.phase == "back_up" else 10**9
-        checkpointer = factory.Checkpointer(
+        checkpointer = frontend.Checkpointer(
             tier_worlds.tiers(
                 directories[place.host], persistent=life.storage, every=every
             ),

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers import choices
@@ -90,7 +90,7 @@ class Saved:
         ]
         if place.storage:
             tiers.append(choices.Persistent(self.storage, every=1))
-        with factory.Checkpointer(
+        with frontend.Checkpointer(
             tiers,
             run="run",
             slice_name="0",

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller, supervisor
@@ -122,7 +122,7 @@ def host(place, emit, *, directories, work, slices=1, **options):
     with multicontroller.joined(place):
         world = topology.present(slices)
         mesh = topology.mesh_of(world)
-        checkpointer = factory.Checkpointer(
+        checkpointer = frontend.Checkpointer(
             tiers(directories[place.host], **options),
             run="run",
             slice_name=str(place.host * slices // world.hosts),

@@ -20,7 +20,6 @@ ABSENT = (
     "orbax",
     "elastic_ckpt.checkpoint.checkpointer",
     "elastic_ckpt.checkpoint.components",
-    "elastic_ckpt.checkpoint.factory",
     "elastic_ckpt.checkpoint.hosts",
     "elastic_ckpt.checkpoint.saved_steps",
     "elastic_ckpt.cli",

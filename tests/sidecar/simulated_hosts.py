@@ -13,7 +13,8 @@ import numpy as np
 from elastic_ckpt_sidecar import head_arrays, host_agent, remote_hosts
 from jax.sharding import Mesh
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.checkpoint import run_world
+from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 from elastic_ckpt.core import topology
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent
@@ -86,7 +87,7 @@ def choices_of(machines, hosts, mesh, tiers, *, numbers):
             run="run",
             slice_name=slices[host.accelerators[0]],
             directory=machines.directory(numbers[number]),
-            chosen=factory.Chosen.from_choices(
+            chosen=choices.Chosen.from_choices(
                 tiers(machines.directory(numbers[number]))
             ),
         )
@@ -110,11 +111,15 @@ def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options
     chosen = choices_of(
         machines, hosts, mesh, tiers, numbers=numbers or list(range(num_hosts))
     )
-    checkpointer = factory.over(
+    checkpointer = HostsCheckpointer(
         remote_hosts.RemoteHosts(hosts, chosen),
-        factory.Chosen.from_choices(tiers("/nowhere")),
+        choices.Chosen.from_choices(tiers("/nowhere")),
+        run="run",
+        found=None,
         layouts=step_layouts.LAYOUTS,
+        world=run_world.ALONE,
         emit=emit,
+        context=None,
     )
     with checkpointer:
         yield checkpointer, mesh, emitted

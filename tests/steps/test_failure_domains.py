@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import failure_domains, manifest
@@ -34,7 +34,7 @@ def test_what_is_no_pair_is_named(text):
 def saved(tmp_path, **peers):
     """The domains of the host in the manifest of a step that it saved."""
     tiers = [Local(tmp_path), Peers(**peers)]
-    with factory.Checkpointer(tiers, run="run", slice_name="s1") as checkpointer:
+    with frontend.Checkpointer(tiers, run="run", slice_name="s1") as checkpointer:
         checkpointer.save(1, {"w": jnp.zeros(3)})
     (offer,) = ram_disk.RamDisk(tmp_path, run="run").offers(1).sources
     return dict(offer.host.domains)

@@ -4,7 +4,7 @@ import subprocess
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import choices
 from tests import shared_memory
@@ -231,10 +231,10 @@ def test_a_ram_disk_that_is_not_in_memory_is_a_warning(where, tmp_path, caplog):
         if where == "memory":
             path = stack.enter_context(shared_memory.directory("choices"))
         stored = choices.Persistent(tmp_path / "steps", every=1)
-        factory.Checkpointer([choices.Local(path), stored]).close()
+        frontend.Checkpointer([choices.Local(path), stored]).close()
         kind = subprocess.check_output(["stat", "-f", "-c", "%T", path], text=True)
         # What storage alone needs for a while is no RAM disk.
-        factory.Checkpointer([stored]).close()
+        frontend.Checkpointer([stored]).close()
     warned = [each for each in caplog.messages if "not in memory" in each]
     if kind.strip() in ("tmpfs", "ramfs"):
         assert warned == []

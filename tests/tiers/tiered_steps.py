@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.tiers import choices
 
 RUN = "run-7"
@@ -62,7 +62,7 @@ def checkpointer(
     tiers = [choices.Local(ram, keep=keep_in_ram, limit_bytes=limit_bytes)]
     if storage is not None:
         tiers.append(choices.Persistent(storage, every=every, keep=keep))
-    return factory.Checkpointer(tiers, run=run, slice_name="s0", **more)
+    return frontend.Checkpointer(tiers, run=run, slice_name="s0", **more)
 
 
 def save(opened, *steps, **options):

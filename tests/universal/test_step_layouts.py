@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.frontend import Checkpointer
 from elastic_ckpt.tiers.choices import Local, Persistent
@@ -116,9 +116,7 @@ def events_of(make, **options):
         listed.append({"event": name, **fields})
 
     def make_checkpointer(tiers, **more):
-        return factory.Checkpointer(
-            tiers, emit=emit, layouts=step_layouts.LAYOUTS, **more
-        )
+        return frontend.Checkpointer(tiers, emit=emit, **more)
 
     return make(make_checkpointer=make_checkpointer, **options), listed
 
@@ -177,13 +175,6 @@ def test_a_tree_that_was_not_saved_is_named(make):
     saved(checkpointer)
     with pytest.raises(errors.CheckpointError, match=r"no pytrees named \['other'\]"):
         checkpointer.load_checkpointables(3, {"other": SCANNED}, layout=SCAN)
-
-
-def test_a_checkpointer_without_layouts_says_how_to_get_them(make):
-    checkpointer = make(make_checkpointer=factory.Checkpointer)
-    saved(checkpointer)
-    with pytest.raises(errors.CheckpointError, match=r"elastic_ckpt\.Checkpointer"):
-        checkpointer.load(3, SCANNED, layout=SCAN)
 
 
 @pytest.mark.parametrize("every", [1, 100])

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.components import nodes
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.checkpoint.components.rng import Rng
@@ -235,7 +235,7 @@ def checkpointer(request, tmp_path):
     """Our checkpointer, or Orbax's."""
     if request.param == "ours":
         tiers = [Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=1)]
-        opened = factory.Checkpointer(tiers, run="run")
+        opened = frontend.Checkpointer(tiers, run="run")
     else:
         opened = ocp.training.Checkpointer(tmp_path / "stock")
     with opened:

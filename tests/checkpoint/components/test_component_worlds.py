@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.components import loading
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.checkpoint.components.rng import Rng
@@ -104,7 +104,7 @@ def save(mesh, *, directory):
     parts = components(mesh, lambda pattern: {"v": [pattern, owner(pattern, mesh)]})
     parts["rng"].next()
     tiers = [choices.Persistent(f"{directory}/ours", every=1)]
-    with factory.Checkpointer(tiers) as ours:
+    with frontend.Checkpointer(tiers) as ours:
         assert ours.save_checkpointables(1, parts)
         for step, host, hangs in ((2, 1, False), (3, 2, True)):
             more = Component(0, "per_host")
@@ -142,7 +142,7 @@ def load(mesh, *, directory):
     ]
     tiers = [choices.Persistent(f"{directory}/ours", every=1)]
     with (
-        factory.Checkpointer(tiers) as ours,
+        frontend.Checkpointer(tiers) as ours,
         ocp.training.Checkpointer(f"{directory}/stock") as stock,
     ):
         for checkpointer in (ours, stock):
@@ -217,7 +217,7 @@ def save_and_load_cube(*, directory):
             for shared in SHARED
         }
 
-    with factory.Checkpointer([choices.Persistent(directory, every=1)]) as ours:
+    with frontend.Checkpointer([choices.Persistent(directory, every=1)]) as ours:
         # Every host is alone on its part of the machine, or all are together.
         node = {"node": Component(topology.this_host(), "per_node")}
         assert ours.save_checkpointables(1, {**parts(saving, is_saved=True), **node})

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.components import loading
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import errors
@@ -15,7 +15,7 @@ from elastic_ckpt.tiers.choices import Persistent
 def checkpointer(request, tmp_path):
     """A checkpointer with step 4, which has weights and two components."""
     if request.param == "ours":
-        opened = factory.Checkpointer([Persistent(tmp_path / "steps", every=1)])
+        opened = frontend.Checkpointer([Persistent(tmp_path / "steps", every=1)])
     else:
         opened = ocp.training.Checkpointer(tmp_path / "stock")
     with opened:
@@ -166,7 +166,7 @@ class Batches:
 @pytest.mark.parametrize("failing", ["a", "z", "batches"])
 def test_a_strict_load_that_fails_has_set_none(tmp_path, kind, failing):
     opened = (
-        factory.Checkpointer([Persistent(tmp_path / "steps", every=1)])
+        frontend.Checkpointer([Persistent(tmp_path / "steps", every=1)])
         if kind == "ours"
         else ocp.training.Checkpointer(tmp_path / "stock")
     )
