@@ -44,7 +44,6 @@ def settings(tmp_path, ram):
         "hosts": 2,
         "slices": 2,
         "slurm_ram_directory": str(ram),
-        "grain_train_files": "texts",
         "max_restarts": 1,
     }
 
@@ -52,7 +51,7 @@ def settings(tmp_path, ram):
 @pytest.fixture
 def config(tmp_path, settings):
     path = tmp_path / "config.yml"
-    path.write_text(json.dumps(settings))
+    path.write_text(json.dumps(settings | {"grain_train_files": "texts"}))
     return path
 
 

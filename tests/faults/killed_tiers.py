@@ -30,6 +30,7 @@ MANIFEST = "elastic_ckpt.steps.manifest_file"
 SAVER = f"{HOST}.saver:HostSaver"
 COPIES = f"{HOST}.copies:HostCopies"
 READER = f"{HOST}.reader:HostReader"
+SEARCH = f"{HOST}.step_search:StepSearch"
 BACKUP = f"{HOST}.backup:HostBackup"
 LOCAL = f"{RAM}.local:LocalHost"
 WRITER = f"{RAM}.step_writer:StepWriter"
@@ -133,7 +134,7 @@ RESTORE = {
     "with_the_secret_taken": Point(at="elastic_ckpt.tiers.peers.secret:adopt"),
     "before_leftovers_are_removed": Point(at=f"{LOCAL}.clean", before=True),
     "with_peers_known": Point(at="elastic_ckpt.tiers.peers.known_agents:write"),
-    "before_the_search": Point(at=f"{READER}.find", before=True, host=0),
+    "before_the_search": Point(at=f"{SEARCH}.find", before=True, host=0),
     "with_the_step_open": Point(at=f"{READER}.open_step"),
     "with_the_first_value_read": Point(
         at="elastic_ckpt.checkpoint.host.verified_read:VerifiedReader.fragment"

@@ -74,8 +74,8 @@ def test_copies_return_to_a_node_that_was_killed_before_a_host_restores(tmp_path
                 waiting = functools.partial(wait_for_copies, root=second)
                 world(waiting, first, second)
                 assert parts(second) == before
-                ((slot, step, _),) = ram_disk.RamDisk(second, run="run").all_saves()
-                assert (slot, step) == (node_refill.SLOT, STEP)
+                ((slot, step_id),) = ram_disk.RamDisk(second, run="run").all_saves()
+                assert (slot, step_id.step) == (node_refill.SLOT, STEP)
                 # Now the other node is lost, and nothing is missing.
                 os.rename(first, f"{kept}-lost")
                 events = world(restored(STEP, sharded=True), second)

@@ -12,7 +12,6 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.tiers import choices
-from elastic_ckpt.universal import step_layouts
 
 SHAPES = {"w": (48, 40), "b": (240,), "scale": (), "m": (24, 10, 4)}
 
@@ -127,7 +126,6 @@ def host(place, emit, *, directories, work, slices=1, **options):
             run="run",
             slice_name=str(place.host * slices // world.hosts),
             emit=emit if place.host == 0 else _nobody,
-            layouts=step_layouts.LAYOUTS,
         )
         with checkpointer:
             work(checkpointer, mesh)
