@@ -395,7 +395,9 @@ def _world(
         run=manifest.run,
         number=number,
         peer_tier=Peers(copies=2),
-        chosen=types.SimpleNamespace(local=None, persistent=None),
+        chosen=types.SimpleNamespace(
+            local=None, persistent=None, is_read_only=False, read_ram=None
+        ),
     )
     own = types.SimpleNamespace(slot=0, host=manifest.host, disk=disk)
     agents: Mapping[str, Any] = {}

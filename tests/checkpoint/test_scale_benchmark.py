@@ -1,0 +1,12 @@
+"""The suite `scale` drives a save and a restore of many hosts by the product's code."""
+
+from benchmarks import scale_traffic
+
+
+def test_the_messages_of_a_host_do_not_grow_with_the_hosts():
+    # The tree is as deep from 24 hosts on.
+    (saved, restored), (saved_by_more, restored_by_more) = map(
+        scale_traffic.measure, (60, 120)
+    )
+    assert saved_by_more.messages <= saved.messages
+    assert restored_by_more.messages <= restored.messages
