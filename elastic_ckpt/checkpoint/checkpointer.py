@@ -642,8 +642,7 @@ class HostsCheckpointer:
 
     def let_others_write(self) -> None:
         """Commits nothing more to storage, so that another program may write there."""
-        if self._of_storage is not None:
-            self._of_storage.close()
+        self._of_storage.close()
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -679,10 +678,6 @@ class HostsCheckpointer:
         if name == "save_started":
             # In the caller's thread: the save before is reported before the next one.
             self._events.flush()
-
-
-def _always() -> None:
-    """Nothing else writes to storage."""
 
 
 def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunError:

@@ -7,7 +7,8 @@
 Without a local tier there is one stage: hosts write their shares to persistent storage
 from the captured memory, and the step exists when all have written theirs.
 
-A stage that is late skips steps and never delays the training. Failures are reported
+A save waits until the one before is committed. Copies and backups that are late skip
+steps, and never delay the training. Failures are reported
 and retried with the next step. A step that is due in storage and does not fit into RAM
 is uploaded from the captured memory; no other step is committed until that is done.
 

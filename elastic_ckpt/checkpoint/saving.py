@@ -33,7 +33,7 @@ class Saving:
       back_up: whether it goes to persistent storage.
       overwrite: whether other saves of the step are removed from there.
       description: for retention and persistent storage.
-      parents: of the save; see `manifests.line`.
+      parents: of the save; see `steps.line`.
       path: the directory that it has in persistent storage; None without such a tier.
       began_secs: when it was begun, on the monotonic clock.
       is_last_of_world: whether the run goes on in another world, which makes its

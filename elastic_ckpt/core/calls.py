@@ -2,13 +2,14 @@
 
     class HostSaver:
         @calls.call()
-        def write(self, step: int, components: tuple[str, ...]) -> Written: ...
+        def files(self, step_id: StepId) -> Written: ...
 
-    answers = hosts.all(HostSaver.write, step, components)
+    answers = hosts.all(HostSaver.files, step_id)
 
-A transport carries the name of the method and its arguments to each host, which runs it
-on its own object of that class. The annotations say how arguments and answer are
-encoded (`codec`), the decorator how long the others wait for the answer.
+Each host runs the method on its own object of that class. Where hosts are not driven by
+their own processes, a transport carries the name of the method and its arguments to
+them. The annotations say how arguments and answers are encoded (`codec`), the decorator
+how long the others wait for the answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The decisions of a run over simulated manifests, cached by equivalent inputs.
 
-Every answer is that of `manifests.placement`, `search` or `read_plan`. Without the
+Every answer is that of `steps.placement`, `search` or `read_plan`. Without the
 cache these are called for each world and each restore, with all hosts. With it, inputs
 count as equal when they differ only in what the functions must not depend on:
 

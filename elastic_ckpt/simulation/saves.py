@@ -2,7 +2,7 @@
 
 The stages are those of `checkpoint.save_stages`: a step is committed in RAM, then its
 copies are made, then it is backed up if that is due; a stage that is late skips steps.
-Which steps RAM keeps is decided by `manifests.retention`, and which one a run continues
+Which steps RAM keeps is decided by `steps.retention`, and which one a run continues
 from by `Decisions`.
 """
 

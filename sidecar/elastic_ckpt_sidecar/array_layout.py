@@ -5,7 +5,7 @@ arrays of a call have to lie on the same devices. The mesh is that of the CPU de
 beside the accelerators, in the same order. The head's own values, numbers and arrays of
 NumPy, are a group too: of bytes, on a device of host 0.
 
-A layout is sent once. Later requests name it by a number, however many leaves it has.
+A layout is sent once. Later calls name it by a number, however many leaves it has.
 """
 
 from __future__ import annotations

@@ -31,7 +31,10 @@ class FileCopies:
         """Sends host 0 the files that components of the head have written."""
         if call.method is HostSaver.write:
             step_id = arguments["step_id"]
-            directory = self._captured.pop(step_id)
+            directory = self._captured.pop(step_id, None)
+            if directory is None:
+                # Its capture has failed, which `problem` reports to the hosts.
+                return
             files = component_files.take(directory, arguments["components"])
             if files and arguments["problem"] is None:
                 self._first(ComponentFiles.put, step_id, files)

@@ -436,6 +436,29 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
         assert seen[1] == pathlib.Path(machines.directory(0), "hosts/0/restored/data")
 
 
+def test_a_capture_that_fails_is_named_where_the_head_shares_no_memory(
+    machines, monkeypatch
+):
+    capture = saver.HostSaver.capture
+
+    def fail(self, step_id, trees):
+        if step_id.step == 2:
+            raise errors.CheckpointError("no memory is left")
+        return capture(self, step_id, trees)
+
+    monkeypatch.setattr(machine, "find", lambda _: None)
+    monkeypatch.setattr(saver.HostSaver, "capture", fail)
+    with simulated_hosts.world(machines, 2) as (checkpointer, mesh, recorded):
+        parts = {"state": tier_worlds.state(mesh, 2, True)}
+        with pytest.raises(errors.CheckpointError, match="no memory is left"):
+            checkpointer.save_checkpointables(2, parts)
+        checkpointer.wait()
+        (why,) = {each["why"] for each in recorded if each["event"] == "degraded"}
+        assert "no memory is left" in why
+        save(checkpointer, mesh, 3)
+        assert checkpointer.latest.step == 3
+
+
 def _files(directory):
     found = {path: path.stat() for path in directory.rglob("*") if path.is_file()}
     return {path: (s.st_ino, s.st_mtime_ns, s.st_size) for path, s in found.items()}

@@ -1,7 +1,7 @@
 """A host's share of a checkpoint in persistent storage, from what is in RAM.
 
-A backup goes through `chunk_shapes`, `back_up`, `commit` and `collect`. Before the
-first one of a world comes `clean`.
+A backup goes through `offer`, `chunk_shapes`, `back_up`, `commit` and `collect`. Before
+the first one of a world comes `clean`.
 """
 
 from __future__ import annotations

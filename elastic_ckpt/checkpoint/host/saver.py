@@ -1,6 +1,6 @@
-"""A host's part in a save: it captures, writes, commits and copies its shards.
+"""A host's part in a save: it captures, writes and commits its shards.
 
-A save goes through `capture`, `write`, `commit` (or `abandon`), `replicate`, `collect`.
+A save goes through `capture`, `write`, `commit` (or `abandon`) and `collect`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests to a backup host: which parts of a step it is to fetch, in one file.
 
-    PUT       /v1/backup         a message (`manifests.part_message`)
+    PUT       /v1/backup         a message (`steps.part_message`)
 
 The agent of a backup host takes them, and of no other directory: its owner has created
 `<root>/backup_host`. The newest request replaces one that was not taken yet, so that a

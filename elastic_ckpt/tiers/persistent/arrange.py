@@ -3,7 +3,7 @@
 A line that abandons steps here is recorded with its first save, wherever that is, so
 that it counts even if all memory is lost before its first backup; the worlds of a run
 that counts them are recorded before they train (see `claims`). The steps that a line
-abandons (see `manifests.line`) are set aside before its first step is committed here,
+abandons (see `steps.line`) are set aside before its first step is committed here,
 and steps that were set aside and are of the line come back. Where a step lies decides
 nothing: killed at any point, it can be repeated.
 """

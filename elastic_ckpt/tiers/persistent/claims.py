@@ -4,7 +4,7 @@ The records are beside the run's steps, `worlds/<number>.json`, numbered from 1.
 record is created if it is absent (`storage.create`), so that of several starts of a run
 that do not see each other one gets the next world. The others, and those that cannot
 reach the storage, have to stop. A record is never changed. It has the line of the world
-(see `manifests.line`), so that nothing counts that a replaced world still saves, and
+(see `steps.line`), so that nothing counts that a replaced world still saves, and
 its claimant, so that a replaced start stops before it commits a step.
 """
 

@@ -6,7 +6,7 @@
 An evaluation counts for the saved step of the same number, otherwise for the newest
 saved step before it; of several evaluations of a saved step the nearest counts, and of
 two of one training step the later. It is recorded under the number of its training
-step and the save of its world, so that the line of the run (see `manifests.line`)
+step and the save of its world, so that the line of the run (see `steps.line`)
 decides whether it counts, as for a step: one of a replaced world does not.
 
 When a step is committed, host 0 settles the records up to that step: it moves each into
