@@ -61,6 +61,22 @@ def test_imports_point_downwards():
 
 
 @in_every_file
+def test_the_sidecar_and_one_hosts_part_import_nothing_else_of_checkpoint(source):
+    beside_accelerators = ("elastic_ckpt/checkpoint/host/", "sidecar/")
+    if not relative(source).startswith(beside_accelerators):
+        return
+    for node in ast.walk(tree_of(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            room, _, part = name.partition("elastic_ckpt.checkpoint.")
+            assert room or part.split(".")[0] == "host" or not part, name
+
+
+@in_every_file
 def test_everything_public_is_documented_and_everything_is_annotated(source):
     tree = tree_of(source)
     assert ast.get_docstring(tree)
