@@ -27,7 +27,7 @@ from benchmarks import tiers_turns
 from benchmarks.tiers_turns import Place, Secs, State
 from elastic_ckpt.core import digest, events
 from elastic_ckpt.elastic import member
-from elastic_ckpt.tiers.peers import peer_client, peer_endpoint
+from elastic_ckpt.tiers.peers import peer_client
 
 # Threads that read files without any more ado.
 _THREADS = 4
@@ -294,8 +294,8 @@ def _digests(*, as_they_are: bool) -> Iterator[None]:
 def _counted() -> Iterator[dict[str, int]]:
     # Bytes that this host has taken from agents: parts of leaves, and what was listed.
     sent = {"parts": 0, "listings": 0}
-    read_into = peer_endpoint.Endpoint.read_into
-    read = peer_endpoint.Endpoint.read
+    read_into = peer_client.Endpoint.read_into
+    read = peer_client.Endpoint.read
 
     def counted_into(
         self: Any, path: str, offset: int, into: memoryview, *args: Any, **keywords: Any
@@ -309,8 +309,8 @@ def _counted() -> Iterator[dict[str, int]]:
         return content
 
     with (
-        mock.patch.object(peer_endpoint.Endpoint, "read_into", counted_into),
-        mock.patch.object(peer_endpoint.Endpoint, "read", counted),
+        mock.patch.object(peer_client.Endpoint, "read_into", counted_into),
+        mock.patch.object(peer_client.Endpoint, "read", counted),
     ):
         yield sent
 

@@ -25,7 +25,7 @@ from elastic_ckpt.checkpoint.host.answers import HostsFailedError
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.steps import search
-from elastic_ckpt.tiers.peers import peer_endpoint
+from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.tiers.ram import machine
 from tests.checkpoint import orbax_steps
 from tests.multiprocess import tier_worlds
@@ -135,7 +135,7 @@ def test_two_hosts_of_one_machine_have_a_part_of_its_memory_each(machines):
 @layouts(slow="replicated")
 @pytest.mark.parametrize("lost", [0, 3])
 def test_a_machine_is_lost_with_its_memory(machines, monkeypatch, sharded, lost):
-    monkeypatch.setattr(peer_endpoint, "RETRY_SECS", (0.0,))
+    monkeypatch.setattr(peer_client, "RETRY_SECS", (0.0,))
     with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, _):
         save(checkpointer, mesh, 4, sharded=sharded)
     machines.lose(lost)

@@ -28,7 +28,6 @@ from elastic_ckpt.tiers.peers import (
     mailbox,
     peer,
     peer_client,
-    peer_endpoint,
 )
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local, ram_disk
@@ -383,12 +382,12 @@ class HostWorld:
         if self._beside is not None:
             self._beside.close()
 
-    def _endpoint_of(self, machine: str) -> peer_endpoint.Endpoint:
+    def _endpoint_of(self, machine: str) -> peer_client.Endpoint:
         if machine not in self._urls:
             raise ReadError(f"cannot be read: no agent is known of machine {machine}")
         return self.endpoint(self._urls[machine])
 
-    def endpoint(self, url: str) -> peer_endpoint.Endpoint:
+    def endpoint(self, url: str) -> peer_client.Endpoint:
         """The agent at an address."""
         # Agents of idle machines that others have asked may be unknown here.
         certificate = self._agents.get(url)

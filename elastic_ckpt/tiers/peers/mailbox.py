@@ -13,7 +13,7 @@ from typing import Protocol
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps.manifest import Host
-from elastic_ckpt.tiers.peers.peer_endpoint import Endpoint
+from elastic_ckpt.tiers.peers.peer_client import Endpoint
 from elastic_ckpt.tiers.ram.ram_disk import MESSAGES, RamDisk
 from elastic_ckpt.tiers.source import ReadError
 

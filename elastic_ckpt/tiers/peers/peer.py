@@ -19,7 +19,7 @@ from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import peer_client
-from elastic_ckpt.tiers.peers.peer_endpoint import Endpoint
+from elastic_ckpt.tiers.peers.peer_client import Endpoint
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
