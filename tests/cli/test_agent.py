@@ -174,7 +174,6 @@ def test_the_agent_of_a_node_publishes_domains_and_serves_runs_that_begin(tmp_pa
     ("arguments", "message"),
     [
         (["--domains", "rack=r7"], "--domains is for the agent of a node; add --node"),
-        (["--node", "--port", 8470], "--port is for the agent of one run"),
         (["--node", "--domains", "r7"], "is not `kind=name`"),
     ],
 )

@@ -62,10 +62,6 @@ class BackupHost:
             shutil.rmtree(self.directory)
         self._start("--port", self.url.rpartition(":")[2])
 
-    def await_end(self):
-        """Waits until it ends by itself; returns its exit code."""
-        return self._process.wait(WAIT_SECS)
-
     def output(self):
         with open(self._output) as output:
             return output.read()

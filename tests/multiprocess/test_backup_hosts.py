@@ -4,14 +4,12 @@ import contextlib
 import os
 import pathlib
 import shutil
-import signal
 import time
 
 import pytest
 import trustme
 
 from elastic_ckpt.tiers.choices import TlsFiles
-from elastic_ckpt.tiers.peers import agent
 from tests import runs, shared_memory
 from tests.multiprocess import backup_hosts, machines, test_node_agents
 from tests.multiprocess.test_elastic_ram import on, restored, saved
@@ -203,18 +201,3 @@ def test_bad_copies_on_a_live_backup_host_are_put_right_also_with_tls(tmp_path):
             *("--run", "run"),
         )
         assert state_files(backup) == good
-
-
-@pytest.mark.slow
-def test_a_backup_host_whose_agent_is_killed_ends_with_an_error(tmp_path):
-    secret_file = tmp_path / "secret"
-    secret_file.write_text("the-secret-of-this-run\n")
-    with (
-        shared_memory.directory("backup") as ram,
-        backup_hosts.BackupHost(
-            os.path.join(ram, "a"), *of_backup(secret_file)
-        ) as backup,
-    ):
-        os.kill(agent.find(backup.directory).pid, signal.SIGKILL)
-        assert backup.await_end() == 1
-        assert f"the agent at {backup.url} has ended" in backup.output()

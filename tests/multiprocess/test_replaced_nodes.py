@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from elastic_ckpt.checkpoint.host import node_refill
+from elastic_ckpt.checkpoint.host import refill
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory
-from tests.checkpoint.host import test_node_refill
+from tests.checkpoint.host import test_refill
 from tests.multiprocess import tier_worlds
 from tests.multiprocess.test_elastic_ram import restored, saved
 from tests.tiers import served
@@ -63,7 +63,7 @@ def test_copies_return_to_a_node_that_was_killed_before_a_host_restores(tmp_path
             )
 
         def parts(root):
-            return test_node_refill.parts(ram_disk.RamDisk(root, run="run"), STEP)
+            return test_refill.parts(ram_disk.RamDisk(root, run="run"), STEP)
 
         with node(kept) as first:
             with node(replaced) as second:
@@ -75,7 +75,7 @@ def test_copies_return_to_a_node_that_was_killed_before_a_host_restores(tmp_path
                 world(waiting, first, second)
                 assert parts(second) == before
                 ((slot, step_id),) = ram_disk.RamDisk(second, run="run").all_saves()
-                assert (slot, step_id.step) == (node_refill.SLOT, STEP)
+                assert (slot, step_id.step) == (refill.SLOT, STEP)
                 # Now the other node is lost, and nothing is missing.
                 os.rename(first, f"{kept}-lost")
                 events = world(restored(STEP, sharded=True), second)

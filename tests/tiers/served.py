@@ -59,7 +59,8 @@ def serving(service):
     """An agent in a thread of this process; yields its address."""
     ended = asyncio.Event()
     announced = futures.Future()
-    serve = agent.serve(service, announce=announced.set_result, ended=ended)
+    announce = lambda _: announced.set_result(agent.find(service.root))  # noqa: E731
+    serve = agent.serve(service, ended, announce=announce)
     with (
         futures.ThreadPoolExecutor(1, "agent") as executor,
         contextlib.closing(asyncio.new_event_loop()) as loop,

@@ -15,7 +15,7 @@ PART = "/v1/hosts/0/30-0/data/part"
 @contextlib.contextmanager
 def serving(directory, **options):
     """The agent of a node; yields a list, to which its lines are added."""
-    node = node_agent.NodeService(service=agent.Service(root=str(directory)), **options)
+    service = agent.Service(root=str(directory))
     ended, lines, started = asyncio.Event(), [], futures.Future()
 
     def announce(line):
@@ -27,7 +27,7 @@ def serving(directory, **options):
         futures.ThreadPoolExecutor(1, "node") as executor,
         contextlib.closing(asyncio.new_event_loop()) as loop,
     ):
-        serve = node_agent.serve(node, announce=announce, ended=ended)
+        serve = node_agent.serve(service, ended, announce=announce, **options)
         node_ended = executor.submit(loop.run_until_complete, serve)
         futures.wait([node_ended, started], return_when=futures.FIRST_COMPLETED)
         if not started.done():

@@ -1,6 +1,7 @@
 """The agent that a process starts serves as long as that process needs it."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 
@@ -30,7 +31,6 @@ def test_signals_to_all_processes_of_a_job_do_not_end_it(service):
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(started.address.pid, number)
         assert ask(service.root, started.address.url) == (200, b"content")
-        started.check()
     with pytest.raises(ProcessLookupError):
         os.kill(started.address.pid, 0)
 
@@ -39,19 +39,20 @@ def test_another_one_serves_beside_an_agent_that_does_not_answer(service):
     with contextlib.closing(agent_process.AgentProcess(service)) as started:
         os.kill(started.address.pid, signal.SIGSTOP)
         try:
-            beside = agent_process.AgentBeside(service)
-            with contextlib.closing(beside):
-                assert ask(service.root, beside.url) == (200, b"content")
+            beside = dataclasses.replace(service, is_beside=True)
+            with contextlib.closing(agent_process.AgentProcess(beside)) as other:
+                url = other.address.url
+                assert ask(service.root, url) == (200, b"content")
                 # Nobody else finds it.
                 assert agent.find(service.root) == started.address
             with pytest.raises(OSError, match="refused"):
-                ask(service.root, beside.url)
+                ask(service.root, url)
             assert agent.find(service.root) == started.address
         finally:
             os.kill(started.address.pid, signal.SIGCONT)
 
 
 def test_one_that_cannot_start_beside_another_is_an_error(service, tmp_path):
-    service = agent.Service(root=str(tmp_path / "missing"))
+    service = agent.Service(root=str(tmp_path / "missing"), is_beside=True)
     with pytest.raises(errors.RunError, match="could not be started"):
-        agent_process.AgentBeside(service)
+        agent_process.AgentProcess(service)

@@ -7,8 +7,8 @@ import pytest
 from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.peers import (
     agent,
+    agent_server,
     backup_directory,
-    backup_requests,
     peer_client,
     secret,
 )
@@ -48,7 +48,7 @@ def test_without_the_secret_or_above_the_limit_nothing_is_stored(root, monkeypat
     unknown = "another-secret-of-the-run"
     with endpoint(root, unknown) as peer, pytest.raises(source.RepairError):
         peer.put(backup_directory.URL_PATH, b"request")
-    monkeypatch.setattr(backup_requests, "MOST_BYTES", 4)
+    monkeypatch.setattr(agent_server, "MOST_REQUEST_BYTES", 4)
     with endpoint(root) as peer, pytest.raises(source.RepairError):
         peer.put(backup_directory.URL_PATH, b"request")
     assert backup_directory.take_request(root) is None

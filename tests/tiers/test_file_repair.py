@@ -7,7 +7,7 @@ import pytest
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import agent, agent_repairs, peer, peer_client, secret
+from elastic_ckpt.tiers.peers import agent, agent_server, peer, peer_client, secret
 from elastic_ckpt.tiers.ram import file_repair, machine
 from tests.tiers import served
 
@@ -157,4 +157,4 @@ class TestRequests:
 
     def test_what_is_too_large_is_not_read(self, directory, url):
         known = secret.read_or_create(directory.parents[2])
-        assert self.put(url, known, agent_repairs.MOST_BYTES + 1)[0] == 404
+        assert self.put(url, known, agent_server.MOST_FILE_BYTES + 1)[0] == 404

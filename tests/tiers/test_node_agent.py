@@ -12,7 +12,6 @@ from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,
     node_agent,
-    node_memory,
     node_record,
     node_runs,
     peer_client,
@@ -278,17 +277,20 @@ class TestRunsThatEnded:
     ):
         unused = {"a": 5000.0, "b": 900.0, "c": 30.0}
         lifetime = node_runs.Lifetime(unused_secs=3600, limit_bytes=limit_bytes)
-        sizes = dict.fromkeys(unused, 10)
-        assert node_runs.to_remove(unused, sizes, lifetime) == removed
+        uses = {
+            path: node_runs.Use(unused_secs=secs, num_bytes=10)
+            for path, secs in unused.items()
+        }
+        assert node_runs.to_remove(uses, lifetime) == removed
 
 
 class TestRoomForRuns:
     LIFETIME = node_runs.Lifetime(limit_bytes=100, least_unused_secs=60)
     OTHERS: ClassVar = {
-        "live": node_memory.Use(unused_secs=0, num_bytes=10, granted_bytes=30),
-        "new": node_memory.Use(unused_secs=59, num_bytes=10, granted_bytes=90),
-        "old": node_memory.Use(unused_secs=61, num_bytes=20, granted_bytes=90),
-        "older": node_memory.Use(unused_secs=99, num_bytes=20),
+        "live": node_runs.Use(unused_secs=0, num_bytes=10, granted_bytes=30),
+        "new": node_runs.Use(unused_secs=59, num_bytes=10, granted_bytes=90),
+        "old": node_runs.Use(unused_secs=61, num_bytes=20, granted_bytes=90),
+        "older": node_runs.Use(unused_secs=99, num_bytes=20),
     }
 
     @pytest.mark.parametrize(
@@ -296,14 +298,20 @@ class TestRoomForRuns:
         [(20, []), (21, ["older"]), (40, ["older"]), (60, ["older", "old"])],
     )
     def test_runs_that_ended_make_room_oldest_first(self, num_bytes, removed):
-        to_remove = node_memory.to_make_room(
-            "run", num_bytes, self.OTHERS, self.LIFETIME
+        to_remove = node_runs.to_remove(
+            self.OTHERS, self.LIFETIME, needed_bytes=num_bytes
         )
         assert to_remove == removed
+        staying = {path: self.OTHERS[path] for path in {*self.OTHERS} - {*removed}}
+        node_runs.check_room("run", num_bytes, staying, self.LIFETIME)
 
     def test_live_runs_stay_and_the_error_has_the_figures(self):
+        live = {path: self.OTHERS[path] for path in ("live", "new")}
+        assert not {*live} & {
+            *node_runs.to_remove(self.OTHERS, self.LIFETIME, needed_bytes=61)
+        }
         with pytest.raises(errors.RunError) as raised:
-            node_memory.to_make_room("run", 61, self.OTHERS, self.LIFETIME)
+            node_runs.check_room("run", 61, live, self.LIFETIME)
         message = str(raised.value)
         assert message.startswith(
             "run run needs 61 bytes of this node's memory, but only 60 of 100 are"
@@ -312,7 +320,8 @@ class TestRoomForRuns:
 
     def test_without_a_limit_nothing_is_removed(self):
         lifetime = node_runs.Lifetime()
-        assert node_memory.to_make_room("run", 10**9, self.OTHERS, lifetime) == []
+        assert node_runs.to_remove(self.OTHERS, lifetime, needed_bytes=10**9) == []
+        node_runs.check_room("run", 10**9, self.OTHERS, lifetime)
 
     def test_a_run_that_starts_has_those_that_ended_removed(self, tmp_path):
         limit_bytes = 2**20

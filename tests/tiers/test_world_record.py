@@ -3,7 +3,7 @@ import json
 import pytest
 
 from elastic_ckpt.steps import manifest, placement
-from elastic_ckpt.tiers.peers import memory_request, world_record
+from elastic_ckpt.tiers.peers import node_record, world_record
 
 RECORD = world_record.WorldRecord(
     run="run",
@@ -38,8 +38,8 @@ def test_a_spoilt_record_is_none(tmp_path, text):
 
 
 def test_a_request_of_a_later_version_is_read(tmp_path):
-    path = tmp_path / memory_request.FILE
+    path = tmp_path / node_record.REQUEST_FILE
     path.write_text(json.dumps(["id", 9, "later"]))
-    assert memory_request.read(tmp_path) == memory_request.Request("id", 9)
+    assert node_record.read_request(tmp_path) == node_record.Request("id", 9)
     path.write_text(json.dumps(["id"]))
-    assert memory_request.read(tmp_path) is None
+    assert node_record.read_request(tmp_path) is None

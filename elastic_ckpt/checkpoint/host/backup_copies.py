@@ -1,6 +1,6 @@
 """Copies of a step on backup hosts: host 0 places them, and backup hosts fetch them.
 
-A backup host has no accelerator and is in no world (`backup_host`). Placement gives
+A backup host has no accelerator and is in no world (`refill`). Placement gives
 it parts as it does hosts of the world, with one difference: the backup hosts are one
 failure domain, so that one copy of each part is there, wherever else it is.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from elastic_ckpt.checkpoint.host import refill
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.steps import part_choices, part_message, placement
 from elastic_ckpt.steps.holdings import Holdings
@@ -23,8 +24,6 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import backup_directory
 from elastic_ckpt.tiers.source import ReadError, RepairError
 
-# The kind of failure domain that a backup host is in, and other hosts are not.
-KIND = "backup"
 _MOST_MACHINE_BYTES = 4096
 _POLL_SECS = 0.1
 # The time for a backup host to fetch its part of a step.
@@ -106,14 +105,14 @@ class BackupCopies:
                 self._problems.append(f"the backup host at {url} {error}")
                 continue
             number = len(self._world.hosts) + len(hosts)
-            hosts[url] = backup_host(machine, number=number)
+            hosts[url] = refill.backup_host(machine, number=number)
         return hosts
 
     def _complete_saves(self, urls: Sequence[str]) -> tuple[StepId, ...]:
         # The newest save of which each backup host has its parts.
         saves = [set(self._saves(url)) for url in urls]
         common = set.intersection(*saves) if saves else set()
-        newest = max(common, key=order, default=None)
+        newest = max(common, key=refill.order, default=None)
         return () if newest is None else (newest,)
 
     def _saves(self, url: str) -> Sequence[StepId]:
@@ -134,17 +133,6 @@ class BackupCopies:
         self._fetching[url] = time.monotonic() + secs
 
 
-def order(saved: StepId) -> tuple[str, int]:
-    """The order of the saves of steps in time."""
-    step, save = saved
-    return save, step
-
-
-def backup_host(machine: str, *, number: int) -> Host:
-    """The backup host on a machine, as manifests name it."""
-    return Host(id=f"{machine}.0", number=number, domains={"host": machine, KIND: KIND})
-
-
 def placed(
     table: PartTable, hosts: Sequence[Host], backups: Sequence[Host]
 ) -> tuple[PartTable, PartTable]:
@@ -159,7 +147,7 @@ def placed(
       The parts at their senders, and at other holders, for the number of each target.
     """
     holdings = Holdings.from_offers(table.offers())
-    policy = placement.Policy(copies=1 if backups else 0, domain=KIND)
+    policy = placement.Policy(copies=1 if backups else 0, domain=refill.KIND)
     everyone = [*hosts, *backups]
     copies = placement.place(holdings, everyone, policy)
     return part_choices.of_copies(table, holdings, copies, everyone)

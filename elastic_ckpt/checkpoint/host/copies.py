@@ -6,25 +6,22 @@ and `take`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from elastic_ckpt.checkpoint.host import (
     backup_copies,
     part_offers,
     replication,
-    verified_read,
 )
 from elastic_ckpt.checkpoint.host.answers import Placed, Replicated
 from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
 from elastic_ckpt.core import calls, errors
 from elastic_ckpt.steps import part_choices, placement
-from elastic_ckpt.steps.holdings import Holdings, Offer
+from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.ram.local import LocalHost
-from elastic_ckpt.tiers.source import Source
 
 
 class HostCopies:
@@ -95,39 +92,7 @@ class HostCopies:
           CheckpointError: if they do not fit.
         """
         sources = part_offers.sources(self._world, tables)
-        return fetched(self._world.own, sources)
-
-
-def fetched(
-    own: LocalHost, sources: Mapping[Offer, Source], *, is_partial: bool = True
-) -> replication.Taken:
-    """Fetches all parts of some offers, and writes them to a host's RAM disk.
-
-    Args:
-      own: the host.
-      sources: where to read each offer, those of the senders first.
-      is_partial: whether parts are committed if others cannot be fetched.
-
-    Raises:
-      CheckpointError: if they do not fit, or cannot be fetched and are not partial.
-    """
-    if not sources:
-        return replication.Taken(copies=0, num_bytes=0, problems=())
-    holdings = Holdings.from_offers(list(sources))
-    items = [(item, _sender(holdings, item)) for item in range(holdings.num_items)]
-    manifest = holdings.offers[0].manifest
-    writer = own.copy_writer(
-        manifest.step_id,
-        manifest.contents,
-        num_bytes=int(holdings.stored_bytes.sum()),
-    )
-    reader = verified_read.VerifiedReader(sources)
-    taken = replication.take(holdings, items, reader, writer)
-    if taken.copies < len(items) and not is_partial:
-        writer.abandon()
-        raise errors.CheckpointError("; ".join(taken.problems))
-    writer.commit()
-    return taken
+        return replication.fetch_all(self._world.own, sources)
 
 
 def placed_parts(
@@ -155,11 +120,6 @@ def placed_parts(
         failed=bool(message.problems),
     )
     return summary, part_choices.of_copies(table, holdings, placed, hosts)
-
-
-def _sender(holdings: Holdings, item: int) -> Host:
-    # The tables of senders come before those of other holders.
-    return holdings.offers[holdings.holder[holdings.first_row[item]]].host
 
 
 def _diverged(holdings: Holdings, item: int) -> str:

@@ -7,7 +7,7 @@ continues where it stopped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 
 import numpy as np
@@ -15,9 +15,11 @@ import numpy as np
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import placement
-from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.ram.step_writer import StepWriter
+from elastic_ckpt.tiers.source import Source
 
 _THREADS = 4
 
@@ -45,6 +47,68 @@ def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
     return [
         (int(placed.item[copy]), placed.hosts[placed.source[copy]]) for copy in mine
     ]
+
+
+def fetch_all(
+    own: LocalHost, sources: Mapping[Offer, Source], *, is_partial: bool = True
+) -> Taken:
+    """Fetches all parts of some offers of one step; see `fetch`.
+
+    Args:
+      own: the host.
+      sources: where to read each offer, those of the senders first.
+      is_partial: as `fetch`.
+
+    Raises:
+      CheckpointError: as `fetch`.
+    """
+    if not sources:
+        return Taken(copies=0, num_bytes=0, problems=())
+    holdings = Holdings.from_offers(list(sources))
+    senders = holdings.holder[holdings.first_row[:-1]].tolist()
+    items = [
+        (item, holdings.offers[sender].host) for item, sender in enumerate(senders)
+    ]
+    return fetch(own, sources, holdings, items, is_partial=is_partial)
+
+
+def fetch(
+    own: LocalHost,
+    sources: Mapping[Offer, Source],
+    holdings: Holdings,
+    items: Sequence[tuple[int, Host]],
+    *,
+    spare: int = 0,
+    is_partial: bool = True,
+) -> Taken:
+    """Fetches copies, and writes them to a host's RAM disk.
+
+    Args:
+      own: the host.
+      sources: where to read what each holder offers.
+      holdings: of the step.
+      items: as `incoming` gives them.
+      spare: how many times as much has to be free besides.
+      is_partial: whether copies are committed if others cannot be fetched.
+
+    Raises:
+      CheckpointError: if they do not fit, or cannot be fetched and are not partial.
+    """
+    num_bytes = int(holdings.stored_bytes[[item for item, _ in items]].sum())
+    writer = own.copy_writer(
+        holdings.offers[0].manifest.step_id,
+        holdings.contents,
+        num_bytes=(1 + spare) * num_bytes,
+    )
+    taken = take(holdings, items, verified_read.VerifiedReader(sources), writer)
+    is_whole = taken.copies == len(items)
+    if taken.copies and (is_partial or is_whole):
+        writer.commit()
+    else:
+        writer.abandon()
+    if not (is_partial or is_whole):
+        raise errors.CheckpointError("; ".join(taken.problems))
+    return taken
 
 
 def take(

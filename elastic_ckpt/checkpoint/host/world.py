@@ -118,7 +118,7 @@ class HostWorld:
         service: agent.Service | None,
     ) -> None:
         self._service = service
-        self._beside: agent_process.AgentBeside | None = None
+        self._beside: agent_process.AgentProcess | None = None
         self.run = config.run
         self.number = config.number
         self.own = own
@@ -296,10 +296,11 @@ class HostWorld:
         service = self._service
         if self._beside is None and service is not None and not service.port:
             try:
-                self._beside = agent_process.AgentBeside(service)
+                beside = dataclasses.replace(service, is_beside=True)
+                self._beside = agent_process.AgentProcess(beside)
             except errors.RunError as error:
                 logging.warning("%s", error)
-        return None if self._beside is None else self._beside.url
+        return None if self._beside is None else self._beside.address.url
 
     def _use_agents(self, urls: Mapping[str, str]) -> None:
         # Asks other agents from now on, by the ids of their machines.

@@ -3,8 +3,13 @@
 It is a separate process (`elastic-ckpt agent DIRECTORY`; where that is not installed,
 `python -m elastic_ckpt.tiers.peers.agent_command DIRECTORY`), so that a new world can
 read the machine's steps before, while and after a training process runs there. It
-serves bytes and has no policy. It writes `<root>/agent.json`, which holds its address,
-and bad files that a client replaces by what was saved (`agent_repairs`).
+serves bytes, and replaces bad files by what was saved (`agent_server`); it writes
+`<root>/agent.json`, which holds its address.
+
+The same program has two more roles. That of a node serves every run's directory below
+one, those of later pods too (`node_agent`). That of a backup host also has parts
+fetched that the hosts of a run ask for. In both roles another program brings parts that
+a directory lacks (`refills`).
 """
 
 from __future__ import annotations
@@ -23,18 +28,19 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import bandwidth, secret
+from elastic_ckpt.tiers.peers import bandwidth, refills, secret
 from elastic_ckpt.tiers.ram import machine
 
 ADDRESS_FILE = "agent.json"
 _LOCK_FILE = "agent.lock"
 _STDIN = 0
+_POLL_SECS = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,11 +108,7 @@ def find(root: epath.PathLike) -> Address | None:
 
 def is_alive(root: epath.PathLike) -> bool:
     """Whether an agent serves `root` now, or is about to."""
-    try:
-        with storage.exclusive_lock(os.path.join(root, _LOCK_FILE)):
-            return False
-    except errors.RunError:
-        return True
+    return storage.is_locked(os.path.join(root, _LOCK_FILE))
 
 
 def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
@@ -127,34 +129,15 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
 
 
 def run(
-    service: Service,
-    *,
-    announce: Callable[[Address], None],
-    until_stdin_closes: bool = False,
+    serving: Callable[[asyncio.Event], Any], *, until_stdin_closes: bool = False
 ) -> None:
-    """Serves until this process gets SIGTERM or SIGINT.
+    """Runs the agent of a role until this process gets SIGTERM or SIGINT.
 
     Args:
-      service: what to serve.
-      announce: called with the address once the agent serves.
+      serving: `serve`, or that of a node, until an event is set.
       until_stdin_closes: whether it also ends when its standard input closes, so that
         it ends with the process that started it, even if that is killed.
-
-    Raises:
-      RunError: if `root` does not exist, another agent serves it, the interface, the
-        port or the certificate cannot be had, or the secret is not private.
     """
-
-    async def serving(ended: asyncio.Event) -> None:
-        await serve(service, announce=announce, ended=ended)
-
-    run_until_signal(serving, until_stdin_closes=until_stdin_closes)
-
-
-def run_until_signal(
-    serving: Callable[[asyncio.Event], Awaitable[None]], *, until_stdin_closes: bool
-) -> None:
-    """Runs `serving`, whose event is set when this process is to end; see `run`."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -171,90 +154,101 @@ def run_until_signal(
 
 
 async def serve(
-    service: Service, *, announce: Callable[[Address], None], ended: asyncio.Event
+    service: Service,
+    ended: asyncio.Event,
+    *,
+    announce: Callable[[str], object],
+    refill: Sequence[str] = (),
 ) -> None:
-    """Serves until `ended` is set.
+    """Serves one directory until an event is set.
 
     Args:
       service: what to serve.
-      announce: called with the address once the agent serves.
       ended: set by another task.
+      announce: called with a line for each event that people read, the address first.
+      refill: a program that brings parts; see `refills`.
 
     Raises:
-      RunError: as `run`.
+      RunError: if `root` does not exist, another agent serves it, the interface, the
+        port or the certificate cannot be had, or the secret is not private.
     """
-    rate = service.max_bytes_per_sec
-    with _listening(service) as (address, listening), _published(service, address):
-        announce(address)
+    async with (
+        serving(service) as address,
+        refills.Refills(refill, announce) as filling,
+    ):
+        announce(f"serving {service.root} at {address.url}")
+        while not ended.is_set():
+            filling.update(service.root)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _POLL_SECS if refill else None)
+
+
+@contextlib.asynccontextmanager
+async def serving(service: Service) -> AsyncIterator[Address]:
+    """Serves a directory while the block lasts.
+
+    Raises:
+      RunError: as `serve`.
+    """
+    root, rate = service.root, service.max_bytes_per_sec
+    if not os.path.isdir(root):
+        raise errors.RunError(
+            f"{root}: no such directory; name the RAM disk of a run"
+            " (local_checkpoint_directory), or create it first"
+        )
+    machine_id = machine.machine_id(root)
+    with contextlib.ExitStack() as stack:
+        if not service.is_beside:
+            stack.enter_context(_locked(root))
+        if service.secret_file is None:
+            secret.read_or_create(root)
+        known = secret.Watched(service.secret_file or secret.path(root))
+        tls, fingerprint = _tls(service)
+        listening = stack.enter_context(_bound(service))
+        host, port = listening.getsockname()[:2]
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = Address(
+            url=f"https://{at}" if tls else f"http://{at}",
+            pid=os.getpid(),
+            machine=machine_id,
+            certificate_sha256=fingerprint,
+        )
         # Hosts import this module, and need none of the HTTP server that it imports.
         from elastic_ckpt.tiers.peers import agent_server
 
         answers = agent_server.Answers(
-            service.root,
-            machine=address.machine,
-            known=secret.Watched(service.secret_file or secret.path(service.root)),
+            root,
+            machine=machine_id,
+            known=known,
             bandwidth_bound=bandwidth.Bandwidth(rate) if rate else None,
         )
-        await agent_server.serve(
+        async with agent_server.serving(
             answers,
             listening=listening,
-            tls=_tls(service),
+            tls=tls,
             most_connections=service.max_connections,
             most_connections_of_client=service.max_connections_of_client,
-            ended=ended,
-        )
+        ):
+            if not service.is_beside:
+                path = os.path.join(root, ADDRESS_FILE)
+                fields = dataclasses.asdict(address)
+                storage.write_atomic(path, json.dumps(fields).encode())
+                stack.callback(storage.remove, path)
+            yield address
 
 
 @contextlib.contextmanager
-def _listening(service: Service) -> Iterator[tuple[Address, socket.socket]]:
-    """Takes `root` for itself, checks all that can be wrong, and binds."""
-    if not os.path.isdir(service.root):
-        raise errors.RunError(
-            f"{service.root}: no such directory; name the RAM disk of a run"
-            " (local_checkpoint_directory), or create it first"
-        )
-    machine_id = machine.machine_id(service.root)
+def _locked(root: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
-            if not service.is_beside:
-                lock = os.path.join(service.root, _LOCK_FILE)
-                stack.enter_context(storage.exclusive_lock(lock))
+            lock = os.path.join(root, _LOCK_FILE)
+            stack.enter_context(storage.exclusive_lock(lock))
         except errors.RunError:
             raise errors.RunError(
-                f"another agent serves {service.root}"
-                f" ({find(service.root) or 'it is just beginning'}); use it, or end"
-                " it first"
+                f"another agent serves {root} ({find(root) or 'it is just beginning'});"
+                " use it, or end it first"
             ) from None
-        if service.secret_file is None:
-            secret.read_or_create(service.root)
-        else:
-            secret.read(service.secret_file)
-        _tls(service)
-        listening = stack.enter_context(_bound(service))
-        host, port = listening.getsockname()[:2]
-        scheme = "https" if service.tls_certificate else "http"
-        yield (
-            Address(
-                url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
-                pid=os.getpid(),
-                machine=machine_id,
-                certificate_sha256=_fingerprint(service),
-            ),
-            listening,
-        )
-
-
-@contextlib.contextmanager
-def _published(service: Service, address: Address) -> Iterator[None]:
-    if service.is_beside:
         yield
-        return
-    path = os.path.join(service.root, ADDRESS_FILE)
-    storage.write_atomic(path, json.dumps(dataclasses.asdict(address)).encode())
-    try:
-        yield
-    finally:
-        storage.remove(path)
 
 
 def _bound(service: Service) -> socket.socket:
@@ -280,9 +274,10 @@ def _bound(service: Service) -> socket.socket:
     return listening
 
 
-def _tls(service: Service) -> ssl.SSLContext | None:
+def _tls(service: Service) -> tuple[ssl.SSLContext | None, str | None]:
+    # How to encrypt, and the digest of the agent's own certificate.
     if service.tls_certificate is None:
-        return None
+        return None, None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(service.tls_certificate, service.tls_key)
@@ -292,17 +287,11 @@ def _tls(service: Service) -> ssl.SSLContext | None:
             f" {service.tls_certificate} with the key {service.tls_key} ({error}); give"
             " two PEM files that belong together"
         ) from None
-    return context
-
-
-def _fingerprint(service: Service) -> str | None:
-    if service.tls_certificate is None:
-        return None
     # The first certificate is the agent's own; its issuers follow.
     chain = pathlib.Path(service.tls_certificate).read_text(encoding="ascii")
     own = re.search(f"{ssl.PEM_HEADER}.*?{ssl.PEM_FOOTER}", chain, re.DOTALL)
     assert own
-    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(own[0])).hexdigest()
+    return context, hashlib.sha256(ssl.PEM_cert_to_DER_cert(own[0])).hexdigest()
 
 
 def _at_end_of_stdin(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:

@@ -1,21 +1,27 @@
-"""The command line of the agent, as `elastic-ckpt agent` and as a module.
+"""The program of all agents, as `elastic-ckpt agent` and as a module.
 
     python -m elastic_ckpt.tiers.peers.agent_command /dev/shm/run --interface 10.0.0.7
     elastic-ckpt agent --node /mnt/runs --interface 10.0.0.7 --kubernetes-node node-7
+    elastic-ckpt agent /dev/shm/run --backup --secret-file secret --interface 10.0.1.1
 
-The secret is in a file, never on a command line: others on the machine could read it.
+It serves a machine, a node or a backup host. The secret is in a file, never on
+a command line: others on the machine could read it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from elastic_ckpt.core import errors, option_numbers
-from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.tiers.peers import agent, backup_directory, secret
 
+# By name: it reads steps with NumPy, and agents stay small.
+_REFILL = (sys.executable, "-m", "elastic_ckpt.checkpoint.host.refill")
 _OF_NODE = (
     "domains",
     "kubernetes_node",
@@ -100,36 +106,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=option_numbers.positive_count,
         help="the most bytes of all runs; above it, remove the longest unused",
     )
+    backup = parser.add_argument_group("a backup host")
+    backup.add_argument(
+        "--backup",
+        action="store_true",
+        help="also fetch and keep copies of a run's steps, for peer_backup_urls",
+    )
+    backup.add_argument(
+        "--tls-ca",
+        help="a PEM file with the authority that signs the hosts' certificates",
+    )
 
 
-def run(arguments: argparse.Namespace, *, refill: Sequence[str] = ()) -> int:
-    """Prints the agent's address, and serves until a signal ends it.
-
-    Args:
-      arguments: of the command line.
-      refill: see `node_agent.NodeService`.
-    """
-    agent_service = service(arguments)
-    if arguments.node:
-        _run_of_node(arguments, agent_service, refill)
-        return 0
-    given = [name for name in _OF_NODE if getattr(arguments, name)]
-    if given:
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the agent's address, and serves until a signal ends it."""
+    if not arguments.node and (given := [n for n in _OF_NODE if getattr(arguments, n)]):
         option = f"--{given[0].replace('_', '-')}"
         raise errors.ConfigError(f"{option} is for the agent of a node; add --node")
-    agent.run(
-        agent_service,
-        announce=lambda address: print(
-            f"serving {arguments.directory} at {address.url}", flush=True
-        ),
-        until_stdin_closes=arguments.until_stdin_closes,
-    )
-    return 0
-
-
-def service(arguments: argparse.Namespace) -> agent.Service:
-    """The options of the agent."""
-    return agent.Service(
+    service = agent.Service(
         root=arguments.directory,
         interface=arguments.interface,
         port=arguments.port,
@@ -139,6 +133,18 @@ def service(arguments: argparse.Namespace) -> agent.Service:
         max_bytes_per_sec=arguments.max_bytes_per_sec,
         is_beside=arguments.beside,
     )
+    serve = functools.partial(agent.serve, service)
+    if arguments.backup:
+        service = _of_backup(arguments, service)
+        serve = functools.partial(agent.serve, service, refill=_REFILL)
+    if arguments.node:
+        serve = _of_node(arguments, service)
+    announce = functools.partial(print, flush=True)
+    agent.run(
+        functools.partial(serve, announce=announce),
+        until_stdin_closes=arguments.until_stdin_closes,
+    )
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,36 +158,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run_of_node(
-    arguments: argparse.Namespace, service: agent.Service, refill: Sequence[str]
-) -> None:
+def _of_backup(arguments: argparse.Namespace, service: agent.Service) -> agent.Service:
+    if arguments.node or arguments.until_stdin_closes:
+        raise errors.ConfigError(
+            "--backup holds copies of one run until a signal ends it; leave out --node"
+            " and --until-stdin-closes"
+        )
+    if service.secret_file is None:
+        raise errors.ConfigError(
+            "--backup needs --secret-file: the hosts of the run have the same secret"
+            " (peer_secret_file)"
+        )
+    shared = secret.read(service.secret_file)
+    backup_directory.make(
+        service.root,
+        tls_ca=arguments.tls_ca,
+        max_bytes_per_sec=service.max_bytes_per_sec,
+    )
+    # What fetches parts reads it there.
+    secret.adopt(service.root, shared)
+    return dataclasses.replace(service, secret_file=None)
+
+
+def _of_node(
+    arguments: argparse.Namespace, service: agent.Service
+) -> functools.partial[Any]:
     # The command line imports this module to complete words, and needs none of these.
     from elastic_ckpt.steps import failure_domains
     from elastic_ckpt.tiers.peers import kubernetes_node, node_agent, node_runs
 
-    if service.port:
-        raise errors.ConfigError(
-            "--port is for the agent of one run; that of a node has a port for each"
-            " run, which the system picks"
-        )
     further = failure_domains.parse(arguments.domain_labels, what="--domain-labels")
     domains = failure_domains.parse(arguments.domains, what="--domains")
     if arguments.kubernetes_node:
         labels = kubernetes_node.read_labels(arguments.kubernetes_node)
         known = kubernetes_node.LABELS | further
         domains = kubernetes_node.domains(labels, known) | domains
-    node_agent.run(
-        node_agent.NodeService(
-            service=service,
-            domains=domains,
-            lifetime=node_runs.Lifetime(
-                unused_secs=arguments.remove_unused_after,
-                limit_bytes=arguments.max_bytes,
-            ),
-            refill=refill,
+    return functools.partial(
+        node_agent.serve,
+        service,
+        refill=_REFILL,
+        domains=domains,
+        lifetime=node_runs.Lifetime(
+            unused_secs=arguments.remove_unused_after,
+            limit_bytes=arguments.max_bytes,
         ),
-        announce=functools.partial(print, flush=True),
-        until_stdin_closes=arguments.until_stdin_closes,
     )
 
 

@@ -28,13 +28,13 @@ _BREATH_SECS = 0.1
 class _Connection:
     socket: socket.socket
     client: str
-    protocol: asyncio.BaseProtocol
     has_shown_secret: bool = False
 
-    def end(self) -> None:
+    def end_stranger(self) -> None:
         # Its server, or its handshake, then reads the end of it, and closes it.
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+        if not self.has_shown_secret:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Connections:
@@ -60,7 +60,7 @@ class Connections:
         self._most = most
         self._most_of_client = most_of_client
         # The oldest first.
-        self._open: list[_Connection] = []
+        self._open: dict[asyncio.BaseProtocol, _Connection] = {}
 
     async def accept(self, listening: socket.socket) -> None:
         """Serves the clients that connect to `listening`, which does not block."""
@@ -75,51 +75,44 @@ class Connections:
                 if not self._has_room(address[0]):
                     accepted.close()
                     continue
-                connection = _Connection(
-                    socket=accepted, client=address[0], protocol=self._make_protocol()
-                )
-                self._open.append(connection)
-                loop.call_later(SECRET_WITHIN_SECS, self._end_stranger, connection)
-                beginning.create_task(self._begin(connection))
+                connection = _Connection(socket=accepted, client=address[0])
+                protocol = self._make_protocol()
+                self._open[protocol] = connection
+                loop.call_later(SECRET_WITHIN_SECS, connection.end_stranger)
+                beginning.create_task(self._begin(accepted, protocol))
 
     def has_shown_secret(self, protocol: asyncio.BaseProtocol) -> None:
         """Notes that the client of a connection, by its protocol, has the secret."""
-        for connection in self._open:
-            if connection.protocol is protocol:
-                connection.has_shown_secret = True
+        if protocol in self._open:
+            self._open[protocol].has_shown_secret = True
 
     def _has_room(self, client: str) -> bool:
         # Closed sockets leave the list.
-        self._open = [each for each in self._open if each.socket.fileno() >= 0]
-        of_client = [each for each in self._open if each.client == client]
-        for those, most in (
-            (of_client, self._most_of_client),
-            (self._open, self._most),
-        ):
-            if len(those) < most:
-                continue
-            strangers = (each for each in those if not each.has_shown_secret)
-            oldest = next(strangers, None)
-            if oldest is None:
-                return False
-            oldest.end()
-            self._open.remove(oldest)
-        return True
+        self._open = {p: c for p, c in self._open.items() if c.socket.fileno() >= 0}
+        return self._end_oldest(self._most_of_client, client) and self._end_oldest(
+            self._most, None
+        )
 
-    def _end_stranger(self, connection: _Connection) -> None:
-        if not connection.has_shown_secret:
-            connection.end()
+    def _end_oldest(self, most: int, client: str | None) -> bool:
+        # Whether there are fewer connections, without the oldest one of a stranger.
+        those = [p for p, c in self._open.items() if client in (None, c.client)]
+        if len(those) < most:
+            return True
+        strangers = (p for p in those if not self._open[p].has_shown_secret)
+        oldest = next(strangers, None)
+        if oldest is not None:
+            self._open.pop(oldest).end_stranger()
+        return oldest is not None
 
-    async def _begin(self, connection: _Connection) -> None:
+    async def _begin(
+        self, accepted: socket.socket, protocol: asyncio.BaseProtocol
+    ) -> None:
         # The kernel ends what a client leaves lying for as long.
         patience = {"ssl_handshake_timeout": SECRET_WITHIN_SECS} if self._tls else {}
         with contextlib.suppress(OSError):
-            connection.socket.setsockopt(
+            accepted.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(PATIENCE_SECS * 1000)
             )
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection.protocol,
-                connection.socket,
-                ssl=self._tls,
-                **patience,
+                lambda: protocol, accepted, ssl=self._tls, **patience
             )

@@ -3,16 +3,26 @@
     GET       /v1/steps                                  manifests, as JSON
     GET       /v1/machine                                the machine, as JSON
     GET, HEAD /v1/hosts/<slot>/<step>-<save>/<path>      a file, or a range of its bytes
-    PUT       /v1/hosts/<slot>/<step>-<save>/<path>      see `agent_repairs`
-    PUT       /v1/backup                                 see `backup_requests`
+    PUT       /v1/hosts/<slot>/<step>-<save>/<path>      a file that replaces a bad copy
+    PUT       /v1/backup                                 a request to a backup host
 
 Everything needs the run's secret (`Authorization: Bearer ...`), and all else is 404.
 Clients whose version of the protocol is too far away get 426 (`protocol`).
+
+Of a file the agent takes only bytes that the manifest of the slot lists, for a slot
+whose process is gone or lets others repair it (`ram.file_repair`). It answers with 204,
+or with 409 and the reason. One file is taken at a time, and is in memory meanwhile.
+
+A request to a backup host is a message (`steps.part_message`) with the parts of a step
+that it is to fetch. It replaces one that was not taken yet, so that a backup host that
+is behind skips steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import hmac
 import io
 import logging
@@ -20,7 +30,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import http, web
 from etils import epath
@@ -28,15 +38,19 @@ from etils import epath
 from elastic_ckpt.core import storage
 from elastic_ckpt.tiers.peers import (
     agent_connections,
-    agent_repairs,
     agent_tree,
     backup_directory,
-    backup_requests,
     bandwidth,
     protocol,
     secret,
 )
+from elastic_ckpt.tiers.source import RepairError
 
+# A chunk has at most 64 MiB and its checksum, unless it cannot be cut.
+MOST_FILE_BYTES = 2**28
+# The rows of a million parts.
+MOST_REQUEST_BYTES = 2**27
+_LEAST_BYTES_PER_SEC = 2**20
 _FILES = "/v1/hosts/"
 # Enough that the loop is not in the way, and little enough that also a slow client gets
 # it within the patience that there is.
@@ -88,68 +102,42 @@ class Answers:
         self._machine = machine
         self._known = known
         self._bandwidth = bandwidth_bound
-        self._repairs = agent_repairs.Repairs(root)
+        self._repairing = asyncio.Lock()
         self.on_secret: Callable[[asyncio.BaseProtocol], None] = lambda _: None
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """The response, sent when this returns."""
-        response = self._response(request)
         try:
-            if isinstance(response, agent_repairs.Sent):
-                response = await self._repairs.take(request, response)
-            if isinstance(response, backup_requests.Sent):
-                response = await backup_requests.take(request, response, self._root)
-            if isinstance(response, io.FileIO):
-                with response as file:
+            answer = await self._answer(request)
+            if isinstance(answer, io.FileIO):
+                with answer as file:
                     return await self._send_file(request, file)
             async with asyncio.timeout(agent_connections.PATIENCE_SECS):
-                await response.prepare(request)
-                await response.write_eof()
-            return response
-        except (ConnectionError, TimeoutError):
-            # The client is gone or does not read, or the file has become shorter: that
-            # bytes are missing shows by the end of the connection.
+                await answer.prepare(request)
+                await answer.write_eof()
+            return answer
+        except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
+            # The client is gone, too slow or does not read, or the file has become
+            # shorter: that bytes are missing shows by the end of the connection.
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()
 
-    def _response(
-        self, request: web.BaseRequest
-    ) -> web.Response | io.FileIO | agent_repairs.Sent | backup_requests.Sent:
+    async def _answer(self, request: web.BaseRequest) -> web.Response | io.FileIO:
         if not self._is_authorized(request.headers.get("Authorization", "")):
-            return _refusal(401, {"WWW-Authenticate": "Bearer"})
+            return _closing(401, {"WWW-Authenticate": "Bearer"})
         self.on_secret(request.protocol)
         if protocol.problem(request.headers.get(protocol.HEADER)):
-            return _refusal(protocol.STATUS)
+            return _closing(protocol.STATUS)
         path = request.raw_path
-        is_sent = request.method == "PUT" and (
-            path.startswith(_FILES) or path == backup_directory.URL_PATH
-        )
-        if not is_sent and (
-            request.method not in ("GET", "HEAD") or request.body_exists
-        ):
-            return _refusal(404)
-        if path == "/v1/steps":
-            return _json(agent_tree.manifests(self._root))
-        if path == "/v1/machine":
-            return _json(
-                {
-                    "machine": self._machine,
-                    "time": time.time(),
-                    "version": protocol.VERSION,
-                }
-            )
         try:
-            if is_sent and path == backup_directory.URL_PATH:
-                return backup_requests.sent(request, self._root)
-            if not path.startswith(_FILES):
-                raise agent_tree.NotServedError
-            names = agent_tree.parts(path.removeprefix(_FILES))
-            if is_sent:
-                return agent_repairs.sent(request, names)
-            return agent_tree.open_file(self._root, names)
+            if request.method == "PUT":
+                return await self._put(request, path)
+            if request.method in ("GET", "HEAD") and not request.body_exists:
+                return self._get(path)
         except agent_tree.NotServedError:
-            return _refusal(404)
+            pass
+        return _closing(404)
 
     def _is_authorized(self, authorization: str) -> bool:
         known = self._known.current()
@@ -157,6 +145,32 @@ class Answers:
             return False
         given = authorization.encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, f"Bearer {known}".encode())
+
+    def _get(self, path: str) -> web.Response | io.FileIO:
+        if path == "/v1/steps":
+            return _json(agent_tree.manifests(self._root))
+        if path == "/v1/machine":
+            facts = {"machine": self._machine, "time": time.time()}
+            return _json({**facts, "version": protocol.VERSION})
+        return agent_tree.open_file(self._root, _names(path))
+
+    async def _put(self, request: web.BaseRequest, path: str) -> web.Response:
+        if path == backup_directory.URL_PATH:
+            if backup_directory.read(self._root) is None:
+                raise agent_tree.NotServedError
+            file = os.path.join(self._root, backup_directory.REQUEST)
+            put = functools.partial(storage.write_atomic, file)
+            return await _taken(request, MOST_REQUEST_BYTES, put)
+        slot, *names = [os.fsdecode(name) for name in _names(path)]
+        if len(names) < 2 or not slot.isdecimal():
+            raise agent_tree.NotServedError
+        # Only a repair needs what checks manifests and digests.
+        from elastic_ckpt.tiers.ram import file_repair
+
+        directory = os.path.join(self._root, "hosts", slot, names[0])
+        put = functools.partial(file_repair.replace, directory, "/".join(names[1:]))
+        async with self._repairing:
+            return await _taken(request, MOST_FILE_BYTES, put)
 
     async def _send_file(
         self, request: web.BaseRequest, file: io.FileIO
@@ -173,7 +187,7 @@ class Answers:
         except ValueError:
             start = stop = size
         if ranged and start >= stop:
-            response: web.StreamResponse = _refusal(
+            response: web.StreamResponse = _closing(
                 416, {"Content-Range": f"bytes */{size}"}
             )
             await response.prepare(request)
@@ -223,16 +237,16 @@ class Answers:
                 await asyncio.sleep(self._bandwidth.take(sent))
 
 
-async def serve(
+@contextlib.asynccontextmanager
+async def serving(
     answers: Answers,
     *,
     listening: socket.socket,
     tls: ssl.SSLContext | None,
     most_connections: int,
     most_connections_of_client: int,
-    ended: asyncio.Event,
-) -> None:
-    """Answers the clients that connect to `listening`, until `ended` is set."""
+) -> AsyncIterator[None]:
+    """Answers the clients that connect to `listening` while the block lasts."""
     server = web.Server(
         answers,
         access_log=None,
@@ -250,13 +264,37 @@ async def serve(
         most_of_client=most_connections_of_client,
     )
     answers.on_secret = connections.has_shown_secret
+    accepting = asyncio.create_task(connections.accept(listening))
     try:
-        async with asyncio.TaskGroup() as group:
-            accepting = group.create_task(connections.accept(listening))
-            await ended.wait()
-            accepting.cancel()
+        yield
     finally:
+        accepting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await accepting
         await server.shutdown(timeout=_ENDING_SECS)
+
+
+async def _taken(
+    request: web.BaseRequest, most_bytes: int, put: Callable[[bytes], object]
+) -> web.Response:
+    """The response to a body, once `put` has stored it or has refused it."""
+    num_bytes = request.content_length
+    if num_bytes is None or num_bytes > most_bytes:
+        raise agent_tree.NotServedError
+    secs = agent_connections.PATIENCE_SECS + num_bytes / _LEAST_BYTES_PER_SEC
+    async with asyncio.timeout(secs):
+        content = await request.content.readexactly(num_bytes)
+    try:
+        await asyncio.to_thread(put, content)
+    except RepairError as error:
+        return _closing(409, text=str(error))
+    return _closing(204)
+
+
+def _names(path: str) -> list[bytes]:
+    if not path.startswith(_FILES):
+        raise agent_tree.NotServedError
+    return agent_tree.parts(path.removeprefix(_FILES))
 
 
 def _json(value: storage.Json) -> web.Response:
@@ -267,8 +305,12 @@ def _json(value: storage.Json) -> web.Response:
     )
 
 
-def _refusal(status: int, headers: dict[str, str] | None = None) -> web.Response:
-    response = web.Response(status=status, headers=_VERSION | (headers or {}))
+def _closing(
+    status: int, headers: dict[str, str] | None = None, *, text: str | None = None
+) -> web.Response:
+    response = web.Response(
+        status=status, text=text, headers=_VERSION | (headers or {})
+    )
     # A client that guesses secrets has to reconnect for each attempt.
     response.force_close()
     return response

@@ -10,15 +10,16 @@ import errno
 import io
 import os
 import re
+import stat
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from etils import epath
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.tiers import no_follow
 
+_SLOT = re.compile("[0-9]+")
 _STEP = re.compile(r"([0-9]{1,18})-([^/]+)")
 _MANIFEST = re.compile(r"manifest-[^/]+\.json")
 # The errors of names that do not exist, or that must not be followed.
@@ -69,60 +70,29 @@ def open_file(root: epath.PathLike, names: Sequence[bytes]) -> io.FileIO:
 
 def manifests(root: epath.PathLike) -> list[storage.Json]:
     """The manifests that there are now, by step: where each is, its size and time."""
-    return [manifest._asdict() for manifest in sorted(_manifests(root))]
-
-
-class _Manifest(NamedTuple):
-    step: int
-    save: str
-    slot: str
-    manifest: str
-    bytes: int
-    mtime: float
-
-
-def _manifests(root: epath.PathLike) -> Iterator[_Manifest]:
-    for hosts, slot in _subdirectories(os.path.join(root, "hosts"), None):
-        if not re.fullmatch("[0-9]+", slot):
+    hosts = os.path.join(root, "hosts")
+    found = []
+    # Directories that are links are not entered, and those that are gone left out.
+    for path, directories, files, descriptor in _walked(hosts):
+        slot, _, name = os.path.relpath(path, hosts).partition("/")
+        if not name:
+            wanted = _SLOT if path == hosts else _STEP
+            directories[:] = filter(wanted.fullmatch, directories)
             continue
-        for steps, name in _subdirectories(slot, hosts):
-            if not (parsed := _STEP.fullmatch(name)):
-                continue
-            with _scanned(name, steps) as (_, entries):
-                for entry in entries:
-                    regular = entry.is_file(follow_symlinks=False)
-                    if not (regular and _MANIFEST.fullmatch(entry.name)):
-                        continue
-                    # A step may be removed meanwhile.
-                    with contextlib.suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        yield _Manifest(
-                            step=int(parsed[1]),
-                            save=parsed[2],
-                            slot=slot,
-                            manifest=entry.name,
-                            bytes=status.st_size,
-                            mtime=status.st_mtime,
-                        )
+        directories.clear()
+        step, _, save = name.partition("-")
+        for file in filter(_MANIFEST.fullmatch, files):
+            # A step may be removed meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(file, dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    size, mtime = status.st_size, status.st_mtime
+                    found.append((int(step), save, slot, file, size, mtime))
+    keys = ("step", "save", "slot", "manifest", "bytes", "mtime")
+    return [dict(zip(keys, each, strict=True)) for each in sorted(found)]
 
 
-def _subdirectories(name: str, above: int | None) -> Iterator[tuple[int, str]]:
-    with _scanned(name, above) as (descriptor, entries):
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield descriptor, entry.name
-
-
-@contextlib.contextmanager
-def _scanned(
-    name: str, above: int | None
-) -> Iterator[tuple[int, list[os.DirEntry[str]]]]:
-    with contextlib.ExitStack() as stack:
-        try:
-            descriptor = stack.enter_context(no_follow.opened_directory(name, above))
-            entries = list(stack.enter_context(os.scandir(descriptor)))
-        except OSError as error:
-            if error.errno not in _ABSENT:
-                raise
-            descriptor, entries = -1, []
-        yield descriptor, entries
+def _walked(top: str) -> Iterator[tuple[str, list[str], list[str], int]]:
+    # Nothing may have been saved yet.
+    with contextlib.suppress(FileNotFoundError):
+        yield from os.fwalk(top)

@@ -1,14 +1,17 @@
 """The files of a backup host in its RAM disk, besides those of every machine.
 
-backup_host        the RAM disk is that of a backup host
+backup_host        the RAM disk is that of a backup host: how it fetches parts, as JSON;
+                   empty if a program of an earlier version made it
 backup_request     the newest request that it has not taken yet
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
+from typing import Any
 
 from etils import epath
 
@@ -20,15 +23,24 @@ REQUEST = "backup_request"
 _MARKER = "backup_host"
 
 
-def make(root: epath.PathLike) -> None:
-    """Makes the RAM disk at `root` that of a backup host."""
+def make(root: epath.PathLike, **options: Any) -> None:
+    """Makes the RAM disk at `root` that of a backup host.
+
+    Args:
+      root: of the RAM disk.
+      **options: of its `PeerClient`.
+    """
     storage.make_private_directory(root)
-    storage.write_atomic(os.path.join(root, _MARKER), b"")
+    path = os.path.join(root, _MARKER)
+    storage.write_atomic(path, storage.canonical_json(options))
 
 
-def is_one(root: epath.PathLike) -> bool:
-    """Whether the RAM disk at `root` is that of a backup host."""
-    return os.path.exists(os.path.join(root, _MARKER))
+def read(root: epath.PathLike) -> dict[str, Any] | None:
+    """The options of the backup host at `root`; None if it is none."""
+    try:
+        return json.loads(pathlib.Path(root, _MARKER).read_bytes() or b"{}")
+    except FileNotFoundError:
+        return None
 
 
 def take_request(root: epath.PathLike) -> bytes | None:

@@ -1,22 +1,25 @@
-"""The record of a node's agent: how programs attach to it.
+"""The record of a node's agent: how programs attach to it, and ask it for memory.
 
     <directory>/node.json    the agents of the runs below, the failure domains, and the
-                             answers to requests for memory (`memory_request`)
+                             answers to requests for memory
     <directory>/node.lock    held while the node's agent runs
+    <root>/request.json      of a run: the bytes that it uses at most, and an id
 
 A run's directory is `<directory>/<run>`, or one level below, as for the slices that
-share a machine.
+share a machine. The first host of a run on the node asks for memory before the run
+writes a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
+import pathlib
+import secrets
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from etils import epath
 
@@ -26,10 +29,26 @@ from elastic_ckpt.tiers.ram import machine
 
 FILE = "node.json"
 LOCK_FILE = "node.lock"
+REQUEST_FILE = "request.json"
 # The levels between a run's directory and that of the node.
 MOST_LEVELS = 2
 _POLL_SECS = 0.05
 _ATTACH_SECS = 60.0
+# Until the agent has measured all runs, and removed those that ended.
+_ANSWER_SECS = 600.0
+Found = TypeVar("Found")
+
+
+class Request(NamedTuple):
+    """A request for memory.
+
+    Attributes:
+      id: of this request alone.
+      num_bytes: that the run uses at most, with what its directory has already.
+    """
+
+    id: str
+    num_bytes: int
 
 
 class Answer(NamedTuple):
@@ -96,7 +115,7 @@ def find(root: epath.PathLike) -> NodeRecord | None:
     directory = os.fspath(root)
     for _ in range(MOST_LEVELS):
         directory = os.path.dirname(directory)
-        if is_held(os.path.join(directory, LOCK_FILE)):
+        if storage.is_locked(os.path.join(directory, LOCK_FILE)):
             return read(directory)
     return None
 
@@ -108,13 +127,13 @@ def read(directory: str) -> NodeRecord | None:
       RunError: as `find`.
     """
     try:
-        with open(os.path.join(directory, FILE), "rb") as file:
-            fields = json.loads(file.read())
+        fields = json.loads(pathlib.Path(directory, FILE).read_bytes())
     except FileNotFoundError:
         return None
     problem = protocol.problem(str(fields["protocol"]))
     if problem:
         raise errors.RunError(f"the agent of the node in {directory} {problem}")
+    answers = fields.get("answers")
     return NodeRecord(
         directory=directory,
         domains=fields["domains"],
@@ -122,12 +141,11 @@ def read(directory: str) -> NodeRecord | None:
             path: agent.Address.of_json(address)
             for path, address in fields["agents"].items()
         },
-        answers={
-            path: Answer(*answer[: len(Answer._fields)])
-            for path, answer in fields["answers"].items()
-        }
-        if "answers" in fields
-        else None,
+        answers=None
+        if answers is None
+        else {
+            path: Answer(*each[: len(Answer._fields)]) for path, each in answers.items()
+        },
     )
 
 
@@ -139,28 +157,74 @@ def attach(root: epath.PathLike, *, within_secs: float = _ATTACH_SECS) -> agent.
     """
     # The agent serves directories that have an id.
     machine_id = machine.machine_id(root)
-    deadline = time.monotonic() + within_secs
-    while time.monotonic() < deadline:
-        record = find(root)
-        if record is not None:
-            address = record.agents.get(record.path_of(root))
-            if address is not None and address.machine == machine_id:
-                return address
-        time.sleep(_POLL_SECS)
-    raise errors.RunError(
-        f"the agent of the node has not served {os.fspath(root)} for"
-        f" {within_secs:g} s; look at its log: it needs the user of this program"
-    )
+
+    def served(record: NodeRecord | None) -> agent.Address | None:
+        if record is None:
+            return None
+        address = record.agents.get(record.path_of(root))
+        return address if address and address.machine == machine_id else None
+
+    address = _awaited(root, served, within_secs)
+    if address is None:
+        raise errors.RunError(
+            f"the agent of the node has not served {os.fspath(root)} for"
+            f" {within_secs:g} s; look at its log: it needs the user of this program"
+        )
+    return address
 
 
-def is_held(lock: str) -> bool:
-    """Whether a process holds the exclusive lock of a file; False without the file."""
+def read_request(root: epath.PathLike) -> Request | None:
+    """The newest request of the run whose directory is `root`; None without one."""
     try:
-        with open(lock, "rb") as file:
-            # Two processes that look at the same time do not see each other.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+        # A later version may send more.
+        content = pathlib.Path(root, REQUEST_FILE).read_bytes()
+        request, num_bytes, *_ = json.loads(content)
+        return Request(str(request), int(num_bytes))
+    except (FileNotFoundError, TypeError, ValueError):
+        return None
+
+
+def ask_for_memory(
+    root: epath.PathLike, num_bytes: int, *, within_secs: float = _ANSWER_SECS
+) -> None:
+    """Asks the agent of the node for memory, if one runs that gives answers.
+
+    Args:
+      root: the directory of the run.
+      num_bytes: that the run uses at most.
+      within_secs: for the answer.
+
+    Raises:
+      RunError: if the run does not fit, or the agent does not answer.
+    """
+    request = Request(secrets.token_hex(8), num_bytes)
+    path = pathlib.Path(root, REQUEST_FILE)
+    storage.write_atomic(path, storage.canonical_json([*request]))
+
+    def answered(record: NodeRecord | None) -> Answer | None:
+        if record is None or record.answers is None:
+            return Answer(request.id)
+        answer = record.answers.get(record.path_of(root))
+        return answer if answer and answer.request == request.id else None
+
+    answer = _awaited(root, answered, within_secs)
+    if answer is None:
+        raise errors.RunError(
+            f"the agent of the node has not answered for {within_secs:g} s whether"
+            f" {num_bytes} bytes fit beside the other runs of {os.fspath(root)}'s node;"
+            " look at its log"
+        )
+    if answer.refusal:
+        raise errors.RunError(answer.refusal)
+
+
+def _awaited(
+    root: epath.PathLike,
+    look: Callable[[NodeRecord | None], Found | None],
+    within_secs: float,
+) -> Found | None:
+    # What the record has at last; None if it does not in time.
+    deadline = time.monotonic() + within_secs
+    while (found := look(find(root))) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECS)
+    return found

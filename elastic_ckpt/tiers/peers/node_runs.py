@@ -32,6 +32,32 @@ class Lifetime:
     least_unused_secs: float = 600.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """The memory of a run.
+
+    Attributes:
+      unused_secs: since a process used it; 0 while one has it.
+      num_bytes: that its directory takes now.
+      granted_bytes: that it may use, by the answer to its request.
+    """
+
+    unused_secs: float
+    num_bytes: int
+    granted_bytes: int = 0
+
+    @property
+    def claimed_bytes(self) -> int:
+        """The bytes that others cannot have while the run lasts."""
+        if self.unused_secs:
+            return self.num_bytes
+        return max(self.num_bytes, self.granted_bytes)
+
+    def __str__(self) -> str:
+        unused = f"unused for {self.unused_secs:.0f} s" if self.unused_secs else ""
+        return f"{self.claimed_bytes} bytes ({unused or 'in use'})"
+
+
 def runs(directory: str) -> Iterator[str]:
     """The paths below `directory` of the directories of runs."""
     pending = [("", node_record.MOST_LEVELS)]
@@ -54,32 +80,62 @@ def unused_secs(root: str) -> float:
     for each in (root, *_slots(root)):
         with contextlib.suppress(FileNotFoundError):
             newest = max(newest, os.stat(each).st_mtime)
-    if any(node_record.is_held(_lock(slot)) for slot in _slots(root)):
+    if any(storage.is_locked(_lock(slot)) for slot in _slots(root)):
         return 0.0
     return max(0.0, time.time() - newest)
 
 
 def to_remove(
-    unused: Mapping[str, float], sizes: Mapping[str, int], lifetime: Lifetime
+    uses: Mapping[str, Use], lifetime: Lifetime, *, needed_bytes: int = 0
 ) -> list[str]:
     """The runs to remove, those that were unused for the longest time first.
 
+    A run that a process has is never among them, nor, for the limit alone, one whose
+    pods may just be replaced (`Lifetime.least_unused_secs`).
+
     Args:
-      unused: the seconds since each run was used, by its path.
-      sizes: in bytes, by path.
-      lifetime: of runs.
+      uses: the runs, by path.
+      lifetime: of runs, with the limit.
+      needed_bytes: for another run.
     """
     removable: list[str] = []
     excess = 0
     if lifetime.limit_bytes is not None:
-        excess = sum(sizes.values()) - lifetime.limit_bytes
-    for path in sorted(unused, key=lambda path: (-unused[path], path)):
-        secs = unused[path]
+        claimed = sum(use.claimed_bytes for use in uses.values())
+        excess = claimed + needed_bytes - lifetime.limit_bytes
+    for path in sorted(uses, key=lambda path: (-uses[path].unused_secs, path)):
+        secs = uses[path].unused_secs
         is_over = lifetime.unused_secs is not None and secs > lifetime.unused_secs
         if is_over or (excess > 0 and secs > lifetime.least_unused_secs):
             removable.append(path)
-            excess -= sizes[path]
+            excess -= uses[path].claimed_bytes
     return removable
+
+
+def check_room(
+    path: str, num_bytes: int, others: Mapping[str, Use], lifetime: Lifetime
+) -> None:
+    """Raises a RunError if a run does not fit beside others.
+
+    Args:
+      path: of the run that needs room.
+      num_bytes: that it uses at most.
+      others: those that are not removed, by path.
+      lifetime: of runs, with the limit.
+    """
+    if lifetime.limit_bytes is None:
+        return
+    claimed = sum(use.claimed_bytes for use in others.values())
+    free = lifetime.limit_bytes - claimed
+    if free >= num_bytes:
+        return
+    remaining = [f"{each} {use}" for each, use in sorted(others.items())]
+    raise errors.RunError(
+        f"run {path} needs {num_bytes} bytes of this node's memory, but only"
+        f" {max(0, free)} of {lifetime.limit_bytes} are available: other runs use"
+        f" [{errors.first_of(remaining)}]; lower local_checkpoint_size_limit, raise"
+        " node_agent_size_limit (--max-bytes), or use another node"
+    )
 
 
 def remove(root: str) -> bool:
@@ -87,7 +143,9 @@ def remove(root: str) -> bool:
     parent, name = os.path.split(root)
     hidden = os.path.join(parent, f"{_REMOVED}{name}")
     try:
-        with _all_slots(root):
+        with contextlib.ExitStack() as locks:
+            for slot in _slots(root):
+                locks.enter_context(storage.exclusive_lock(_lock(slot)))
             # A host that starts meanwhile finds no directory, rather than half of one.
             storage.remove(hidden)
             storage.rename(root, hidden)
@@ -105,14 +163,6 @@ def remove_leftovers(directory: str) -> None:
             for name in os.listdir(parent):
                 if name.startswith(_REMOVED):
                     storage.remove(os.path.join(parent, name))
-
-
-@contextlib.contextmanager
-def _all_slots(root: str) -> Iterator[None]:
-    with contextlib.ExitStack() as locks:
-        for slot in _slots(root):
-            locks.enter_context(storage.exclusive_lock(_lock(slot)))
-        yield
 
 
 def _slots(root: str) -> list[str]:

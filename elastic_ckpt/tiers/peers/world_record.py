@@ -2,7 +2,7 @@
 
 `<root>/world.json` has what placement requires: the hosts, and the policy of copies.
 With it the agent of a node that was replaced can copy what the machine should hold
-(`host.node_refill`). It is a hint, like `agents.json`.
+(`host.refill`). It is a hint, like `agents.json`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.steps import placement
-from elastic_ckpt.steps.manifest import Host
+
+if typing.TYPE_CHECKING:
+    from elastic_ckpt.steps import placement
+    from elastic_ckpt.steps.manifest import Host
 
 FILE = "world.json"
 # Raised by fields that are missing, or of another kind.
@@ -59,6 +62,10 @@ def read(root: epath.PathLike) -> WorldRecord | None:
     The agent of a node may be older or newer than the program that noted it: fields
     that only one of them has are left out.
     """
+    # Agents import this module, and need no NumPy.
+    from elastic_ckpt.steps import placement
+    from elastic_ckpt.steps.manifest import Host
+
     try:
         fields: dict[str, Any] = json.loads(pathlib.Path(root, FILE).read_bytes())
         return WorldRecord(
@@ -77,11 +84,3 @@ def read(root: epath.PathLike) -> WorldRecord | None:
 def _known(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in fields.items() if name in names}
-
-
-def version(root: epath.PathLike) -> int | None:
-    """A number that changes when another world is noted; None before the first."""
-    try:
-        return pathlib.Path(root, FILE).stat().st_mtime_ns
-    except FileNotFoundError:
-        return None

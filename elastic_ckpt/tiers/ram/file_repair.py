@@ -83,12 +83,10 @@ def replace(directory: epath.PathLike, file: str, content: bytes) -> None:
 def _unremoved(slot: str) -> Iterator[None]:
     # Meanwhile no process removes steps of the slot.
     with contextlib.ExitStack() as locks:
-        try:
-            locks.enter_context(storage.exclusive_lock(os.path.join(slot, "lock")))
-        except errors.RunError:
-            if not os.path.exists(os.path.join(slot, _REPAIRS)):
-                raise
+        if os.path.exists(os.path.join(slot, _REPAIRS)):
             locks.enter_context(held_off(slot))
+        else:
+            locks.enter_context(storage.exclusive_lock(os.path.join(slot, "lock")))
         yield
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.checkpoint.host import backup_copies, backup_host
+from elastic_ckpt.checkpoint.host import backup_copies, refill
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import part_message, part_table
 from elastic_ckpt.steps.holdings import Holdings, Offer
@@ -29,7 +29,7 @@ def placed(offers, num_backups):
     """The parts of each backup host, as holdings; None for one without."""
     hosts = [offer.host for offer in offers]
     backups = [
-        backup_copies.backup_host(f"{number:016x}", number=len(hosts) + number)
+        refill.backup_host(f"{number:016x}", number=len(hosts) + number)
         for number in range(num_backups)
     ]
     (table,) = part_table.joined([PartTable.from_offer(offer) for offer in offers])
@@ -61,27 +61,29 @@ def test_each_part_is_fetched_by_one_backup_host(offers, num_backups):
 
 
 @contextlib.contextmanager
-def peers(root, steps):
-    """A machine with steps; yields what a request has of each, and its client."""
+def peers(tmp_path, steps):
+    """A machine with steps, and a backup host; yields what requests have of each."""
+    root = tmp_path / "peer"
     for step, files in steps.items():
         served.save(root, step, files)
     with served.serving(agent.Service(root=str(root))) as address:
-        tables = {
+        backup_directory.make(tmp_path / "backup")
+        secret.adopt(tmp_path / "backup", secret.read(secret.path(root)))
+        yield {
             step: PartTable.from_offer(
                 Offer(tier="local", manifest=served.manifest_of(step, files)),
                 url=address.url,
             )
             for step, files in steps.items()
         }
-        client = peer_client.PeerClient(secret.read(secret.path(root)))
-        with contextlib.closing(client):
-            yield tables, client
 
 
-def request(root, table, *, saves=()):
+def fetch(root, table, *, saves=()):
+    """What a backup host fetches after a request."""
     message = PartMessage(tables=(table,), saves=saves)
     path = root / backup_directory.REQUEST
     storage.write_atomic(path, part_message.to_bytes(message))
+    return refill.refill(str(root))
 
 
 def held(root):
@@ -92,19 +94,16 @@ FILES = {"data/a": b"part a", "data/b": b"part b"}
 
 
 def test_a_backup_host_fetches_what_is_requested_and_keeps_what_all_have(tmp_path):
-    root, steps = tmp_path / "backup", dict.fromkeys((10, 20, 30, 40), FILES)
-    backup_directory.make(root)
-    with peers(tmp_path / "peer", steps) as (tables, client):
-        host = backup_host.BackupHost(root, client)
-        with contextlib.closing(host):
-            assert host.poll() is None
-            for step in (10, 20, 30):
-                request(root, tables[step])
-                assert host.poll().step == step
-            # Another backup host has not fetched 30, and so not 20 with certainty.
-            assert held(root) == [20, 30]
-            request(root, tables[40], saves=((20, "0"),))
-            assert host.poll().num_bytes == 12
+    root = tmp_path / "backup"
+    with peers(tmp_path, dict.fromkeys((10, 20, 30, 40), FILES)) as tables:
+        assert refill.refill(str(root)) is None
+        for step in (10, 20, 30):
+            fetched, taken = fetch(root, tables[step])
+            assert (fetched.step, taken.copies) == (step, 2)
+        # Another backup host has not fetched 30, and so not 20 with certainty.
+        assert held(root) == [20, 30]
+        _, taken = fetch(root, tables[40], saves=((20, "0"),))
+        assert taken.num_bytes == 12
     assert held(root) == [20, 30, 40]
     directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(
         0, StepId(40, "0")
@@ -114,39 +113,24 @@ def test_a_backup_host_fetches_what_is_requested_and_keeps_what_all_have(tmp_pat
 
 def test_a_part_that_cannot_be_fetched_leaves_the_steps_before(tmp_path):
     root = tmp_path / "backup"
-    backup_directory.make(root)
-    with peers(tmp_path / "peer", {10: FILES, 20: FILES}) as (tables, client):
-        host = backup_host.BackupHost(root, client)
-        with contextlib.closing(host):
-            request(root, tables[10])
-            host.poll()
-            file = tmp_path / "peer/hosts/0/20-0/data/b"
-            file.write_bytes(b"part c")
-            request(root, tables[20])
-            with pytest.raises(errors.CheckpointError, match="no good copy"):
-                host.poll()
+    with peers(tmp_path, {10: FILES, 20: FILES}) as tables:
+        fetch(root, tables[10])
+        file = tmp_path / "peer/hosts/0/20-0/data/b"
+        file.write_bytes(b"part c")
+        with pytest.raises(errors.CheckpointError, match="no good copy"):
+            fetch(root, tables[20])
     assert held(root) == [10]
 
 
-def test_a_bad_copy_is_repaired_while_the_backup_host_lives(tmp_path):
+def test_a_bad_copy_of_a_backup_host_is_repaired(tmp_path):
     root = tmp_path / "backup"
-    backup_directory.make(root)
-    secret.adopt(root, "the-secret-of-this-run")
-    with (
-        peers(tmp_path / "peer", dict.fromkeys((10, 20, 30), FILES)) as (
-            tables,
-            client,
-        ),
-        contextlib.closing(backup_host.BackupHost(root, client)) as host,
-    ):
-        request(root, tables[10])
-        host.poll()
-        directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(
-            0, StepId(10, "0")
-        )
+    with peers(tmp_path, dict.fromkeys((10, 20, 30), FILES)) as tables:
+        fetch(root, tables[10])
+        disk = ram_disk.RamDisk(root, run=served.RUN)
+        directory = disk.step_directory(0, StepId(10, "0"))
         (directory / "data/a").write_bytes(b"part x")
         with served.serving(agent.Service(root=str(root))) as address:
-            client = peer_client.PeerClient("the-secret-of-this-run")
+            client = peer_client.PeerClient(secret.read(secret.path(root)))
             with contextlib.closing(client):
                 offered = peer.Peer(address.url, client, served.RUN).offers(10)
                 (source,) = offered.sources.values()
@@ -154,15 +138,23 @@ def test_a_bad_copy_is_repaired_while_the_backup_host_lives(tmp_path):
         assert (directory / "data/a").read_bytes() == FILES["data/a"]
         # It fetches and removes steps as before.
         for step in (20, 30):
-            request(root, tables[step])
-            host.poll()
+            fetch(root, tables[step])
         assert held(root) == [20, 30]
+
+
+def test_a_directory_that_a_program_of_an_earlier_version_made_is_that_of_a_backup_host(
+    tmp_path,
+):
+    with peers(tmp_path, {10: FILES}) as tables:
+        (tmp_path / "backup" / "backup_host").write_bytes(b"")
+        fetch(tmp_path / "backup", tables[10])
+    assert held(tmp_path / "backup") == [10]
 
 
 def test_a_damaged_request_is_refused(tmp_path):
     backup_directory.make(tmp_path)
+    secret.adopt(tmp_path, "the-secret-of-this-run")
     (tmp_path / backup_directory.REQUEST).write_bytes(b"x" * 64)
-    host = backup_host.BackupHost(tmp_path, None)
     with pytest.raises(errors.CheckpointError, match="cut short or altered"):
-        host.poll()
-    assert host.poll() is None
+        refill.refill(str(tmp_path))
+    assert refill.refill(str(tmp_path)) is None

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from elastic_ckpt.checkpoint.host import node_refill
+from elastic_ckpt.checkpoint.host import refill
 from elastic_ckpt.steps import manifest, placement
 from elastic_ckpt.tiers.peers import agent, known_agents, secret, world_record
 from elastic_ckpt.tiers.ram import machine, ram_disk
@@ -83,21 +83,21 @@ def parts(disk, step):
 def test_a_machine_without_a_step_gets_all_parts_as_they_were_saved(peer, disk):
     with serving(peer) as url:
         join(disk, peer, url)
-        taken = node_refill.refill(str(disk.root))
+        _, taken = refill.refill(str(disk.root))
         assert not taken.problems
         assert disk.steps() == [STEP]
         assert parts(disk, STEP) == parts(peer, STEP)
         # Then nothing is left to do.
-        assert node_refill.refill(str(disk.root)) is None
+        assert refill.refill(str(disk.root)) is None
 
 
 def test_nothing_is_done_without_copies_peers_or_a_world(peer, disk):
-    assert node_refill.refill(str(disk.root)) is None
+    assert refill.refill(str(disk.root)) is None
     with serving(peer) as url:
         join(disk, peer, url, copies=0)
-        assert node_refill.refill(str(disk.root)) is None
+        assert refill.refill(str(disk.root)) is None
     join(disk, peer, url)
-    assert node_refill.refill(str(disk.root)) is None
+    assert refill.refill(str(disk.root)) is None
     assert not disk.steps()
 
 
@@ -107,7 +107,7 @@ def test_a_bad_part_of_a_peer_is_not_copied(peer, disk):
     spoilt_files.change_first_byte(pathlib.Path(files.directory, part.file))
     with serving(peer) as url:
         join(disk, peer, url)
-        taken = node_refill.refill(str(disk.root))
+        _, taken = refill.refill(str(disk.root))
     assert taken.problems
     good, bad = parts(peer, STEP)[0], parts(disk, STEP)[0]
     assert bad.items() < good.items()
@@ -116,7 +116,7 @@ def test_a_bad_part_of_a_peer_is_not_copied(peer, disk):
 def test_copies_that_do_not_fit_are_an_error(peer, disk, capsys):
     with serving(peer) as url:
         join(disk, peer, url, limit_bytes=10)
-        assert node_refill.main([str(disk.root)]) == 1
+        assert refill.main([str(disk.root)]) == 1
     error = capsys.readouterr().err
     assert "copies for this node were not made: step 3 needs" in error
     assert not disk.known_saves()
