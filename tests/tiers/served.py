@@ -77,8 +77,13 @@ def serving(service):
 
 
 @contextlib.contextmanager
-def agent_process(root, *arguments, verb=("elastic_ckpt.tiers.peers.agent_command",)):
-    """An agent in a separate process, which ends with the block; yields both."""
+def agent_process(
+    root, *arguments, verb=("elastic_ckpt.tiers.peers.agent_command",), cwd=None
+):
+    """An agent in a separate process, which ends with the block; yields both.
+
+    In another directory it is of the program that is there.
+    """
     with subprocess.Popen(
         [
             *(sys.executable, "-m", *verb, str(root), "--until-stdin-closes"),
@@ -88,6 +93,7 @@ def agent_process(root, *arguments, verb=("elastic_ckpt.tiers.peers.agent_comman
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=cwd,
     ) as process:
         line = process.stdout.readline()
         assert line.startswith(f"serving {root} at "), process.stderr.read()
