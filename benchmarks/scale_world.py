@@ -276,7 +276,7 @@ class SimulatedHosts:
             hosts.append(manifest.host)
             self.step = manifest.step
             world = _world(directory / str(number), manifest, hosts, number)
-            world.mail = office.box(number)
+            world.mail = office.box(number)  # type: ignore[assignment]
             worlds.append(world)
         assert len(hosts) == num_hosts
         self.num_hosts = num_hosts

@@ -7,6 +7,7 @@ command line, in no log, and not on the network that arrays take.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
@@ -48,10 +49,7 @@ def join(
     agents = known_agents.joined(
         [each.agents for each in introduced],
         {
-            each.agent.machine: {
-                "url": each.agent.url,
-                "certificate_sha256": each.agent.certificate_sha256,
-            }
+            each.agent.machine: dataclasses.asdict(each.agent)
             for each in joined
             if each.agent is not None
         },

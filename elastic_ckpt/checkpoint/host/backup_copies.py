@@ -65,7 +65,8 @@ class BackupCopies:
         }
         keep = self._complete_saves(list(requests))
         for url, parts in requests.items():
-            addressed = tuple(self._addressed(each) for each in parts)
+            urls = self._world.agent_urls
+            addressed = tuple(each.with_urls(urls) for each in parts)
             self._request(url, PartMessage(tables=addressed, saves=keep))
 
     def await_taken(self, step_id: StepId) -> list[str]:
@@ -110,16 +111,10 @@ class BackupCopies:
 
     def _complete_saves(self, urls: Sequence[str]) -> tuple[StepId, ...]:
         # The newest save of which each backup host has its parts.
-        saves = [set(self._saves(url)) for url in urls]
+        saves = [set(self._world.peer_at(url).known_saves()) for url in urls]
         common = set.intersection(*saves) if saves else set()
         newest = max(common, key=refill.order, default=None)
         return () if newest is None else (newest,)
-
-    def _saves(self, url: str) -> Sequence[StepId]:
-        return self._world.peer_at(url).known_saves()
-
-    def _addressed(self, table: PartTable) -> PartTable:
-        return table.with_urls(self._world.agent_urls)
 
     def _request(self, url: str, message: PartMessage) -> None:
         content = part_message.to_bytes(message)

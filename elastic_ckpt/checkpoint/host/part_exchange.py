@@ -31,7 +31,7 @@ from elastic_ckpt.core.host_tree import HostTree
 from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
-from elastic_ckpt.tiers.peers.mailbox import Mail
+from elastic_ckpt.tiers.peers.mailbox import Mailbox
 from elastic_ckpt.tiers.source import ReadError
 
 FAN_IN = 22
@@ -71,7 +71,7 @@ class PartExchange:
       num_hosts: of the world.
     """
 
-    def __init__(self, mail: Mail, kind: Kind, *, host: int, num_hosts: int) -> None:
+    def __init__(self, mail: Mailbox, kind: Kind, *, host: int, num_hosts: int) -> None:
         self._mail = mail
         self._kind = kind
         self._host = host

@@ -159,7 +159,7 @@ class HostWorld:
         }
         for url in (*config.peer_tier.known, *config.peer_tier.backups):
             self._agents.setdefault(url, None)
-        self.mail: mailbox.Mail = mailbox.Mailbox(
+        self.mail = mailbox.Mailbox(
             own.disk,
             slot=own.slot,
             hosts=hosts,

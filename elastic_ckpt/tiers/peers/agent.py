@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import hashlib
 import ipaddress
-import json
 import os
 import pathlib
 import re
@@ -28,13 +27,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import bandwidth, refills, secret
+from elastic_ckpt.tiers.peers import bandwidth, records, refills, secret
 from elastic_ckpt.tiers.ram import machine
 
 ADDRESS_FILE = "agent.json"
@@ -58,12 +57,6 @@ class Address:
     pid: int
     machine: str
     certificate_sha256: str | None = None
-
-    @classmethod
-    def of_json(cls, fields: Mapping[str, Any]) -> Address:
-        """The address that an agent wrote; fields of a later version are ignored."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: fields[name] for name in known & fields.keys()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,11 +92,8 @@ class Service:
 
 def find(root: epath.PathLike) -> Address | None:
     """The address that the agent of `root` published; None if it has not."""
-    try:
-        fields = json.loads(pathlib.Path(root, ADDRESS_FILE).read_bytes())
-    except FileNotFoundError:
-        return None
-    return Address.of_json(fields)
+    fields = records.read(root, ADDRESS_FILE)
+    return None if fields is None else records.decoded(Address, fields)
 
 
 def is_alive(root: epath.PathLike) -> bool:
@@ -230,9 +220,8 @@ async def serving(service: Service) -> AsyncIterator[Address]:
             most_connections_of_client=service.max_connections_of_client,
         ):
             if not service.is_beside:
+                records.write(root, ADDRESS_FILE, dataclasses.asdict(address))
                 path = os.path.join(root, ADDRESS_FILE)
-                fields = dataclasses.asdict(address)
-                storage.write_atomic(path, json.dumps(fields).encode())
                 stack.callback(storage.remove, path)
             yield address
 

@@ -8,7 +8,6 @@ backup_request     the newest request that it has not taken yet
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.tiers.peers import records
 
 # The path at which an agent takes requests.
 URL_PATH = "/v1/backup"
@@ -31,16 +31,14 @@ def make(root: epath.PathLike, **options: Any) -> None:
       **options: of its `PeerClient`.
     """
     storage.make_private_directory(root)
-    path = os.path.join(root, _MARKER)
-    storage.write_atomic(path, storage.canonical_json(options))
+    records.write(root, _MARKER, options)
 
 
 def read(root: epath.PathLike) -> dict[str, Any] | None:
     """The options of the backup host at `root`; None if it is none."""
-    try:
-        return json.loads(pathlib.Path(root, _MARKER).read_bytes() or b"{}")
-    except FileNotFoundError:
+    if not os.path.exists(os.path.join(root, _MARKER)):
         return None
+    return records.read(root, _MARKER) or {}
 
 
 def take_request(root: epath.PathLike) -> bytes | None:

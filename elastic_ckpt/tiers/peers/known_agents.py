@@ -6,15 +6,13 @@ agent that does not answer, or that turns out to serve other memory, is left out
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import agent_url
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.peers import agent_url, records
 
 FILE = "agents.json"
 # Machines come and go: one that was in no world for so long is dropped.
@@ -26,10 +24,7 @@ def read(root: epath.PathLike) -> dict[str, dict[str, Any]]:
 
     Malformed entries are left out, because the file is only a hint.
     """
-    try:
-        agents = json.loads(pathlib.Path(root, FILE).read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}
+    agents = records.read(root, FILE)
     if not isinstance(agents, dict):
         return {}
     return {machine: agent for machine, agent in agents.items() if _is_agent(agent)}
@@ -37,8 +32,7 @@ def read(root: epath.PathLike) -> dict[str, dict[str, Any]]:
 
 def write(root: epath.PathLike, agents: Mapping[str, Mapping[str, Any]]) -> None:
     """Notes `agents`, for the next world."""
-    noted = {machine: dict(agent) for machine, agent in agents.items()}
-    storage.write_atomic(pathlib.Path(root, FILE), storage.canonical_json(noted))
+    records.write(root, FILE, {machine: {**each} for machine, each in agents.items()})
 
 
 def forget(root: epath.PathLike, url: str) -> None:

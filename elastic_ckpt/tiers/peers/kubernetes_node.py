@@ -6,14 +6,13 @@ manifest of its DaemonSet binds its service account to a role for that.
 
 from __future__ import annotations
 
-import json
+import http
 import os
 import pathlib
-import ssl
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
+
+import urllib3
 
 from elastic_ckpt.core import errors
 
@@ -58,25 +57,22 @@ def read_labels(
       RunError: if they cannot be read.
     """
     account = pathlib.Path(account_directory)
-    path = f"/api/v1/nodes/{urllib.parse.quote(node, safe='')}"
-    url = (server or _server()) + path
+    url = f"{server or _server()}/api/v1/nodes/{urllib.parse.quote(node, safe='')}"
     try:
         token = (account / "token").read_text(encoding="ascii").strip()
-        tls = None
-        if url.startswith("https://"):
-            tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
-        request = urllib.request.Request(
-            url, headers={"Authorization": f"Bearer {token}"}
-        )
-        # The environment's proxies lead out of the cluster.
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
-        )
-        with opener.open(request, timeout=_TIMEOUT_SECS) as response:
-            labels = json.load(response)["metadata"].get("labels", {})
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
+        with urllib3.PoolManager(ca_certs=str(account / "ca.crt")) as pool:
+            response = pool.request(
+                "GET",
+                url,
+                headers={"Authorization": f"Bearer {token}"},
+                timeout=_TIMEOUT_SECS,
+                retries=False,
+                redirect=False,
+            )
+        if response.status != http.HTTPStatus.OK:
+            raise ValueError(f"status {response.status}")
+        labels = response.json()["metadata"].get("labels", {})
+    except (OSError, ValueError, KeyError, urllib3.exceptions.HTTPError) as error:
         raise errors.RunError(
             f"the labels of node {node} cannot be read from {url} ({error}); the"
             " service account needs the verb get on nodes, as the manifest of the"

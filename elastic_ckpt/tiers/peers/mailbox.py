@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps.manifest import Host
@@ -18,30 +17,6 @@ from elastic_ckpt.tiers.ram.ram_disk import MESSAGES, RamDisk
 from elastic_ckpt.tiers.source import ReadError
 
 MOST_BYTES = 2**31
-
-
-class Mail(Protocol):
-    """Passes messages between the hosts of a world."""
-
-    def post(self, name: str, content: bytes) -> None:
-        """Leaves a message, in place of one of that name."""
-        ...
-
-    def read(self, host: int, name: str) -> bytes:
-        """The message that a host has left, or that was delivered here for it.
-
-        Raises:
-          ReadError: if there is none, or the host cannot be reached.
-        """
-        ...
-
-    def deliver(self, host: int, name: str, content: bytes) -> None:
-        """Keeps a message of a host that came another way, until it is read."""
-        ...
-
-    def remove(self, prefix: str) -> None:
-        """Removes the messages of this host, and to it, whose names begin so."""
-        ...
 
 
 class Mailbox:
@@ -69,12 +44,16 @@ class Mailbox:
         self._delivered: dict[tuple[int, str], bytes] = {}
 
     def post(self, name: str, content: bytes) -> None:
-        """See `Mail`."""
+        """Leaves a message, in place of one of that name."""
         directory = self._disk.host_directory(self._slot) / MESSAGES
         storage.write_atomic(directory / name, content)
 
     def read(self, host: int, name: str) -> bytes:
-        """See `Mail`."""
+        """The message that a host has left, or that was delivered here for it.
+
+        Raises:
+          ReadError: if there is none, or the host cannot be reached.
+        """
         delivered = self._delivered.pop((host, name), None)
         if delivered is not None:
             return delivered
@@ -89,11 +68,11 @@ class Mailbox:
             raise ReadError(f"cannot be read: {path} is missing") from None
 
     def deliver(self, host: int, name: str, content: bytes) -> None:
-        """See `Mail`."""
+        """Keeps a message of a host that came another way, until it is read."""
         self._delivered[host, name] = content
 
     def remove(self, prefix: str) -> None:
-        """See `Mail`."""
+        """Removes the messages of this host, and to it, whose names begin so."""
         for key in list(self._delivered):
             if key[1].startswith(prefix):
                 self._delivered.pop(key, None)

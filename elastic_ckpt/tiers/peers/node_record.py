@@ -13,9 +13,7 @@ writes a step.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import pathlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import agent, protocol
+from elastic_ckpt.tiers.peers import agent, protocol, records
 from elastic_ckpt.tiers.ram import machine
 
 FILE = "node.json"
@@ -99,8 +97,7 @@ def write(record: NodeRecord) -> None:
         fields["answers"] = {
             path: list(answer) for path, answer in record.answers.items()
         }
-    path = os.path.join(record.directory, FILE)
-    storage.write_atomic(path, storage.canonical_json(fields))
+    records.write(record.directory, FILE, fields)
 
 
 def find(root: epath.PathLike) -> NodeRecord | None:
@@ -126,9 +123,8 @@ def read(directory: str) -> NodeRecord | None:
     Raises:
       RunError: as `find`.
     """
-    try:
-        fields = json.loads(pathlib.Path(directory, FILE).read_bytes())
-    except FileNotFoundError:
+    fields = records.read(directory, FILE)
+    if fields is None:
         return None
     problem = protocol.problem(str(fields["protocol"]))
     if problem:
@@ -138,7 +134,7 @@ def read(directory: str) -> NodeRecord | None:
         directory=directory,
         domains=fields["domains"],
         agents={
-            path: agent.Address.of_json(address)
+            path: records.decoded(agent.Address, address)
             for path, address in fields["agents"].items()
         },
         answers=None
@@ -177,10 +173,9 @@ def read_request(root: epath.PathLike) -> Request | None:
     """The newest request of the run whose directory is `root`; None without one."""
     try:
         # A later version may send more.
-        content = pathlib.Path(root, REQUEST_FILE).read_bytes()
-        request, num_bytes, *_ = json.loads(content)
+        request, num_bytes, *_ = records.read(root, REQUEST_FILE)
         return Request(str(request), int(num_bytes))
-    except (FileNotFoundError, TypeError, ValueError):
+    except (TypeError, ValueError):
         return None
 
 
@@ -198,8 +193,7 @@ def ask_for_memory(
       RunError: if the run does not fit, or the agent does not answer.
     """
     request = Request(secrets.token_hex(8), num_bytes)
-    path = pathlib.Path(root, REQUEST_FILE)
-    storage.write_atomic(path, storage.canonical_json([*request]))
+    records.write(root, REQUEST_FILE, [*request])
 
     def answered(record: NodeRecord | None) -> Answer | None:
         if record is None or record.answers is None:

@@ -73,6 +73,13 @@ class PeerClient:
 
     Raises:
       ConfigError: if `tls_ca` cannot be read.
+
+    Attributes:
+      secret: returns the run's current secret.
+      needs_tls: whether agents without TLS are refused.
+      timeout_secs: as given.
+      max_connections: as given.
+      bound: of all transfers; None without.
     """
 
     def __init__(
@@ -84,14 +91,14 @@ class PeerClient:
         max_connections: int = 4,
         max_bytes_per_sec: float | None = None,
     ) -> None:
-        self._secret = (lambda: secret) if isinstance(secret, str) else secret
-        self._ca = tls_ca
-        self._tls = None if tls_ca is None else _tls(tls_ca)
-        self._timeout_secs = timeout_secs
-        self._max_connections = max_connections
-        self._bound = None
+        self.secret = (lambda: secret) if isinstance(secret, str) else secret
+        self.needs_tls = tls_ca is not None
+        self.timeout_secs = timeout_secs
+        self.max_connections = max_connections
+        self.bound = None
         if max_bytes_per_sec:
-            self._bound = bandwidth.Bandwidth(max_bytes_per_sec)
+            self.bound = bandwidth.Bandwidth(max_bytes_per_sec)
+        self._tls = None if tls_ca is None else _tls(tls_ca)
         self._endpoints: dict[tuple[str, str | None], Endpoint] = {}
 
     def endpoint(self, url: str, *, certificate_sha256: str | None = None) -> Endpoint:
@@ -105,16 +112,7 @@ class PeerClient:
         if self._tls is None and url.startswith("https://"):
             # Made once: to read the system's authorities takes longer than a request.
             self._tls = _tls(None)
-        made = Endpoint(
-            url,
-            secret=self._secret,
-            tls=self._tls,
-            needs_tls=self._ca is not None,
-            certificate_sha256=certificate_sha256,
-            timeout_secs=self._timeout_secs,
-            max_connections=self._max_connections,
-            bandwidth_bound=self._bound,
-        )
+        made = Endpoint(url, self, tls=self._tls, certificate_sha256=certificate_sha256)
         return self._endpoints.setdefault((url, certificate_sha256), made)
 
     def left_skipped_secs(self) -> float:
@@ -143,34 +141,23 @@ class Endpoint:
 
     Args:
       url: of the agent.
-      secret: returns the run's current secret.
+      client: of this process, with what holds for all agents.
       tls: how its certificate is verified.
-      needs_tls: whether an agent without TLS is refused.
       certificate_sha256: of its certificate; None for any that is valid for its name.
-      timeout_secs: without a byte, or with far too few.
-      max_connections: at a time.
-      bandwidth_bound: shared by all transfers; None without a bound.
     """
 
     def __init__(
         self,
         url: str,
+        client: PeerClient,
         *,
-        secret: Callable[[], str],
         tls: ssl.SSLContext | None,
-        needs_tls: bool,
         certificate_sha256: str | None,
-        timeout_secs: float,
-        max_connections: int,
-        bandwidth_bound: bandwidth.Bandwidth | None,
     ) -> None:
         self.url = url
-        self._secret = secret
-        self._needs_tls = needs_tls
-        self._timeout_secs = timeout_secs
-        self._skipped_secs = _SKIPPED_TIMEOUTS * timeout_secs
-        self._bound = bandwidth_bound
-        self._free = threading.BoundedSemaphore(max_connections)
+        self._client = client
+        self._skipped_secs = _SKIPPED_TIMEOUTS * client.timeout_secs
+        self._free = threading.BoundedSemaphore(client.max_connections)
         self._skipped: _Skipped | None = None
         parsed = urllib.parse.urlsplit(url)
         host, port = parsed.hostname or "", parsed.port
@@ -179,13 +166,15 @@ class Endpoint:
             self._pool = urllib3.HTTPSConnectionPool(
                 host,
                 port,
-                maxsize=max_connections,
+                maxsize=client.max_connections,
                 ssl_context=tls,
                 assert_fingerprint=certificate_sha256,
             )
             self._pool.ConnectionCls = _EncryptedConnection  # type: ignore[assignment]
         else:
-            self._pool = urllib3.HTTPConnectionPool(host, port, maxsize=max_connections)
+            self._pool = urllib3.HTTPConnectionPool(
+                host, port, maxsize=client.max_connections
+            )
             self._pool.ConnectionCls = _PlainConnection  # type: ignore[assignment]
 
     def left_skipped_secs(self) -> float:
@@ -372,7 +361,7 @@ class Endpoint:
 
     def _problem(self, *, is_patient: bool) -> source.ReadError | None:
         # Why the peer is not asked now.
-        if self._needs_tls and not self.url.startswith("https://"):
+        if self._client.needs_tls and not self.url.startswith("https://"):
             return source.ReadError(
                 f"was not asked for: {self.url} does not encrypt, and this run does"
             )
@@ -399,7 +388,9 @@ class Endpoint:
     ) -> Iterator[urllib3.BaseHTTPResponse]:
         """The response to a request; its connection is kept if its body was read."""
         headers = {} if wanted is None else {"Range": wanted}
-        wait_secs = self._timeout_secs + (self._skipped_secs if is_patient else 0)
+        wait_secs = self._client.timeout_secs + (
+            self._skipped_secs if is_patient else 0
+        )
         with self._free:
             problem = self._problem(is_patient=is_patient)
             if problem is not None:
@@ -410,10 +401,12 @@ class Endpoint:
                 body=body,
                 headers={
                     protocol.HEADER: str(protocol.VERSION),
-                    "Authorization": f"Bearer {self._secret()}",
+                    "Authorization": f"Bearer {self._client.secret()}",
                     **headers,
                 },
-                timeout=urllib3.Timeout(connect=self._timeout_secs, read=wait_secs),
+                timeout=urllib3.Timeout(
+                    connect=self._client.timeout_secs, read=wait_secs
+                ),
                 retries=False,
                 redirect=False,
                 preload_content=False,
@@ -471,9 +464,9 @@ class Endpoint:
         self, response: urllib3.BaseHTTPResponse, num_bytes: int
     ) -> Iterator[bytes]:
         # A piece is the most that is lost when a connection breaks.
-        piece_bytes = source.PIECE_BYTES
-        if self._bound is not None:
-            piece_bytes = self._bound.piece_bytes(piece_bytes)
+        piece_bytes, bound = source.PIECE_BYTES, self._client.bound
+        if bound is not None:
+            piece_bytes = bound.piece_bytes(piece_bytes)
         while num_bytes:
             expected = min(piece_bytes, num_bytes)
             piece = response.read(expected)
@@ -482,8 +475,8 @@ class Endpoint:
                 raise exceptions.ProtocolError(str(cause), cause)
             yield piece
             num_bytes -= expected
-            if self._bound is not None:
-                time.sleep(self._bound.take(expected))
+            if bound is not None:
+                time.sleep(bound.take(expected))
 
 
 class _Watched(io.RawIOBase):

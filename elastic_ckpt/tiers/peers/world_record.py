@@ -8,15 +8,11 @@ With it the agent of a node that was replaced can copy what the machine should h
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 import typing
-from collections.abc import Mapping
-from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.tiers.peers import records
 
 if typing.TYPE_CHECKING:
     from elastic_ckpt.steps import placement
@@ -52,8 +48,7 @@ class WorldRecord:
 
 def write(root: epath.PathLike, record: WorldRecord) -> None:
     """Notes the world of the RAM disk at `root`."""
-    fields = dataclasses.asdict(record)
-    storage.write_atomic(pathlib.Path(root, FILE), storage.canonical_json(fields))
+    records.write(root, FILE, dataclasses.asdict(record))
 
 
 def read(root: epath.PathLike) -> WorldRecord | None:
@@ -67,20 +62,9 @@ def read(root: epath.PathLike) -> WorldRecord | None:
     from elastic_ckpt.steps.manifest import Host
 
     try:
-        fields: dict[str, Any] = json.loads(pathlib.Path(root, FILE).read_bytes())
-        return WorldRecord(
-            run=fields["run"],
-            hosts=tuple(Host(**_known(Host, host)) for host in fields["hosts"]),
-            policy=placement.Policy(**_known(placement.Policy, fields["policy"])),
-            limit_bytes=fields["limit_bytes"],
-            tls_ca=fields.get("tls_ca"),
-            max_bytes_per_sec=fields.get("max_bytes_per_sec"),
-            timeout_secs=float(fields.get("timeout_secs", 10.0)),
-        )
-    except (FileNotFoundError, RecursionError, *_MALFORMED):
+        fields = dict(records.read(root, FILE))
+        fields["hosts"] = tuple(records.decoded(Host, host) for host in fields["hosts"])
+        fields["policy"] = records.decoded(placement.Policy, fields["policy"])
+        return records.decoded(WorldRecord, fields)
+    except _MALFORMED:
         return None
-
-
-def _known(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in fields.items() if name in names}
