@@ -39,7 +39,6 @@ from elastic_ckpt.tiers.ram import machine
 ADDRESS_FILE = "agent.json"
 _LOCK_FILE = "agent.lock"
 _STDIN = 0
-_POLL_SECS = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,15 +161,10 @@ async def serve(
       RunError: if `root` does not exist, another agent serves it, the interface, the
         port or the certificate cannot be had, or the secret is not private.
     """
-    async with (
-        serving(service) as address,
-        refills.Refills(refill, announce) as filling,
-    ):
+    async with serving(service) as address:
         announce(f"serving {service.root} at {address.url}")
-        while not ended.is_set():
-            filling.update(service.root)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), _POLL_SECS if refill else None)
+        async with refills.kept_filled(service.root, refill, announce=announce):
+            await ended.wait()
 
 
 @contextlib.asynccontextmanager
@@ -192,7 +186,8 @@ async def serving(service: Service) -> AsyncIterator[Address]:
             stack.enter_context(_locked(root))
         if service.secret_file is None:
             secret.read_or_create(root)
-        known = secret.Watched(service.secret_file or secret.path(root))
+        secret_file = service.secret_file or secret.path(root)
+        secret.read(secret_file)
         tls, fingerprint = _tls(service)
         listening = stack.enter_context(_bound(service))
         host, port = listening.getsockname()[:2]
@@ -209,7 +204,7 @@ async def serving(service: Service) -> AsyncIterator[Address]:
         answers = agent_server.Answers(
             root,
             machine=machine_id,
-            known=known,
+            secret_file=secret_file,
             bandwidth_bound=bandwidth.Bandwidth(rate) if rate else None,
         )
         async with agent_server.serving(

@@ -35,7 +35,7 @@ from collections.abc import AsyncIterator, Callable
 from aiohttp import http, web
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.peers import (
     agent_connections,
     agent_tree,
@@ -83,7 +83,7 @@ class Answers:
     Args:
       root: of the RAM disk.
       machine: its id.
-      known: the secret.
+      secret_file: that holds the run's secret now.
       bandwidth_bound: shared by all answers; None without a bound.
 
     Attributes:
@@ -95,12 +95,12 @@ class Answers:
         root: epath.PathLike,
         *,
         machine: str,
-        known: secret.Watched,
+        secret_file: str,
         bandwidth_bound: bandwidth.Bandwidth | None,
     ) -> None:
         self._root = root
         self._machine = machine
-        self._known = known
+        self._secret_file = secret_file
         self._bandwidth = bandwidth_bound
         self._repairing = asyncio.Lock()
         self.on_secret: Callable[[asyncio.BaseProtocol], None] = lambda _: None
@@ -140,8 +140,10 @@ class Answers:
         return _closing(404)
 
     def _is_authorized(self, authorization: str) -> bool:
-        known = self._known.current()
-        if known is None:
+        try:
+            known = secret.read(self._secret_file)
+        except errors.RunError:
+            # It is missing, or holds none.
             return False
         given = authorization.encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, f"Bearer {known}".encode())

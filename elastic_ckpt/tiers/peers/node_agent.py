@@ -57,12 +57,8 @@ async def serve(
         raise errors.RunError(
             f"{directory}: no such directory; create it on a file system in memory"
         )
-    node = _Node(service, domains or {}, lifetime, announce)
-    async with (
-        _locked(directory),
-        contextlib.aclosing(node),
-        refills.Refills(refill, announce) as filling,
-    ):
+    node = _Node(service, domains or {}, lifetime, announce, refill)
+    async with _locked(directory), contextlib.aclosing(node):
         # In place of what a former agent has served.
         node.publish()
         announce(f"serving {directory} at {service.interface}")
@@ -73,8 +69,6 @@ async def serve(
                 next_sweep = time.monotonic() + sweep_secs
             await node.answer()
             await node.update()
-            for path in node.served:
-                filling.update(os.path.join(directory, path), path)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _POLL_SECS)
 
@@ -98,18 +92,11 @@ async def _locked(directory: str) -> AsyncIterator[None]:
         yield
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Served:
-    # How a run's directory is reached, and what ends that.
-    address: agent.Address
-    stack: contextlib.AsyncExitStack
-
-
 class _Node:
     """The runs of a node, each with the server of its directory.
 
     Attributes:
-      served: by the path of the run.
+      served: the address of each run, by its path.
     """
 
     def __init__(
@@ -118,8 +105,12 @@ class _Node:
         domains: Mapping[str, str],
         lifetime: node_runs.Lifetime,
         announce: Callable[[str], object],
+        refill: Sequence[str],
     ) -> None:
-        self.served: dict[str, _Served] = {}
+        self.served: dict[str, agent.Address] = {}
+        # What ends each server.
+        self._stacks: dict[str, contextlib.AsyncExitStack] = {}
+        self._refill = refill
         self._service = service
         self._directory = service.root
         self._domains = domains
@@ -141,9 +132,9 @@ class _Node:
     async def update(self) -> None:
         """Serves directories that are new, and no more what is gone."""
         paths = set(node_runs.runs(self._directory))
-        for path, served in list(self.served.items()):
+        for path, address in list(self.served.items()):
             # Another directory may have taken the place of the one that is served.
-            if served.address.machine != machine.find(self._root(path)):
+            if address.machine != machine.find(self._root(path)):
                 await self._end(path)
         for path in sorted(paths - self.served.keys()):
             await self._begin(path)
@@ -154,7 +145,7 @@ class _Node:
         record = node_record.NodeRecord(
             directory=self._directory,
             domains=self._domains,
-            agents={path: self.served[path].address for path in sorted(self.served)},
+            agents=dict(sorted(self.served.items())),
             answers={p: a for p, a in self._answers.items() if p in self.served},
         )
         if record != self._published:
@@ -222,7 +213,7 @@ class _Node:
         )
 
     async def _begin(self, path: str) -> None:
-        taken = {_port(served.address) for served in self.served.values()}
+        taken = set(map(_port, self.served.values()))
         port = self._service.port
         if port:
             port = next(each for each in itertools.count(port) if each not in taken)
@@ -232,6 +223,13 @@ class _Node:
         stack = contextlib.AsyncExitStack()
         try:
             address = await stack.enter_async_context(agent.serving(service))
+            await stack.enter_async_context(
+                refills.kept_filled(
+                    service.root,
+                    self._refill,
+                    announce=lambda line: self._announce(f"{path}: {line}"),
+                )
+            )
         except (errors.ElasticCkptError, OSError) as error:
             # It is tried again, and a problem is shown once.
             problem = f"does not serve {path}: {error}"
@@ -239,11 +237,12 @@ class _Node:
                 self._problems.add(problem)
                 print(problem, file=sys.stderr, flush=True)
             return
-        self.served[path] = _Served(address=address, stack=stack)
+        self.served[path], self._stacks[path] = address, stack
         self._announce(f"serving {path} at {address.url}")
 
     async def _end(self, path: str) -> None:
-        await self.served.pop(path).stack.aclose()
+        del self.served[path]
+        await self._stacks.pop(path).aclose()
 
     async def _remove(self, path: str) -> None:
         if not await asyncio.to_thread(node_runs.remove, self._root(path)):

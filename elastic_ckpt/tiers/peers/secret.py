@@ -2,7 +2,7 @@
 
 It is in `<root>/secret`, readable only by its owner. The hosts of a new world agree on
 one through the coordination service, and each adopts it; the agent, which outlives
-worlds, reads the file again when it has changed.
+worlds, reads the file for each request.
 """
 
 from __future__ import annotations
@@ -83,40 +83,6 @@ def adopt(root: epath.PathLike, secret: str) -> None:
     """
     _checked(secret, "that is no secret for a run")
     storage.write_atomic(path(root), secret.encode(), mode=0o600)
-
-
-class Watched:
-    """The secret in a file, read again when the file has changed.
-
-    Args:
-      file: that holds it now.
-
-    Raises:
-      RunError: if it is missing or holds no secret.
-    """
-
-    def __init__(self, file: epath.PathLike) -> None:
-        self._file = file
-        self._version = self._file_version()
-        self._secret: str | None = read(file)
-
-    def current(self) -> str | None:
-        """The secret; None while the file is missing or holds none."""
-        version = self._file_version()
-        if version != self._version:
-            self._version = version
-            try:
-                self._secret = read(self._file)
-            except errors.RunError:
-                self._secret = None
-        return self._secret
-
-    def _file_version(self) -> tuple[int, int, int] | None:
-        try:
-            status = os.stat(self._file)
-        except FileNotFoundError:
-            return None
-        return (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _checked(secret: str, otherwise: str) -> str:
