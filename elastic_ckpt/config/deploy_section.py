@@ -88,8 +88,8 @@ class DeploySection:
     )
     node_agent_port: int = key(
         0,
-        "node_agent: port of the agent on the node's network; 0 lets the system"
-        " choose one.",
+        "node_agent: port of the agent on the node's network for one run; others on"
+        " the node have the next ones. 0 lets the system choose.",
         at_least=0,
     )
     node_agent_priority_class: str = key(

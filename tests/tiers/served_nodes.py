@@ -13,9 +13,9 @@ PART = "/v1/hosts/0/30-0/data/part"
 
 
 @contextlib.contextmanager
-def serving(directory, **options):
+def serving(directory, *, port=0, **options):
     """The agent of a node; yields a list, to which its lines are added."""
-    service = agent.Service(root=str(directory))
+    service = agent.Service(root=str(directory), port=port)
     ended, lines, started = asyncio.Event(), [], futures.Future()
 
     def announce(line):

@@ -1,6 +1,7 @@
 import contextlib
 import os
 import shutil
+import socket
 import time
 from typing import ClassVar
 
@@ -81,6 +82,14 @@ def test_a_new_agent_has_the_addresses_of_the_one_before(tmp_path):
             assert served.ask(urls[-1], PART, known) == (200, b"part")
         assert node_record.find(root) is None
     assert urls[0] == urls[1]
+
+
+def test_a_port_that_is_given_is_that_of_a_run(tmp_path):
+    root = served_nodes.save_run(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with served_nodes.serving(tmp_path, port=port):
+        assert node_record.attach(root).url == f"http://127.0.0.1:{port}"
 
 
 def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_later(

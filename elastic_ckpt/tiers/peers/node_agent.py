@@ -213,7 +213,7 @@ class _Node:
         )
 
     async def _begin(self, path: str) -> None:
-        taken = set(map(_port, self.served.values()))
+        taken = {*map(_port, self.served.values()), *self._ports.values()}
         port = self._service.port
         if port:
             port = next(each for each in itertools.count(port) if each not in taken)

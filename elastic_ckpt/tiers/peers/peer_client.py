@@ -55,7 +55,10 @@ _REFUSED = 401
 _DONE, _CONFLICT = 204, 409
 _MOST_REASON_BYTES = 1000
 _STATUS = {404: "has no such file", 416: "has a shorter file"}
+# urllib3 raises its own, and those of `http.client` while a body is read.
+_FAILURES = (OSError, http.client.HTTPException, exceptions.HTTPError)
 Result = TypeVar("Result")
+Content = TypeVar("Content", bytes, memoryview)
 
 
 class PeerClient:
@@ -197,13 +200,14 @@ class Endpoint:
 
         def read() -> bytes:
             with self._answer("GET", path, is_patient=is_patient) as response:
-                num_bytes = response.length_remaining
+                num_bytes = response.length
                 if num_bytes is None or num_bytes > most_bytes:
                     raise source.ReadError(
                         f"cannot be read: {self.url} sends {num_bytes} bytes, and at"
                         f" most {most_bytes} are taken"
                     )
-                return b"".join(self._pieces(response, num_bytes))
+                content = b"".join(map(response.read, self._pieces(num_bytes)))
+                return _checked(content, num_bytes)
 
         return self._persistently(read, lambda: 0, is_patient=is_patient)
 
@@ -237,10 +241,10 @@ class Endpoint:
                 "GET", path, wanted=f"bytes={first}-{last}", is_patient=is_patient
             ) as response:
                 self._check_range(response, first, last)
-                for piece in self._pieces(response, len(into) - done):
-                    part = into[done : done + len(piece)]
-                    part[:] = piece
-                    done += len(piece)
+                for num_bytes in self._pieces(len(into) - done):
+                    part = into[done : done + num_bytes]
+                    _checked(part[: response.readinto(part)], num_bytes)
+                    done += num_bytes
                     on_piece(part)
 
         if len(into):
@@ -261,7 +265,7 @@ class Endpoint:
 
         def look() -> int:
             with self._answer("HEAD", path, is_patient=is_patient) as response:
-                announced = response.headers.get("Content-Length", "")
+                announced = response.getheader("Content-Length", "")
             if not _SIZE.fullmatch(announced):
                 raise source.ReadError(
                     f"cannot be read: {self.url} gives its size as {announced!r:.40}"
@@ -281,7 +285,7 @@ class Endpoint:
                 reason = response.read(_MOST_REASON_BYTES)
         except source.ReadError as error:
             raise source.RepairError(str(error)) from None
-        except exceptions.HTTPError as error:
+        except _FAILURES as error:
             # An agent of an earlier version ends the connection.
             raise source.RepairError(
                 f"was not repaired: {self.url} does not take it"
@@ -319,9 +323,9 @@ class Endpoint:
             before = progress()
             try:
                 outcome = attempt()
-            except exceptions.HTTPError as error:
+            except _FAILURES as error:
                 cause = _cause(error)
-                if isinstance(error, exceptions.ReadTimeoutError):
+                if isinstance(error, TimeoutError | exceptions.ReadTimeoutError):
                     raise self._failed(
                         cause, source.SlowError, is_hung=is_patient
                     ) from None
@@ -385,7 +389,7 @@ class Endpoint:
         body: bytes | None = None,
         wanted: str | None = None,
         is_patient: bool = False,
-    ) -> Iterator[urllib3.BaseHTTPResponse]:
+    ) -> Iterator[_Response]:
         """The response to a request; its connection is kept if its body was read."""
         headers = {} if wanted is None else {"Range": wanted}
         wait_secs = self._client.timeout_secs + (
@@ -395,7 +399,7 @@ class Endpoint:
             problem = self._problem(is_patient=is_patient)
             if problem is not None:
                 raise problem
-            response = self._pool.urlopen(
+            response: Any = self._pool.urlopen(
                 method,
                 path,
                 body=body,
@@ -412,10 +416,13 @@ class Endpoint:
                 preload_content=False,
                 decode_content=False,
             )
+            # That of `http.client`, which reads into memory that is there: urllib3 has
+            # it read into new memory, and copies that.
+            inner = response._original_response
             try:
-                yield response
+                yield inner
             finally:
-                if response.length_remaining != 0:
+                if not inner.isclosed():
                     response.close()
                 response.release_conn()
 
@@ -427,12 +434,12 @@ class Endpoint:
         *,
         wanted: str | None = None,
         is_patient: bool,
-    ) -> Iterator[urllib3.BaseHTTPResponse]:
+    ) -> Iterator[_Response]:
         """The response of an agent that gives what was asked for."""
         with self._response(
             method, path, wanted=wanted, is_patient=is_patient
         ) as response:
-            problem = protocol.problem(response.headers.get(protocol.HEADER))
+            problem = protocol.problem(response.getheader(protocol.HEADER))
             if problem is not None:
                 raise source.ReadError(f"cannot be read: {self.url} {problem}")
             if response.status == _REFUSED:
@@ -447,12 +454,10 @@ class Endpoint:
                 )
             yield response
 
-    def _check_range(
-        self, response: urllib3.BaseHTTPResponse, first: int, last: int
-    ) -> None:
-        match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    def _check_range(self, response: _Response, first: int, last: int) -> None:
+        match = _RANGE.fullmatch(response.getheader("Content-Range", ""))
         bounds = (int(match[1]), int(match[2])) if match else None
-        num_bytes = response.length_remaining
+        num_bytes = response.length
         if bounds == (first, last) and num_bytes == last + 1 - first:
             return
         raise source.ReadError(
@@ -460,23 +465,17 @@ class Endpoint:
             f" {bounds}, for the bytes {first}-{last}"
         )
 
-    def _pieces(
-        self, response: urllib3.BaseHTTPResponse, num_bytes: int
-    ) -> Iterator[bytes]:
-        # A piece is the most that is lost when a connection breaks.
+    def _pieces(self, num_bytes: int) -> Iterator[int]:
+        # How much to read at once: the most that is lost when a connection breaks.
         piece_bytes, bound = source.PIECE_BYTES, self._client.bound
         if bound is not None:
             piece_bytes = bound.piece_bytes(piece_bytes)
         while num_bytes:
-            expected = min(piece_bytes, num_bytes)
-            piece = response.read(expected)
-            if len(piece) < expected:
-                cause = ConnectionError("closed the connection")
-                raise exceptions.ProtocolError(str(cause), cause)
+            piece = min(piece_bytes, num_bytes)
             yield piece
-            num_bytes -= expected
+            num_bytes -= piece
             if bound is not None:
-                time.sleep(bound.take(expected))
+                time.sleep(bound.take(piece))
 
 
 class _Watched(io.RawIOBase):
@@ -584,7 +583,13 @@ def _tls(authority: epath.PathLike | None) -> ssl.SSLContext:
     return made
 
 
-def _cause(error: exceptions.HTTPError) -> BaseException:
+def _checked(content: Content, num_bytes: int) -> Content:
+    if len(content) < num_bytes:
+        raise ConnectionError("closed the connection")
+    return content
+
+
+def _cause(error: Exception) -> BaseException:
     # What urllib3 has wrapped.
     inner = error.__cause__ or (error.args[-1] if error.args else None)
     return inner if isinstance(inner, BaseException) else error
@@ -594,4 +599,4 @@ def _is_broken(cause: BaseException) -> bool:
     # A connection that was made, or may be made now, unlike one to a wrong peer.
     if isinstance(cause, TimeoutError | ssl.SSLCertVerificationError):
         return False
-    return isinstance(cause, OSError | http.client.IncompleteRead)
+    return isinstance(cause, OSError)
