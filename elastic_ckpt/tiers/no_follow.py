@@ -6,11 +6,10 @@ what is read, whatever happens to names meanwhile.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -40,19 +39,5 @@ def open_file(root: str, names: Sequence[str] | Sequence[bytes]) -> int:
             kind = errno.ELOOP if stat.S_ISLNK(mode) else errno.EINVAL
             raise OSError(kind, "not a regular file")
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def opened_directory(name: str, above: int | None = None) -> Iterator[int]:
-    """Opens a directory, below another or at its path, and yields its descriptor.
-
-    Raises:
-      OSError: as `open_file`.
-    """
-    descriptor = os.open(name, _DIRECTORY, dir_fd=above)
-    try:
-        yield descriptor
     finally:
         os.close(descriptor)

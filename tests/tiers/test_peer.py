@@ -561,9 +561,16 @@ class TestBreaks:
             assert closing.num_connections == 3
 
     def test_connections_are_kept(self, client):
-        with ScriptedPeer(lambda c, _: c.sendall(answer(b"[]"))) as keeping:
+        def respond(connection, request):
+            response = answer(b"[]")
+            is_head = request.startswith(b"HEAD")
+            connection.sendall(response[:-2] if is_head else response)
+
+        with ScriptedPeer(respond) as keeping:
+            endpoint = client.endpoint(keeping.url)
             for _ in range(9):
-                client.endpoint(keeping.url).read("/v1/steps", most_bytes=9)
+                assert endpoint.read("/v1/steps", most_bytes=9) == b"[]"
+                assert endpoint.size("/v1/steps") == 2
             assert keeping.num_connections == 1
 
     def test_many_threads_share_so_many_connections(self):

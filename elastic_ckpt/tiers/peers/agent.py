@@ -27,8 +27,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 from etils import epath
 
@@ -118,7 +117,9 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
 
 
 def run(
-    serving: Callable[[asyncio.Event], Any], *, until_stdin_closes: bool = False
+    serving: Callable[[asyncio.Event], Awaitable[None]],
+    *,
+    until_stdin_closes: bool = False,
 ) -> None:
     """Runs the agent of a role until this process gets SIGTERM or SIGINT.
 

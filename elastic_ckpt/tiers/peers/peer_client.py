@@ -422,8 +422,8 @@ class Endpoint:
             try:
                 yield inner
             finally:
-                if not inner.isclosed():
-                    response.close()
+                # One with bytes that were not read is of no more use.
+                (response if inner.length != 0 else inner).close()
                 response.release_conn()
 
     @contextlib.contextmanager

@@ -17,12 +17,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from elastic_ckpt.tiers.peers import backup_directory, world_record
 
 _POLL_SECS = 0.2
-_RETRY_SECS = 30.0
 
 
 @contextlib.asynccontextmanager
 async def kept_filled(
-    root: str, command: Sequence[str], *, announce: Callable[[str], object]
+    root: str,
+    command: Sequence[str],
+    *,
+    announce: Callable[[str], object],
+    retry_secs: float = 30.0,
 ) -> AsyncIterator[None]:
     """Has a directory filled while the block lasts.
 
@@ -30,11 +33,14 @@ async def kept_filled(
       root: the directory.
       command: of the program, without its last argument, `root`; empty for none.
       announce: called with each line that it prints.
+      retry_secs: until it is started again if it fails.
     """
     if not command:
         yield
         return
-    filling = asyncio.create_task(_keep_filled([*command, root], root, announce))
+    filling = asyncio.create_task(
+        _keep_filled([*command, root], root, announce, retry_secs)
+    )
     try:
         yield
     finally:
@@ -44,7 +50,10 @@ async def kept_filled(
 
 
 async def _keep_filled(
-    command: Sequence[str], root: str, announce: Callable[[str], object]
+    command: Sequence[str],
+    root: str,
+    announce: Callable[[str], object],
+    retry_secs: float,
 ) -> None:
     loop = asyncio.get_running_loop()
     handled, failed, again_at = set[int](), set[int](), 0.0
@@ -57,7 +66,7 @@ async def _keep_filled(
                 handled = needs
             except OSError as error:
                 print(f"{root} is not filled: {error}", file=sys.stderr, flush=True)
-                failed, again_at = needs, loop.time() + _RETRY_SECS
+                failed, again_at = needs, loop.time() + retry_secs
         await asyncio.sleep(_POLL_SECS)
 
 
