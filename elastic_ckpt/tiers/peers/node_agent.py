@@ -57,11 +57,14 @@ async def serve(
         raise errors.RunError(
             f"{directory}: no such directory; create it on a file system in memory"
         )
-    node = _Node(service, domains or {}, lifetime, announce, refill)
-    async with _locked(directory), contextlib.aclosing(node):
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(_locked(directory))
+        node = _Node(service, domains or {}, lifetime, announce, refill)
+        stack.push_async_callback(node.close)
         # In place of what a former agent has served.
         node.publish()
         announce(f"serving {directory} at {service.interface}")
+        await node.update()
         next_sweep = time.monotonic()
         while not ended.is_set():
             if time.monotonic() >= next_sweep:
@@ -177,7 +180,7 @@ class _Node:
                 refusal = str(error)
             self._answers[path] = node_record.Answer(request.id, refusal)
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Ends all servers."""
         for path in list(self.served):
             await self._end(path)
