@@ -6,10 +6,15 @@ read the machine's steps before, while and after a training process runs there. 
 serves bytes, and replaces bad files by what was saved (`agent_server`); it writes
 `<root>/agent.json`, which holds its address.
 
-The same program has two more roles. That of a node serves every run's directory below
-one, those of later pods too (`node_agent`). That of a backup host also has parts
-fetched that the hosts of a run ask for. In both roles another program brings parts that
-a directory lacks (`refills`).
+The same program has three roles, by its options:
+
+    machine        serves one RAM disk, until its program or a signal ends it
+    node           serves every run's directory below one, those of later pods too,
+                   under the limits of the node (`node_agent`)
+    backup host    serves one RAM disk, and takes requests for parts
+
+Nodes and backup hosts also have parts brought that they lack: another program does that
+when a host has noted a new world in the directory, or has sent a request (`refills`).
 """
 
 from __future__ import annotations
