@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -71,19 +72,18 @@ async def _keep_filled(
 
 
 async def _output(command: Sequence[str]) -> list[str]:
-    # Ctrl-C in a terminal is for the agent alone, which then kills it.
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, start_new_session=True
+    # Ctrl-C in a terminal is for the agent alone.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        stdout, _ = await process.communicate()
+        stdout, _ = await asyncio.to_thread(process.communicate)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        # If it has not ended, the agent ends; the thread waits for the process.
+        process.kill()
     if process.returncode:
         raise OSError(f"its program ended with status {process.returncode}")
-    return stdout.decode().splitlines()
+    return stdout.splitlines()
 
 
 def _needs(root: str) -> set[int]:
