@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import boxes
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
+from elastic_ckpt.tiers.ram.chunk_files import ChunkFile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,13 +20,37 @@ class CapturedLeaf:
     Attributes:
       leaf: the whole array.
       shard_shape: that all shards of it have, here and elsewhere.
-      boxes: each box that is here, once, with its values; an array without elements has
-        none.
+      boxes: each chunk that is here, once, with its values; an array without elements
+        has none.
+      files: of chunks whose values lie in a file of the RAM disk already.
     """
 
     leaf: Leaf
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
+    files: Mapping[boxes.Box, ChunkFile] = dataclasses.field(default_factory=dict)
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """The shape of all chunks of the leaf, here and elsewhere."""
+        return chunk_shape(self.leaf, self.shard_shape)
+
+    def shard(self, chunk: boxes.Box) -> boxes.Box:
+        """The shard that a chunk is of."""
+        start = tuple(
+            at - at % max(1, size)
+            for at, size in zip(chunk.start, self.shard_shape, strict=True)
+        )
+        stop = tuple(a + n for a, n in zip(start, self.shard_shape, strict=True))
+        return boxes.Box(start=start, stop=stop)
+
+
+def chunk_shape(leaf: Leaf, shard_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the chunks of a leaf, at least 1 in each dim."""
+    if 0 in leaf.shape:
+        return tuple(max(1, size) for size in leaf.shape)
+    item_bytes = np.dtype(leaf.dtype).itemsize
+    return layout.chunk_shape(shard_shape, item_bytes=item_bytes)
 
 
 class Captured:

@@ -73,35 +73,29 @@ class CapturedStep:
         fragments = []
         for number, part in enumerate(captured.parts):
             leaf = part.leaf
-            chunk = tuple(max(1, size) for size in leaf.shape)
-            if 0 not in leaf.shape:
-                item_bytes = np.dtype(leaf.dtype).itemsize
-                chunk = layout.chunk_shape(part.shard_shape, item_bytes=item_bytes)
-            self.chunk_shapes[leaf.path] = chunk
+            chunk = self.chunk_shapes[leaf.path] = part.chunk
             for box, values in part.boxes:
-                group, uploaded = group_of(number, box), is_own(number, box)
+                shard = part.shard(box)
+                group, uploaded = group_of(number, shard), is_own(number, shard)
                 if not (group or uploaded):
                     continue
-                for piece in layout.cut(box, chunk):
-                    of_piece = values[boxes.relative(piece, box)]
-                    piece_digest = digest.values_digest(of_piece)
-                    if group:
-                        named = (group, leaf.path, str(piece))
-                        self.shared[named] = piece_digest.hex()
-                    if not uploaded:
-                        continue
-                    file = layout.chunk_file(leaf.path, piece, chunk)
-                    self._values[file] = of_piece
-                    fragments.append(
-                        Fragment(
-                            leaf=number,
-                            box=piece,
-                            digest=piece_digest,
-                            file=file,
-                            offset=0,
-                            stored_bytes=layout.num_bytes(piece, leaf.dtype),
-                        )
+                named = digest.values_digest(values)
+                if group:
+                    self.shared[group, leaf.path, str(box)] = named.hex()
+                if not uploaded:
+                    continue
+                file = layout.chunk_file(leaf.path, box, chunk)
+                self._values[file] = values
+                fragments.append(
+                    Fragment(
+                        leaf=number,
+                        box=box,
+                        digest=named,
+                        file=file,
+                        offset=0,
+                        stored_bytes=layout.num_bytes(box, leaf.dtype),
                     )
+                )
         run, (step, save) = identity
         manifest = Manifest(
             run=run,

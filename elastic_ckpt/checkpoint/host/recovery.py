@@ -15,7 +15,6 @@ from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Contents, Host
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram import local
-from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS
 
 
 def read_leaves(
@@ -129,7 +128,7 @@ def put_right(
         offer = holdings.offers[holdings.holder[row]]
         if offer.tier == "local" and offer.host.id == own.host.id:
             # A copy that cannot be written stays bad; its values were read elsewhere.
-            with contextlib.suppress(errors.CheckpointError, *WRITE_ERRORS):
+            with contextlib.suppress(errors.CheckpointError, OSError):
                 if _mend(holdings, row, item, reader, own, files):
                     mended.append(holdings.name(item))
     return mended

@@ -18,12 +18,11 @@ from elastic_ckpt.checkpoint.host import (
     capture,
     captured_step,
     trees,
-    views,
 )
 from elastic_ckpt.checkpoint.host.answers import Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import calls, errors, host_memory, storage
+from elastic_ckpt.core import calls, errors, storage
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import ComponentFile, Contents
@@ -45,8 +44,8 @@ class HostSaver:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        self._pool = host_memory.Pool()
-        self._views = views.Views()
+        in_ram = world.local_tier is not None
+        self._memory = capture.Memory(world.own.files if in_ram else None)
         self._saving: dict[StepId, _Saving] = {}
 
     def capture(self, step_id: StepId, of_trees: Mapping[str, Any]) -> str:
@@ -56,7 +55,7 @@ class HostSaver:
           CheckpointError: if a leaf cannot be saved.
         """
         values = trees.arrays(of_trees)
-        captured = capture.capture(values, self._pool, self._views)
+        captured = capture.capture(values, self._memory)
         saving = _Saving(
             captured=captured,
             owners=captured_step.Owners(

@@ -181,13 +181,20 @@ def read_item(
     Raises:
       CheckpointError: if no good copy is left.
     """
+    of_item = choices(holdings, item, first=first)
+    leaf = holdings.contents.leaves[of_item[0][1].leaf]
+    return read_choices(of_item, leaf, reader, name=holdings.name(item))
+
+
+def choices(
+    holdings: Holdings, item: int, *, first: str | None = None
+) -> list[tuple[Offer, Fragment]]:
+    """The holders of a saved box in the order to ask them; see `read_item`."""
     rows = range(int(holdings.first_row[item]), int(holdings.first_row[item + 1]))
-    choices = [
+    listed = [
         (holdings.offers[holdings.holder[row]], holdings.fragment(row)) for row in rows
     ]
-    choices.sort(key=lambda each: each[0].host.id != first)
-    leaf = holdings.contents.leaves[choices[0][1].leaf]
-    return read_choices(choices, leaf, reader, name=holdings.name(item))
+    return sorted(listed, key=lambda each: each[0].host.id != first)
 
 
 def read_choices(
