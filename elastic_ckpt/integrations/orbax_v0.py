@@ -333,10 +333,10 @@ def _read(directory: epath.Path, args: TreeRestore) -> Any:
     )
     leaves = trees.wanted(asked.read)
     reader = verified_read.VerifiedReader(opened.sources)
-    values = recovery.read_leaves(
+    placed = recovery.read_leaves(
         opened, leaves, reader, host=steps.this_host(), domain="host"
     )
-    made = {leaf.path: leaf.make(values[leaf.path]) for leaf in leaves}
+    made = {leaf.path: leaf.join(placed[leaf.path]) for leaf in leaves}
     return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
 
 

@@ -155,6 +155,29 @@ def test_what_devices_send_is_captured_as_well(monkeypatch):
     assert joined(part).tobytes() == values.tobytes()
 
 
+def test_what_is_in_pinned_host_memory_is_captured_as_well():
+    values = random_bits("float32", 64).reshape(8, 8)
+    sharding = NamedSharding(mesh(8), PartitionSpec("a"), memory_kind="pinned_host")
+    array = jax.device_put(values, sharding)
+    part = only(capture.capture({"w": array}, capture.Memory()))
+    assert joined(part).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("num_bytes", [2**12, 2**20, 2**27, 2**29])
+def test_what_devices_send_comes_in_waves(monkeypatch, num_bytes):
+    placement = capture._placement
+    monkeypatch.setattr(
+        capture, "_placement", lambda *each: placement(*each)._replace(is_far=True)
+    )
+    values = random_bits("uint8", num_bytes).reshape(64, -1)
+    leaves = {"first": sharded(values[:8], mesh(8), "a"), "w": jnp.asarray(values)}
+    captured = capture.capture(leaves, capture.Memory())
+    for part, expected in zip(captured.parts, (values[:8], values), strict=True):
+        for box, copy in part.boxes:
+            place = (*map(slice, box.start, box.stop),)
+            assert np.array_equal(copy, expected[place])
+
+
 def test_a_numpy_array_that_is_changed_afterwards_leaves_the_capture_as_it_was():
     array = np.zeros(4)
     captured = capture.capture({"w": array}, capture.Memory())
