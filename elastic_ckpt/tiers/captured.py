@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -11,6 +12,27 @@ from elastic_ckpt.core import boxes
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFile
+
+
+class OnDevice(Protocol):
+    """Values that are on a device, and are fetched when they are needed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Their size."""
+        ...
+
+    def fetch(self) -> np.ndarray:
+        """The values, in host memory that is freed with them."""
+        ...
+
+
+Values = np.ndarray | OnDevice
+
+
+def fetched(values: Values) -> np.ndarray:
+    """The values in host memory."""
+    return values if isinstance(values, np.ndarray) else values.fetch()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +49,7 @@ class CapturedLeaf:
 
     leaf: Leaf
     shard_shape: tuple[int, ...]
-    boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
+    boxes: tuple[tuple[boxes.Box, Values], ...]
     files: Mapping[boxes.Box, ChunkFile] = dataclasses.field(default_factory=dict)
 
     @property
@@ -60,14 +82,23 @@ class Captured:
       parts: of every array of the state, ordered by path.
       on_release: called by the first `release`.
 
+      is_shared: whether some values are still those of the caller's arrays, which must
+        not be donated before the release.
+
     Attributes:
       parts: as given; none after `release`.
+      is_shared: as given.
     """
 
     def __init__(
-        self, parts: Sequence[CapturedLeaf], *, on_release: Callable[[], None]
+        self,
+        parts: Sequence[CapturedLeaf],
+        *,
+        on_release: Callable[[], None],
+        is_shared: bool = False,
     ) -> None:
         self.parts = tuple(parts)
+        self.is_shared = is_shared
         self._on_release: Callable[[], None] | None = on_release
 
     @property

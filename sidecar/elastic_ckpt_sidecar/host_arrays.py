@@ -97,7 +97,7 @@ class HostArrays:
             for group in self._layouts[layout]
             for leaf in group.leaves
         }
-        return self._saver.capture(step_id, shards)
+        return self._saver.capture(step_id, shards).directory
 
     @calls.call()
     def select(self, layout: int, components: tuple[str, ...]) -> None:

@@ -19,17 +19,20 @@ import inspect
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Sharding
 
 from elastic_ckpt.core import boxes, errors, host_memory
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.tiers.captured import Captured, CapturedLeaf
+from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values
+from elastic_ckpt.tiers.choices import CaptureIn
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
 
 Whole = np.ndarray | np.generic | int | float | bool
@@ -77,15 +80,25 @@ _JAX = os.path.dirname(
 # not.
 _MOST_SMALL_BYTES = 2**27
 _LEAST_OF_MANY_BYTES = 2**16
+# What is left to the rest of the process, at least.
+_SPARE_BYTES = 2**29
+_TOLD = {
+    "host": "a copy in the host's memory",
+    "device": "a copy on the devices",
+    "wait": "no copy: the save waits until they are in storage",
+}
 # As much is in host memory that was fetched from devices and is not copied yet.
 _WAVE_BYTES = 2**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Shards(CapturedLeaf):
+class Shards:
     """The shards that a host holds of an array that other code has assembled.
 
     Attributes:
+      leaf: the whole array.
+      shard_shape: that all shards of it have, here and elsewhere.
+      boxes: each that is here, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.
       is_own: whether this host uploads a box if no RAM disk has the step; by default
         it uploads all of them.
@@ -93,6 +106,9 @@ class Shards(CapturedLeaf):
         are by default.
     """
 
+    leaf: Leaf
+    shard_shape: tuple[int, ...]
+    boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
     kept: bool
     is_own: Callable[[boxes.Box], bool] | None = None
     group_of: Callable[[boxes.Box], str] | None = None
@@ -106,10 +122,15 @@ class Memory:
 
     Args:
       files: of the RAM disk that steps are saved to; None if they go to storage alone.
+      where: what no file takes is captured.
     """
 
-    def __init__(self, files: ChunkFiles | None = None) -> None:
+    def __init__(
+        self, files: ChunkFiles | None = None, where: CaptureIn = "auto"
+    ) -> None:
         self._files = files
+        self._where: CaptureIn = where
+        self._told: CaptureIn = "host"
         self._pool = host_memory.Pool()
         self._last: dict[str, weakref.ref[jax.Array]] = {}
 
@@ -130,7 +151,10 @@ class Memory:
         return False
 
     def take_files(self, sizes: Sequence[int]) -> list[ChunkFile | None]:
-        """A file on the RAM disk for each large chunk, while there is room."""
+        """A file on the RAM disk for each large chunk, while there is room.
+
+        A size of 0 needs none.
+        """
         taken: list[ChunkFile | None] = [None] * len(sizes)
         if self._files is None:
             return taken
@@ -142,6 +166,29 @@ class Memory:
                 if size >= least:
                     taken[number] = self._files.take(size)
         return taken
+
+    def where(self, num_bytes: int, arrays: Callable[[], _OfDevices]) -> CaptureIn:
+        """Where values without a file are captured: not `auto`.
+
+        Args:
+          num_bytes: of them.
+          arrays: their bytes on each device.
+        """
+        where = self._where
+        if where == "auto":
+            where, free = "host", host_memory.available_bytes()
+            if not self._pool.has(num_bytes) and num_bytes + _SPARE_BYTES > free:
+                where = "device" if _fit(arrays()) else "wait"
+            if where != self._told:
+                logging.warning(
+                    "%d bytes of a save are captured with %s, since the host has %d"
+                    " bytes of memory left",
+                    num_bytes,
+                    _TOLD[where],
+                    free,
+                )
+                self._told = where
+        return where
 
     def take(self, num_bytes: int) -> np.ndarray:
         """One piece of memory: the last one of this size, whose pages are warm."""
@@ -174,49 +221,63 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     """
     with _no_collection():
         here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
-        parts = [(each, part) for each in here for part in each.parts()]
-        copied = [part.num_bytes for each, part in parts if not each.kept]
-        files = memory.take_files(copied)
-        file_of = iter(files)
-        # Values that are fetched are a copy already; without a file they stay there.
-        at: list[tuple[ChunkFile | None, int | None]] = []
-        num_bytes = 0
-        for each, part in parts:
-            file = None if each.kept else next(file_of)
-            in_piece = file is None and not (each.kept or each.is_far)
-            at.append((file, num_bytes if in_piece else None))
-            num_bytes += _aligned(part.num_bytes) if in_piece else 0
-        piece = memory.take(num_bytes)
-        values = _fetched(parts)
-        places = iter(at)
-        captured = []
-        for each in here:
-            boxes_of, files_of = [], {}
-            for part in each.parts():
-                here_values = next(values)
-                file, offset = next(places)
-                if file is not None or offset is not None:
-                    copy = np.ndarray(
-                        here_values.shape,
-                        here_values.dtype,
-                        piece if file is None else file.memory,
-                        offset or 0,
-                    )
-                    np.copyto(copy, here_values)
-                    here_values = copy
-                if file is not None:
-                    files_of[part.box] = file
-                boxes_of.append((part.box, here_values))
-            captured.append(
-                CapturedLeaf(
-                    leaf=each.leaf,
-                    shard_shape=each.shard_shape,
-                    boxes=tuple(boxes_of),
-                    files=files_of,
-                )
+        parts = [part for n, each in enumerate(here) for part in each.parts(n)]
+        files = memory.take_files(
+            [0 if each.kept else each.num_bytes for each in parts]
+        )
+        rest = [
+            part
+            for part, file in zip(parts, files, strict=True)
+            if file is None and not part.kept
+        ]
+        where = memory.where(
+            sum(each.num_bytes for each in rest), lambda: _of_devices(rest)
+        )
+        if where != "host" and any(map(_is_lent, leaves.values())):
+            where = "host"
+        # Values that are fetched are a copy already.
+        near = [_aligned(each.num_bytes) for each in rest if not each.is_far]
+        piece, offset = memory.take(sum(near) if where == "host" else 0), 0
+        stays = where != "host"
+        coming = _fetched(
+            part
+            for part, file in zip(parts, files, strict=True)
+            if part.kept or file is not None or not stays
+        )
+        copied: dict[int, jax.Array | np.ndarray] = {}
+        captured = [_Captured([], {}) for _ in here]
+        for part, file in zip(parts, files, strict=True):
+            of_leaf = captured[part.leaf]
+            values: Values
+            if part.kept:
+                values = next(coming)
+            elif file is not None:
+                values = _copied(next(coming), file.memory, 0)
+                of_leaf.files[part.box] = file
+            elif not stays:
+                values = next(coming)
+                if not part.is_far:
+                    values = _copied(values, piece, offset)
+                    offset += _aligned(part.num_bytes)
+            else:
+                shard = part.shard
+                if where == "device":
+                    shard = copied.setdefault(id(shard), _duplicate(shard))
+                values = _OnDevice(shard, part.within, part.num_bytes)
+            of_leaf.boxes.append((part.box, values))
+    return Captured(
+        [
+            CapturedLeaf(
+                leaf=each.leaf,
+                shard_shape=each.shard_shape,
+                boxes=tuple(of_leaf.boxes),
+                files=of_leaf.files,
             )
-    release = functools.partial(memory.give_back, files, piece)
-    return Captured(captured, on_release=release)
+            for each, of_leaf in zip(here, captured, strict=True)
+        ],
+        on_release=functools.partial(memory.give_back, files, piece),
+        is_shared=where == "wait" and bool(rest),
+    )
 
 
 def numbers(value: Any) -> Any:
@@ -260,6 +321,46 @@ def is_result_of_program(array: jax.Array) -> bool:
     return (os.path.basename(innermost.file_name), innermost.function_name) in _CALLS
 
 
+def _is_lent(value: Value) -> bool:
+    # Whoever lends shards does not wait for a save.
+    return isinstance(value, Shards) and not value.kept
+
+
+def _copied(values: np.ndarray, memory: np.ndarray, offset: int) -> np.ndarray:
+    copy = np.ndarray(values.shape, values.dtype, memory, offset)
+    np.copyto(copy, values)
+    return copy
+
+
+def _duplicate(shard: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    # In memory of its own, beside the shard.
+    if isinstance(shard, np.ndarray):
+        return shard.copy()
+    return jnp.array(shard, copy=True)
+
+
+_OfDevices = Mapping[jax.Device, int]
+
+
+def _of_devices(parts: Sequence[_Part]) -> _OfDevices:
+    num_bytes: collections.Counter[jax.Device] = collections.Counter()
+    for part in parts:
+        if isinstance(part.shard, jax.Array):
+            (device,) = part.shard.devices()
+            num_bytes[device] += part.num_bytes
+    return num_bytes
+
+
+def _fit(of_devices: _OfDevices) -> bool:
+    # Whether devices tell that they have so much free. Those of the host do not.
+    for device, num_bytes in of_devices.items():
+        stats = device.memory_stats() or {}
+        free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+        if free < num_bytes + _SPARE_BYTES:
+            return False
+    return bool(of_devices)
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
@@ -278,11 +379,20 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Part(NamedTuple):
-    # A chunk of a shard: its box, the shard, and where it lies in there.
+    # A chunk of a shard of a leaf, by the leaf's number: where it lies in the shard,
+    # and for the rest see `_Held`.
+    leaf: int
     box: boxes.Box
     shard: jax.Array | np.ndarray
     within: tuple[slice, ...] | None
     num_bytes: int
+    kept: bool
+    is_far: bool
+
+
+class _Captured(NamedTuple):
+    boxes: list[tuple[boxes.Box, Values]]
+    files: dict[boxes.Box, ChunkFile]
 
 
 class _Held(NamedTuple):
@@ -294,20 +404,21 @@ class _Held(NamedTuple):
     kept: bool
     is_far: bool
 
-    def parts(self) -> Iterator[_Part]:
+    def parts(self, number: int) -> Iterator[_Part]:
         if not self.shards:
             return
         cut, num_bytes = _cut(self.leaf.dtype, self.shard_shape)
+        kept, is_far = self.kept, self.is_far
         for box, shard in self.shards:
             if cut is None:
-                yield _Part(box, shard, None, num_bytes)
+                yield _Part(number, box, shard, None, num_bytes, kept, is_far)
                 continue
             for start, within in cut:
                 begin = tuple(a + n for a, n in zip(box.start, start, strict=True))
                 sizes = [each.stop - each.start for each in within]
                 stop = tuple(a + n for a, n in zip(begin, sizes, strict=True))
                 part = boxes.Box(start=begin, stop=stop)
-                yield _Part(part, shard, within, num_bytes)
+                yield _Part(number, part, shard, within, num_bytes, kept, is_far)
 
 
 _Cuts = tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...]
@@ -328,55 +439,56 @@ def _cut(dtype: str, shard_shape: tuple[int, ...]) -> tuple[_Cuts | None, int]:
     return tuple(cuts), num_bytes
 
 
-def _fetched(parts: Sequence[tuple[_Held, _Part]]) -> Iterator[np.ndarray]:
-    # The values of all parts, in order. A device sends the next ones while those before
-    # are copied: as many as are in host memory at a time.
-    ahead: collections.deque[_Coming] = collections.deque()
+def _fetched(parts: Iterable[_Part]) -> Iterator[np.ndarray]:
+    # The values of parts, in order. A device sends the next ones while those before are
+    # copied: as many as are in host memory at a time.
+    ahead: collections.deque[_OnDevice] = collections.deque()
     last: tuple[Any, Any] = (None, None)
     num_bytes = 0
-    for each, part in parts:
-        coming = _Coming(part.shard, part.within, 0)
-        if each.is_far and part.within is not None and _is_long(part.shard):
-            coming = _Coming(_slice(part), None, part.num_bytes)
-        elif each.is_far:
+    for part in parts:
+        coming = _OnDevice(part.shard, part.within, 0)
+        if part.is_far and part.within is not None and part.shard.nbytes > _WAVE_BYTES:
+            coming = _OnDevice(_slice(part.shard, part.within), None, part.num_bytes)
+        elif part.is_far:
             if last[0] is not part.shard:
                 # JAX keeps what it fetched with an array: here, with the clone.
                 last = (part.shard, cast(Any, part.shard).clone())
-            coming = _Coming(last[1], part.within, part.num_bytes)
+            coming = _OnDevice(last[1], part.within, part.num_bytes)
         if isinstance(coming.source, jax.Array):
             coming.source.copy_to_host_async()
         ahead.append(coming)
-        num_bytes += coming.num_bytes
+        num_bytes += coming.nbytes
         del coming
         while num_bytes > _WAVE_BYTES:
-            num_bytes -= ahead[0].num_bytes
+            num_bytes -= ahead[0].nbytes
             yield ahead.popleft().values()
     last = (None, None)
     while ahead:
         yield ahead.popleft().values()
 
 
-class _Coming(NamedTuple):
-    # What a part is read from, where it lies in there, and the bytes that come.
+class _OnDevice(NamedTuple):
+    # A part of an array, and its bytes; see `captured.OnDevice`.
     source: jax.Array | np.ndarray
     within: tuple[slice, ...] | None
-    num_bytes: int
+    nbytes: int
 
     def values(self) -> np.ndarray:
         values = np.asarray(self.source)
         return values if self.within is None else values[self.within]
 
+    def fetch(self) -> np.ndarray:
+        if isinstance(self.source, np.ndarray):
+            return self.values()
+        if self.within is not None:
+            return np.asarray(_slice(self.source, self.within))
+        return np.asarray(cast(Any, self.source).clone())
 
-def _is_long(shard: jax.Array | np.ndarray) -> bool:
-    return shard.nbytes > _WAVE_BYTES
 
-
-def _slice(part: _Part) -> jax.Array:
+def _slice(shard: Any, within: tuple[slice, ...]) -> jax.Array:
     # A part of a shard, in memory of its own on the device.
-    assert part.within is not None
-    start = [each.start for each in part.within]
-    sizes = tuple(each.stop - each.start for each in part.within)
-    return _sliced(part.shard, start, sizes)
+    start = [each.start for each in within]
+    return _sliced(shard, start, tuple(each.stop - each.start for each in within))
 
 
 @functools.partial(jax.jit, static_argnums=2)

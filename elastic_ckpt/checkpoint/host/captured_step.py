@@ -28,7 +28,7 @@ from elastic_ckpt.steps.manifest import (
     Manifest,
 )
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.captured import Captured, Values, fetched
 from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
 
 IsOwn = Callable[[int, boxes.Box], bool]
@@ -65,7 +65,7 @@ class CapturedStep:
         host: Host,
     ) -> None:
         self.chunk_shapes: dict[str, tuple[int, ...]] = {}
-        self._values: dict[str, np.ndarray] = {
+        self._values: dict[str, Values] = {
             file.path: np.frombuffer(content, np.uint8)
             for file, content in files.items()
         }
@@ -79,7 +79,7 @@ class CapturedStep:
                 group, uploaded = group_of(number, shard), is_own(number, shard)
                 if not (group or uploaded):
                     continue
-                named = digest.values_digest(values)
+                named = digest.values_digest(fetched(values))
                 if group:
                     self.shared[group, leaf.path, str(box)] = named.hex()
                 if not uploaded:
@@ -129,7 +129,7 @@ class CapturedStep:
         Raises:
           CheckpointError: if they are not those of `offer` any more.
         """
-        values = self._values[fragment.file]
+        values = fetched(self._values[fragment.file])
         if digest.values_digest(values) != fragment.digest:
             raise errors.CheckpointError(
                 f"{fragment.file} changed in this host's memory after it was captured;"
@@ -143,7 +143,7 @@ class CapturedStep:
         Raises:
           CheckpointError: if it is not that of `offer` any more.
         """
-        values = self._values[file.path]
+        values = fetched(self._values[file.path])
         if digest.values_digest(values) != file.digest:
             raise errors.CheckpointError(
                 f"{file.path} changed in this host's memory after it was captured;"
@@ -164,15 +164,17 @@ class CapturedStep:
         Raises:
           ReadError: if there is no such file.
         """
-        content = np.ascontiguousarray(self._content(file)).reshape(-1).view(np.uint8)
+        content = (
+            np.ascontiguousarray(fetched(self._listed(file))).reshape(-1).view(np.uint8)
+        )
         into[:] = content[offset : offset + len(into)].data
         on_piece(into)
 
     def size(self, file: str) -> int:
         """Implements `source.Source`."""
-        return self._content(file).nbytes
+        return self._listed(file).nbytes
 
-    def _content(self, file: str) -> np.ndarray:
+    def _listed(self, file: str) -> Values:
         if file not in self._values:
             raise ReadError("is not in this host's memory")
         return self._values[file]

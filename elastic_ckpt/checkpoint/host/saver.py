@@ -19,7 +19,7 @@ from elastic_ckpt.checkpoint.host import (
     captured_step,
     trees,
 )
-from elastic_ckpt.checkpoint.host.answers import Written
+from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
@@ -45,10 +45,13 @@ class HostSaver:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         in_ram = world.local_tier is not None
-        self._memory = capture.Memory(world.own.files if in_ram else None)
+        self._memory = capture.Memory(
+            world.own.files if in_ram else None,
+            "auto" if world.storage is None else world.storage.capture,
+        )
         self._saving: dict[StepId, _Saving] = {}
 
-    def capture(self, step_id: StepId, of_trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, of_trees: Mapping[str, Any]) -> CapturedIn:
         """Copies what the devices of this host hold; see `Hosts.capture`.
 
         Raises:
@@ -67,7 +70,7 @@ class HostSaver:
         if self._world.local_tier is None:
             # Only components write files on this machine.
             saving.directory = saving.staging = self._staging(step_id)
-            return str(saving.directory)
+            return CapturedIn(str(saving.directory), captured.is_shared)
         contents = Contents(leaves=captured.leaves, components={})
         try:
             saving.writer = self._world.own.begin(step_id, contents, num_bytes=None)
@@ -78,7 +81,7 @@ class HostSaver:
             # The other hosts have begun: `write` reports the problem to all.
             saving.problem = str(error)
             saving.directory = saving.staging = self._staging(step_id)
-        return str(saving.directory)
+        return CapturedIn(str(saving.directory), captured.is_shared)
 
     def directory(self, step_id: StepId) -> epath.Path:
         """The directory for the component files of a step that is being saved."""

@@ -25,7 +25,7 @@ from elastic_ckpt.steps.manifest import (
     Manifest,
 )
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.captured import Captured, fetched
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFiles, ChunkWriter
 
@@ -89,7 +89,8 @@ class StepWriter:
                 number = numbers[part.leaf.path]
                 for box, values in part.boxes:
                     file = part.files.get(box)
-                    self._list(self._chunks.write(number, part.leaf, box, values, file))
+                    here = fetched(values)
+                    self._list(self._chunks.write(number, part.leaf, box, here, file))
 
     def put(self, fragment: Fragment, read: Callable[[np.ndarray], None]) -> None:
         """Writes a copy of another host's fragment, in the place that it has here.
