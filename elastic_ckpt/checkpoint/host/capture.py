@@ -17,6 +17,7 @@ import functools
 import gc
 import inspect
 import math
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -141,9 +142,6 @@ class Memory:
         donated to a program while a view of it is held is copied by XLA. The memory
         must be XLA's own, which other code cannot change.
         """
-        if array.nbytes < LEAST_BYTES:
-            # The copy takes no longer than the decision.
-            return False
         last = self._last.get(path)
         if last is not None and last() is array:
             return is_result_of_program(array)
@@ -167,18 +165,13 @@ class Memory:
                     taken[number] = self._files.take(size)
         return taken
 
-    def where(self, num_bytes: int, arrays: Callable[[], _OfDevices]) -> CaptureIn:
-        """Where values without a file are captured: not `auto`.
-
-        Args:
-          num_bytes: of them.
-          arrays: their bytes on each device.
-        """
+    def where(self, num_bytes: int, rest: Sequence[_Part]) -> CaptureIn:
+        """Where parts without a file, of so many bytes, are captured: not `auto`."""
         where = self._where
         if where == "auto":
             where, free = "host", host_memory.available_bytes()
             if not self._pool.has(num_bytes) and num_bytes + _SPARE_BYTES > free:
-                where = "device" if _fit(arrays()) else "wait"
+                where = "device" if _fit(rest) else "wait"
             if where != self._told:
                 logging.warning(
                     "%d bytes of a save are captured with %s, since the host has %d"
@@ -221,60 +214,59 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     """
     with _no_collection():
         here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
-        parts = [part for n, each in enumerate(here) for part in each.parts(n)]
-        files = memory.take_files(
-            [0 if each.kept else each.num_bytes for each in parts]
-        )
+        parts = [part for each in here for part in each.parts]
+        sizes = [0 if part.kept else part.num_bytes for part in parts]
+        files = memory.take_files(sizes)
         rest = [
             part
             for part, file in zip(parts, files, strict=True)
             if file is None and not part.kept
         ]
-        where = memory.where(
-            sum(each.num_bytes for each in rest), lambda: _of_devices(rest)
-        )
+        where = memory.where(sum(part.num_bytes for part in rest), rest)
         if where != "host" and any(map(_is_lent, leaves.values())):
             where = "host"
-        # Values that are fetched are a copy already.
-        near = [_aligned(each.num_bytes) for each in rest if not each.is_far]
-        piece, offset = memory.take(sum(near) if where == "host" else 0), 0
         stays = where != "host"
+        # Values that are fetched are a copy already.
+        near = [_aligned(part.num_bytes) for part in rest if not part.is_far]
+        piece, offset = memory.take(0 if stays else sum(near)), 0
         coming = _fetched(
             part
             for part, file in zip(parts, files, strict=True)
-            if part.kept or file is not None or not stays
+            if part.is_far and not (file is None and stays)
         )
-        copied: dict[int, jax.Array | np.ndarray] = {}
-        captured = [_Captured([], {}) for _ in here]
-        for part, file in zip(parts, files, strict=True):
-            of_leaf = captured[part.leaf]
-            values: Values
-            if part.kept:
-                values = next(coming)
-            elif file is not None:
-                values = _copied(next(coming), file.memory, 0)
-                of_leaf.files[part.box] = file
-            elif not stays:
-                values = next(coming)
-                if not part.is_far:
-                    values = _copied(values, piece, offset)
-                    offset += _aligned(part.num_bytes)
-            else:
-                shard = part.shard
-                if where == "device":
-                    shard = copied.setdefault(id(shard), _duplicate(shard))
-                values = _OnDevice(shard, part.within, part.num_bytes)
-            of_leaf.boxes.append((part.box, values))
-    return Captured(
-        [
-            CapturedLeaf(
-                leaf=each.leaf,
-                shard_shape=each.shard_shape,
-                boxes=tuple(of_leaf.boxes),
-                files=of_leaf.files,
+        duplicates: dict[int, jax.Array | np.ndarray] = {}
+        with_files = iter(files)
+        captured = []
+        for each in here:
+            boxes_of: list[tuple[boxes.Box, Values]] = []
+            files_of: dict[boxes.Box, ChunkFile] = {}
+            for part in each.parts:
+                file = next(with_files)
+                values: Values
+                if file is None and stays and not part.kept:
+                    shard = part.shard
+                    if where == "device":
+                        shard = duplicates.setdefault(id(shard), _duplicate(shard))
+                    values = _OnDevice(shard, part.within, part.num_bytes)
+                else:
+                    values = next(coming) if part.is_far else part.values()
+                    if file is not None:
+                        values = _copied(values, file.memory, 0)
+                        files_of[part.box] = file
+                    elif not (part.kept or part.is_far):
+                        values = _copied(values, piece, offset)
+                        offset += _aligned(part.num_bytes)
+                boxes_of.append((part.box, values))
+            captured.append(
+                CapturedLeaf(
+                    leaf=each.leaf,
+                    shard_shape=each.shard_shape,
+                    boxes=tuple(boxes_of),
+                    files=files_of,
+                )
             )
-            for each, of_leaf in zip(here, captured, strict=True)
-        ],
+    return Captured(
+        captured,
         on_release=functools.partial(memory.give_back, files, piece),
         is_shared=where == "wait" and bool(rest),
     )
@@ -339,20 +331,13 @@ def _duplicate(shard: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return jnp.array(shard, copy=True)
 
 
-_OfDevices = Mapping[jax.Device, int]
-
-
-def _of_devices(parts: Sequence[_Part]) -> _OfDevices:
-    num_bytes: collections.Counter[jax.Device] = collections.Counter()
+def _fit(parts: Sequence[_Part]) -> bool:
+    # Whether devices tell that they have room for a copy. Those of the host do not.
+    of_devices: collections.Counter[jax.Device] = collections.Counter()
     for part in parts:
         if isinstance(part.shard, jax.Array):
             (device,) = part.shard.devices()
-            num_bytes[device] += part.num_bytes
-    return num_bytes
-
-
-def _fit(of_devices: _OfDevices) -> bool:
-    # Whether devices tell that they have so much free. Those of the host do not.
+            of_devices[device] += part.num_bytes
     for device, num_bytes in of_devices.items():
         stats = device.memory_stats() or {}
         free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
@@ -379,83 +364,71 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Part(NamedTuple):
-    # A chunk of a shard of a leaf, by the leaf's number: where it lies in the shard,
-    # and for the rest see `_Held`.
-    leaf: int
+    # A chunk of a shard: the shard, and where the chunk lies in it; whether it needs no
+    # copy, and whether it has to be fetched.
     box: boxes.Box
-    shard: jax.Array | np.ndarray
+    shard: Any
     within: tuple[slice, ...] | None
     num_bytes: int
     kept: bool
     is_far: bool
 
-
-class _Captured(NamedTuple):
-    boxes: list[tuple[boxes.Box, Values]]
-    files: dict[boxes.Box, ChunkFile]
+    def values(self) -> np.ndarray:
+        return self.shard if self.within is None else self.shard[self.within]
 
 
 class _Held(NamedTuple):
-    # What is here of a leaf: local shards without replicas; `kept`: whether they need
-    # no copy; `is_far`: whether they have to be fetched.
+    # What is here of a leaf: the chunks of local shards without replicas.
     leaf: Leaf
     shard_shape: tuple[int, ...]
-    shards: Sequence[tuple[boxes.Box, jax.Array | np.ndarray]]
-    kept: bool
-    is_far: bool
-
-    def parts(self, number: int) -> Iterator[_Part]:
-        if not self.shards:
-            return
-        cut, num_bytes = _cut(self.leaf.dtype, self.shard_shape)
-        kept, is_far = self.kept, self.is_far
-        for box, shard in self.shards:
-            if cut is None:
-                yield _Part(number, box, shard, None, num_bytes, kept, is_far)
-                continue
-            for start, within in cut:
-                begin = tuple(a + n for a, n in zip(box.start, start, strict=True))
-                sizes = [each.stop - each.start for each in within]
-                stop = tuple(a + n for a, n in zip(begin, sizes, strict=True))
-                part = boxes.Box(start=begin, stop=stop)
-                yield _Part(number, part, shard, within, num_bytes, kept, is_far)
+    parts: list[_Part]
 
 
-_Cuts = tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...]
+class _Cut(NamedTuple):
+    # The chunks of a shard, each with its place there; no place if it is the whole.
+    chunks: tuple[tuple[boxes.Box, tuple[slice, ...] | None], ...]
+    num_bytes: int
+
+    def parts(
+        self, box: boxes.Box, shard: Any, *, kept: bool, is_far: bool = False
+    ) -> Iterator[_Part]:
+        for chunk, within in self.chunks:
+            here = box
+            if within is not None:
+                here = boxes.Box(
+                    start=tuple(map(operator.add, box.start, chunk.start)),
+                    stop=tuple(map(operator.add, box.start, chunk.stop)),
+                )
+            yield _Part(here, shard, within, self.num_bytes, kept, is_far)
 
 
 @functools.lru_cache(maxsize=2**14)
-def _cut(dtype: str, shard_shape: tuple[int, ...]) -> tuple[_Cuts | None, int]:
-    # The chunks of a shard, by their start in it; None if it is one. And their bytes.
+def _cut(dtype: str, shard_shape: tuple[int, ...]) -> _Cut:
     item_bytes = np.dtype(dtype).itemsize
     chunk = layout.chunk_shape(shard_shape, item_bytes=item_bytes)
     num_bytes = math.prod(chunk) * item_bytes
     if chunk == shard_shape:
-        return None, num_bytes
-    cuts = []
-    for box in layout.cut(boxes.whole(shard_shape), chunk):
-        within = tuple(map(slice, box.start, box.stop))
-        cuts.append((box.start, within))
-    return tuple(cuts), num_bytes
+        return _Cut(((boxes.whole(shard_shape), None),), num_bytes)
+    cut = layout.cut(boxes.whole(shard_shape), chunk)
+    chunks = ((box, (*map(slice, box.start, box.stop),)) for box in cut)
+    return _Cut(tuple(chunks), num_bytes)
 
 
 def _fetched(parts: Iterable[_Part]) -> Iterator[np.ndarray]:
-    # The values of parts, in order. A device sends the next ones while those before are
-    # copied: as many as are in host memory at a time.
+    # The values of far parts, in order. A device sends the next ones while those before
+    # are copied: as many as are in host memory at a time.
     ahead: collections.deque[_OnDevice] = collections.deque()
     last: tuple[Any, Any] = (None, None)
     num_bytes = 0
     for part in parts:
-        coming = _OnDevice(part.shard, part.within, 0)
-        if part.is_far and part.within is not None and part.shard.nbytes > _WAVE_BYTES:
+        if part.within is not None and part.shard.nbytes > _WAVE_BYTES:
             coming = _OnDevice(_slice(part.shard, part.within), None, part.num_bytes)
-        elif part.is_far:
+        else:
             if last[0] is not part.shard:
                 # JAX keeps what it fetched with an array: here, with the clone.
-                last = (part.shard, cast(Any, part.shard).clone())
+                last = (part.shard, part.shard.clone())
             coming = _OnDevice(last[1], part.within, part.num_bytes)
-        if isinstance(coming.source, jax.Array):
-            coming.source.copy_to_host_async()
+        coming.source.copy_to_host_async()
         ahead.append(coming)
         num_bytes += coming.nbytes
         del coming
@@ -469,7 +442,7 @@ def _fetched(parts: Iterable[_Part]) -> Iterator[np.ndarray]:
 
 class _OnDevice(NamedTuple):
     # A part of an array, and its bytes; see `captured.OnDevice`.
-    source: jax.Array | np.ndarray
+    source: Any
     within: tuple[slice, ...] | None
     nbytes: int
 
@@ -482,7 +455,7 @@ class _OnDevice(NamedTuple):
             return self.values()
         if self.within is not None:
             return np.asarray(_slice(self.source, self.within))
-        return np.asarray(cast(Any, self.source).clone())
+        return np.asarray(self.source.clone())
 
 
 def _slice(shard: Any, within: tuple[slice, ...]) -> jax.Array:
@@ -500,43 +473,69 @@ def _sliced(
 
 def _held(path: str, value: Value, memory: Memory) -> _Held:
     if isinstance(value, Shards):
-        return _Held(value.leaf, value.shard_shape, value.boxes, value.kept, False)
-    value = numbers(value)
-    leaf = leaf_of(path, value)
+        cut = _cut(value.leaf.dtype, value.shard_shape) if value.boxes else None
+        listed = [
+            part
+            for box, shard in value.boxes
+            for part in cast(_Cut, cut).parts(box, shard, kept=value.kept)
+        ]
+        return _Held(value.leaf, value.shard_shape, listed)
     if not isinstance(value, jax.Array):
         # In this machine's byte order, which is that of the files.
+        leaf = leaf_of(path, value)
         array = np.asarray(value, np.dtype(leaf.dtype))
-        whole = [(boxes.whole(array.shape), array)] if array.size else []
-        return _Held(leaf, array.shape, whole, False, False)
-    placement = _placement(value.sharding, value.shape)
-    shards = value.addressable_shards
-    if placement.is_far:
-        far = [(box, shards[number].data) for number, box in placement.boxes]
-        return _Held(leaf, placement.shard_shape, far, False, True)
-    # Views; keeping JAX's objects instead would cost rounds of garbage collection.
-    in_place = [(box, np.asarray(shards[n].data)) for n, box in placement.boxes]
-    kept = memory.is_still(path, value)
-    return _Held(leaf, placement.shard_shape, in_place, kept, False)
+        whole = boxes.whole(array.shape)
+        cuts = _cut(leaf.dtype, array.shape) if array.size else _Cut((), 0)
+        return _Held(leaf, array.shape, [*cuts.parts(whole, array, kept=False)])
+    value = numbers(value)
+    placed = _placement(path, value.shape, value.dtype, value.sharding)
+    kept = placed.is_large and memory.is_still(path, value)
+    parts = []
+    for number, box in placed.boxes:
+        shard = value.addressable_data(number)
+        if not placed.is_far:
+            # Keeping JAX's object instead would cost rounds of garbage collection.
+            shard = np.asarray(shard)
+        if placed.cut is None:
+            parts.append(_Part(box, shard, None, placed.num_bytes, kept, placed.is_far))
+        else:
+            parts += placed.cut.parts(box, shard, kept=kept, is_far=placed.is_far)
+    return _Held(placed.leaf, placed.shard_shape, parts)
 
 
 class _Placement(NamedTuple):
-    # The first shard with each local box; whether they have to be fetched.
+    # A leaf, and the first shard with each local box; how they are cut, unless they are
+    # small; their bytes; whether they have to be fetched, and all of them are large.
+    leaf: Leaf
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[int, boxes.Box], ...]
+    cut: _Cut | None
+    num_bytes: int
     is_far: bool
+    is_large: bool
 
 
-@functools.lru_cache(maxsize=2**14)
-def _placement(sharding: Sharding, shape: tuple[int, ...]) -> _Placement:
+# The same arrays are captured at each save.
+@functools.lru_cache(maxsize=2**17)
+def _placement(
+    path: str, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding
+) -> _Placement:
+    leaf = Leaf(path=path, shape=shape, dtype=_dtype(path, dtype))
     indices = sharding.addressable_devices_indices_map(shape)
     first: dict[boxes.Box, int] = {}
     for number, index in enumerate(indices.values()):
         assert index is not None
         first.setdefault(boxes.of_index(index, shape), number)
+    shard_shape = sharding.shard_shape(shape)
+    cut = None if 0 in shape else _cut(leaf.dtype, shard_shape)
     return _Placement(
-        shard_shape=sharding.shard_shape(shape),
+        leaf=leaf,
+        shard_shape=shard_shape,
         boxes=tuple((number, box) for box, number in first.items() if box.volume),
+        cut=cut if cut is not None and len(cut.chunks) > 1 else None,
+        num_bytes=0 if cut is None else cut.num_bytes,
         is_far=any(device.platform != "cpu" for device in indices),
+        is_large=math.prod(shape) * np.dtype(leaf.dtype).itemsize >= LEAST_BYTES,
     )
 
 

@@ -8,6 +8,7 @@ A typed PRNG key is saved as the numbers that it consists of, under one more dim
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,8 @@ from elastic_ckpt.steps.manifest import Contents, escaped
 
 KeyPath = tuple[Any, ...]
 
+_KNOWN_PATHS: dict[tuple[str, Any], tuple[str, ...]] = {}
+_MOST_KNOWN = 64
 # Of a box that a device receives at once.
 MOST_PLACED_BYTES = 2**27
 
@@ -49,11 +52,27 @@ def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of some trees by their paths; `None` is no leaf."""
-    return {
-        leaf_path(name, path): leaf
-        for name, tree in trees.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    found: dict[str, Any] = {}
+    for name, tree in trees.items():
+        of_tree, structure = jax.tree_util.tree_flatten(tree)
+        found.update(zip(_paths(name, tree, structure), of_tree, strict=True))
+    return found
+
+
+def _paths(name: str, tree: Any, structure: Any) -> tuple[str, ...]:
+    # The same tree is saved each time, and to name its leaves takes longer than a copy.
+    try:
+        known = _KNOWN_PATHS.get((name, structure))
+    except TypeError:  # The structure has no hash.
+        known = None
+    if known is None:
+        keyed = jax.tree_util.tree_leaves_with_path(tree)
+        known = tuple(leaf_path(name, path) for path, _ in keyed)
+        if len(_KNOWN_PATHS) > _MOST_KNOWN:
+            _KNOWN_PATHS.clear()
+        with contextlib.suppress(TypeError):
+            _KNOWN_PATHS[name, structure] = known
+    return known
 
 
 def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
