@@ -204,6 +204,8 @@ class ChunkWriter:
         box: boxes.Box,
         values: np.ndarray,
         file: ChunkFile | None = None,
+        *,
+        named: bytes | None = None,
     ) -> Fragment:
         """Writes a chunk.
 
@@ -213,6 +215,7 @@ class ChunkWriter:
           box: of the chunk.
           values: of the box.
           file: that has the values, which is placed; by default they are copied.
+          named: the digest of the values, if it is known.
 
         Raises:
           OSError: if they cannot be written.
@@ -224,11 +227,11 @@ class ChunkWriter:
             np.copyto(file.values(box.shape, values.dtype), values)
         if file is None:
             flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-            named = digest.values_digest(flat)
+            named = named or digest.values_digest(flat)
             checksum = google_crc32c.value(flat.tobytes())
             storage.write_in_place(path, flat.data, checksum.to_bytes(4, "little"))
         else:
-            named = _sealed(file.memory)
+            named = _sealed(file.memory, named)
             self._files.place(file, self.directory, name)
         return Fragment(
             leaf=number,
@@ -248,7 +251,7 @@ class ChunkWriter:
         return path
 
 
-def _sealed(memory: np.ndarray) -> bytes:
+def _sealed(memory: np.ndarray, named: bytes | None) -> bytes:
     # Writes the checksum behind the values, and returns their digest.
     values = memory[: -layout.CHECKSUM_BYTES]
     # google_crc32c does not take memory that can be written.
@@ -257,8 +260,9 @@ def _sealed(memory: np.ndarray) -> bytes:
     hashed, checksum = digest.values_hash(), 0
     for start in range(0, len(values), _PIECE_BYTES):
         piece = read_only[start : start + _PIECE_BYTES]
-        hashed.update(piece.data)
+        if named is None:
+            hashed.update(piece.data)
         checksum = google_crc32c.extend(checksum, piece)
     content = checksum.to_bytes(layout.CHECKSUM_BYTES, "little")
     memory[-layout.CHECKSUM_BYTES :] = np.frombuffer(content, np.uint8)
-    return hashed.digest()
+    return named or hashed.digest()

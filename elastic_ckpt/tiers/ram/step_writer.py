@@ -114,7 +114,10 @@ class StepWriter:
             with self._abandoned_on_failure():
                 self._chunks.describe(leaf, box.shape)
                 values = np.ndarray(box.shape, dtype, memory)
-                self._list(self._chunks.write(fragment.leaf, leaf, box, values, file))
+                written = self._chunks.write(
+                    fragment.leaf, leaf, box, values, file, named=fragment.digest
+                )
+                self._list(written)
         finally:
             if file is not None:
                 self._chunk_files.discard(file)
