@@ -96,7 +96,7 @@ class Hosts(Protocol):
         components: Sequence[str],
         others: Mapping[str, TreeReading],
     ) -> int:
-        """Selects what `HostReader.read` reads of the step that is open.
+        """Selects what `read` reads of the step that is open.
 
         Args:
           trees: that are wanted; the step has all of their leaves, in their shapes.
@@ -109,6 +109,17 @@ class Hosts(Protocol):
 
         Raises:
           HostsFailedError: if it has no such component.
+        """
+        ...
+
+    def read(self) -> list[dict[str, int]]:
+        """Reads and verifies on all hosts what `check` has selected.
+
+        Returns:
+          The bytes that each host has read, by nearness of their holders.
+
+        Raises:
+          HostsFailedError: if no good copy of a part is left.
         """
         ...
 
@@ -204,6 +215,10 @@ class InEveryProcess:
         )
         self._gather("check", outcome)
         return 0
+
+    def read(self) -> list[dict[str, int]]:
+        """See `Hosts`."""
+        return self.all(HostReader.read)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""

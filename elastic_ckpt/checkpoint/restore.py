@@ -321,7 +321,7 @@ def _read(
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
     if is_shared:
         shared_step.deal(hosts, checkpoint, stateful)
-    answers = hosts.all(HostReader.read)
+    answers = hosts.read()
     directories = {
         name: hosts.all(HostReader.materialise, name)[hosts.own] for name in stateful
     }

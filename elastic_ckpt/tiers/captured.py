@@ -101,6 +101,21 @@ class Captured:
         self.is_shared = is_shared
         self._on_release: Callable[[], None] | None = on_release
 
+    @classmethod
+    def joined(cls, several: Sequence[Captured]) -> Captured:
+        """One of several that were captured one after the other."""
+
+        def release() -> None:
+            for each in several:
+                each.release()
+
+        parts = [part for each in several for part in each.parts]
+        return cls(
+            sorted(parts, key=lambda part: part.leaf.path),
+            on_release=release,
+            is_shared=any(each.is_shared for each in several),
+        )
+
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """The arrays of the state, the same on every host, ordered by path."""

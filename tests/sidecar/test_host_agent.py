@@ -439,15 +439,15 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
 def test_a_capture_that_fails_is_named_where_the_head_shares_no_memory(
     machines, monkeypatch
 ):
-    capture = saver.HostSaver.capture
+    begin = saver.HostSaver.begin
 
-    def fail(self, step_id, trees):
+    def fail(self, step_id, *captured):
         if step_id.step == 2:
             raise errors.CheckpointError("no memory is left")
-        return capture(self, step_id, trees)
+        return begin(self, step_id, *captured)
 
     monkeypatch.setattr(machine, "find", lambda _: None)
-    monkeypatch.setattr(saver.HostSaver, "capture", fail)
+    monkeypatch.setattr(saver.HostSaver, "begin", fail)
     with simulated_hosts.world(machines, 2) as (checkpointer, mesh, recorded):
         parts = {"state": tier_worlds.state(mesh, 2, True)}
         with pytest.raises(errors.CheckpointError, match="no memory is left"):

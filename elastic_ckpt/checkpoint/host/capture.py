@@ -215,7 +215,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     with _no_collection():
         here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
         parts = [part for each in here for part in each.parts]
-        sizes = [0 if part.kept else part.num_bytes for part in parts]
+        sizes = [part.num_bytes if part.wants_file else 0 for part in parts]
         files = memory.take_files(sizes)
         rest = [
             part
@@ -365,13 +365,14 @@ def _no_collection() -> Iterator[None]:
 
 class _Part(NamedTuple):
     # A chunk of a shard: the shard, and where the chunk lies in it; whether it needs no
-    # copy, and whether it has to be fetched.
+    # copy in memory, whether it has to be fetched, and whether it goes into a file.
     box: boxes.Box
     shard: Any
     within: tuple[slice, ...] | None
     num_bytes: int
     kept: bool
     is_far: bool
+    wants_file: bool
 
     def values(self) -> np.ndarray:
         return self.shard if self.within is None else self.shard[self.within]
@@ -390,7 +391,13 @@ class _Cut(NamedTuple):
     num_bytes: int
 
     def parts(
-        self, box: boxes.Box, shard: Any, *, kept: bool, is_far: bool = False
+        self,
+        box: boxes.Box,
+        shard: Any,
+        *,
+        kept: bool,
+        is_far: bool = False,
+        wants_file: bool = True,
     ) -> Iterator[_Part]:
         for chunk, within in self.chunks:
             here = box
@@ -399,7 +406,7 @@ class _Cut(NamedTuple):
                     start=tuple(map(operator.add, box.start, chunk.start)),
                     stop=tuple(map(operator.add, box.start, chunk.stop)),
                 )
-            yield _Part(here, shard, within, self.num_bytes, kept, is_far)
+            yield _Part(here, shard, within, self.num_bytes, kept, is_far, wants_file)
 
 
 @functools.lru_cache(maxsize=2**14)
@@ -497,9 +504,12 @@ def _held(path: str, value: Value, memory: Memory) -> _Held:
             # Keeping JAX's object instead would cost rounds of garbage collection.
             shard = np.asarray(shard)
         if placed.cut is None:
-            parts.append(_Part(box, shard, None, placed.num_bytes, kept, placed.is_far))
+            size, is_far = placed.num_bytes, placed.is_far
+            parts.append(_Part(box, shard, None, size, kept, is_far, not kept))
         else:
-            parts += placed.cut.parts(box, shard, kept=kept, is_far=placed.is_far)
+            parts += placed.cut.parts(
+                box, shard, kept=kept, is_far=placed.is_far, wants_file=not kept
+            )
     return _Held(placed.leaf, placed.shard_shape, parts)
 
 

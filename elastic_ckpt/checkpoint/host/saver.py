@@ -20,6 +20,7 @@ from elastic_ckpt.checkpoint.host import (
     trees,
 )
 from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
+from elastic_ckpt.checkpoint.host.capture import Value
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
@@ -58,7 +59,25 @@ class HostSaver:
           CheckpointError: if a leaf cannot be saved.
         """
         values = trees.arrays(of_trees)
-        captured = capture.capture(values, self._memory)
+        return self.begin(step_id, self.captured(values), values)
+
+    def captured(self, values: Mapping[str, Value]) -> Captured:
+        """Copies what this host holds of some leaves, by their paths."""
+        return capture.capture(values, self._memory)
+
+    def begin(
+        self,
+        step_id: StepId,
+        captured: Captured,
+        values: Mapping[str, Value],
+    ) -> CapturedIn:
+        """Begins to save what was captured.
+
+        Args:
+          step_id: the step.
+          captured: of all leaves.
+          values: they were captured of, or shards without theirs.
+        """
         saving = _Saving(
             captured=captured,
             owners=captured_step.Owners(
