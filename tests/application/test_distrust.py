@@ -218,9 +218,12 @@ def test_a_state_that_stayed_on_the_devices_is_distrusted(
     run.audit()
 
 
-@pytest.mark.parametrize("is_memory_lost", [False, True])
-def test_a_run_that_dies_when_it_has_decided_continues_from_storage(
-    tmp_path, corpus, undisturbed, monkeypatch, is_memory_lost
+@pytest.mark.parametrize(
+    ("is_recorded", "is_memory_lost", "starts"),
+    [(False, False, [0, 6, 6, 4]), (True, False, [0, 6, 4]), (True, True, [0, 6, 4])],
+)
+def test_a_run_that_dies_while_it_goes_back_continues_from_storage(
+    tmp_path, corpus, undisturbed, monkeypatch, is_recorded, is_memory_lost, starts
 ):
     run = Run(tmp_path / "run", corpus)
     poison(monkeypatch, 6)
@@ -228,7 +231,7 @@ def test_a_run_that_dies_when_it_has_decided_continues_from_storage(
     distrust = run_saver.RunSaver.distrust
 
     def distrust_and_die(saver, *arguments, **options):
-        assert distrust(saver, *arguments, **options)
+        assert not is_recorded or distrust(saver, *arguments, **options)
         raise DeadError
 
     monkeypatch.setattr(run_saver.RunSaver, "distrust", distrust_and_die)
@@ -238,7 +241,31 @@ def test_a_run_that_dies_when_it_has_decided_continues_from_storage(
     if is_memory_lost:
         shutil.rmtree(tmp_path / "run" / "ram")
     ended = run.train(12)
-    assert run.events == []
-    assert run.starts() == [0, 6, 4]
+    assert len(run.events) == (not is_recorded)
+    assert run.starts() == starts
     check_same(run, ended.state, undisturbed)
+    run.audit()
+
+
+def test_a_batch_size_that_has_grown_since_is_that_of_the_step_again(
+    tmp_path, corpus, monkeypatch
+):
+    ramp = {
+        "global_batch_size": 0,
+        "per_device_batch_size": 4,
+        "enable_rampup_batch_size": True,
+        "per_device_batch_size_start": 2,
+        "per_device_batch_size_increment": 1,
+        "global_rampup_samples": 60,
+    }
+    other = Run(tmp_path / "undisturbed", corpus, **ramp)
+    expected = other.train(9).state
+    rows = [step.num_rows for step in runs.steps(other.path)]
+    assert rows == [8] * 4 + [12] * 2 + [16] * 3
+    run = Run(tmp_path / "run", corpus, **ramp)
+    poison(monkeypatch, 6)
+    run.train(6)
+    ended = run.train(9)
+    assert run.starts() == [0, 6, 4]
+    check_same(run, ended.state, (other, expected))
     run.audit()

@@ -91,8 +91,9 @@ def test_the_step_itself_does_not_count_though_it_is_in_storage(run):
 
 @pytest.mark.parametrize("is_memory_lost", [False, True])
 @pytest.mark.parametrize("claims_worlds", [False, True])
+@pytest.mark.parametrize("saved", [[], [6]], ids=["nothing", "to storage"])
 def test_it_is_on_record_before_anything_is_saved_or_loaded(
-    run, is_memory_lost, claims_worlds
+    run, is_memory_lost, claims_worlds, saved
 ):
     def world(name):
         if not claims_worlds:
@@ -101,8 +102,7 @@ def test_it_is_on_record_before_anything_is_saved_or_loaded(
 
     with run.open(world=world("one")) as checkpointer:
         run.load(checkpointer)
-        # Also a step that has reached storage meanwhile.
-        run.save(checkpointer, 6)
+        run.save(checkpointer, *saved)
         assert checkpointer.distrust(7).step == 4
     if is_memory_lost:
         run.lose_ram()
