@@ -163,7 +163,7 @@ class Job:
             # The supervisor's message may not have reached all hosts yet.
             is_left=lambda: any(gather("left", is_left())),
         )
-        self._distrust_restore(int(state["step"]))
+        self._distrust_restore(int(state["step"]), begin)
         while True:
             start_step = int(state["step"])
             if trained.validation and start_step:
@@ -175,7 +175,6 @@ class Job:
                 )
             finding = ended.finding
             if finding and finding.action is Action.DISTRUST:
-                begin("restore")
                 ended = self._restore_from_storage(ended)
                 if ended.is_stopped:
                     return ended
@@ -259,11 +258,20 @@ class Job:
         if path:
             self.emit("weights_skipped", path=path, step=self.start_step)
 
-    def _distrust_restore(self, step: int) -> None:
-        steps = self.config.divergence.distrust_steps
-        if self.checkpointer is not None and steps:
-            go_back = functools.partial(self.checkpointer.distrust, within=steps)
-            self.callbacks.distrust_until(step + steps, go_back)
+    def _distrust_restore(self, restored: int, begin: Callable[[str], None]) -> None:
+        saver, within = self.checkpointer, self.config.divergence.distrust_steps
+        if saver is None or not within:
+            return
+
+        def go_back(step: int, why: str) -> bool:
+            # It waits for saves and backups, which is no hang of a step.
+            begin("restore")
+            if saver.distrust(step, why, within=within):
+                return True
+            begin("step")
+            return False
+
+        self.callbacks.distrust_until(restored + within, go_back)
 
     def _restore_from_storage(self, ended: loop.Ended) -> loop.Ended:
         # As if the loop had ended with the step that the checkpointer has gone back to.

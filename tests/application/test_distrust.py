@@ -73,6 +73,7 @@ class Run:
             **settings,
         }
         self.path = directory / "tiny"
+        self.phases = []
         self.events = []
 
     def train(self, steps, *, handed_over=lambda *_: None, callbacks=None):
@@ -89,7 +90,8 @@ class Run:
             emit=recorded,
         )
         try:
-            ended = job.run(job.restore_or_init(handed_over=handed_over))
+            state = job.restore_or_init(handed_over=handed_over)
+            ended = job.run(state, begin=self.phases.append)
         except DeadError:
             job.abandon()
             raise
@@ -133,6 +135,8 @@ def test_a_poisoned_copy_in_ram_is_left_for_storage_and_the_rows_come_again(
         {"step": 7, "restored_step": 6, "to_step": 4, "why": "the loss is nan"}
     ]
     assert ended.finding is None
+    # A watch does not take the wait for uploads for a step that hangs.
+    assert run.phases.count("restore") == 1
     check_same(run, ended.state, undisturbed)
     assert run.starts() == [0, 6, 4]
     outcome = run.audit()
@@ -247,6 +251,7 @@ def test_a_run_that_dies_while_it_goes_back_continues_from_storage(
     run.audit()
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_a_batch_size_that_has_grown_since_is_that_of_the_step_again(
     tmp_path, corpus, monkeypatch
 ):
