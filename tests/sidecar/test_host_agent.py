@@ -399,6 +399,25 @@ def test_hosts_have_their_turn_while_others_of_their_calls_take_long(
         assert saving.result()
 
 
+def test_a_step_that_came_from_ram_is_distrusted_by_any_number_of_hosts(
+    machines, tmp_path
+):
+    steps = tmp_path / "steps"
+    with simulated_hosts.world(machines, 2, persistent=steps) as (tiers, mesh, _):
+        save(tiers, mesh, 3)
+        save(tiers, mesh, 4)
+    with simulated_hosts.world(machines, 4, persistent=steps) as (
+        tiers,
+        mesh,
+        recorded,
+    ):
+        restore(tiers, mesh, 4)
+        assert tiers.distrust(5).step == 3
+        assert event(recorded, "restore_distrusted")["to_step"] == 3
+    with simulated_hosts.world(machines, 2, persistent=steps) as (tiers, mesh, _):
+        restore(tiers, mesh, 3)
+
+
 def test_a_backup_is_what_orbax_loads(machines, tmp_path):
     steps = tmp_path / "steps"
     with simulated_hosts.world(machines, 4, persistent=steps) as (tiers, mesh, _):
