@@ -125,7 +125,9 @@ class Job:
         """Trains from `state` to the last step, or until asked to stop.
 
         When a callback has found a divergence it may go back to an older step, and
-        continue from there with the data that comes next.
+        continue from there with the data that comes next. Within `distrust_steps` of a
+        restore from RAM it goes back to an older step in storage first, and repeats the
+        data since then.
 
         Args:
           state: from `restore_or_init`; its buffers are donated.
@@ -161,6 +163,7 @@ class Job:
             # The supervisor's message may not have reached all hosts yet.
             is_left=lambda: any(gather("left", is_left())),
         )
+        self._distrust_restore(int(state["step"]), begin)
         while True:
             start_step = int(state["step"])
             if trained.validation and start_step:
@@ -171,6 +174,12 @@ class Job:
                     state, start_step=start_step, steps=self.config.run.steps
                 )
             finding = ended.finding
+            if finding and finding.action is Action.DISTRUST:
+                ended = self._restore_from_storage(ended)
+                if ended.is_stopped:
+                    return ended
+                state = ended.state
+                continue
             if finding and finding.is_divergence and finding.action is Action.STOP:
                 begin("restore")
                 self._leave_newest_good(finding)
@@ -248,6 +257,37 @@ class Job:
         path = self.config.model.init_from
         if path:
             self.emit("weights_skipped", path=path, step=self.start_step)
+
+    def _distrust_restore(self, restored: int, begin: Callable[[str], None]) -> None:
+        saver, within = self.checkpointer, self.config.divergence.distrust_steps
+        if saver is None or not within:
+            return
+
+        def go_back(step: int, why: str) -> bool:
+            # It waits for saves and backups, which is no hang of a step.
+            begin("restore")
+            if saver.distrust(step, why, within=within):
+                return True
+            begin("step")
+            return False
+
+        self.callbacks.distrust_until(restored + within, go_back)
+
+    def _restore_from_storage(self, ended: loop.Ended) -> loop.Ended:
+        # As if the loop had ended with the step that the checkpointer has gone back to.
+        saver, rollbacks = self.checkpointer, self.callbacks.rollbacks
+        assert saver is not None
+        # The devices may not have room for two states.
+        for leaf in jax.tree.leaves(ended.state):
+            leaf.delete()
+        state = saver.restore(self.program.abstract_state)
+        step = saver.latest_step
+        assert step is not None
+        train_step.check_step(state, step)
+        self.callbacks.go_on()
+        self.callbacks.rollbacks = rollbacks
+        self.batches.resize(self.sizes.at(step))
+        return loop.Ended(state=state, step=step, is_stopped=ended.is_stopped)
 
     def _leave_newest_good(self, finding: Finding) -> None:
         # Steps that were saved since the divergence are abandoned, so that the next

@@ -471,6 +471,38 @@ class HostsCheckpointer:
         with self._events.flushing():
             self._steps.reload()
 
+    def distrust(
+        self, step: int, *, within: int = 20, why: str = "the training has diverged"
+    ) -> CheckpointMetadata | None:
+        """Goes back to storage if the training went bad soon after a restore from RAM.
+
+        Call it when a loss is NaN or diverges, before you save. A copy in RAM is
+        verified against what was captured, and that may have been corrupt. If any array
+        of the step that was loaded came from RAM, or all stayed in device memory, it
+        and all later steps are abandoned, on record, so that no restart continues from
+        them. Then load again, with the data, as at the beginning: `latest` is the step
+        that is returned, and the same batches come again. Each load is distrusted at
+        most once.
+
+        Args:
+          step: the number of the step whose loss is bad.
+          within: how many steps after the loaded one that may be.
+          why: for the event `restore_distrusted`, the end of a sentence.
+
+        Returns:
+          The newest earlier step in storage. None if the training went on from storage
+          or from the beginning, for more than `within` steps, or if storage has no
+          earlier step or cannot be written: then nothing has changed.
+
+        Raises:
+          ReplacedError: if another start has continued the run.
+        """
+        self._check_writable()
+        number = step_number(step)
+        self._background.wait()
+        with self._events.flushing():
+            return self._steps.distrust(number, within=within, why=why)
+
     def begin_anew(self) -> None:
         """Continues from before the first step: the next save abandons all steps."""
         self.wait()

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import jax
 from absl import logging
 
-from elastic_ckpt.checkpoint.host.answers import failure
+from elastic_ckpt.checkpoint.host.answers import CapturedIn, failure
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
@@ -82,12 +82,8 @@ class Hosts(Protocol):
         """
         ...
 
-    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
-        """Copies what the devices of every host hold.
-
-        Returns:
-          The directory in which components write their files, each below its name.
-        """
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
+        """Copies what the devices of every host hold."""
         ...
 
     def opened(self) -> Contents:
@@ -100,7 +96,7 @@ class Hosts(Protocol):
         components: Sequence[str],
         others: Mapping[str, TreeReading],
     ) -> int:
-        """Selects what `HostReader.read` reads of the step that is open.
+        """Selects what `read` reads of the step that is open.
 
         Args:
           trees: that are wanted; the step has all of their leaves, in their shapes.
@@ -113,6 +109,17 @@ class Hosts(Protocol):
 
         Raises:
           HostsFailedError: if it has no such component.
+        """
+        ...
+
+    def read(self) -> list[dict[str, int]]:
+        """Reads and verifies on all hosts what `check` has selected.
+
+        Returns:
+          The bytes that each host has read, by nearness of their holders.
+
+        Raises:
+          HostsFailedError: if no good copy of a part is left.
         """
         ...
 
@@ -187,7 +194,7 @@ class InEveryProcess:
         answers = self._gather(f"share/{name}", {"answer": codec.encode(value)})
         return [codec.decode(kind, each, name=name) for each in answers]
 
-    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
         """See `Hosts`."""
         saver: HostSaver = self._own.part(HostSaver.__name__)
         return saver.capture(step_id, trees)
@@ -208,6 +215,10 @@ class InEveryProcess:
         )
         self._gather("check", outcome)
         return 0
+
+    def read(self) -> list[dict[str, int]]:
+        """See `Hosts`."""
+        return self.all(HostReader.read)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""

@@ -101,11 +101,14 @@ class Restored(NamedTuple):
       components: that it has, whether they were requested or not; none if Orbax alone
         saved it.
       parts: what was requested, by name.
+      num_bytes: of its arrays, that all hosts read, by nearness: `local_bytes` and so
+        on.
     """
 
     search: SearchOutcome
     components: frozenset[str]
     parts: dict[str, Any]
+    num_bytes: Mapping[str, int]
 
 
 def find(
@@ -196,9 +199,9 @@ def restore(
     checkpoint = search.checkpoint
     assert checkpoint is not None
     if read is None:
-        restored = _restore_foreign(checkpoint, wanted, requested, emit)
+        restored, num_bytes = _restore_foreign(checkpoint, wanted, requested, emit)
         metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
-        return Restored(search, frozenset(), restored)
+        return Restored(search, frozenset(), restored, num_bytes)
     bad = _repair(hosts)
     _load_components(hosts, stateful, read.directories)
     made = hosts.arrays(read.asked.read)
@@ -209,7 +212,7 @@ def restore(
     if hosts.own == 0:
         _record(read.num_bytes, bad)
     emit("restored_from", step=checkpoint.step, **read.num_bytes, **bad)
-    return Restored(search, read.components, restored)
+    return Restored(search, read.components, restored, read.num_bytes)
 
 
 def _load_components(
@@ -321,7 +324,7 @@ def _read(
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
     if is_shared:
         shared_step.deal(hosts, checkpoint, stateful)
-    answers = hosts.all(HostReader.read)
+    answers = hosts.read()
     directories = {
         name: hosts.all(HostReader.materialise, name)[hosts.own] for name in stateful
     }
@@ -343,7 +346,7 @@ def _restore_foreign(
     wanted: Mapping[str, Any],
     requested: _Wanted,
     emit: events.Emit,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Mapping[str, int]]:
     # Steps that Orbax alone saved have no digests.
     assert checkpoint.path is not None
     why = "plain Orbax saved it, and its values cannot be verified"
@@ -361,7 +364,7 @@ def _restore_foreign(
     read_bytes = dict.fromkeys((f"{near}_bytes" for near in NEARNESS), 0)
     read_bytes["persistent_bytes"] = num_bytes
     emit("restored_from", step=checkpoint.step, **read_bytes, bad_copies=0, repaired=0)
-    return {name: parts[name] for name in wanted}
+    return {name: parts[name] for name in wanted}, read_bytes
 
 
 def _degraded(emit: events.Emit, tier: str, step: int, why: str) -> None:

@@ -131,6 +131,13 @@ class RunSaver:
         wanted = {STATE: abstract_state, DATA: data, **self._saved_callbacks(step)}
         return self._checkpointer.load_checkpointables(step, wanted)[STATE]
 
+    def distrust(self, step: int, why: str, *, within: int) -> bool:
+        """Whether `restore` now goes back to storage; see `Checkpointer.distrust`."""
+        if self._checkpointer.distrust(step, within=within, why=why) is None:
+            return False
+        self._best_step = None
+        return True
+
     def begin_anew(self) -> None:
         """Goes back to before the first step; `save_again` makes that step 0."""
         self._checkpointer.begin_anew()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent import futures
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -103,8 +105,12 @@ class SavedSteps:
         self._is_placed = False
         # An older step that was loaded since then; the next save shows whether the
         # training goes on from it. And the newest step, once it does.
-        self._looked_at: SearchOutcome | None = None
+        self._looked_at: _Loaded | None = None
         self._left_step: int | None = None
+        # What was loaded to go on from, until it is distrusted; and the step that the
+        # training went back to then, up to which nothing is distrusted again.
+        self._loaded: _Loaded | None = None
+        self._trusted_step = -1
         # Components of the step that this process began with which were not loaded.
         self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
@@ -230,8 +236,11 @@ class SavedSteps:
             )
         )
 
+        is_shared = False
+
         def begin() -> Callable[[], None]:
-            directory = self._hosts.capture(step_id, trees)
+            nonlocal is_shared
+            directory, is_shared = self._hosts.capture(step_id, trees)
             return component_io.begin_save(
                 stateful, lambda name: storage.make_directory(f"{directory}/{name}")
             )
@@ -254,6 +263,9 @@ class SavedSteps:
             began_secs=began_secs,
         )
         committed = self.stages.begin(saving)
+        if is_shared:
+            # The caller may donate its arrays from now on.
+            futures.wait([committed])
         self._schedule.note_save(current, back_up=back_up)
         if problem is not None:
             raise problem
@@ -283,9 +295,10 @@ class SavedSteps:
                 for name, tree in self.held(step).metadata.items()
                 if tree is not None
             }
-        search, held, restored = self._restorer.load(
+        search, held, restored, num_bytes = self._restorer.load(
             step, abstract_checkpointables, partial=partial, layout=layout
         )
+        loaded = _Loaded(search, num_bytes)
         if go_back is None:
             # Components were set to the step, and a process without a state has this.
             _, stateful = component_io.split(abstract_checkpointables)
@@ -295,9 +308,9 @@ class SavedSteps:
             # may go back with its weights alone.
             unloaded = self._unloaded if self._is_placed else held
             self._unloaded = unloaded - abstract_checkpointables.keys()
-            self._go_on(search)
+            self._go_on(loaded)
         else:
-            self._looked_at = search if go_back is None else None
+            self._looked_at = loaded if go_back is None else None
         return restored
 
     def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
@@ -328,20 +341,65 @@ class SavedSteps:
         # at: newer ones are there, which only then are abandoned.
         if self._looked_at is None or self.latest is None:
             return False
-        checkpoint, newest = self._looked_at.checkpoint, self.latest.step
+        checkpoint, newest = self._looked_at.search.checkpoint, self.latest.step
         assert checkpoint is not None
         if overwrite:
             return checkpoint.step <= step < newest
         return checkpoint.step < step <= newest
 
-    def _go_on(self, search: SearchOutcome) -> None:
+    def _go_on(self, loaded: _Loaded) -> None:
         # The training goes on from the step that was loaded.
+        search = loaded.search
         left = self.latest if self._is_older(search.checkpoint) else None
         self._left_step = None if left is None else left.step
         self._is_placed, self._looked_at, self._own_line = True, None, None
+        self._loaded = loaded.after(self._loaded)
         self._go_on_from(search)
         if self._restored is not None:
             self.stages.catch_up(self._restored, line=self._line)
+
+    def distrust(
+        self, step: int, *, within: int, why: str
+    ) -> CheckpointMetadata | None:
+        """Goes back to storage; see `Checkpointer.distrust`."""
+        loaded, self._loaded = self._loaded, None
+        restored = None if loaded is None else loaded.search.checkpoint
+        if loaded is None or restored is None or not loaded.is_from_memory:
+            return None
+        if restored.step <= self._trusted_step or step > restored.step + within:
+            return None
+        self.stages.wait()
+        older = self._go_on_from_storage(restored.step)
+        to_step = None if older is None else older.step
+        self._emit(
+            "restore_distrusted",
+            step=step,
+            restored_step=restored.step,
+            to_step=to_step,
+            why=why,
+        )
+        return older
+
+    def _go_on_from_storage(self, before: int) -> CheckpointMetadata | None:
+        # Later steps are abandoned from now on, also by a world that begins before
+        # this one has saved a step.
+        try:
+            self.claim()
+            older = self._hosts.first(StepSearch.stored_before, before, self._line)
+            if older is None:
+                return None
+            save = self._hosts.first(HostWorld.new_save, self._line.save)
+            line = Line(save=save, parents=older.line)
+            self.stages.claim(line, is_uncommitted=True)
+        except HostsFailedError as error:
+            why = f"the run does not go back to storage: {error}"
+            cause = storage_cause.of_message(why).name
+            self._emit("degraded", tier="persistent", step=before, cause=cause, why=why)
+            return None
+        self._trusted_step = older.step
+        self._own_line, self._looked_at, self._left_step = None, None, None
+        self._go_on_from(SearchOutcome(checkpoint=older, newest_save=save))
+        return older
 
     def held(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
         """The contents of a step; see `Checkpointer.checkpointables_metadata`."""
@@ -356,7 +414,7 @@ class SavedSteps:
     def begin_anew(self) -> None:
         """See `Checkpointer.begin_anew`."""
         newest = self._line.save
-        self._own_line, self._looked_at = None, None
+        self._own_line, self._looked_at, self._loaded = None, None, None
         self._unloaded = frozenset()
         self._is_placed = self._is_anew = True
         self._go_on_from(SearchOutcome(newest_save=newest))
@@ -453,6 +511,32 @@ class SavedSteps:
         # Later saves must not be mixed with earlier ones.
         self._save = self._hosts.first(HostWorld.new_save, search.newest_save)
         self._schedule.go_on_from([] if self._restored is None else [self._restored])
+
+
+class _Loaded(NamedTuple):
+    """A step that was loaded.
+
+    Attributes:
+      search: the outcome of the search for it.
+      num_bytes: see `Restored`.
+    """
+
+    search: SearchOutcome
+    num_bytes: Mapping[str, int]
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether any array was read from RAM, or all have stayed on the devices."""
+        stored = self.num_bytes.get("persistent_bytes", 0)
+        return not stored or sum(self.num_bytes.values()) > stored
+
+    def after(self, before: _Loaded | None) -> _Loaded:
+        """The same with what was read of the step by the loads before this one."""
+        if before is None or before.search.checkpoint != self.search.checkpoint:
+            return self
+        num_bytes = collections.Counter(before.num_bytes)
+        num_bytes.update(self.num_bytes)
+        return self._replace(num_bytes=num_bytes)
 
 
 def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:

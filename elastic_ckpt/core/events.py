@@ -79,6 +79,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "bad_copies",
         "repaired",
     ),
+    "restore_distrusted": ("step", "restored_step", "to_step", "why"),
     "evaluated": ("step", "loss", "batches", "secs"),
     "divergence_found": ("step", "callback", "action", "why"),
     "rolled_back": ("step", "to_step", "rows", "rollbacks", "secs"),

@@ -71,6 +71,7 @@ def _facts(record: Record) -> list[tuple[str, str]]:
             "bad copies read",
             str(sum(e["bad_copies"] for e in record.named("restored_from"))),
         ),
+        ("restores distrusted", str(len(record.named("restore_distrusted")))),
     ]
 
 

@@ -12,7 +12,8 @@ save        the loop was blocked by a save (`save_blocked`)
 evaluate    an evaluation (`evaluated`)
 validate    copies of the state were compared (`validated`)
 end         from the last logged step of a world until its end: a failure is detected,
-            what was trained of the next step is lost, the last uploads are awaited
+            what was trained of the next step is lost, the last uploads are awaited;
+            likewise until the run goes back to storage (`restore_distrusted`)
 wait        `waiting_for_slices`
 decide      until `world_started`
 start       until `world_joined`
@@ -98,7 +99,8 @@ def after(
       fields: of the event.
       time: of the event, on the clock of the account.
     """
-    if name in _WORLD_ENDS:
+    goes_back = name == "restore_distrusted" and fields.get("to_step") is not None
+    if name in _WORLD_ENDS or goes_back:
         ended = _ended(account, "end", time)
         return dataclasses.replace(ended, is_stepping=False)
     if account.is_stepping:

@@ -404,6 +404,18 @@ class Progress:
             " so far"
         )
 
+    def _on_restore_distrusted(self, **event: Any) -> None:
+        outcome = "storage has no step before it to go back to"
+        if event["to_step"] is not None:
+            outcome = (
+                f"it is abandoned, and the run goes back to step {event['to_step']} in"
+                " storage, to the same rows"
+            )
+        self._line(
+            f"step {event['step']}: {event['why']}, soon after step"
+            f" {event['restored_step']} was restored from RAM; {outcome}"
+        )
+
     def _on_data_ended(self, **event: Any) -> None:
         of_all = f" of {self._steps}" if self._steps else ""
         self._line(

@@ -103,12 +103,18 @@ class Search:
         self._looked_at: dict[int, Offered] = {}
         self.line = max([*lines, self._line()], key=lambda line: line.save)
 
-    def newest(self) -> Outcome:
-        """The newest step that is complete in all tiers together."""
+    def newest(self, *, before: int | None = None) -> Outcome:
+        """The newest step that is complete in all tiers together.
+
+        Args:
+          before: looks only at steps with a lower number.
+        """
         passed_over: dict[int, str] = {}
         later: dict[int, Sequence[LaterManifest]] = {}
         found_step: FoundStep | None = None
         for number in self._steps()[::-1]:
+            if before is not None and number >= before:
+                continue
             found_step, problem, later_manifests = self._look(number, abandoned=False)
             if later_manifests:
                 later[number] = later_manifests

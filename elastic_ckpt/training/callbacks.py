@@ -19,7 +19,8 @@ import asyncio
 import dataclasses
 import enum
 import json
-from collections.abc import Awaitable, Collection, Mapping
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from absl import logging
@@ -38,13 +39,16 @@ class Action(enum.Enum):
 
     WARN: goes on. ROLLBACK: goes back to a good step, and leaves out the data since
     then. STOP: saves, and ends; at a divergence the last good step stays the newest.
-    ABORT: ends without a save.
+    ABORT: ends without a save. DISTRUST: goes back to a step in storage, and repeats
+    the data since then, if the run was restored from RAM just before
+    (`Callbacks.distrust_until`); otherwise it goes on.
     """
 
     WARN = "warn"
     ROLLBACK = "rollback"
     STOP = "stop"
     ABORT = "abort"
+    DISTRUST = "distrust"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,8 @@ class Finding:
         computed are good if they are two steps older, as its loss is that of the state
         before.
       is_divergence: whether the states since then are bad: a run that stops then leaves
-        the last good step as the newest, and does not save the present one.
+        the last good step as the newest, and does not save the present one. Soon after
+        a restore from RAM it is first of all a reason to distrust that.
     """
 
     action: Action
@@ -143,12 +148,38 @@ class Callbacks:
         self.decision: Finding | None = None
         self.decided_step = 0
         self.rollbacks = 0
+        self._distrusted_until = 0
+        self._go_back: Callable[[int, str], bool] = _never
 
     def __len__(self) -> int:
         return len(self._callbacks)
 
+    def distrust_until(self, step: int, go_back: Callable[[int, str], bool]) -> None:
+        """Distrusts the present state, which was restored, until a step is done.
+
+        If the loss is not finite until then, or a callback finds a divergence, the
+        decision is `Action.DISTRUST`; at most once, and only if the run goes back.
+
+        Args:
+          step: the last step that counts.
+          go_back: called with the step and the reason, on all hosts alike; returns
+            whether the run goes back.
+        """
+        self._distrusted_until, self._go_back = step, go_back
+
+    def reads(self, step: int) -> bool:
+        """Whether the numbers of a step are needed."""
+        return bool(self._callbacks) or step <= self._distrusted_until
+
+    @property
+    def is_distrusted(self) -> bool:
+        """Whether the decision is to go back to storage."""
+        return self.decision is not None and self.decision.action is Action.DISTRUST
+
     def after_step(self, step: int, report: Report) -> None:
         """Passes the numbers of a step to all callbacks."""
+        if not math.isfinite(report.loss):
+            self._distrust(step, f"the loss is {report.loss}")
         for name, callback in self._callbacks.items():
             self._note(name, step, callback.after_step(step, report))
 
@@ -182,7 +213,12 @@ class Callbacks:
                     " another name, and it begins anew"
                 ) from error
         self.rollbacks = state["rollbacks"]
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Drops the decision; the run goes on from another state, and trusts it."""
         self.decision = None
+        self.distrust_until(0, _never)
 
     def begin_anew(self) -> None:
         """Continues a step that was saved without any callbacks.
@@ -222,10 +258,26 @@ class Callbacks:
         self._emit(
             "divergence_found", step=step, callback=name, action=action, why=finding.why
         )
-        if finding.action is not Action.WARN:
-            named = dataclasses.replace(finding, why=f"{name}: {finding.why}")
-            self.decision = stronger(self.decision, named)
-            self.decided_step = step
+        named = dataclasses.replace(finding, why=f"{name}: {finding.why}")
+        if finding.is_divergence or finding.action is Action.DISTRUST:
+            self._distrust(step, named.why)
+        if finding.action not in (Action.WARN, Action.DISTRUST):
+            self._decide(step, named)
+
+    def _decide(self, step: int, finding: Finding) -> None:
+        self.decision = stronger(self.decision, finding)
+        self.decided_step = step
+
+    def _distrust(self, step: int, why: str) -> None:
+        if step > self._distrusted_until:
+            return
+        go_back = self._go_back
+        self.distrust_until(0, _never)
+        if go_back(step, why):
+            finding = Finding(
+                action=Action.DISTRUST, why=why, since=step, is_divergence=True
+            )
+            self._decide(step, finding)
 
     def _check_names(self, saved: Mapping[str, Any]) -> None:
         missing = [name for name in self._callbacks if name not in saved]
@@ -252,6 +304,11 @@ def stronger(first: Finding | None, second: Finding) -> Finding:
     findings = [f for f in (first, second) if f is not None]
     strongest = max(findings, key=lambda f: list(Action).index(f.action))
     return dataclasses.replace(strongest, since=min(f.since for f in findings))
+
+
+def _never(step: int, why: str) -> bool:
+    del step, why
+    return False
 
 
 _METHODS = ("after_step", "after_evaluation", "get_state", "set_state")

@@ -153,7 +153,8 @@ class Loop:
                 recorder.write_pending()
             if self.evaluation and self.evaluation.is_due(done):
                 recorder.catch_up()
-                self._evaluate(self.evaluation, done, state)
+                if not self.callbacks.is_distrusted:
+                    self._evaluate(self.evaluation, done, state)
             last = done == steps
             saver = self.saver
             saving = saver and (stopping or saver.is_due(done, last=last))
@@ -265,7 +266,7 @@ class _Recorder:
         step, report = self._pending
         self._pending = None
         metrics.TRAIN_STEPS.record(step + 1)
-        if self._log is None and not self._callbacks:
+        if self._log is None and not self._callbacks.reads(step + 1):
             # No host runs ahead of the one that logs: hosts that leave do so after a
             # step that all have begun.
             jax.block_until_ready(report)

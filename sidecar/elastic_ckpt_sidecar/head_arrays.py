@@ -7,17 +7,26 @@ Under a single controller all shards are arrays to the head, and none of their b
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from elastic_ckpt.checkpoint.host import capture, trees
 from elastic_ckpt.core import errors
 from elastic_ckpt_sidecar.array_layout import Group, PlacedLeaf
 
+# Of a group of leaves on a host: as much passes through its memory at a time.
+GROUP_BYTES = 2**28
 # The axis of a mesh of one device.
 _ONE = "device"
 
@@ -40,9 +49,13 @@ class HeadArrays:
 
     Args:
       hosts: in the order of their numbers.
+      group_bytes: the most of a group on a host, unless a leaf has more.
     """
 
-    def __init__(self, hosts: Sequence[HostDevices]) -> None:
+    def __init__(
+        self, hosts: Sequence[HostDevices], *, group_bytes: int = GROUP_BYTES
+    ) -> None:
+        self._most_bytes = group_bytes // max(len(host.cpus) for host in hosts)
         self._beside = {
             accelerator: cpu
             for host in hosts
@@ -69,7 +82,7 @@ class HeadArrays:
             placed.append(
                 (*self._placed(path, leaf.shape, leaf.dtype, sharding), value)
             )
-        return _grouped(placed)
+        return _grouped(placed, self._most_bytes)
 
     def to_restore(
         self, asked: Sequence[trees.AskedLeaf]
@@ -87,7 +100,8 @@ class HeadArrays:
                     leaf,
                 )
                 for leaf in asked
-            ]
+            ],
+            self._most_bytes,
         )
 
     def _placed(
@@ -164,14 +178,29 @@ def restored(
 
 
 def _grouped(
-    placed: Sequence[tuple[Mesh, PlacedLeaf, Any]],
+    placed: Sequence[tuple[Mesh, PlacedLeaf, Any]], most_bytes: int
 ) -> tuple[tuple[Group, ...], list[list[Any]]]:
-    # The head's own values make separate groups, also beside leaves of host 0.
-    groups_of: dict[tuple[Mesh, bool], list[tuple[PlacedLeaf, Any]]] = {}
+    # The head's own values make separate groups, also beside leaves of host 0. A group
+    # has at most so many bytes on a device, unless a leaf has more.
+    groups_of: dict[tuple[Mesh, bool, int], list[tuple[PlacedLeaf, Any]]] = {}
+    last: dict[tuple[Mesh, bool], tuple[int, int]] = {}
     for mesh, leaf, value in placed:
-        groups_of.setdefault((mesh, leaf.spec is None), []).append((leaf, value))
+        kind = mesh, leaf.spec is None
+        number, before = last.get(kind, (0, 0))
+        num_bytes = _bytes_of_device(mesh, leaf)
+        if before and before + num_bytes > most_bytes:
+            number, before = number + 1, 0
+        last[kind] = number, before + num_bytes
+        groups_of.setdefault((*kind, number), []).append((leaf, value))
     groups = tuple(
         Group(mesh=mesh, leaves=tuple(leaf for leaf, _ in members))
-        for (mesh, _), members in groups_of.items()
+        for (mesh, _, _), members in groups_of.items()
     )
     return groups, [[value for _, value in members] for members in groups_of.values()]
+
+
+def _bytes_of_device(mesh: Mesh, leaf: PlacedLeaf) -> int:
+    # In the widest dtype, where it is not known yet.
+    item_bytes = np.dtype(leaf.dtype or np.float64).itemsize
+    sharding = NamedSharding(mesh, PartitionSpec(*(leaf.spec or ())))
+    return math.prod(sharding.shard_shape(leaf.shape)) * item_bytes

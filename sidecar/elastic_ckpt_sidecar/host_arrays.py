@@ -14,16 +14,16 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.core import boxes, calls
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.captured import Captured
 from elastic_ckpt_sidecar.array_layout import Group, GroupDescription, PlacedLeaf
-
-_Held = dict[int, jax.Array]
 
 
 class HostArrays:
     """The arrays of one host, for the calls of saves and restores.
 
     A save goes through `hold` for each group, and `capture`; a restore through
-    `select`, before the host reads, and `made` for each group.
+    `select`, and `read` and `made` for each group. So one group at a time is in the
+    memory of the CPU devices.
 
     Args:
       saver: of the host.
@@ -48,8 +48,8 @@ class HostArrays:
         self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
         # Made by the first save that a RAM disk does not hold.
         self._holders: dict[tuple[int, str], dict[boxes.Box, tuple[int, str]]] = {}
-        self._held: dict[str, _Held] = {}
-        self._kept: set[str] = set()
+        # By layout and group, until the last one is there.
+        self._captured: dict[tuple[int, int], Captured] = {}
         self._dtypes: dict[str, str] = {}
 
     @calls.call()
@@ -66,38 +66,50 @@ class HostArrays:
     def hold(
         self, layout: int, group: int, arrays: Sequence[jax.Array], *, kept: bool
     ) -> None:
-        """Keeps this host's shards of a group's arrays, until they are captured.
+        """Copies this host's shards of a group's arrays.
 
         Args:
           layout: its number.
           group: its number in the layout.
           arrays: of its leaves.
-          kept: whether no other code changes them, so that they need no copy.
+          kept: whether no other code changes them, so that they need no copy in memory.
         """
-        leaves = self._layouts[layout][group].leaves
-        for leaf, array in zip(leaves, arrays, strict=True):
-            needed = set(self._boxes[layout][leaf.path].values())
-            self._held[leaf.path] = {
-                shard.device.id: shard.data
-                for shard in array.addressable_shards
-                if shard.device.id in needed
-            }
-            if kept:
-                self._kept.add(leaf.path)
+        members = self._layouts[layout][group]
+        shards = {}
+        for leaf, array in zip(members.leaves, arrays, strict=True):
+            held = {shard.device.id: shard.data for shard in array.addressable_shards}
+            shards[leaf.path] = self._shards(layout, members, leaf, held, kept=kept)
+        captured = self._saver.captured(shards)
+        # A save that failed may have left one.
+        self._release(self._captured.pop((layout, group), None))
+        self._captured[layout, group] = captured
 
     @calls.call()
     def capture(self, step_id: StepId, layout: int) -> str:
-        """Copies the held shards, and releases them; see `Hosts.capture`."""
-        held, kept = self._held, self._kept
-        self._held, self._kept = {}, set()
+        """Begins to save what was held; see `Hosts.capture`."""
+        groups = self._layouts[layout]
         shards = {
-            leaf.path: self._shards(
-                layout, group, leaf, held.get(leaf.path, {}), kept=leaf.path in kept
-            )
-            for group in self._layouts[layout]
+            leaf.path: self._shards(layout, group, leaf, None, kept=True)
+            for group in groups
             for leaf in group.leaves
         }
-        return self._saver.capture(step_id, shards)
+        held, self._captured = self._captured, {}
+        # This host knows of what is on others alone, too.
+        elsewhere = {
+            leaf.path: shards[leaf.path]
+            for number, group in enumerate(groups)
+            if (layout, number) not in held
+            for leaf in group.leaves
+        }
+        for key in [key for key in held if key[0] != layout]:
+            self._release(held.pop(key))
+        several = [*held.values(), self._saver.captured(elsewhere)]
+        captured = Captured.joined(several)
+        return self._saver.begin(step_id, captured, shards).directory
+
+    def _release(self, captured: Captured | None) -> None:
+        if captured is not None:
+            captured.release()
 
     @calls.call()
     def select(self, layout: int, components: tuple[str, ...]) -> None:
@@ -119,6 +131,12 @@ class HostArrays:
             leaf.path: saved[leaf.path] for leaf in leaves if leaf.dtype is None
         }
 
+    @calls.call(limit_secs=calls.LONG_SECS)
+    def read(self, layout: int, group: int) -> dict[str, int]:
+        """Reads and verifies this host's boxes of a group; see `HostReader.read`."""
+        leaves = self._layouts[layout][group].leaves
+        return self._reader.read_some({leaf.path for leaf in leaves})
+
     @calls.call()
     def dtypes(self) -> dict[str, str]:
         """Returns the saved dtypes of the leaves that are requested in any dtype."""
@@ -132,7 +150,7 @@ class HostArrays:
     def made(self, layout: int, group: int) -> list[list[jax.Array]]:
         """Makes each leaf's arrays of the values read, on this host's devices."""
         members = self._layouts[layout][group]
-        values = self._reader.made()
+        values = self._reader.made({leaf.path for leaf in members.leaves})
         return [
             self._on_devices(members, leaf, values[leaf.path])
             for leaf in members.leaves
@@ -157,13 +175,21 @@ class HostArrays:
         ]
 
     def _shards(
-        self, layout: int, group: Group, leaf: PlacedLeaf, held: _Held, *, kept: bool
+        self,
+        layout: int,
+        group: Group,
+        leaf: PlacedLeaf,
+        held: Mapping[int, jax.Array] | None,
+        *,
+        kept: bool,
     ) -> Shards:
+        # Of the arrays by device; without values if there are none.
         assert leaf.dtype is not None
         dtype = np.dtype(leaf.dtype)
         listed = []
-        for box, device in self._boxes[layout][leaf.path].items():
-            values = np.asarray(held[device])
+        needed = self._boxes[layout][leaf.path] if held is not None else {}
+        for box, device in needed.items():
+            values = np.asarray((held or {})[device])
             if leaf.spec is None:
                 values = values.view(dtype).reshape(leaf.shape)
             listed.append((box, values))
@@ -210,14 +236,16 @@ def _named(devices: Sequence[jax.Device]) -> str:
 
 
 def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLeaf:
-    def make(values: list[np.ndarray]) -> dict[boxes.Box, np.ndarray]:
-        as_wanted = [
-            part.astype(leaf.dtype or part.dtype, copy=False) for part in values
-        ]
-        return dict(zip(needed, as_wanted, strict=True))
+    def place(number: int, values: np.ndarray) -> np.ndarray:
+        del number
+        return values.astype(leaf.dtype or values.dtype, copy=False)
 
     return trees.WantedLeaf(
-        path=leaf.path, shape=leaf.shape, boxes=tuple(needed), make=make
+        path=leaf.path,
+        shape=leaf.shape,
+        boxes=tuple(needed),
+        place=place,
+        join=lambda placed: dict(zip(needed, placed, strict=True)),
     )
 
 

@@ -6,6 +6,7 @@ multi-controller world. Calls and answers are messages; arrays stay on their hos
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import json
@@ -18,13 +19,17 @@ import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.checkpoint.host.answers import HostsFailedError, failure
+from elastic_ckpt.checkpoint.host.answers import (
+    CapturedIn,
+    HostsFailedError,
+    failure,
+)
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
+from elastic_ckpt.checkpoint.host.trees import AskedLeaf, asked, rebuilt
 from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
-from elastic_ckpt.checkpoint.host.trees import asked, rebuilt
 from elastic_ckpt.core import background, calls, errors, topology
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.manifest import Contents
@@ -96,6 +101,9 @@ class RemoteHosts:
         self._first = _over([hosts[0].cpus[0]])
         self._numbers = itertools.count()
         self._layouts: dict[tuple[Group, ...], int] = {}
+        # The leaves that are wanted in groups; and what was made of them.
+        self._wanted: tuple[tuple[Group, ...], list[list[AskedLeaf]]] = ((), [])
+        self._made: dict[str, Any] = {}
         # Trees of another layout, until they are taken.
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
@@ -135,7 +143,7 @@ class RemoteHosts:
         """See `Hosts`; the hosts may be gone with the devices."""
         return not isinstance(error, jax.errors.JaxRuntimeError)
 
-    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
         """See `Hosts`."""
         groups, values = self._arrays.to_save(captured_leaves(trees))
         layout = self._layout(groups)
@@ -148,7 +156,7 @@ class RemoteHosts:
             arrays = head_arrays.beside(group, of_group)
             self._call(self._agent.hold, content, _over(group.mesh), *arrays)
         try:
-            return self.all(HostArrays.capture, step_id, layout)[0]
+            return CapturedIn(self.all(HostArrays.capture, step_id, layout)[0])
         except HostsFailedError:
             self.all(HostSaver.abandon, step_id)
             raise
@@ -165,18 +173,26 @@ class RemoteHosts:
     ) -> int:
         """See `Hosts`."""
         self._others = {name: each.of_storage() for name, each in others.items()}
-        groups, _ = self._arrays.to_restore(asked(trees))
-        layout = self._layout(groups)
+        self._wanted = self._arrays.to_restore(asked(trees))
+        self._made = {}
+        layout = self._layout(self._wanted[0])
         self.all(HostArrays.select, layout, tuple(components))
         return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._others))
 
-    def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Hosts`."""
-        groups, wanted = self._arrays.to_restore(asked(trees))
+    def read(self) -> list[dict[str, int]]:
+        """See `Hosts`; moves the arrays of one group after the other to its devices."""
+        groups, wanted = self._wanted
+        if not groups:
+            return self.all(HostReader.read)
         layout = self._layout(groups)
         dtypes = self.first(HostArrays.dtypes)
-        made: dict[str, Any] = {}
+        total: list[collections.Counter[str]] = [
+            collections.Counter() for _ in range(self.num_hosts)
+        ]
         for number, (group, of_group) in enumerate(zip(groups, wanted, strict=True)):
+            answers = self.all(HostArrays.read, layout, number)
+            for of_host, answer in zip(total, answers, strict=True):
+                of_host.update(answer)
             abstract = [group.abstract(leaf, dtypes) for leaf in group.leaves]
             take = self._agent.arrays.specialize(
                 out_specs_fn=functools.partial(_specified, abstract)
@@ -184,7 +200,16 @@ class RemoteHosts:
             with failures.reaching_the_head():
                 content = {"layout": layout, "group": number}
                 arrays = take(messages.encode(content, _over(group.mesh)))
-            made |= head_arrays.restored(group, arrays, of_group, dtypes)
+            made = head_arrays.restored(group, arrays, of_group, dtypes)
+            if self._arrays.apart:
+                # The hosts' memory is that of the next group.
+                jax.block_until_ready(made)
+            self._made |= made
+        return [dict(of_host) for of_host in total]
+
+    def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Hosts`."""
+        made, self._made = self._made, {}
         others, self._others = self._others, {}
         return others | {
             name: rebuilt(tree, name, made) for name, tree in trees.items()

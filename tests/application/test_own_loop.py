@@ -251,3 +251,72 @@ def fail_in(recorded):
     with recorded as run:
         run.emit("save_started", step=3)
         raise ZeroDivisionError("in the loop")
+
+
+@jax.jit
+def trained(state, batch):
+    seen = jax.numpy.mean(batch["targets"] * 1.0)
+    loss = jax.numpy.mean((state["w"] - seen) ** 2)
+    return {"w": state["w"] - 0.1 * (state["w"] - seen)}, loss
+
+
+def train(directory, data, *, until, poisoned=None, within=20):
+    """A loop that distrusts its restores; one step may be corrupt when it is saved."""
+    tiers = [
+        ec.Local(directory / "ram", every=1),
+        ec.Persistent(directory / "saved", every=3),
+    ]
+    batches = batches_of(data)
+    state, step = {"w": jax.numpy.zeros(3)}, 0
+    with (
+        ec.RunDirectory(directory / "run", tiers=tiers, steps=until) as run,
+        ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
+    ):
+
+        def restored():
+            wanted = {"state": state, "data": batches}
+            newest = checkpointer.latest.step
+            return newest, checkpointer.load_checkpointables(newest, wanted)["state"]
+
+        if checkpointer.latest is not None:
+            step, state = restored()
+        while step < until:
+            batch = next(batches)
+            state, loss = trained(state, batch)
+            step += 1
+            run.log(step, batch, loss=loss)
+            if not jax.numpy.isfinite(loss) and checkpointer.distrust(
+                step, within=within
+            ):
+                step, state = restored()
+                continue
+            corrupt = {"w": jax.numpy.full(3, jax.numpy.nan)}
+            saved = corrupt if step == poisoned else state
+            parts = {"state": saved, "data": batches}
+            checkpointer.save_checkpointables(step, parts)
+    batches.close()
+    return state["w"].tolist()
+
+
+def test_a_loop_distrusts_what_it_restored_from_ram_by_one_call(
+    tmp_path, data, capsys, monkeypatch
+):
+    expected = train(tmp_path / "undisturbed", data, until=9)
+    train(tmp_path, data, until=5, poisoned=5)
+    assert train(tmp_path, data, until=9) == expected
+    attempts = step_log.read(tmp_path / "run")
+    assert [each.start_step for each in attempts] == [0, 5, 3]
+    events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    (event,) = [e for e in map(json.loads, events) if e["event"].endswith("distrusted")]
+    assert (event["step"], event["restored_step"], event["to_step"]) == (6, 5, 3)
+    (tmp_path / "made.py").write_text(
+        "import elastic_ckpt as ec\n"
+        f"data = ec.data.positional(files=({str(tmp_path / 'a.array_record')!r},),\n"
+        "    max_target_length=16, shuffle=False)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, output = run_verb(capsys, "audit", "run", "--data", "made:data", "--json")
+    audited = json.loads(output)
+    assert (code, audited["passed"]) == (0, True)
+    assert audited["num_steps"] == audited["num_row_identical_steps"] == 9
+    assert audited["num_redone_steps"] == 3

@@ -163,7 +163,7 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
         with pytest.raises(HostsFailedError, match=r"contains no \['data'\]"):
             driver.check(trees, ["data"], {})
         driver.check(trees, [], {})
-        driver.all(HostReader.read)
+        driver.read()
         restored = driver.arrays(trees)
         driver.all(HostReader.close_step)
         return step, paths, restored
@@ -204,7 +204,7 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
         if lost:
             monkeypatch.setattr(part_message, "parse", refuse)
         shared_step.deal(driver, step, [])
-        driver.all(HostReader.read)
+        driver.read()
         restored = driver.arrays(trees)
         driver.all(HostReader.close_step)
         return outcome.is_shared, [leaf.path for leaf in contents.leaves], restored
@@ -230,7 +230,7 @@ def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
     emitted = []
 
     def save(driver):
-        directory = pathlib.Path(driver.capture(**one, trees=trees), "data")
+        directory = pathlib.Path(driver.capture(**one, trees=trees).directory, "data")
         directory.mkdir(parents=True)
         if driver.own == 0:
             (directory / "cursors.json").write_text("{}")

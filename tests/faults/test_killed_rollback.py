@@ -53,8 +53,11 @@ def check(tmp_path, corpus, kill, *, is_memory_lost=False, **settings):
         shutil.rmtree(os.path.join(settings["local_checkpoint_directory"], "tiny"))
     test_divergence.trained(config, "hosts=3")
     run = config.parent / "tiny"
-    # It is decided again, or the run goes on after it.
-    assert len(runs.events(run, "divergence_found")) in (1, 2)
+    # It is decided again, or the run goes on after it. Soon after a restore from RAM
+    # the restore is distrusted first, and the divergence is found once more.
+    distrusted = runs.events(run, "restore_distrusted")
+    again = sum(each["to_step"] is not None for each in distrusted)
+    assert len(runs.events(run, "divergence_found")) - again in (1, 2)
     test_divergence.check_rows(run, to=8)
 
 

@@ -49,6 +49,24 @@ def test_the_way_to_the_first_step_of_a_world_is_lost_phase_by_phase():
     }
 
 
+@pytest.mark.parametrize("to_step", [8, None])
+def test_a_restore_that_is_distrusted_costs_another_one(to_step):
+    distrusted = (11.5, "restore_distrusted", {"to_step": to_step})
+    way = [*WAY_TO_A_STEP, distrusted]
+    if to_step is not None:
+        way += [(13.0, "restored_from", {}), (14.0, "step", {"step": 9})]
+    before, after = secs(accounted(WAY_TO_A_STEP)), secs(accounted(way))
+    if to_step is None:
+        assert after == before
+        return
+    assert after == {
+        **before,
+        "end": 1.5,
+        "restore": before["restore"] + 1.5,
+        "first_step": before["first_step"] + 1.0,
+    }
+
+
 def test_steps_that_were_lost_count_once():
     way = [*WAY_TO_A_STEP, step(11.0, 12), step(13.0, 13)]
     assert secs(accounted(way, newest_step=12))["again"] == 1.0

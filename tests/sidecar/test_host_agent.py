@@ -399,6 +399,25 @@ def test_hosts_have_their_turn_while_others_of_their_calls_take_long(
         assert saving.result()
 
 
+def test_a_step_that_came_from_ram_is_distrusted_by_any_number_of_hosts(
+    machines, tmp_path
+):
+    steps = tmp_path / "steps"
+    with simulated_hosts.world(machines, 2, persistent=steps) as (tiers, mesh, _):
+        save(tiers, mesh, 3)
+        save(tiers, mesh, 4)
+    with simulated_hosts.world(machines, 4, persistent=steps) as (
+        tiers,
+        mesh,
+        recorded,
+    ):
+        restore(tiers, mesh, 4)
+        assert tiers.distrust(5).step == 3
+        assert event(recorded, "restore_distrusted")["to_step"] == 3
+    with simulated_hosts.world(machines, 2, persistent=steps) as (tiers, mesh, _):
+        restore(tiers, mesh, 3)
+
+
 def test_a_backup_is_what_orbax_loads(machines, tmp_path):
     steps = tmp_path / "steps"
     with simulated_hosts.world(machines, 4, persistent=steps) as (tiers, mesh, _):
@@ -439,15 +458,15 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
 def test_a_capture_that_fails_is_named_where_the_head_shares_no_memory(
     machines, monkeypatch
 ):
-    capture = saver.HostSaver.capture
+    begin = saver.HostSaver.begin
 
-    def fail(self, step_id, trees):
+    def fail(self, step_id, *captured):
         if step_id.step == 2:
             raise errors.CheckpointError("no memory is left")
-        return capture(self, step_id, trees)
+        return begin(self, step_id, *captured)
 
     monkeypatch.setattr(machine, "find", lambda _: None)
-    monkeypatch.setattr(saver.HostSaver, "capture", fail)
+    monkeypatch.setattr(saver.HostSaver, "begin", fail)
     with simulated_hosts.world(machines, 2) as (checkpointer, mesh, recorded):
         parts = {"state": tier_worlds.state(mesh, 2, True)}
         with pytest.raises(errors.CheckpointError, match="no memory is left"):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 
@@ -228,3 +229,90 @@ def test_a_callback_that_is_none_is_refused_in_one_line(given, problem):
         callbacks.Callbacks(given)
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class GoneBack:
+    """Says whether the run goes back, and notes when it was asked."""
+
+    def __init__(self, answer=True):
+        self.asked = []
+        self._answer = answer
+
+    def __call__(self, step, why):
+        self.asked.append((step, why))
+        return self._answer
+
+
+NAN = callbacks.Report(
+    loss=float("nan"), gradient_norm=2.0, tokens=8, learning_rate=0.1
+)
+
+
+@pytest.mark.parametrize(("step", "is_distrusted"), [(5, True), (6, False)])
+def test_a_loss_that_is_not_finite_soon_after_a_restore_distrusts_it(
+    step, is_distrusted
+):
+    go_back = GoneBack()
+    none = callbacks.Callbacks()
+    none.distrust_until(5, go_back)
+    assert [none.reads(each) for each in (5, 6)] == [True, False]
+    none.after_step(4, REPORT)
+    none.after_step(step, NAN)
+    assert none.is_distrusted == is_distrusted
+    assert go_back.asked == [(step, "the loss is nan")] * is_distrusted
+    if is_distrusted:
+        assert none.decision == Finding(
+            action=Action.DISTRUST, why="the loss is nan", since=5, is_divergence=True
+        )
+        none.go_on()
+        assert none.decision is None
+        # Once for each restore.
+        none.after_step(step, NAN)
+        assert none.decision is None
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize("action", list(Action))
+def test_a_divergence_distrusts_a_restore_before_anything_else_is_done(action, answer):
+    class Diverged(Counter):
+        def after_step(self, step, report):
+            found = super().after_step(step, report)
+            return found and dataclasses.replace(found, is_divergence=True)
+
+    go_back = GoneBack(answer)
+    one = made(one=Diverged(action))
+    one.distrust_until(5, go_back)
+    for step in (1, 2):
+        one.after_step(step, REPORT)
+    assert go_back.asked == [(2, "one: it counts")]
+    assert one.is_distrusted == answer
+    if not answer:
+        decided = action not in (Action.WARN, Action.DISTRUST)
+        assert (one.decision is not None) == decided
+        if decided:
+            assert one.decision.action is action
+
+
+def test_what_is_no_divergence_distrusts_nothing_unless_it_asks_for_that():
+    go_back = GoneBack()
+    several = made(stops=Counter(Action.STOP), asks=Counter(Action.DISTRUST, at=3))
+    several.distrust_until(5, go_back)
+    for step in (1, 2):
+        several.after_step(step, REPORT)
+    assert go_back.asked == []
+    assert several.decision.action is Action.STOP
+    several.go_on()
+    several.distrust_until(5, go_back)
+    several.after_step(3, REPORT)
+    assert go_back.asked == [(3, "asks: it counts")]
+    assert several.is_distrusted
+
+
+def test_another_state_is_trusted():
+    go_back = GoneBack()
+    none = callbacks.Callbacks()
+    none.distrust_until(5, go_back)
+    none.set_state(none.get_state())
+    none.after_step(1, NAN)
+    assert go_back.asked == []
+    assert not none.reads(1)

@@ -404,3 +404,48 @@ def test_an_evaluation_is_the_mean_over_all_targets_each_time_anew(
     evaluated.run(4, None)
     assert recorded[-1] == ("evaluated", 4, loss)
     assert batches.begun == 2
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_a_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(
+    goes_back,
+):
+    class Program(Journal):
+        def step(self, state, batch):
+            state, report = super().step(state, batch)
+            loss = np.float32(np.nan) if batch == 1 else report.loss
+            return state, report._replace(loss=loss)
+
+    class Evaluation:
+        def is_due(self, step):
+            return step == 2
+
+        def run(self, step, state):
+            del state
+            program.calls.append(f"evaluate {step}")
+            return 1.0
+
+    program = Program(due={2})
+    asked = []
+    recorded = callbacks.Callbacks()
+    recorded.distrust_until(2, lambda step, why: asked.append((step, why)) or goes_back)
+    ended = loop.Loop(
+        program=program,
+        emit=program.emit,
+        compiled=program.compiled,
+        batches=Batches(program, 100),
+        sizes=batch_size.Schedule(stages=((0, 8),)),
+        # A host that does not write the log looks at the loss all the same.
+        log=None,
+        saver=program,
+        evaluation=Evaluation(),
+        callbacks=recorded,
+    ).run(0, start_step=0, steps=3)
+    assert asked == [(2, "the loss is nan")]
+    if goes_back:
+        assert (ended.step, ended.finding.action) == (2, callbacks.Action.DISTRUST)
+        assert program.calls == ["step 0", "step 1"]
+    else:
+        assert (ended.step, ended.finding) == (3, None)
+        assert "evaluate 2" in program.calls
+        assert "save 2: 2" in program.calls

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from absl import logging
 from etils import epath
 
@@ -143,15 +142,30 @@ class HostReader:
         Raises:
           CheckpointError: if no good copy of a part is left.
         """
+        return self.read_some(None)
+
+    def read_some(self, paths: Collection[str] | None) -> dict[str, int]:
+        """As `read`, of the leaves with these paths; None for all that is selected."""
         restoring = self._opened()
+        if restoring.step_read is None:
+            restoring.step_read = self._received(restoring)
+        try:
+            return self._read(restoring, restoring.step_read, paths)
+        except errors.CheckpointError as error:
+            if restoring.step_read is restoring.whole:
+                raise
+            logging.warning("%s; this host reads the manifests of all", error)
+        restoring.step_read = self._whole(restoring)
+        return self._read(restoring, restoring.step_read, paths)
+
+    def _received(self, restoring: _Restoring) -> FoundStep:
+        # What host 0 has passed down of the open step, or else all of it.
         if restoring.whole is None and not restoring.others:
             try:
-                return self._read(
-                    restoring, self.sharing.parts(restoring.saved.step_id)
-                )
+                return self.sharing.parts(restoring.saved.step_id)
             except errors.CheckpointError as error:
                 logging.warning("%s; this host reads the manifests of all", error)
-        return self._read(restoring, self._whole(restoring))
+        return self._whole(restoring)
 
     def _whole(self, restoring: _Restoring) -> FoundStep:
         # The open step with all of its holders, which most hosts do not need.
@@ -159,19 +173,28 @@ class HostReader:
             restoring.whole = find.of_save(self._world.tiers, restoring.saved.step_id)
         return restoring.whole
 
-    def _read(self, restoring: _Restoring, step_found: FoundStep) -> dict[str, int]:
+    def _read(
+        self,
+        restoring: _Restoring,
+        step_found: FoundStep,
+        paths: Collection[str] | None,
+    ) -> dict[str, int]:
         host, domain = self._world.own.host, self._world.peers.domain
         reader = verified_read.VerifiedReader(step_found.sources)
         restoring.readers.append(reader)
-        restoring.values = recovery.read_leaves(
-            step_found, restoring.wanted, reader, host=host, domain=domain
+        wanted = restoring.wanted
+        if paths is not None:
+            wanted = [leaf for leaf in wanted if leaf.path in paths]
+        # What was read before is on the devices.
+        restoring.placed = {}
+        restoring.placed = recovery.read_leaves(
+            step_found, wanted, reader, host=host, domain=domain
         )
         if restoring.others:
             saved = StepBoxes(step_found, reader, host=host, domain=domain)
             restoring.others_made = {
                 name: each.of_boxes(saved) for name, each in restoring.others.items()
             }
-        restoring.step_read = step_found
         near = read_plan.nearness(step_found.step.holdings, host, domain=domain)
         total: collections.Counter[str] = collections.Counter()
         for offer, num_bytes in reader.read_bytes.items():
@@ -205,12 +228,13 @@ class HostReader:
         }
         return {**rebuilt, **self._opened().others_made}
 
-    def made(self) -> dict[str, Any]:
-        """Makes each leaf of its values, by path."""
+    def made(self, paths: Collection[str] | None = None) -> dict[str, Any]:
+        """Makes leaves of their placed boxes, by path; all, or some that were read."""
         restoring = self._opened()
         return {
-            leaf.path: leaf.make(restoring.values[leaf.path])
+            leaf.path: leaf.join(restoring.placed[leaf.path])
             for leaf in restoring.wanted
+            if paths is None or leaf.path in paths
         }
 
     @calls.call()
@@ -277,6 +301,6 @@ class _Restoring:
         default_factory=list
     )
     wanted: Sequence[trees.WantedLeaf] = ()
-    values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    placed: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     others: Mapping[str, TreeReading] = dataclasses.field(default_factory=dict)
     others_made: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -185,6 +185,31 @@ class StepSearch:
         ]
         return tuple(sorted(complete, key=lambda each: each.step))
 
+    @calls.call()
+    def stored_before(
+        self, step: int, own_line: line.Line
+    ) -> CheckpointMetadata | None:
+        """The newest step before another one that persistent storage has completely.
+
+        Args:
+          step: the other one.
+          own_line: the line of the caller, to which the step belongs.
+
+        Raises:
+          CheckpointError: if storage is out of reach.
+        """
+        tier = self._world.persistent
+        if tier is None:
+            return None
+        foreign = tier.foreign_saves()
+        looking = tier_search.Search([tier], lines=[own_line])
+        found = looking.newest(before=step).found_step
+        newest = -1 if found is None else found.step.step
+        for number in _counted(looking, foreign)[::-1]:
+            if newest < number < step:
+                return self._foreign_step(number, foreign)
+        return None if found is None else self._complete(found)
+
     def _within_reach(self, ram_tiers: Sequence[Tier]) -> _Reach:
         storage_tier = self._world.persistent
         if storage_tier is None:

@@ -27,13 +27,17 @@ _FORMER_RECORD = "line.json"
 _FORMER_VERSION = 1
 
 
-def record(root: PersistentRoot, line: Line, *, run: str) -> None:
+def record(
+    root: PersistentRoot, line: Line, *, run: str, is_uncommitted: bool = False
+) -> None:
     """Records that `line` was begun, if steps here would count without that.
 
     Args:
       root: of the steps.
       line: that the run has committed a step of, here or elsewhere.
       run: the identity of the run.
+      is_uncommitted: whether the run has not committed one, so that nothing but this
+        record abandons steps in RAM: it is always written.
 
     Raises:
       CheckpointError: if storage is unavailable, or a record cannot be read.
@@ -43,7 +47,7 @@ def record(root: PersistentRoot, line: Line, *, run: str) -> None:
     if any(each.save >= line.save for each in recorded):
         return
     older = [*root.set_aside_steps(), *_newest(root, run=run)]
-    if recorded or any(line.abandons(each) for each in older):
+    if is_uncommitted or recorded or any(line.abandons(each) for each in older):
         claims.claim(root.path, line, run=run, claimant=claims.new_claimant())
 
 
