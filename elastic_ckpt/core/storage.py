@@ -19,12 +19,14 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # The mode of new files, before the umask and the directory's ACL apply.
 _MODE = 0o666
@@ -170,6 +172,9 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
     Raises:
       OSError: if there is no room for all of them.
     """
+    # Agents import this module, and need no NumPy.
+    import numpy as np
+
     os.makedirs(os.path.dirname(os.fspath(path)), exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
     try:

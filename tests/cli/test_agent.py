@@ -161,7 +161,7 @@ def test_the_agent_of_a_node_publishes_domains_and_serves_runs_that_begin(tmp_pa
     with served.agent_process(tmp_path, *arguments, verb=VERB) as (process, at):
         assert at == "127.0.0.1"
         root = served_nodes.save_run(tmp_path)
-        url = node_record.attach(root).url
+        url = agent.wait_for(root).url
         assert node_record.find(root).domains == {"rack": "r7", "zone": "z"}
         assert served.ask(url, PART, secret.read_or_create(root)) == (200, b"part")
         process.terminate()

@@ -111,7 +111,7 @@ def test_a_former_agent_is_read_and_repairs_its_copies(former, root):
 def test_a_former_program_attaches_to_the_agent_of_its_node(former, tmp_path, root):
     with served_nodes.serving(tmp_path):
         url = run(ATTACHING, root, cwd=former).strip()
-        assert url == node_record.attach(root).url
+        assert url == agent.wait_for(root).url
         assert node_record.find(root).answers["run"].refusal == ""
 
 

@@ -36,6 +36,12 @@ def attached(root, **options):
         yield process.address.url
 
 
+def remove(root):
+    # At once: the agent removes its files, too.
+    gone = root.rename(root.with_name(".gone"))
+    shutil.rmtree(gone)
+
+
 def until(condition):
     deadline = time.monotonic() + LIMIT_SECS
     while not condition():
@@ -49,8 +55,9 @@ def test_programs_attach_to_the_agent_of_their_node(tmp_path, path):
         root = served_nodes.save_run(tmp_path, path)
         for _ in range(2):
             with attached(root) as url:
+                assert agent.wait_for(root).url == url
                 # Its agent answers a moment before the record of the node has it.
-                assert node_record.attach(root).url == url
+                until(lambda: path in node_record.find(root).agents)
                 assert node_record.find(root).agents[path].url == url
                 known = secret.read_or_create(root)
                 assert served.ask(url, PART, known) == (200, b"part")
@@ -64,7 +71,7 @@ def test_programs_attach_to_the_agent_of_their_node(tmp_path, path):
 def test_each_run_has_a_secret_that_opens_no_other(tmp_path):
     with served_nodes.serving(tmp_path):
         roots = [served_nodes.save_run(tmp_path, name) for name in ("a", "b")]
-        urls = [node_record.attach(root).url for root in roots]
+        urls = [agent.wait_for(root).url for root in roots]
         secrets = [secret.read_or_create(root) for root in roots]
         for one, url in enumerate(urls):
             for other, known in enumerate(secrets):
@@ -77,7 +84,7 @@ def test_a_new_agent_has_the_addresses_of_the_one_before(tmp_path):
     urls = []
     for _ in range(2):
         with served_nodes.serving(tmp_path):
-            urls.append(node_record.attach(root).url)
+            urls.append(agent.wait_for(root).url)
             known = secret.read_or_create(root)
             assert served.ask(urls[-1], PART, known) == (200, b"part")
         assert node_record.find(root) is None
@@ -89,7 +96,7 @@ def test_a_port_that_is_given_is_that_of_a_run(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with served_nodes.serving(tmp_path, port=port):
-        assert node_record.attach(root).url == f"http://127.0.0.1:{port}"
+        assert agent.wait_for(root).url == f"http://127.0.0.1:{port}"
 
 
 def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_later(
@@ -103,20 +110,28 @@ def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_lat
     ):
         assert again == started
     with served_nodes.serving(tmp_path), attached(root) as again:
-        assert again == node_record.attach(root).url
+        assert again == agent.wait_for(root).url
         assert again != started
 
 
 def test_a_directory_that_takes_the_place_of_another_is_served_in_its_turn(tmp_path):
     with served_nodes.serving(tmp_path):
         root = served_nodes.save_run(tmp_path)
-        node_record.attach(root)
-        shutil.rmtree(root)
+        agent.wait_for(root)
+        remove(root)
         served_nodes.save_run(tmp_path)
         (root / machine.FILE).write_text("f" * machine.ID_LENGTH)
-        until(lambda: node_record.attach(root).machine == "f" * machine.ID_LENGTH)
+        until(lambda: agent.wait_for(root).machine == "f" * machine.ID_LENGTH)
         known = secret.read_or_create(root)
-        assert served.ask(node_record.attach(root).url, PART, known)[0] == 200
+        assert served.ask(agent.wait_for(root).url, PART, known)[0] == 200
+
+
+def test_an_address_that_a_killed_agent_has_left_is_not_believed(tmp_path):
+    root = served_nodes.save_run(tmp_path)
+    left = {"url": "http://127.0.0.1:1", "pid": 1, "machine": served.MACHINE}
+    (root / agent.ADDRESS_FILE).write_bytes(storage.canonical_json(left))
+    with served_nodes.serving(tmp_path), attached(root) as url:
+        assert served.ask(url, PART, secret.read_or_create(root)) == (200, b"part")
 
 
 def test_two_agents_of_one_node_are_an_error(tmp_path, monkeypatch):
@@ -142,9 +157,10 @@ def test_directories_that_are_no_runs_are_not_served(tmp_path):
     (tmp_path / "elsewhere").symlink_to(tmp_path)
     root = served_nodes.save_run(tmp_path)
     with served_nodes.serving(tmp_path):
-        node_record.attach(root)
+        agent.wait_for(root)
+        until(lambda: node_record.read(str(tmp_path)).agents)
         assert list(node_record.read(str(tmp_path)).agents) == ["run"]
-        shutil.rmtree(root)
+        remove(root)
         until(lambda: not node_record.read(str(tmp_path)).agents)
 
 
@@ -343,7 +359,7 @@ class TestRoomForRuns:
             storage.exclusive_lock(live / "hosts" / "0" / "lock"),
         ):
             with attached(run, most_bytes=limit_bytes // 2) as url:
-                assert url == node_record.attach(run).url
+                assert url == agent.wait_for(run).url
             assert ended.exists()
             refused = "run run needs 1048576 bytes.*live [0-9]+ bytes .in use"
             with (

@@ -104,18 +104,21 @@ def is_alive(root: epath.PathLike) -> bool:
     return storage.is_locked(os.path.join(root, _LOCK_FILE))
 
 
-def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
+def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
     """Waits for the agent of `root` and returns its address.
 
     Raises:
       RunError: if it did not publish its address in time.
     """
+    # The agent of a node serves directories that have an id.
+    machine_id = machine.machine_id(root)
     deadline = time.monotonic() + within_secs
-    while (address := find(root)) is None:
+    while (address := find(root)) is None or address.machine != machine_id:
         if time.monotonic() > deadline:
             raise errors.RunError(
-                f"the agent of {root} has not begun for {within_secs:g} s; look at its"
-                " log, or end it"
+                f"no agent has served {os.fspath(root)} for {within_secs:g} s; look at"
+                " its log, or end it: the agent of a node needs the user of this"
+                " program"
             )
         time.sleep(0.01)
     return address

@@ -49,10 +49,7 @@ class AgentProcess:
         of_node = node_record.find(root)
         if of_node is not None and most_bytes is not None:
             node_record.ask_for_memory(root, most_bytes)
-        if of_node is not None and not agent.is_alive(root):
-            self.address = node_record.attach(root)
-            return
-        if not agent.is_alive(root):
+        if of_node is None and not agent.is_alive(root):
             self._start(service)
         self.address = agent.wait_for(root)
 

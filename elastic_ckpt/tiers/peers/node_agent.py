@@ -131,6 +131,10 @@ class _Node:
                 self._answers.update(former.answers or {})
                 self._ports = {p: _port(a) for p, a in former.agents.items()}
         self._published: node_record.NodeRecord | None = None
+        # Addresses that agents which were killed have left.
+        for root in map(self._root, node_runs.runs(self._directory)):
+            if not agent.is_alive(root):
+                storage.remove(os.path.join(root, agent.ADDRESS_FILE))
 
     async def update(self) -> None:
         """Serves directories that are new, and no more what is gone."""

@@ -1,7 +1,8 @@
-"""The record of a node's agent: how programs attach to it, and ask it for memory.
+"""The record of a node's agent: its failure domains, and answers to requests.
 
-    <directory>/node.json    the agents of the runs below, the failure domains, and the
-                             answers to requests for memory
+    <directory>/node.json    the failure domains, the answers to requests for memory,
+                             and the addresses of the runs below; each is also in the
+                             run's own `agent.json`, where programs look for it
     <directory>/node.lock    held while the node's agent runs
     <root>/request.json      of a run: the bytes that it uses at most, and an id
 
@@ -16,14 +17,13 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.peers import agent, protocol, records
-from elastic_ckpt.tiers.ram import machine
 
 FILE = "node.json"
 LOCK_FILE = "node.lock"
@@ -31,10 +31,8 @@ REQUEST_FILE = "request.json"
 # The levels between a run's directory and that of the node.
 MOST_LEVELS = 2
 _POLL_SECS = 0.05
-_ATTACH_SECS = 60.0
 # Until the agent has measured all runs, and removed those that ended.
 _ANSWER_SECS = 600.0
-Found = TypeVar("Found")
 
 
 class Request(NamedTuple):
@@ -145,30 +143,6 @@ def read(directory: str) -> NodeRecord | None:
     )
 
 
-def attach(root: epath.PathLike, *, within_secs: float = _ATTACH_SECS) -> agent.Address:
-    """Has the node's agent serve `root`, and returns its address.
-
-    Raises:
-      RunError: if it does not in time.
-    """
-    # The agent serves directories that have an id.
-    machine_id = machine.machine_id(root)
-
-    def served(record: NodeRecord | None) -> agent.Address | None:
-        if record is None:
-            return None
-        address = record.agents.get(record.path_of(root))
-        return address if address and address.machine == machine_id else None
-
-    address = _awaited(root, served, within_secs)
-    if address is None:
-        raise errors.RunError(
-            f"the agent of the node has not served {os.fspath(root)} for"
-            f" {within_secs:g} s; look at its log: it needs the user of this program"
-        )
-    return address
-
-
 def read_request(root: epath.PathLike) -> Request | None:
     """The newest request of the run whose directory is `root`; None without one."""
     try:
@@ -194,31 +168,16 @@ def ask_for_memory(
     """
     request = Request(secrets.token_hex(8), num_bytes)
     records.write(root, REQUEST_FILE, [*request])
-
-    def answered(record: NodeRecord | None) -> Answer | None:
-        if record is None or record.answers is None:
-            return Answer(request.id)
-        answer = record.answers.get(record.path_of(root))
-        return answer if answer and answer.request == request.id else None
-
-    answer = _awaited(root, answered, within_secs)
-    if answer is None:
-        raise errors.RunError(
-            f"the agent of the node has not answered for {within_secs:g} s whether"
-            f" {num_bytes} bytes fit beside the other runs of {os.fspath(root)}'s node;"
-            " look at its log"
-        )
-    if answer.refusal:
-        raise errors.RunError(answer.refusal)
-
-
-def _awaited(
-    root: epath.PathLike,
-    look: Callable[[NodeRecord | None], Found | None],
-    within_secs: float,
-) -> Found | None:
-    # What the record has at last; None if it does not in time.
     deadline = time.monotonic() + within_secs
-    while (found := look(find(root))) is None and time.monotonic() < deadline:
+    while (record := find(root)) is not None and record.answers is not None:
+        answer = record.answers.get(record.path_of(root))
+        if answer is not None and answer.request == request.id:
+            if answer.refusal:
+                raise errors.RunError(answer.refusal)
+            return
+        if time.monotonic() > deadline:
+            raise errors.RunError(
+                f"the agent of the node has not answered for {within_secs:g} s whether"
+                f" {num_bytes} bytes fit in {record.directory}; look at its log"
+            )
         time.sleep(_POLL_SECS)
-    return found
