@@ -111,6 +111,8 @@ class SaveStages:
         self._is_broken = False
         # Whether the next step that is committed is the first of a line.
         self._begins_line = False
+        # Whether storage has, or was to have, the addresses of this world's agents.
+        self._are_agents_recorded = False
 
     def go_on_from(self, step: int) -> None:
         """Notes that a step was restored: it is kept until a newer one has copies."""
@@ -294,6 +296,7 @@ class SaveStages:
             self._copy_newest()
         elif not saving.is_last_of_world:
             self._begin_others(saving)
+        self._record_agents(saving.step)
         return True
 
     def _begin_line(self, saving: Saving) -> None:
@@ -307,6 +310,16 @@ class SaveStages:
         except HostsFailedError as error:
             why = f"old steps may count: {error}"
             self._work.degraded("persistent", saving.step, why)
+
+    def _record_agents(self, step: int) -> None:
+        # Once: who follows the run finds its steps in storage meanwhile.
+        if self._are_agents_recorded:
+            return
+        self._are_agents_recorded = True
+        try:
+            self._hosts.first(HostBackup.record_agents)
+        except HostsFailedError as error:
+            self._work.degraded("persistent", step, str(error))
 
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
         self.committed = saving.committed(notes.time_ms)
