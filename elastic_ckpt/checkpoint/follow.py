@@ -20,10 +20,10 @@ that fails, so is the next one.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -63,10 +63,8 @@ _WEIGHTS = ("params", "model")
 T = TypeVar("T")
 
 
-class Step(os.PathLike[str]):
+class Step:
     """A complete step of a run that is followed; `ec.watch_steps` yields it.
-
-    A step in storage is also a path, for all that reads checkpoints.
 
     Attributes:
       step: the number of the training step.
@@ -107,9 +105,6 @@ class Step(os.PathLike[str]):
                 " to follow the steps in storage"
             )
         return self._root.final(self.step)
-
-    def __fspath__(self) -> str:
-        return os.fspath(self.path)
 
     def load(self, tree: Any = None, *, checkpointable_name: str = "state") -> Any:
         """Loads leaves of the step, each compared with the digest that it was saved by.
@@ -199,46 +194,39 @@ def watch_steps(
     stored = _Stored(root, after)
     look: Callable[[], FoundStep | int | None] = stored.next
     every_secs = poll_secs
-    with contextlib.ExitStack() as stack:
-        if secret_file is not None:
-            newest = _Newest(
-                root,
-                reading,
-                after,
-                poll_secs=poll_secs,
-                secret_file=secret_file,
-                tls_authority=tls_authority,
-            )
-            stack.callback(newest.close)
-            look, every_secs = newest.next, min(poll_secs, _RAM_POLL_SECS)
-        _warn_if_missing(root)
-        for found in _waiting(look, every_secs=every_secs, timeout_secs=timeout_secs):
-            if isinstance(found, FoundStep):
-                run = found.step.holdings.offers[0].manifest.run
+    if secret_file is not None:
+        look = _Newest(
+            root,
+            reading,
+            after,
+            poll_secs=poll_secs,
+            secret_file=secret_file,
+            tls_authority=tls_authority,
+        ).next
+        every_secs = min(poll_secs, _RAM_POLL_SECS)
+    _warn_if_missing(root)
+    for found in _waiting(look, every_secs=every_secs, timeout_secs=timeout_secs):
+        if isinstance(found, FoundStep):
+            run = found.step.holdings.offers[0].manifest.run
+            step_id = found.step.step_id
+            yield Step(step_id, root=root, run=run, reading=reading, in_ram=found)
+            continue
+        path = root.final(found)
+        try:
+            save = persistent_root.committed_save(path)
+            with leases.lease(path, duration_secs=duration_secs):
+                stored.yielded[found] = save
+                manifest = persistent_root.any_manifest(path)
+                reading.begin()
                 yield Step(
-                    found.step.step_id,
+                    StepId(found, save or manifest.save if manifest else ""),
                     root=root,
-                    run=run,
+                    run=None if manifest is None else manifest.run,
                     reading=reading,
-                    in_ram=found,
                 )
-                continue
-            path = root.final(found)
-            try:
-                save = persistent_root.committed_save(path)
-                with leases.lease(path, duration_secs=duration_secs):
-                    stored.yielded[found] = save
-                    manifest = persistent_root.any_manifest(path)
-                    reading.begin()
-                    yield Step(
-                        StepId(found, save or manifest.save if manifest else ""),
-                        root=root,
-                        run=None if manifest is None else manifest.run,
-                        reading=reading,
-                    )
-            except leases.StepGoneError as error:
-                logging.info("%s", error)
-                time.sleep(every_secs)
+        except leases.StepGoneError as error:
+            logging.info("%s", error)
+            time.sleep(every_secs)
 
 
 def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
@@ -481,6 +469,8 @@ class _Newest:
         self._client = peer_client.PeerClient(
             lambda: watched.current() or "", tls_ca=tls_authority
         )
+        # A step may be loaded after the last one was requested.
+        weakref.finalize(reading, self._client.close)
         self._last: StepId | None = None
         self._unreadable: set[StepId] = set()
         # When there was a new step, or the last look at storage.
@@ -490,10 +480,6 @@ class _Newest:
         self._manifests: dict[peer.ManifestKey, Manifest] = {}
         self._turn = 0
         self._is_warned = False
-
-    def close(self) -> None:
-        """Closes all connections."""
-        self._client.close()
 
     def next(self) -> FoundStep | int | None:
         """The newest step, if it is later than the one before; None if it is not.

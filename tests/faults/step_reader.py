@@ -22,9 +22,9 @@ def main(directory, mode):
         if mode == "hold":
             print(step.step, flush=True)
             time.sleep(3600)
-        before = contents(step)
+        before = contents(step.path)
         time.sleep(0.2)
-        assert contents(step) == before
+        assert contents(step.path) == before
         print(step.step, flush=True)
 
 
