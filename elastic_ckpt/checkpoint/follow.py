@@ -58,6 +58,8 @@ _POLL_SECS = 10.0
 _RAM_POLL_SECS = 0.2
 # Agents that are asked for their list before all are, at the same time.
 _MOST_ASKED = 3
+# In the place of the saves that agents have which do not answer.
+_UNKNOWN = StepId(-1, "")
 # The keys under which a state has its weights.
 _WEIGHTS = ("params", "model")
 T = TypeVar("T")
@@ -77,13 +79,11 @@ class Step:
         step_id: StepId,
         *,
         root: PersistentRoot,
-        run: str | None,
         reading: _Reading,
         in_ram: FoundStep | None = None,
     ) -> None:
         self.step, self.save = step_id
         self._root = root
-        self._run = run
         self._reading = reading
         self._in_ram = in_ram
 
@@ -134,15 +134,21 @@ class Step:
             return loaded[checkpointable_name]
         found = self._in_ram
         if found is None:
-            assert self._run is not None
-            tier = PersistentTier(self._root, run=self._run)
+            tier = PersistentTier(self._root, run=self._run() or "")
             found = find.of_save([tier], StepId(self.step, self.save))
         return self._reading.load(found, tree, checkpointable_name)
 
     def _record(self, metrics: Mapping[str, Any]) -> None:
-        if self._run is None or not self.save:
+        run = self._run() if self.save else None
+        if run is None:
             raise _not_ours(self)
-        _record(self._root, StepId(self.step, self.save), metrics, run=self._run)
+        _record(self._root, StepId(self.step, self.save), metrics, run=run)
+
+    def _run(self) -> str | None:
+        # None if it is gone from storage.
+        if self._in_ram is not None:
+            return self._in_ram.step.holdings.offers[0].manifest.run
+        return persistent_root.run_of(self.path) if self.path.is_dir() else None
 
 
 def watch_steps(
@@ -154,6 +160,7 @@ def watch_steps(
     duration_secs: float = leases.DURATION_SECS,
     secret_file: epath.PathLike | None = None,
     tls_authority: epath.PathLike | None = None,
+    max_bytes_per_sec: float | None = None,
 ) -> Iterator[Step]:
     """Waits for the steps of a run, and yields each as it becomes complete.
 
@@ -180,6 +187,8 @@ def watch_steps(
         steps in storage alone.
       tls_authority: a PEM file with the authority that signs the agents' certificates;
         with it, agents that do not encrypt are refused.
+      max_bytes_per_sec: the most bytes a second that are read from agents, where the
+        run needs the network itself; None sets no limit.
 
     Yields:
       In storage, the steps in ascending order; in RAM, the newest.
@@ -202,28 +211,25 @@ def watch_steps(
             poll_secs=poll_secs,
             secret_file=secret_file,
             tls_authority=tls_authority,
+            max_bytes_per_sec=max_bytes_per_sec,
         ).next
         every_secs = min(poll_secs, _RAM_POLL_SECS)
     _warn_if_missing(root)
     for found in _waiting(look, every_secs=every_secs, timeout_secs=timeout_secs):
         if isinstance(found, FoundStep):
-            run = found.step.holdings.offers[0].manifest.run
             step_id = found.step.step_id
-            yield Step(step_id, root=root, run=run, reading=reading, in_ram=found)
+            yield Step(step_id, root=root, reading=reading, in_ram=found)
             continue
         path = root.final(found)
         try:
             save = persistent_root.committed_save(path)
             with leases.lease(path, duration_secs=duration_secs):
                 stored.yielded[found] = save
-                manifest = persistent_root.any_manifest(path)
+                if save is None:
+                    manifest = persistent_root.any_manifest(path)
+                    save = "" if manifest is None else manifest.save
                 reading.begin()
-                yield Step(
-                    StepId(found, save or manifest.save if manifest else ""),
-                    root=root,
-                    run=None if manifest is None else manifest.run,
-                    reading=reading,
-                )
+                yield Step(StepId(found, save), root=root, reading=reading)
         except leases.StepGoneError as error:
             logging.info("%s", error)
             time.sleep(every_secs)
@@ -393,8 +399,8 @@ def _check_here(read: Mapping[str, Any]) -> None:
         ):
             raise errors.ConfigError(
                 f"{path} is wanted on devices of several processes, which may be at"
-                " different steps; give it a sharding over the devices of this process,"
-                " such as a mesh of jax.local_devices()"
+                " different steps; follow in one process, give its leaves shardings"
+                " over jax.local_devices(), and broadcast them"
             )
 
 
@@ -444,6 +450,7 @@ class _Newest:
       poll_secs: between two looks at storage while there is no new step.
       secret_file: with the run's secret, read again when it changes.
       tls_authority: of the agents' certificates; None without.
+      max_bytes_per_sec: from all agents together; None without a bound.
 
     Raises:
       RunError: if there is no secret in the file.
@@ -459,6 +466,7 @@ class _Newest:
         poll_secs: float,
         secret_file: epath.PathLike,
         tls_authority: epath.PathLike | None,
+        max_bytes_per_sec: float | None,
     ) -> None:
         self._root = root
         self._reading = reading
@@ -467,7 +475,9 @@ class _Newest:
         self._secret_file = os.fspath(secret_file)
         watched = secret.Watched(secret_file)
         self._client = peer_client.PeerClient(
-            lambda: watched.current() or "", tls_ca=tls_authority
+            lambda: watched.current() or "",
+            tls_ca=tls_authority,
+            max_bytes_per_sec=max_bytes_per_sec,
         )
         # A step may be loaded after the last one was requested.
         weakref.finalize(reading, self._client.close)
@@ -476,10 +486,14 @@ class _Newest:
         # When there was a new step, or the last look at storage.
         self._looked_secs = -math.inf
         self._agents = RunAgents(run="", urls={})
-        self._lines: list[Line] = []
+        # Of the run, as far as it is known.
+        self._line = Line(save="", parents=())
         self._manifests: dict[peer.ManifestKey, Manifest] = {}
         self._turn = 0
         self._is_warned = False
+        # The later saves that were searched last, and when to search them again.
+        self._searched: frozenset[StepId] = frozenset()
+        self._pause_secs = self._again_secs = 0.0
 
     def next(self) -> FoundStep | int | None:
         """The newest step, if it is later than the one before; None if it is not.
@@ -490,7 +504,7 @@ class _Newest:
         looks_at_storage = time.monotonic() - self._looked_secs >= self._poll_secs
         if looks_at_storage:
             self._read_record()
-        in_ram = self._in_ram() if self._has_new() else None
+        in_ram = self._in_ram() if self._is_time_to_search() else None
         if in_ram is not None or looks_at_storage:
             self._looked_secs = time.monotonic()
         if in_ram is not None:
@@ -501,6 +515,8 @@ class _Newest:
         # A run that went back saves earlier steps under later saves.
         if step_id.step <= self._after or step_id in self._unreadable:
             return False
+        if self._line.abandons(step_id):
+            return False
         last = self._last
         return last is None or step_id.step > last.step or step_id.save > last.save
 
@@ -510,7 +526,8 @@ class _Newest:
             agents = run_agents.read(root.path)
             if agents is not None:
                 self._agents = agents
-                self._lines = arrange.recorded_lines(root, run=agents.run)
+                recorded = arrange.recorded_lines(root, run=agents.run)
+                self._line = max([self._line, *recorded], key=lambda line: line.save)
         except errors.CheckpointError as error:
             logging.warning("the agents of the run may have moved: %s", error)
             return
@@ -523,20 +540,34 @@ class _Newest:
                 root.path / run_agents.FILE,
             )
 
-    def _has_new(self) -> bool:
-        # By the list of one agent, and then another one: each has parts of every step.
+    def _listed(self) -> frozenset[StepId]:
+        # The later saves in the list of one agent, or of another one if that does not
+        # answer: each has parts of every step.
         urls = list(self._agents.urls.values())
         for _ in range(min(_MOST_ASKED, len(urls))):
             self._turn = (self._turn + 1) % len(urls)
             asked = self._peer(urls[self._turn])
             saves = asked.known_saves()
             if saves or not asked.problems:
-                return any(map(self._is_later, saves))
-        return bool(urls)
+                return frozenset(filter(self._is_later, saves))
+        return frozenset({_UNKNOWN} if urls else ())
+
+    def _is_time_to_search(self) -> bool:
+        listed, now_secs = self._listed(), time.monotonic()
+        if listed != self._searched:
+            self._searched, self._pause_secs = listed, _RAM_POLL_SECS
+        elif now_secs < self._again_secs:
+            return False
+        else:
+            # Less and less often for saves that stay incomplete.
+            self._pause_secs = min(2 * self._pause_secs, self._poll_secs)
+        self._again_secs = now_secs + self._pause_secs
+        return bool(listed)
 
     def _in_ram(self) -> FoundStep | None:
         peers = peer.Peers([self._peer(url) for url in self._agents.urls.values()])
-        search = find.Search([peers], lines=self._lines, without=self._unreadable)
+        search = find.Search([peers], lines=[self._line], without=self._unreadable)
+        self._line = search.line
         outcome = search.newest()
         refusing = peers.refusing()
         if refusing and not peers.steps():
