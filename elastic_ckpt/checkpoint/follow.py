@@ -34,7 +34,7 @@ from etils import epath
 from elastic_ckpt.checkpoint import asked_trees, foreign_steps, tree_structure
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.checkpoint.host.kept_values import KeptValues
-from elastic_ckpt.core import bucket_clients, errors, storage, user_json
+from elastic_ckpt.core import bucket_clients, errors, renamed, storage, user_json
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents, Host, Manifest
@@ -65,6 +65,7 @@ _WEIGHTS = ("params", "model")
 T = TypeVar("T")
 
 
+@renamed.attributes(name="step.path.name", parent="step.path.parent")
 class Step:
     """A complete step of a run that is followed; `ec.watch_steps` yields it.
 
@@ -78,14 +79,14 @@ class Step:
         self,
         step_id: StepId,
         *,
-        root: PersistentRoot,
-        reading: _Reading,
-        in_ram: FoundStep | None = None,
+        _root: PersistentRoot,
+        _reading: _Reading,
+        _in_ram: FoundStep | None = None,
     ) -> None:
         self.step, self.save = step_id
-        self._root = root
-        self._reading = reading
-        self._in_ram = in_ram
+        self._root = _root
+        self._reading = _reading
+        self._in_ram = _in_ram
 
     def __repr__(self) -> str:
         where = self._root.final(self.step) if self._in_ram is None else "RAM"
@@ -218,7 +219,7 @@ def watch_steps(
     for found in _waiting(look, every_secs=every_secs, timeout_secs=timeout_secs):
         if isinstance(found, FoundStep):
             step_id = found.step.step_id
-            yield Step(step_id, root=root, reading=reading, in_ram=found)
+            yield Step(step_id, _root=root, _reading=reading, _in_ram=found)
             continue
         path = root.final(found)
         try:
@@ -229,12 +230,13 @@ def watch_steps(
                     manifest = persistent_root.any_manifest(path)
                     save = "" if manifest is None else manifest.save
                 reading.begin()
-                yield Step(StepId(found, save), root=root, reading=reading)
+                yield Step(StepId(found, save), _root=root, _reading=reading)
         except leases.StepGoneError as error:
             logging.info("%s", error)
             time.sleep(every_secs)
 
 
+@renamed.parameters(step_path="step")
 def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
     """Records metrics of a saved step, so that its run ranks it by them (`ec.BestN`).
 

@@ -85,6 +85,8 @@ def test_each_step_is_followed_in_ram_bit_for_bit(tmp_path):
         assert step.load(wanted)["params"]["w"].sharding.mesh == mesh
         with pytest.raises(errors.CheckpointError, match="in the RAM of its run"):
             ocp.load(step.path)
+        with pytest.raises(AttributeError, match=r"called step\.path\.name now"):
+            step.name  # noqa: B018
         steps.close()
     assert not list((tmp_path / "steps").glob("[0-9]*"))
 

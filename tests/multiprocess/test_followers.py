@@ -5,6 +5,7 @@ import os
 import pytest
 
 import elastic_ckpt as ec
+from benchmarks import follow
 from tests.multiprocess import machines, tier_worlds
 from tests.multiprocess.test_elastic_ram import on, saved
 
@@ -48,3 +49,11 @@ def test_a_follower_reads_the_copies_of_agents_that_were_killed(ram, tmp_path, s
         # Of each slice a part is lost, whichever step it is of.
         ram.stop_agent(2)
         assert list(followed(timeout_secs=0)) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_the_suite_of_followers_runs_and_what_did_not_change_is_not_moved():
+    figures = follow.measure(follow.SMALL)
+    assert 1 < figures["follow_bytes_over_changed"].value < 1.1
+    assert {"follow_slowdown_percent", "follow_lag_steps"} <= figures.keys()
