@@ -52,6 +52,7 @@ from elastic_ckpt.tiers.persistent import (
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.persistent.run_agents import RunAgents
+from elastic_ckpt.tiers.ram import machine
 
 _POLL_SECS = 10.0
 # Between two lists of steps from agents; each is one small request.
@@ -140,6 +141,12 @@ class Step:
         return self._reading.load(found, tree, checkpointable_name)
 
     def _record(self, metrics: Mapping[str, Any]) -> None:
+        if _is_ram_disk(self._root):
+            raise errors.CheckpointError(
+                f"metrics of step {self.step} are not recorded: they belong in"
+                " persistent storage; give ec.watch_steps the directory of the run's"
+                " ec.Persistent"
+            )
         run = self._run() if self.save else None
         if run is None:
             raise _not_ours(self)
@@ -176,7 +183,8 @@ def watch_steps(
     and its agents have to be reachable from here.
 
     Args:
-      directory: where the run keeps its steps in storage; it need not exist yet.
+      directory: where the run keeps its steps in storage; it need not exist yet. Of a
+        run without storage, the directory of `ec.Local` on a machine of the run.
       after: only later steps are yielded; by default all that are there.
       poll_secs: the time between two looks at the storage. An agent of the run is asked
         more often; storage then only if no step came for so long.
@@ -185,7 +193,8 @@ def watch_steps(
       duration_secs: the duration of the leases, as for `ec.lease`.
       secret_file: a file with the secret of the run: that of its `ec.Peers`, or
         `secret` in the directory of `ec.Local` on any of its machines. None follows the
-        steps in storage alone.
+        steps in storage alone; if `directory` is that of `ec.Local`, it takes the
+        secret there.
       tls_authority: a PEM file with the authority that signs the agents' certificates;
         with it, agents that do not encrypt are refused.
       max_bytes_per_sec: the most bytes a second that are read from agents, where the
@@ -204,6 +213,8 @@ def watch_steps(
     stored = _Stored(root, after)
     look: Callable[[], FoundStep | int | None] = stored.next
     every_secs = poll_secs
+    if secret_file is None and _is_ram_disk(root):
+        secret_file = secret.path(root.path)
     if secret_file is not None:
         look = _Newest(
             root,
@@ -525,6 +536,9 @@ class _Newest:
     def _read_record(self) -> None:
         root = self._root
         try:
+            if _is_ram_disk(root):
+                self._agents = run_agents.of_ram_disk(root.path) or self._agents
+                return
             agents = run_agents.read(root.path)
             if agents is not None:
                 self._agents = agents
@@ -571,6 +585,12 @@ class _Newest:
         search = find.Search([peers], lines=[self._line], without=self._unreadable)
         self._line = search.line
         outcome = search.newest()
+        listed = set(peers.known_saves())
+        self._manifests = {
+            key: manifest
+            for key, manifest in self._manifests.items()
+            if manifest.step_id in listed
+        }
         refusing = peers.refusing()
         if refusing and not peers.steps():
             raise errors.RunError(
@@ -592,11 +612,6 @@ class _Newest:
             self._unreadable.add(step_id)
             return None
         self._last, self._unreadable = step_id, set()
-        self._manifests = {
-            key: manifest
-            for key, manifest in self._manifests.items()
-            if manifest.step_id == step_id
-        }
         return found
 
     def _peer(self, pinned: str) -> peer.Peer:
@@ -625,6 +640,10 @@ class _Newest:
             return None
         self._last = newest
         return newest.step
+
+
+def _is_ram_disk(root: PersistentRoot) -> bool:
+    return not root.in_place and machine.find(root.path) is not None
 
 
 def _warn_if_missing(root: PersistentRoot) -> None:

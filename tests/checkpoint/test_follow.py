@@ -278,6 +278,20 @@ def test_metrics_of_a_step_in_ram_count_for_the_step_before_it_in_storage(tmp_pa
     assert by_step[2] == {"loss": 0.5}
 
 
+def test_a_run_without_storage_is_followed_by_its_directory_in_ram(tmp_path):
+    tiers = [ec.Local(tmp_path / "ram"), ec.Peers(interface="127.0.0.1")]
+    with frontend.Checkpointer(tiers, run="run", slice_name="s0") as checkpointer:
+        steps = ec.watch_steps(tmp_path / "ram", timeout_secs=0)
+        for number in (1, 2):
+            tiered_steps.save(checkpointer, number)
+            step = next(steps)
+            check(step.load()["params"], number)
+        with pytest.raises(errors.CheckpointError, match="belong in persistent stor"):
+            ec.record_metrics(step, {"loss": 0.5})
+        assert list(steps) == []
+    assert list(ec.watch_steps(tmp_path / "ram", timeout_secs=0)) == []
+
+
 def test_a_tree_that_does_not_fit_names_the_leaf(tmp_path):
     def array(*shape):
         return np.zeros(shape, np.float32)

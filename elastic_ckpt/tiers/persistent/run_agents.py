@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.tiers.peers import agent_url
+from elastic_ckpt.tiers.peers import agent_url, known_agents, world_record
 
 FILE = "agents.json"
 _VERSION = 1
@@ -84,6 +84,24 @@ def read(steps: epath.PathLike) -> RunAgents | None:
         if _is_url(agent_url.unpinned(url)[0])
     }
     return RunAgents(run=fields["run"], urls=urls)
+
+
+def of_ram_disk(root: epath.PathLike) -> RunAgents | None:
+    """The agents of the world that this machine is, or was, in; None if there was none.
+
+    Args:
+      root: of its RAM disk.
+    """
+    world = world_record.read(root)
+    if world is None:
+        return None
+    machines = {host.id.rpartition(".")[0] for host in world.hosts}
+    urls = {
+        machine: agent_url.pinned(each["url"], each.get("certificate_sha256"))
+        for machine, each in known_agents.read(root).items()
+        if machine in machines
+    }
+    return RunAgents(run=world.run, urls=urls)
 
 
 def _is_url(url: str) -> bool:
