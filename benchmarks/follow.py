@@ -68,7 +68,7 @@ FULL = Size(
     leaf_kib=4096,
     products=12,
     byte_steps=9,
-    samples=7,
+    samples=5,
     pairs=10,
     turn_steps=5,
 )

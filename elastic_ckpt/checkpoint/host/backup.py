@@ -121,8 +121,6 @@ class HostBackup:
           CheckpointError: if storage is out of reach.
         """
         world = self._world
-        if world.root is None:
-            return
         machines = {host.id.rpartition(".")[0] for host in world.hosts}
         urls = {
             machine: url
@@ -130,7 +128,7 @@ class HostBackup:
             if machine in machines
         }
         agents = run_agents.RunAgents(run=world.run, urls=urls)
-        run_agents.write(world.root.path, agents)
+        run_agents.write(self._root().path, agents)
 
     @calls.call()
     def offer(self, step_id: StepId) -> None:
