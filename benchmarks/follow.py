@@ -11,7 +11,8 @@ one, if there are two, as it would be on another machine.
 * `follow_slowdown_percent`: the median step beside the follower, over that while it
   stands still. They take turns of a few steps, a sample is of many turns, and which of
   two turns is first alternates.
-* `follow_agent_percent`: of a core, that the agent takes beside the follower.
+* `follow_cpu_percent`: likewise, of the time that the trainer and its agent spend on
+  processors; what else a machine does disturbs it less.
 * `follow_lag_steps`: how many steps were complete in RAM after the one whose weights
   the follower has just loaded.
 * `follow_delay_ms`: from when a step was complete in RAM until its weights are arrays.
@@ -68,8 +69,8 @@ FULL = Size(
     leaf_kib=4096,
     products=12,
     byte_steps=9,
-    samples=5,
-    pairs=10,
+    samples=9,
+    pairs=8,
     turn_steps=5,
 )
 # Shows that the suite runs, and measures nothing.
@@ -109,13 +110,11 @@ class _Trainer:
         """The directory of its steps in storage."""
         return self.directory / "steps"
 
-    def agent_secs(self) -> float:
-        """The seconds that the agent has spent on a core."""
+    def cpu_secs(self) -> float:
+        """The seconds that it and its agent have spent on processors."""
         found = agent.find(self.directory / "ram")
         assert found is not None
-        text = pathlib.Path(f"/proc/{found.pid}/stat").read_text()
-        ticks = text.rpartition(")")[2].split()[11:13]
-        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return sum(map(_cpu_secs, (self._process.pid, found.pid)))
 
     def turn(self, num_steps: int) -> list[float]:
         """Trains some steps; returns the seconds of each."""
@@ -161,7 +160,7 @@ def _bytes_over_changed(trainer: _Trainer, size: Size) -> list[float]:
 
 
 def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
-    slowdowns, shares = [], []
+    slowdowns, more_cpu = [], []
     loaded: queue.SimpleQueue[dict[str, float]] = queue.SimpleQueue()
     with _following(trainer) as follower, futures.ThreadPoolExecutor(1) as reading:
         # It begins with the step that is there.
@@ -170,20 +169,17 @@ def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
         trainer.turn(size.turn_steps)
         for _ in range(size.samples):
             secs: dict[bool, list[float]] = {True: [], False: []}
-            agent_secs = beside_secs = 0.0
+            cpu_secs = {True: 0.0, False: 0.0}
             for pair in range(size.pairs):
                 for is_followed in (True, False) if pair % 2 else (False, True):
                     number = signal.SIGCONT if is_followed else signal.SIGSTOP
                     os.kill(follower.pid, number)
-                    before = trainer.agent_secs()
-                    each = trainer.turn(size.turn_steps)
-                    secs[is_followed] += each[1:]
-                    if is_followed:
-                        agent_secs += trainer.agent_secs() - before
-                        beside_secs += sum(each)
+                    before_secs = trainer.cpu_secs()
+                    secs[is_followed] += trainer.turn(size.turn_steps)[1:]
+                    cpu_secs[is_followed] += trainer.cpu_secs() - before_secs
             with_it, without = map(statistics.median, (secs[True], secs[False]))
             slowdowns.append(100 * (with_it / without - 1))
-            shares.append(100 * agent_secs / beside_secs)
+            more_cpu.append(100 * (cpu_secs[True] / cpu_secs[False] - 1))
         os.kill(follower.pid, signal.SIGCONT)
         # It stood still while it loaded some of the steps so far.
         trainer.turn(1)
@@ -197,7 +193,9 @@ def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
         "follow_slowdown_percent": report.figure(
             "percent", "steps while the follower stands still; at most 5", slowdowns
         ),
-        "follow_agent_percent": report.figure("percent of a core", "none", shares),
+        "follow_cpu_percent": report.figure(
+            "percent", "likewise, by the time on processors", more_cpu
+        ),
         "follow_lag_steps": report.figure(
             "steps",
             "the newest step that is complete in RAM; at most 1",
@@ -209,6 +207,12 @@ def _beside(trainer: _Trainer, size: Size) -> dict[str, report.Figure]:
             (1000 * line["delay_secs"] for line in lines if "delay_secs" in line),
         ),
     }
+
+
+def _cpu_secs(pid: int) -> float:
+    text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    ticks = text.rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def _taken(loaded: queue.SimpleQueue[dict[str, float]]) -> list[dict[str, float]]:
