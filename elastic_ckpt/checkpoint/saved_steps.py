@@ -97,6 +97,7 @@ class SavedSteps:
             world=world,
             emit=emit,
             check_writer=check_writer,
+            has_storage=chosen.persistent is not None,
         )
         self._schedule = Schedule(chosen, clock, agree=functools.partial(_agree, hosts))
         # The line that was saved to last, by this process.
