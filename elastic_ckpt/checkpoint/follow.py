@@ -486,9 +486,9 @@ class _Newest:
         self._after = after
         self._poll_secs = poll_secs
         self._secret_file = os.fspath(secret_file)
-        watched = secret.Watched(secret_file)
+        secret.read(secret_file)
         self._client = peer_client.PeerClient(
-            lambda: watched.current() or "",
+            lambda: secret.current(secret_file) or "",
             tls_ca=tls_authority,
             max_bytes_per_sec=max_bytes_per_sec,
         )

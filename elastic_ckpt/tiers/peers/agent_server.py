@@ -35,7 +35,7 @@ from collections.abc import AsyncIterator, Callable
 from aiohttp import http, web
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import storage
 from elastic_ckpt.tiers.peers import (
     agent_connections,
     agent_tree,
@@ -140,10 +140,8 @@ class Answers:
         return _closing(404)
 
     def _is_authorized(self, authorization: str) -> bool:
-        try:
-            known = secret.read(self._secret_file)
-        except errors.RunError:
-            # It is missing, or holds none.
+        known = secret.current(self._secret_file)
+        if known is None:
             return False
         given = authorization.encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, f"Bearer {known}".encode())

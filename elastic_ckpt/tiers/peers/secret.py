@@ -75,6 +75,14 @@ def read(file: epath.PathLike) -> str:
     return _checked(text, f"{file} holds no secret")
 
 
+def current(file: epath.PathLike) -> str | None:
+    """The secret in a file now; None while the file is missing or holds none."""
+    try:
+        return read(file)
+    except errors.RunError:
+        return None
+
+
 def adopt(root: epath.PathLike, secret: str) -> None:
     """Makes `secret` that of the RAM disk at `root`, for its agent too.
 
