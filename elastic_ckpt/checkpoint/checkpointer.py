@@ -40,9 +40,9 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.other_layouts import Layouts, StepRestorer
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
 from elastic_ckpt.checkpoint.run_world import RunWorld
-from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
+from elastic_ckpt.checkpoint.save_stages import SaveStages, Stage
+from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
-from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.checkpoint.step_errors import step_number
 from elastic_ckpt.checkpoint.writing import Writing

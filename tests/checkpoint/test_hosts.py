@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
-from elastic_ckpt.checkpoint import hosts, rendezvous, shared_step, stage_work
+from elastic_ckpt.checkpoint import hosts, rendezvous, save_stages, shared_step
 from elastic_ckpt.checkpoint.host.answers import HostsFailedError, Readiness
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
@@ -237,11 +237,11 @@ def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
         driver.all(HostSaver.write, **one, components=("data",), problem=None)
         parts = {"data": {"cursors.json": 0}}
         driver.all(HostSaver.commit, WrittenStep(**one, parts=parts, notes=NOTES))
-        work = stage_work.StageWork(
-            driver, world=1, emit=lambda name, **fields: emitted.append((name, fields))
+        stages = save_stages.SaveStages(
+            driver, emit=lambda name, **fields: emitted.append((name, fields))
         )
         committed = types.SimpleNamespace(step=1, **one)
-        return work.replicate(committed), work.replicate(committed)
+        return stages.replicate(committed), stages.replicate(committed)
 
     drive(join)
     first, again = same(drive(save))
