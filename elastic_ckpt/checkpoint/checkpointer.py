@@ -24,9 +24,7 @@ from elastic_ckpt.checkpoint import (
     rendezvous,
     replicated_components,
     restore,
-    step_errors,
 )
-from elastic_ckpt.checkpoint import metadata as metadata_of
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
@@ -37,14 +35,13 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.other_layouts import Layouts, StepRestorer
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
+from elastic_ckpt.checkpoint.restore import Layouts, step_number
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.checkpoint.step_errors import step_number
 from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
     background,
@@ -134,7 +131,7 @@ class HostsCheckpointer:
     def _open_steps(self, layouts: Layouts) -> None:
         # Finds the newest step, and makes the stages of the saves that follow it.
         hosts, chosen, world = self._hosts, self._chosen, self._world
-        self._restorer = StepRestorer(hosts=hosts, layouts=layouts, emit=self._emit)
+        self._restorer = restore.Restorer(hosts=hosts, layouts=layouts, emit=self._emit)
         self._root: PersistentRoot | None = None
         clock = BackupClock()
         if chosen.persistent is not None:
@@ -951,7 +948,7 @@ class HostsCheckpointer:
                 for name, tree in self._described(step).metadata.items()
                 if tree is not None
             }
-        search, held, restored, num_bytes = self._restorer.load(
+        search, held, restored, num_bytes = self._restorer.restore(
             step, abstract_checkpointables, partial=partial, layout=layout
         )
         loaded = _Loaded(search, num_bytes)
@@ -1039,10 +1036,10 @@ class HostsCheckpointer:
         search = restore.find(self._hosts, step, emit=self._emit)
         checkpoint = search.checkpoint
         if checkpoint is None:
-            raise step_errors.StepNotFoundError(
+            raise restore.StepNotFoundError(
                 search.missing or "no step is complete in any tier; save one"
             )
-        return metadata_of.of_step(self._hosts, checkpoint)
+        return restore.describe(self._hosts, checkpoint)
 
     def _search_again(self) -> None:
         # Other programs may write too.
@@ -1058,7 +1055,7 @@ class HostsCheckpointer:
         if self._root is not None:
             was_there |= self._hosts.first(HostBackup.remove, step)
         if not (was_there or missing_ok):
-            raise step_errors.StepNotFoundError(
+            raise restore.StepNotFoundError(
                 f"step {step} is not in any tier; `checkpoints` lists the steps that"
                 " are"
             )
@@ -1106,7 +1103,7 @@ class HostsCheckpointer:
             return self._line
         if not overwrite:
             if step == latest.step or step in [each.step for each in self.checkpoints]:
-                raise step_errors.StepAlreadyExistsError(
+                raise restore.StepAlreadyExistsError(
                     f"step {step} already exists; save it with overwrite=True, or save"
                     " a later step"
                 )
