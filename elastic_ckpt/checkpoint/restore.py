@@ -7,7 +7,7 @@
                   read; lets hosts read and repair; loads components; makes the arrays
     plan_reads    host 0 deals each host the parts that it reads
 
-A host that cannot be reached by its neighbours in the tree (`host.step_sharing`) asks
+A host that cannot be reached by its neighbours in the tree (`host.step_search`) asks
 all others itself, as the only host of a world does.
 
 No value is returned, and no component is loaded, before every host has read and
@@ -50,7 +50,6 @@ from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
-from elastic_ckpt.checkpoint.host.step_sharing import StepSharing
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.tree_structure import Text
 from elastic_ckpt.core import errors, events, storage_cause
@@ -154,17 +153,17 @@ def find(
 def _survey(hosts: Hosts, search: Callable[..., SearchOutcome]) -> SearchOutcome:
     # Has host 0 search what hosts report: the steps that they have, then the parts of
     # those that it asks for, until one is complete.
-    offer = functools.partial(hosts.all, StepSharing.offer_saves)
+    offer = functools.partial(hosts.all, StepSearch.offer_saves)
     part_passes.gather(hosts, "restore", offer)
     if hosts.num_hosts == 1:
         return search()
     surveyed: tuple[int, ...] = ()
     while (needs := (outcome := search(surveyed=surveyed)).needs) is not None:
-        offer = functools.partial(hosts.all, StepSharing.offer_step, needs)
+        offer = functools.partial(hosts.all, StepSearch.offer_step, needs)
         part_passes.gather(hosts, "restore", offer)
         surveyed = (*surveyed, needs)
     if not outcome.is_shared:
-        hosts.all(StepSharing.end)
+        hosts.all(StepSearch.end)
     return outcome
 
 
@@ -181,7 +180,7 @@ def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, *, is_shared: bool) 
     """
     step_id = checkpoint.step_id
     if is_shared:
-        share = functools.partial(hosts.first, StepSharing.share, step_id)
+        share = functools.partial(hosts.first, StepSearch.share, step_id)
         part_passes.deal(hosts, "restore", share)
     hosts.all(HostReader.open_step, step_id, is_shared=is_shared)
 
@@ -202,7 +201,7 @@ def plan_reads(
             hosts,
             "restore",
             offer=lambda: hosts.all(HostReader.offer_wanted),
-            decide=lambda: hosts.first(StepSharing.plan, step_id, tuple(components)),
+            decide=lambda: hosts.first(StepSearch.plan, step_id, tuple(components)),
         )
     except HostsFailedError as error:
         logging.warning("step %d: each host plans its reads: %s", step_id.step, error)
