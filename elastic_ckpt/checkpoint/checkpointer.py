@@ -1,4 +1,11 @@
-"""The checkpointer over any choice of tiers: the verbs of Orbax's `Checkpointer`."""
+"""The checkpointer over any choice of tiers: the verbs of Orbax's `Checkpointer`.
+
+It knows the newest step, decides what is due and to which line a step is saved, and
+whether a load was only a look or the training goes on from it. `save_stages` takes each
+step through its tiers in the background, and `restore` reads one.
+
+Events of any thread are queued, and reach the user's `emit` in the caller's thread.
+"""
 
 from __future__ import annotations
 

@@ -52,9 +52,7 @@ from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.tree_structure import Text
-from elastic_ckpt.core import errors, events, storage_cause
-from elastic_ckpt.core import metrics as recorded_metrics
-from elastic_ckpt.core.errors import MOST_NAMED
+from elastic_ckpt.core import errors, events, metrics, storage_cause
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.read_plan import NEARNESS
@@ -379,7 +377,7 @@ class Restorer:
                 f"{error}. Layouts that ship and fit the names in it:"
                 f" {errors.first_of(names)}; give one as `layout`"
             ) from None
-        recorded_metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
+        metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
         return restored
 
     def _restore(
@@ -425,7 +423,7 @@ class Restorer:
             if checkpoint is None and search.missing is not None:
                 raise StepNotFoundError(search.missing)
             if checkpoint is None:
-                listed = "; ".join(list(reasons.values())[:MOST_NAMED])
+                listed = "; ".join(list(reasons.values())[: errors.MOST_NAMED])
                 if not listed:
                     raise errors.CheckpointError(
                         "no step is complete in any tier; test `checkpointer.latest is"
@@ -664,10 +662,10 @@ def _is_same(saved: Any, wanted: Any) -> bool:
 
 def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
     # One host records for all.
-    for near, metric in recorded_metrics.CHECKPOINT_READ.items():
+    for near, metric in metrics.CHECKPOINT_READ.items():
         metric.record(read_bytes[f"{near}_bytes"])
-    recorded_metrics.CHECKPOINT_BAD_COPIES.record(bad["bad_copies"])
-    recorded_metrics.CHECKPOINT_REPAIRED.record(bad["repaired"])
+    metrics.CHECKPOINT_BAD_COPIES.record(bad["bad_copies"])
+    metrics.CHECKPOINT_REPAIRED.record(bad["repaired"])
 
 
 def _degraded(emit: events.Emit, tier: str, step: int, why: str) -> None:
