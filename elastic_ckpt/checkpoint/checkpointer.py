@@ -9,7 +9,6 @@ Events of any thread are queued, and reach the user's `emit` in the caller's thr
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from absl import logging
 from etils import epath
@@ -43,7 +42,7 @@ from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
-from elastic_ckpt.checkpoint.restore import Layouts, step_number
+from elastic_ckpt.checkpoint.restore import Layouts, Restored, step_number
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.saving import Saving
@@ -161,11 +160,11 @@ class HostsCheckpointer:
         self._is_placed = False
         # An older step that was loaded since then; the next save shows whether the
         # training goes on from it. And the newest step, once it does.
-        self._looked_at: _Loaded | None = None
+        self._looked_at: Restored | None = None
         self._left_step: int | None = None
         # What was loaded to go on from, until it is distrusted; and the step that the
         # training went back to then, up to which nothing is distrusted again.
-        self._loaded: _Loaded | None = None
+        self._loaded: Restored | None = None
         self._trusted_step = -1
         # Components of the step that this process began with which were not loaded.
         self._unloaded: frozenset[str] = frozenset()
@@ -955,23 +954,24 @@ class HostsCheckpointer:
                 for name, tree in self._described(step).metadata.items()
                 if tree is not None
             }
-        search, held, restored, num_bytes = self._restorer.restore(
+        restored = self._restorer.restore(
             step, abstract_checkpointables, partial=partial, layout=layout
         )
-        loaded = _Loaded(search, num_bytes)
+        # The values are the caller's alone.
+        loaded = restored._replace(parts={})
         if go_back is None:
             # Components were set to the step, and a process without a state has this.
             _, stateful = component_io.split(abstract_checkpointables)
             go_back = True if stateful or not self._is_placed else None
-        if go_back or step is None or not self._is_older(search.checkpoint):
+        if go_back or step is None or not self._is_older(loaded.search.checkpoint):
             # A step may be loaded in several calls. A process that has a state already
             # may go back with its weights alone.
-            unloaded = self._unloaded if self._is_placed else held
+            unloaded = self._unloaded if self._is_placed else loaded.components
             self._unloaded = unloaded - abstract_checkpointables.keys()
             self._go_on(loaded)
         else:
             self._looked_at = loaded if go_back is None else None
-        return restored
+        return restored.parts
 
     def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
         # Data that was forgotten at the load begins anew.
@@ -1007,7 +1007,7 @@ class HostsCheckpointer:
             return checkpoint.step <= step < newest
         return checkpoint.step < step <= newest
 
-    def _go_on(self, loaded: _Loaded) -> None:
+    def _go_on(self, loaded: Restored) -> None:
         # The training goes on from the step that was loaded.
         search = loaded.search
         left = self.latest if self._is_older(search.checkpoint) else None
@@ -1132,32 +1132,6 @@ class HostsCheckpointer:
         # Later saves must not be mixed with earlier ones.
         self._save = self._hosts.first(HostWorld.new_save, search.newest_save)
         self._schedule.go_on_from([] if self._restored is None else [self._restored])
-
-
-class _Loaded(NamedTuple):
-    """A step that was loaded.
-
-    Attributes:
-      search: the outcome of the search for it.
-      num_bytes: see `Restored`.
-    """
-
-    search: SearchOutcome
-    num_bytes: Mapping[str, int]
-
-    @property
-    def is_from_memory(self) -> bool:
-        """Whether any array was read from RAM, or all have stayed on the devices."""
-        stored = self.num_bytes.get("persistent_bytes", 0)
-        return not stored or sum(self.num_bytes.values()) > stored
-
-    def after(self, before: _Loaded | None) -> _Loaded:
-        """The same with what was read of the step by the loads before this one."""
-        if before is None or before.search.checkpoint != self.search.checkpoint:
-            return self
-        num_bytes = collections.Counter(before.num_bytes)
-        num_bytes.update(self.num_bytes)
-        return self._replace(num_bytes=num_bytes)
 
 
 def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:

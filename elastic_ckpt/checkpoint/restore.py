@@ -20,6 +20,7 @@ that the step has as it is requested is restored without them.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import operator
@@ -304,6 +305,20 @@ class Restored(NamedTuple):
     components: frozenset[str]
     parts: dict[str, Any]
     num_bytes: Mapping[str, int]
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether any array was read from RAM, or all have stayed on the devices."""
+        stored = self.num_bytes.get("persistent_bytes", 0)
+        return not stored or sum(self.num_bytes.values()) > stored
+
+    def after(self, before: Restored | None) -> Restored:
+        """The same with the bytes that were read of the step by an earlier load."""
+        if before is None or before.search.checkpoint != self.search.checkpoint:
+            return self
+        num_bytes = collections.Counter(before.num_bytes)
+        num_bytes.update(self.num_bytes)
+        return self._replace(num_bytes=num_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
