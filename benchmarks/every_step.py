@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
@@ -261,6 +262,7 @@ def _alone(directory: str, size: Size) -> dict[str, list[float]]:
 
 def _most_mib(work: Callable[[], Any]) -> float:
     # What some work adds at most to the memory that is this process's alone.
+    gc.collect()
     done, most, before = threading.Event(), [0], _own_bytes()
 
     def watch() -> None:

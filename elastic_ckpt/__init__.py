@@ -8,13 +8,13 @@ from elastic_ckpt.core.errors import ElasticCkptError
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt import components, data, elastic, universal
     from elastic_ckpt.application.own_loop import RunDirectory
+    from elastic_ckpt.checkpoint.follow import Step, record_metrics, watch_steps
     from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
     from elastic_ckpt.checkpoint.response import Response, SaveResponse
     from elastic_ckpt.frontend import Checkpointer, batches
     from elastic_ckpt.integrations import orbax_v0
     from elastic_ckpt.steps.best_steps import BestN, best_step
     from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
-    from elastic_ckpt.tiers.persistent.follow import record_metrics, watch_steps
     from elastic_ckpt.tiers.persistent.leases import lease
     from elastic_ckpt.tiers.preserved import pin, unpin
 
@@ -38,6 +38,7 @@ __all__ = [
     "Response",
     "RunDirectory",
     "SaveResponse",
+    "Step",
     "Tier",
     "TlsFiles",
     "__version__",

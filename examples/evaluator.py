@@ -12,7 +12,6 @@ import pathlib
 import jax
 from flax import nnx
 from flax_nnx import loss_of, new_model
-from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 
@@ -25,17 +24,16 @@ def main(directory: pathlib.Path, *, once: bool) -> None:
     batches = ec.batches(data, mesh=mesh, global_batch_size=48)
     batch = next(batches)
     model, optimizer = new_model()
-    wanted = {"state": nnx.state((model, optimizer))}
+    wanted = nnx.state((model, optimizer))
 
     # A step is leased until the next one is requested: the run does not remove it.
     steps = ec.watch_steps(directory / "checkpoints", timeout_secs=0 if once else None)
-    for path in steps:
-        # The steps are ordinary Orbax checkpoints.
-        saved = ocp.load_checkpointables(path, wanted)
-        nnx.update((model, optimizer), saved["state"])
+    for step in steps:
+        # Leaves that are the same as in the step before are not read again.
+        nnx.update((model, optimizer), step.load(wanted))
         loss = float(loss_of(model, batch))
-        ec.record_metrics(path, {"eval_loss": loss})
-        print(f"{path.name}: {loss:.3f}", flush=True)
+        ec.record_metrics(step, {"eval_loss": loss})
+        print(f"{step.step}: {loss:.3f}", flush=True)
     batches.close()
 
     tiers = [ec.Persistent(directory / "checkpoints")]

@@ -152,6 +152,7 @@ class HostsCheckpointer:
             world=world,
             emit=self._emit,
             check_writer=self._of_storage.check,
+            has_storage=self._root is not None,
         )
         self._schedule = Schedule(chosen, clock, agree=functools.partial(_agree, hosts))
         # The line that was saved to last, by this process.

@@ -120,6 +120,7 @@ class SaveStages:
       world: among those of the run.
       emit: called for each event, in the threads of the stages.
       check_writer: raises an error if another program writes to storage.
+      has_storage: whether there is any.
 
     Attributes:
       committed: the newest step that was committed here; None before the first, and
@@ -136,6 +137,7 @@ class SaveStages:
         world: RunWorld = ALONE,
         emit: events.Emit,
         check_writer: Callable[[], None] = lambda: None,
+        has_storage: bool = False,
     ) -> None:
         self.committed: CheckpointMetadata | None = None
         self._hosts = hosts
@@ -169,6 +171,8 @@ class SaveStages:
         self._is_broken = False
         # Whether the next step that is committed is the first of a line.
         self._begins_line = False
+        # Whether storage is still to have the addresses of this world's agents.
+        self._records_agents = in_ram and has_storage
 
     def go_on_from(self, step: int) -> None:
         """Notes that a step was restored: it is kept until a newer one has copies."""
@@ -372,6 +376,7 @@ class SaveStages:
             self._copy_newest()
         elif not saving.is_last_of_world:
             self._begin_others(saving)
+        self._record_agents(saving.step)
         return True
 
     def _agreed(self, saving: Saving) -> tuple[Saving, str | None]:
@@ -399,6 +404,16 @@ class SaveStages:
         except HostsFailedError as error:
             why = f"old steps may count: {error}"
             self._degraded("persistent", saving.step, why)
+
+    def _record_agents(self, step: int) -> None:
+        # Once: who follows the run finds its steps in storage meanwhile.
+        if not self._records_agents:
+            return
+        self._records_agents = False
+        try:
+            self._hosts.first(HostBackup.record_agents)
+        except HostsFailedError as error:
+            self._degraded("persistent", step, str(error))
 
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
         self.committed = saving.committed(notes.time_ms)

@@ -72,13 +72,13 @@ def test_followed_best_and_preserved_steps_outlast_the_newest(bucket, tmp_path):
         followed = ec.watch_steps(bucket, timeout_secs=0)
         ec.record_metrics(next(followed), {"loss": 0.5})
         tiered_steps.save(run, 2)
-        path = next(followed)
-        assert path.name == "2"
+        step = next(followed)
+        assert (step.step, step.path.name) == (2, "2")
         tiered_steps.save(run, 3)
         # The best, the one that is read, and the newest.
         assert stored(bucket) == [1, 2, 3]
-        ec.record_metrics(path, {"loss": 0.6})
-        assert [each.name for each in followed] == ["3"]
+        ec.record_metrics(step, {"loss": 0.6})
+        assert [each.step for each in followed] == [3]
         assert not has_leases(bucket)
         ec.pin(f"{bucket}/3")
         run.record_metrics(3, {"loss": 0.7})
@@ -88,7 +88,7 @@ def test_followed_best_and_preserved_steps_outlast_the_newest(bucket, tmp_path):
         ec.unpin(f"{bucket}/3")
         # Another program's word on a step that is gone.
         with pytest.raises(errors.CheckpointError, match="has committed"):
-            ec.record_metrics(path, {"loss": 0.1})
+            ec.record_metrics(step.path, {"loss": 0.1})
 
 
 def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_path):

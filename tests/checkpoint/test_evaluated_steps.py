@@ -215,10 +215,10 @@ def test_a_step_that_is_read_is_not_removed_until_then(tmp_path):
         tiered_steps.save(checkpointer, 4)
         assert stored(tmp_path) == [4]
         followed = ec.watch_steps(tmp_path / "steps", timeout_secs=0)
-        assert next(followed).name == "4"
+        assert next(followed).step == 4
         tiered_steps.save(checkpointer, 5)
         assert stored(tmp_path) == [4, 5]
-        assert [each.name for each in followed] == ["5"]
+        assert [each.step for each in followed] == [5]
         tiered_steps.save(checkpointer, 6)
         assert stored(tmp_path) == [6]
         leases_left = list((tmp_path / "steps" / leases.DIRECTORY).iterdir())

@@ -18,14 +18,14 @@ def contents(path):
 def main(directory, mode):
     # The run counts the lease of a reader that is killed for so long.
     secs = 60.0 if mode == "hold" else 600.0
-    for path in ec.watch_steps(directory, poll_secs=0.05, duration_secs=secs):
+    for step in ec.watch_steps(directory, poll_secs=0.05, duration_secs=secs):
         if mode == "hold":
-            print(path.name, flush=True)
+            print(step.step, flush=True)
             time.sleep(3600)
-        before = contents(path)
+        before = contents(step.path)
         time.sleep(0.2)
-        assert contents(path) == before
-        print(path.name, flush=True)
+        assert contents(step.path) == before
+        print(step.step, flush=True)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,30 @@ class TestOffers:
         by_host["1"].read_into("data/part", 0, memoryview(into))
         assert into == b"other"
 
+    def test_manifests_that_are_known_are_read_again_only_when_they_change(
+        self, root, url, client
+    ):
+        served.save(root, 40, FILES, slot="0")
+        known = {}
+
+        def offered():
+            tier = peer.Peer(url, client, served.RUN, known=known)
+            return {
+                (offer.host.id, len(offer.manifest.component_files)): offer.manifest
+                for offer in tier.offers(40).sources
+            }
+
+        before = offered()
+        served.save(root, 40, {"data/part": b"other"}, slot="1")
+        after = offered()
+        assert len(after) == 2
+        ((first, manifest),) = before.items()
+        assert after[first] is manifest
+        served.save(root, 40, {**FILES, "data/more": b"copy"}, slot="0")
+        copied = offered()
+        assert first not in copied
+        assert len(copied) == 2
+
     def test_a_step_that_is_nowhere_has_no_offers(self, url, client):
         assert peer.Peer(url, client, served.RUN).offers(31) == ({}, [], ())
 

@@ -33,6 +33,7 @@ from elastic_ckpt.tiers.persistent import (
     evaluations,
     ocdbt,
     persistent_root,
+    run_agents,
     upload,
     writers,
 )
@@ -119,6 +120,23 @@ class HostBackup:
             root.path, line, run=self._world.run, claimant=claimant
         )
         return self._claim.number
+
+    @calls.call()
+    def record_agents(self) -> None:
+        """Records the agents of this world in storage; host 0 does it.
+
+        Raises:
+          CheckpointError: if storage is out of reach.
+        """
+        world = self._world
+        machines = {host.id.rpartition(".")[0] for host in world.hosts}
+        urls = {
+            machine: url
+            for machine, url in world.agent_urls.items()
+            if machine in machines
+        }
+        agents = run_agents.RunAgents(run=world.run, urls=urls)
+        run_agents.write(self._root().path, agents)
 
     @calls.call()
     def offer(self, step_id: StepId) -> None:

@@ -21,7 +21,8 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from concurrent import futures
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -124,11 +125,18 @@ class Memory:
     Args:
       files: of the RAM disk that steps are saved to; None if they go to storage alone.
       where: what no file takes is captured.
+      num_threads: that copy at a time; by default half of the processors, at most 8.
     """
 
     def __init__(
-        self, files: ChunkFiles | None = None, where: CaptureIn = "auto"
+        self,
+        files: ChunkFiles | None = None,
+        where: CaptureIn = "auto",
+        *,
+        num_threads: int | None = None,
     ) -> None:
+        processors = len(os.sched_getaffinity(0))
+        self.num_threads = num_threads or max(1, min(8, processors // 2))
         self._files = files
         self._where: CaptureIn = where
         self._told: CaptureIn = "host"
@@ -212,7 +220,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
       CheckpointError: if a leaf is of another type, or of a dtype that no tier stores;
         it names the leaf.
     """
-    with _no_collection():
+    with _no_collection(), _Copies(memory.num_threads) as copies:
         here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
         parts = [part for each in here for part in each.parts]
         sizes = [part.num_bytes if part.wants_file else 0 for part in parts]
@@ -251,10 +259,10 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
                 else:
                     values = next(coming) if part.is_far else part.values()
                     if file is not None:
-                        values = _copied(values, file.memory, 0)
+                        values = copies.begin(values, file.memory, 0)
                         files_of[part.box] = file
                     elif not (part.kept or part.is_far):
-                        values = _copied(values, piece, offset)
+                        values = copies.begin(values, piece, offset)
                         offset += _aligned(part.num_bytes)
                 boxes_of.append((part.box, values))
             captured.append(
@@ -318,10 +326,46 @@ def _is_lent(value: Value) -> bool:
     return isinstance(value, Shards) and not value.kept
 
 
-def _copied(values: np.ndarray, memory: np.ndarray, offset: int) -> np.ndarray:
-    copy = np.ndarray(values.shape, values.dtype, memory, offset)
-    np.copyto(copy, values)
-    return copy
+class _Copies:
+    # Copies that are made in several threads, and done when the block ends. Of what
+    # they copy, a wave is held at most.
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._pool: futures.ThreadPoolExecutor | None = None
+        self._begun: collections.deque[tuple[futures.Future[None], int]]
+        self._begun = collections.deque()
+        self._num_bytes = 0
+
+    def begin(self, values: np.ndarray, memory: np.ndarray, offset: int) -> np.ndarray:
+        copy = np.ndarray(values.shape, values.dtype, memory, offset)
+        if self._num_threads == 1 or copy.nbytes < LEAST_BYTES:
+            np.copyto(copy, values)
+            return copy
+        if self._pool is None:
+            self._pool = futures.ThreadPoolExecutor(
+                self._num_threads, thread_name_prefix="capture"
+            )
+        done = self._pool.submit(np.copyto, copy, values)
+        self._begun.append((done, copy.nbytes))
+        self._num_bytes += copy.nbytes
+        while self._num_bytes > _WAVE_BYTES:
+            self._end_first()
+        return copy
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._begun:
+            self._end_first()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _end_first(self) -> None:
+        done, num_bytes = self._begun.popleft()
+        self._num_bytes -= num_bytes
+        done.result()
 
 
 def _duplicate(shard: jax.Array | np.ndarray) -> jax.Array | np.ndarray:

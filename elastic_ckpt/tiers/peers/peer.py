@@ -10,7 +10,7 @@ import concurrent.futures
 import functools
 import json
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from elastic_ckpt.core import checked_json
@@ -32,6 +32,8 @@ MOST_STEPS = 256
 MOST_UNREADABLE = 8
 _MOST_THREADS = 32
 Result = TypeVar("Result")
+# The URL of an agent, the path of a manifest there, and its size and time.
+ManifestKey = tuple[str, str, int, float]
 
 
 class _Listed(NamedTuple):
@@ -39,6 +41,9 @@ class _Listed(NamedTuple):
     step: int
     save: str
     name: str
+    # Of the file; None from agents that do not list them.
+    size: int | None = None
+    mtime: float | None = None
 
     @property
     def directory(self) -> str:
@@ -109,6 +114,8 @@ class Peer:
         valid for the url's host.
       is_patient: whether to wait for its agent if that is slow, because nobody else can
         tell what is in its memory.
+      known: manifests that were read by other objects, which are not read again; what
+        this one reads is added.
 
     Attributes:
       url: of its agent.
@@ -122,8 +129,10 @@ class Peer:
         *,
         certificate_sha256: str | None = None,
         is_patient: bool = False,
+        known: MutableMapping[ManifestKey, manifest.Manifest] | None = None,
     ) -> None:
         self.url = url
+        self._known = {} if known is None else known
         self._is_patient = is_patient
         self._endpoint = client.endpoint(url, certificate_sha256=certificate_sha256)
         self._run = run
@@ -227,7 +236,17 @@ class Peer:
         )
 
     def _manifest(self, listed: _Listed) -> manifest.Manifest:
-        path = _path(f"{listed.directory}/{listed.name}")
+        file = f"{listed.directory}/{listed.name}"
+        if listed.size is None or listed.mtime is None:
+            return self._read_manifest(file, listed)
+        # A manifest is replaced when copies have arrived.
+        key = (self.url, file, listed.size, listed.mtime)
+        if key not in self._known:
+            self._known[key] = self._read_manifest(file, listed)
+        return self._known[key]
+
+    def _read_manifest(self, file: str, listed: _Listed) -> manifest.Manifest:
+        path = _path(file)
         text = self._read(path, most_bytes=MOST_MANIFEST_BYTES)
         try:
             parsed = manifest_file.parse(text)
@@ -286,13 +305,23 @@ class Peers:
 
 def _listed(each: dict[str, Any]) -> _Listed:
     listed = _Listed(
-        slot=each["slot"], step=each["step"], save=each["save"], name=each["manifest"]
+        slot=each["slot"],
+        step=each["step"],
+        save=each["save"],
+        name=each["manifest"],
+        size=_number(each, "bytes"),
+        mtime=_number(each, "mtime"),
     )
     right = isinstance(listed.slot, str) and isinstance(listed.name, str)
     step = StepId.parse(f"{listed.step}-{listed.save}")
     if not right or step != (listed.step, listed.save):
         raise ValueError("not a step")
     return listed
+
+
+def _number(each: dict[str, Any], name: str) -> Any:
+    number = each.get(name)
+    return number if isinstance(number, int | float) else None
 
 
 def _path(file: str) -> str:

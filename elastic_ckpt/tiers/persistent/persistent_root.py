@@ -7,6 +7,7 @@
     <root>/evaluations/, <root>/leases/         see the modules of these names
     <root>/writers.lock                         held by the worlds that upload
     <root>/run.json                             see `run_identity`
+    <root>/agents.json                          see `run_agents`
     <root>/writers/                             see `writer`
 
 If directories can be renamed atomically, a step is written under the second name, and

@@ -155,6 +155,15 @@ def test_what_devices_send_is_captured_as_well(monkeypatch):
     assert joined(part).tobytes() == values.tobytes()
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_large_arrays_are_copied_in_several_threads(num_threads):
+    values = {f"w{n}": random_bits("uint8", 2**20 + n, seed=n) for n in range(8)}
+    memory = capture.Memory(num_threads=num_threads)
+    captured = capture.capture(values, memory)
+    for part in captured.parts:
+        assert joined(part).tobytes() == values[part.leaf.path].tobytes()
+
+
 def test_what_is_in_pinned_host_memory_is_captured_as_well():
     values = random_bits("float32", 64).reshape(8, 8)
     sharding = NamedSharding(mesh(8), PartitionSpec("a"), memory_kind="pinned_host")

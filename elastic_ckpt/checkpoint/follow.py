@@ -1,0 +1,663 @@
+"""Follows a live run: its steps as they become complete, in storage or in its RAM.
+
+A program that evaluates, exports or serves steps needs no part in the run and no
+devices of it:
+
+    for step in ec.watch_steps("gs://bucket/run/checkpoints"):
+        loss = evaluate(step.load({"params": abstract_params}))
+        ec.record_metrics(step, {"eval_loss": loss})
+
+The metrics count for the run's retention as if the run had evaluated the step itself.
+
+With the secret of the run, steps are followed in the RAM of its hosts, which save far
+more often than storage does. The run records its agents in storage (`run_agents`); one
+of them at a time is asked for its list of steps, and only when that names a new save
+are all asked, and the manifests searched as in a restore (`tiers.find`). RAM is for the
+newest steps, so the newest is always taken. It may be gone before it is read: the
+leaves that were loaded from the step before are read before a step is yielded, and if
+that fails, so is the next one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+from absl import logging
+from etils import epath
+
+from elastic_ckpt.checkpoint import asked_trees, foreign_steps, tree_structure
+from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.checkpoint.host.kept_values import KeptValues
+from elastic_ckpt.core import bucket_clients, errors, renamed, storage, user_json
+from elastic_ckpt.steps import failure_domains
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.manifest import Contents, Host, Manifest
+from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.peers import agent_url, peer, peer_client, secret
+from elastic_ckpt.tiers.persistent import (
+    arrange,
+    evaluations,
+    leases,
+    persistent_root,
+    run_agents,
+)
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
+from elastic_ckpt.tiers.persistent.run_agents import RunAgents
+from elastic_ckpt.tiers.ram import machine
+
+_POLL_SECS = 10.0
+# Between two lists of steps from agents; each is one small request.
+_RAM_POLL_SECS = 0.2
+# Agents that are asked for their list before all are, at the same time.
+_MOST_ASKED = 3
+# In the place of the saves that agents have which do not answer.
+_UNKNOWN = StepId(-1, "")
+# The keys under which a state has its weights.
+_WEIGHTS = ("params", "model")
+T = TypeVar("T")
+
+
+@renamed.attributes(name="step.path.name", parent="step.path.parent")
+class Step:
+    """A complete step of a run that is followed; `ec.watch_steps` yields it.
+
+    Attributes:
+      step: the number of the training step.
+      save: which save of it, as a run that goes back saves steps again; empty if Orbax
+        alone saved it.
+    """
+
+    def __init__(
+        self,
+        step_id: StepId,
+        *,
+        _root: PersistentRoot,
+        _reading: _Reading,
+        _in_ram: FoundStep | None = None,
+    ) -> None:
+        self.step, self.save = step_id
+        self._root = _root
+        self._reading = _reading
+        self._in_ram = _in_ram
+
+    def __repr__(self) -> str:
+        where = self._root.final(self.step) if self._in_ram is None else "RAM"
+        return f"Step({self.step}, in {where})"
+
+    @property
+    def path(self) -> epath.Path:
+        """Its directory in persistent storage.
+
+        Raises:
+          CheckpointError: if the step was found in the RAM of the run, and so has none.
+        """
+        if self._in_ram is not None:
+            raise errors.CheckpointError(
+                f"step {self.step} is in the RAM of its run and has no directory; load"
+                " it with step.load(tree), or call ec.watch_steps without secret_file"
+                " to follow the steps in storage"
+            )
+        return self._root.final(self.step)
+
+    def load(self, tree: Any = None, *, checkpointable_name: str = "state") -> Any:
+        """Loads leaves of the step, each compared with the digest that it was saved by.
+
+        Leaves that have not changed since the step before are not read again.
+
+        Args:
+          tree: the leaves that are wanted, in the structure in which they were saved,
+            such as `{"params": abstract_params}`; others are left out. A leaf is an
+            array or `jax.ShapeDtypeStruct`, which is placed by its sharding, or an
+            object with only shape and dtype, which becomes an array of NumPy that
+            cannot be written to. None takes the weights, which are what the state has
+            as `params` or `model`, or all of it if it has neither.
+          checkpointable_name: of the tree in the step.
+
+        Returns:
+          The tree with its values.
+
+        Raises:
+          OtherModelError: if the step lacks a leaf, or has it in another shape.
+          StepGoneError: if the step is no longer there; the next one may be.
+          CheckpointError: if the step has no tree of that name, or cannot be found.
+        """
+        if not self.save:
+            parts = {checkpointable_name: tree}
+            loaded = foreign_steps.load(self.path, parts, partial=True)
+            return loaded[checkpointable_name]
+        found = self._in_ram
+        if found is None:
+            tier = PersistentTier(self._root, run=self._run() or "")
+            found = find.of_save([tier], StepId(self.step, self.save))
+        return self._reading.load(found, tree, checkpointable_name)
+
+    def _record(self, metrics: Mapping[str, Any]) -> None:
+        if _is_ram_disk(self._root):
+            raise errors.CheckpointError(
+                f"metrics of step {self.step} are not recorded: they belong in"
+                " persistent storage; give ec.watch_steps the directory of the run's"
+                " ec.Persistent"
+            )
+        run = self._run() if self.save else None
+        if run is None:
+            raise _not_ours(self)
+        _record(self._root, StepId(self.step, self.save), metrics, run=run)
+
+    def _run(self) -> str | None:
+        # None if it is gone from storage.
+        if self._in_ram is not None:
+            return self._in_ram.step.holdings.offers[0].manifest.run
+        return persistent_root.run_of(self.path) if self.path.is_dir() else None
+
+
+def watch_steps(
+    directory: epath.PathLike,
+    *,
+    after: int = -1,
+    poll_secs: float = _POLL_SECS,
+    timeout_secs: float | None = None,
+    duration_secs: float = leases.DURATION_SECS,
+    secret_file: epath.PathLike | None = None,
+    tls_authority: epath.PathLike | None = None,
+    max_bytes_per_sec: float | None = None,
+) -> Iterator[Step]:
+    """Waits for the steps of a run, and yields each as it becomes complete.
+
+    Each step in storage is kept by a lease (`ec.lease`) until the next one is
+    requested. Steps that the run removes before their turn are passed over. A step that
+    the run saves again, after it went back to an earlier one, is yielded again.
+
+    With the run's secret, steps are followed in the RAM of its hosts as well: the one
+    that is yielded is then always the newest complete one, and those between are passed
+    over. What `Step.load` was asked for of the step before is read before a step is
+    yielded; a step that is removed meanwhile is passed over. The run needs `ec.Peers`,
+    and its agents have to be reachable from here.
+
+    Args:
+      directory: where the run keeps its steps in storage; it need not exist yet. Of a
+        run without storage, the directory of `ec.Local` on a machine of the run.
+      after: only later steps are yielded; by default all that are there.
+      poll_secs: the time between two looks at the storage. An agent of the run is asked
+        more often; storage then only if no step came for so long.
+      timeout_secs: ends the iteration when there was no new step for so long; None
+        never ends it.
+      duration_secs: the duration of the leases, as for `ec.lease`.
+      secret_file: a file with the secret of the run: that of its `ec.Peers`, or
+        `secret` in the directory of `ec.Local` on any of its machines. None follows the
+        steps in storage alone; if `directory` is that of `ec.Local`, it takes the
+        secret there.
+      tls_authority: a PEM file with the authority that signs the agents' certificates;
+        with it, agents that do not encrypt are refused.
+      max_bytes_per_sec: the most bytes a second that are read from agents, where the
+        run needs the network itself; None sets no limit.
+
+    Yields:
+      In storage, the steps in ascending order; in RAM, the newest.
+
+    Raises:
+      CheckpointError: if the lease of a step was lost while it was read.
+      RunError: if there is no secret in the file, or no agent takes it.
+      ConfigError: if `tls_authority` cannot be read.
+    """
+    root = PersistentRoot.from_path(directory)
+    reading = _Reading()
+    stored = _Stored(root, after)
+    look: Callable[[], FoundStep | int | None] = stored.next
+    every_secs = poll_secs
+    if secret_file is None and _is_ram_disk(root):
+        secret_file = secret.path(root.path)
+    if secret_file is not None:
+        look = _Newest(
+            root,
+            reading,
+            after,
+            poll_secs=poll_secs,
+            secret_file=secret_file,
+            tls_authority=tls_authority,
+            max_bytes_per_sec=max_bytes_per_sec,
+        ).next
+        every_secs = min(poll_secs, _RAM_POLL_SECS)
+    _warn_if_missing(root)
+    for found in _waiting(look, every_secs=every_secs, timeout_secs=timeout_secs):
+        if isinstance(found, FoundStep):
+            step_id = found.step.step_id
+            yield Step(step_id, _root=root, _reading=reading, _in_ram=found)
+            continue
+        path = root.final(found)
+        try:
+            save = persistent_root.committed_save(path)
+            with leases.lease(path, duration_secs=duration_secs):
+                stored.yielded[found] = save
+                if save is None:
+                    manifest = persistent_root.any_manifest(path)
+                    save = "" if manifest is None else manifest.save
+                reading.begin()
+                yield Step(StepId(found, save), _root=root, _reading=reading)
+        except leases.StepGoneError as error:
+            logging.info("%s", error)
+            time.sleep(every_secs)
+
+
+@renamed.parameters(step_path="step")
+def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
+    """Records metrics of a saved step, so that its run ranks it by them (`ec.BestN`).
+
+    Any program may call it, during the run or later. The run counts the metrics from
+    its next save on. They belong to this save of the step: if the run goes back and
+    saves the step again, they do not count for that. Those of a step that was only in
+    RAM count for the newest step before it in storage.
+
+    Args:
+      step: from `ec.watch_steps`, or the directory of a step in persistent storage.
+      metrics: numbers by name; they replace those that were recorded for it before.
+
+    Raises:
+      CheckpointError: if this is not a step that a run of this library has saved, or
+        the metrics are not JSON.
+      OSError: if storage is unavailable; for a bucket, it may be its client's error.
+    """
+    if isinstance(step, Step):
+        step._record(metrics)
+        return
+    directory = storage.absolute(step)
+    run = persistent_root.run_of(directory) if directory.is_dir() else None
+    save = None if run is None else persistent_root.committed_save(directory)
+    if run is None or save is None or not directory.name.isdecimal():
+        raise _not_ours(directory)
+    root = PersistentRoot.from_path(directory.parent)
+    _record(root, StepId(int(directory.name), save), metrics, run=run)
+
+
+def _record(
+    root: PersistentRoot, step_id: StepId, metrics: Mapping[str, Any], *, run: str
+) -> None:
+    evaluations.record(
+        root,
+        evaluations.Evaluation(
+            run=run,
+            step=step_id.step,
+            save=step_id.save,
+            metrics=user_json.text_of("metrics", metrics),
+        ),
+    )
+
+
+def _not_ours(step: Any) -> errors.CheckpointError:
+    return errors.CheckpointError(
+        f"{step} is not a step that a run of this library has committed; name"
+        " PERSISTENT_DIRECTORY/<step>"
+    )
+
+
+def _waiting(
+    look: Callable[[], T | None], *, every_secs: float, timeout_secs: float | None
+) -> Iterator[T]:
+    # What `look` finds, until it has found nothing for some time.
+    found_secs = time.monotonic()
+    while True:
+        found = look()
+        if found is not None:
+            yield found
+            found_secs = time.monotonic()
+            continue
+        waited_secs = time.monotonic() - found_secs
+        if timeout_secs is None:
+            time.sleep(every_secs)
+        elif waited_secs < timeout_secs:
+            time.sleep(min(every_secs, timeout_secs - waited_secs))
+        else:
+            return
+
+
+class _Reading:
+    """Loads trees, and remembers what was loaded from the present step."""
+
+    def __init__(self) -> None:
+        domains = failure_domains.of_environment()
+        reader = Host(id="follower", number=-1, domains=domains)
+        self._values = KeptValues(reader)
+        self._asked: list[tuple[Any, str]] = []
+
+    def begin(self) -> list[tuple[Any, str]]:
+        """Begins another step; returns what was loaded from the one before."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def read_ahead(self, found: FoundStep) -> None:
+        """Begins a step: reads from it what was loaded from the one before.
+
+        Raises:
+          CheckpointError: if no good copy of a part is left.
+        """
+        contents = found.step.holdings.contents
+        for tree, name in self.begin():
+            try:
+                asked = _resolved(tree, name, contents, step=found.step.step)
+            except errors.ElasticCkptError:
+                # What does not fit this step is an error of its load.
+                continue
+            self._values.read(found, trees.wanted(asked.read))
+
+    def load(self, found: FoundStep, tree: Any, name: str) -> Any:
+        """As `Step.load`; a step that was in RAM is gone if it cannot be read.
+
+        Raises:
+          StepGoneError: if no good copy of a part is left.
+        """
+        step, contents = found.step.step, found.step.holdings.contents
+        asked = _resolved(tree, name, contents, step=step)
+        self._asked.append((tree, name))
+        wanted = trees.wanted(asked.read)
+        try:
+            values = self._values.read(found, wanted)
+        except errors.CheckpointError as error:
+            raise leases.StepGoneError(
+                f"step {step} cannot be read any more ({error}); load the next one. If"
+                " the run removes steps faster than they are read here, have it keep"
+                " more of them: ec.Local(..., keep=LatestN(3))"
+            ) from error
+        made = {leaf.path: leaf.make(values[leaf.path]) for leaf in wanted}
+        rebuilt = {
+            name: trees.rebuilt(read, name, made) for name, read in asked.read.items()
+        }
+        return asked.filled(rebuilt)[name]
+
+
+def _resolved(
+    tree: Any, name: str, contents: Contents, *, step: int
+) -> asked_trees.AskedTrees:
+    # What is asked of a step; other leaves of it are left out.
+    if tree is None:
+        tree = _weights(contents, name)
+    else:
+        _check_there(tree, name, contents, step=step)
+    asked = asked_trees.resolve({name: tree}, contents, step=step, partial=True)
+    _check_here(asked.read)
+    return asked
+
+
+def _weights(contents: Contents, name: str) -> Any:
+    saved = tree_structure.saved_trees(contents).get(name)
+    if not isinstance(saved, Mapping):
+        return None
+    return next(({key: saved[key]} for key in _WEIGHTS if key in saved), None)
+
+
+def _check_there(tree: Any, name: str, contents: Contents, *, step: int) -> None:
+    saved = trees.leaves(tree_structure.saved_trees(contents))
+    there = {contents.listed_path(path) for path in saved}
+    absent = {
+        path: str(list(getattr(leaf, "shape", ())))
+        for path, leaf in trees.leaves({name: tree}).items()
+        if leaf is not ... and contents.listed_path(path) not in there
+    }
+    if absent and name in {path.partition("/")[0] for path in there}:
+        trees.check_same_model(f"step {step}", {}, absent)
+
+
+def _check_here(read: Mapping[str, Any]) -> None:
+    for path, leaf in trees.leaves(read).items():
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding) and not (
+            sharding.is_fully_addressable
+        ):
+            raise errors.ConfigError(
+                f"{path} is wanted on devices of several processes, which may be at"
+                " different steps; follow in one process, give its leaves shardings"
+                " over jax.local_devices(), and broadcast them"
+            )
+
+
+class _Stored:
+    """The steps in storage, in ascending order.
+
+    Attributes:
+      yielded: by step, the save that was yielded.
+    """
+
+    def __init__(self, root: PersistentRoot, after: int) -> None:
+        self.yielded: dict[int, str | None] = {}
+        self._root = root
+        self._after = after
+
+    def next(self) -> int | None:
+        """The oldest step that was not yielded; None if there is none."""
+        root, yielded = self._root, self.yielded
+        try:
+            steps = root.steps()
+            # A step that is gone may come back as another save.
+            for step in set(yielded).difference(steps):
+                del yielded[step]
+            newest = steps[-1] if steps else None
+            for step in steps:
+                if step <= self._after:
+                    continue
+                if step not in yielded:
+                    return step
+                # Only the newest step is overwritten in its place.
+                if step == newest:
+                    save = persistent_root.committed_save(root.final(step))
+                    if save != yielded[step]:
+                        return step
+        except (errors.CheckpointError, *bucket_clients.failures()) as error:
+            _warn_of_storage(root, error)
+        return None
+
+
+class _Newest:
+    """The newest step, in the RAM of the run's hosts or in storage.
+
+    Args:
+      root: of the steps in storage, where the run records its agents.
+      reading: reads what was loaded from the step before.
+      after: only later steps count.
+      poll_secs: between two looks at storage while there is no new step.
+      secret_file: with the run's secret, read again when it changes.
+      tls_authority: of the agents' certificates; None without.
+      max_bytes_per_sec: from all agents together; None without a bound.
+
+    Raises:
+      RunError: if there is no secret in the file.
+      ConfigError: if `tls_authority` cannot be read.
+    """
+
+    def __init__(
+        self,
+        root: PersistentRoot,
+        reading: _Reading,
+        after: int,
+        *,
+        poll_secs: float,
+        secret_file: epath.PathLike,
+        tls_authority: epath.PathLike | None,
+        max_bytes_per_sec: float | None,
+    ) -> None:
+        self._root = root
+        self._reading = reading
+        self._after = after
+        self._poll_secs = poll_secs
+        self._secret_file = os.fspath(secret_file)
+        watched = secret.Watched(secret_file)
+        self._client = peer_client.PeerClient(
+            lambda: watched.current() or "",
+            tls_ca=tls_authority,
+            max_bytes_per_sec=max_bytes_per_sec,
+        )
+        # A step may be loaded after the last one was requested.
+        weakref.finalize(reading, self._client.close)
+        self._last: StepId | None = None
+        self._unreadable: set[StepId] = set()
+        # When there was a new step, or the last look at storage.
+        self._looked_secs = -math.inf
+        self._agents = RunAgents(run="", urls={})
+        # Of the run, as far as it is known.
+        self._line = Line(save="", parents=())
+        self._manifests: dict[peer.ManifestKey, Manifest] = {}
+        self._turn = 0
+        self._is_warned = False
+        # The later saves that were searched last, and when to search them again.
+        self._searched: frozenset[StepId] = frozenset()
+        self._pause_secs = self._again_secs = 0.0
+
+    def next(self) -> FoundStep | int | None:
+        """The newest step, if it is later than the one before; None if it is not.
+
+        Raises:
+          RunError: if no agent takes the secret.
+        """
+        looks_at_storage = time.monotonic() - self._looked_secs >= self._poll_secs
+        if looks_at_storage:
+            self._read_record()
+        in_ram = self._in_ram() if self._is_time_to_search() else None
+        if in_ram is not None or looks_at_storage:
+            self._looked_secs = time.monotonic()
+        if in_ram is not None:
+            return in_ram
+        return self._in_storage() if looks_at_storage else None
+
+    def _is_later(self, step_id: StepId) -> bool:
+        # A run that went back saves earlier steps under later saves.
+        if step_id.step <= self._after or step_id in self._unreadable:
+            return False
+        if self._line.abandons(step_id):
+            return False
+        last = self._last
+        return last is None or step_id.step > last.step or step_id.save > last.save
+
+    def _read_record(self) -> None:
+        root = self._root
+        try:
+            if _is_ram_disk(root):
+                self._agents = run_agents.of_ram_disk(root.path) or self._agents
+                return
+            agents = run_agents.read(root.path)
+            if agents is not None:
+                self._agents = agents
+                recorded = arrange.recorded_lines(root, run=agents.run)
+                self._line = max([self._line, *recorded], key=lambda line: line.save)
+        except errors.CheckpointError as error:
+            logging.warning("the agents of the run may have moved: %s", error)
+            return
+        if agents is None and not self._is_warned:
+            self._is_warned = True
+            logging.warning(
+                "watch_steps: %s names no agents, so steps are followed in storage"
+                " alone; they are recorded with the first step of a run that has"
+                " ec.Local and ec.Peers",
+                root.path / run_agents.FILE,
+            )
+
+    def _listed(self) -> frozenset[StepId]:
+        # The later saves in the list of one agent, or of another one if that does not
+        # answer: each has parts of every step.
+        urls = list(self._agents.urls.values())
+        for _ in range(min(_MOST_ASKED, len(urls))):
+            self._turn = (self._turn + 1) % len(urls)
+            asked = self._peer(urls[self._turn])
+            saves = asked.known_saves()
+            if saves or not asked.problems:
+                return frozenset(filter(self._is_later, saves))
+        return frozenset({_UNKNOWN} if urls else ())
+
+    def _is_time_to_search(self) -> bool:
+        listed, now_secs = self._listed(), time.monotonic()
+        if listed != self._searched:
+            self._searched, self._pause_secs = listed, _RAM_POLL_SECS
+        elif now_secs < self._again_secs:
+            return False
+        else:
+            # Less and less often for saves that stay incomplete.
+            self._pause_secs = min(2 * self._pause_secs, self._poll_secs)
+        self._again_secs = now_secs + self._pause_secs
+        return bool(listed)
+
+    def _in_ram(self) -> FoundStep | None:
+        peers = peer.Peers([self._peer(url) for url in self._agents.urls.values()])
+        search = find.Search([peers], lines=[self._line], without=self._unreadable)
+        self._line = search.line
+        outcome = search.newest()
+        listed = set(peers.known_saves())
+        self._manifests = {
+            key: manifest
+            for key, manifest in self._manifests.items()
+            if manifest.step_id in listed
+        }
+        refusing = peers.refusing()
+        if refusing and not peers.steps():
+            raise errors.RunError(
+                f"{', '.join(refusing)}: no agent of the run takes the secret in"
+                f" {self._secret_file}; give a copy of the file `secret` in the"
+                " directory of ec.Local on any machine of the run, or the secret_file"
+                " of its ec.Peers"
+            )
+        for step, why in outcome.passed_over.items():
+            logging.info("step %d is not followed in RAM: %s", step, why)
+        found = outcome.found_step
+        if found is None or not self._is_later(found.step.step_id):
+            return None
+        step_id = found.step.step_id
+        try:
+            self._reading.read_ahead(found)
+        except errors.CheckpointError as error:
+            logging.info("step %d is passed over: %s", step_id.step, error)
+            self._unreadable.add(step_id)
+            return None
+        self._last, self._unreadable = step_id, set()
+        return found
+
+    def _peer(self, pinned: str) -> peer.Peer:
+        url, certificate_sha256 = agent_url.unpinned(pinned)
+        return peer.Peer(
+            url,
+            self._client,
+            self._agents.run,
+            certificate_sha256=certificate_sha256,
+            known=self._manifests,
+        )
+
+    def _in_storage(self) -> int | None:
+        root = self._root
+        try:
+            steps = root.steps()
+            if not steps:
+                return None
+            final = root.final(steps[-1])
+            save = persistent_root.committed_save(final)
+            newest = StepId(steps[-1], save or root.foreign_save(steps[-1]))
+        except (errors.CheckpointError, *bucket_clients.failures()) as error:
+            _warn_of_storage(root, error)
+            return None
+        if not self._is_later(newest):
+            return None
+        self._last = newest
+        return newest.step
+
+
+def _is_ram_disk(root: PersistentRoot) -> bool:
+    return not root.in_place and machine.find(root.path) is not None
+
+
+def _warn_if_missing(root: PersistentRoot) -> None:
+    try:
+        if root.path.exists():
+            return
+    except bucket_clients.failures():
+        return  # The first look at the steps reports it.
+    logging.warning(
+        "watch_steps: there is no directory %s yet; unless a run is about to create it,"
+        " give the directory of its ec.Persistent",
+        root.path,
+    )
+
+
+def _warn_of_storage(root: PersistentRoot, error: BaseException) -> None:
+    logging.warning("the steps in %s cannot be followed now: %s", root.path, error)
