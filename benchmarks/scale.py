@@ -111,12 +111,12 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
     assert not placed.shortfalls
     copied = _with_copies(offers, placed)
     newer = _world(num_hosts, step=40)[1:]
-    measured["search_secs"], searched = _timed(lambda: search.search([*newer, *copied]))
-    assert searched.newest is not None
-    assert searched.newest.step == 30
+    measured["search_secs"], searched = _timed(lambda: search.newest([*newer, *copied]))
+    assert searched is not None
+    assert searched.step == 30
     wanted = _halved(num_hosts)
     readers = hosts[: num_hosts // 2]
-    step = searched.newest
+    step = searched
     measured["plan_secs"], plan = _timed(lambda: read_plan.plan(step, readers, wanted))
     assert len(plan) == num_hosts * scale_manifests.LEAVES
     measured["uploads_secs"], chosen = _timed(

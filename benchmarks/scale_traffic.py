@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from benchmarks import process_memory, scale_manifests, scale_world
-from elastic_ckpt.checkpoint import save_stages, shared_step
+from elastic_ckpt.checkpoint import restore, save_stages
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import boxes
+from elastic_ckpt.core import boxes, events
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
 
@@ -75,14 +75,14 @@ def _save(hosts: scale_world.SimulatedHosts) -> Cost:
 
 def _restore(hosts: scale_world.SimulatedHosts, num_hosts: int) -> Cost:
     driver = cast(Hosts, hosts)
-    outcome = shared_step.find(driver, is_shared=True)
+    outcome = restore.find(driver, None, emit=events.nobody, is_shared=True)
     step = outcome.checkpoint
     assert step is not None
     assert outcome.is_shared
-    shared_step.open_step(driver, step, is_shared=True)
+    restore.open_step(driver, step, is_shared=True)
     contents = hosts.opened()
     hosts.select(lambda number: _wanted(contents, number, num_hosts))
-    shared_step.deal(driver, step, [])
+    restore.plan_reads(driver, step, [])
     answers = hosts.all(HostReader.read)
     assert {each["planned"] for each in answers} == {len(contents.leaves)}
     hosts.all(HostReader.close_step)

@@ -22,7 +22,6 @@ import numpy as np
 from elastic_ckpt.checkpoint.host import copies, reader, recovery, replication, trees
 from elastic_ckpt.checkpoint.host.answers import Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
-from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Method
 from elastic_ckpt.core import boxes, calls, codec, host_tree, tree_allgather
@@ -421,8 +420,7 @@ class _Endpoint:
             "HostSaver": _SaverAlone(world.number),
             "HostCopies": _CopiesAlone(world),
             "HostReader": of_restore,
-            "StepSearch": StepSearch(world, of_restore.sharing),
-            "StepSharing": of_restore.sharing,
+            "StepSearch": of_restore.sharing,
         }
 
     def part(self, name: str) -> Any:

@@ -1,11 +1,21 @@
-"""The checkpointer over any choice of tiers: the verbs of Orbax's `Checkpointer`."""
+"""The checkpointer over any choice of tiers: the verbs of Orbax's `Checkpointer`.
+
+It knows the newest step, decides what is due and to which line a step is saved, and
+whether a load was only a look or the training goes on from it. `save_stages` takes each
+step through its tiers in the background, and `restore` reads one.
+
+Events of any thread are queued, and reach the user's `emit` in the caller's thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any, Self, TypeVar
@@ -14,19 +24,45 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import orbax_context, rendezvous
-from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
+from elastic_ckpt.checkpoint import (
+    component_io,
+    orbax_context,
+    rendezvous,
+    replicated_components,
+    restore,
+)
+from elastic_ckpt.checkpoint.host.answers import (
+    CheckpointMetadata,
+    HostsFailedError,
+    SearchOutcome,
+)
+from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.saver import HostSaver
+from elastic_ckpt.checkpoint.host.step_search import StepSearch
+from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
+from elastic_ckpt.checkpoint.restore import Layouts, Restored, step_number
 from elastic_ckpt.checkpoint.run_world import RunWorld
-from elastic_ckpt.checkpoint.saved_steps import SavedSteps
-from elastic_ckpt.checkpoint.stage import Stage
-from elastic_ckpt.checkpoint.step_errors import step_number
+from elastic_ckpt.checkpoint.save_stages import SaveStages, Stage
+from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
+from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.checkpoint.writing import Writing
-from elastic_ckpt.core import background, errors, events, storage
+from elastic_ckpt.core import (
+    background,
+    errors,
+    events,
+    storage,
+    storage_cause,
+    user_json,
+)
+from elastic_ckpt.core import metrics as recorded_metrics
+from elastic_ckpt.steps import best_steps
+from elastic_ckpt.steps.line import FROM_SCRATCH, Line
+from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Chosen
-from elastic_ckpt.tiers.persistent.persistent_root import read_json
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot, read_json
 
 Json = storage.Json
 T = TypeVar("T")
@@ -90,14 +126,7 @@ class HostsCheckpointer:
             rendezvous.join(hosts, begin_writing=self._of_storage.begin)
             if found not in (None, run):
                 raise _named_otherwise(chosen, run, found)
-            self._steps = SavedSteps(
-                hosts,
-                chosen,
-                world=world,
-                emit=self._put_event,
-                layouts=layouts,
-                check_writer=self._of_storage.check,
-            )
+            self._open_steps(layouts)
             self._events.flush()
             on_error.pop_all()
         self._is_closed = False
@@ -105,24 +134,67 @@ class HostsCheckpointer:
         if not chosen.is_read_only:
             self._forget = background.before_exit(self, self._finish_unclosed)
 
+    def _open_steps(self, layouts: Layouts) -> None:
+        # Finds the newest step, and makes the stages of the saves that follow it.
+        hosts, chosen, world = self._hosts, self._chosen, self._world
+        self._restorer = restore.Restorer(hosts=hosts, layouts=layouts, emit=self._emit)
+        self._root: PersistentRoot | None = None
+        clock = BackupClock()
+        if chosen.persistent is not None:
+            self._root = PersistentRoot.from_path(chosen.persistent.directory)
+            clock = _clock(hosts, chosen.persistent.every_minutes)
+        self._stages = SaveStages(
+            hosts,
+            in_ram=chosen.local is not None,
+            peers=chosen.peers,
+            # Without RAM a save begins the period, not the end of its upload.
+            clock=None if chosen.local is None else clock,
+            world=world,
+            emit=self._emit,
+            check_writer=self._of_storage.check,
+            has_storage=self._root is not None,
+        )
+        self._schedule = Schedule(chosen, clock, agree=functools.partial(_agree, hosts))
+        # The line that was saved to last, by this process.
+        self._own_line: Line | None = None
+        # Whether this process has a state to go on with: it has loaded or saved one.
+        self._is_placed = False
+        # An older step that was loaded since then; the next save shows whether the
+        # training goes on from it. And the newest step, once it does.
+        self._looked_at: Restored | None = None
+        self._left_step: int | None = None
+        # What was loaded to go on from, until it is distrusted; and the step that the
+        # training went back to then, up to which nothing is distrusted again.
+        self._loaded: Restored | None = None
+        self._trusted_step = -1
+        # Components of the step that this process began with which were not loaded.
+        self._unloaded: frozenset[str] = frozenset()
+        self._claimed = 0
+        self._is_anew = False
+        self._claims = self._root is not None and world.claimant is not None
+        self._go_on_from(restore.find(hosts, None, emit=self._emit))
+        if self._root is not None and not chosen.is_read_only:
+            step = 0 if self._restored is None else self._restored.step
+            self._stages.clean(StepId(step, self._save))
+
     @property
     def directory(self) -> epath.Path:
         """The directory of the steps in storage; without storage, that in RAM."""
-        if self._steps.root is not None:
-            return self._steps.root.path
+        if self._root is not None:
+            return self._root.path
         ram_directory = self._chosen.read_ram or self._chosen.ram_directory()
         return storage.absolute(ram_directory)
 
     @property
     def latest(self) -> CheckpointMetadata | None:
         """The newest complete step, in whichever tier; None if there is none."""
-        return self._steps.latest
+        return self._stages.committed or self._restored
 
     def claim_world(self) -> int:
         """Claims the storage for this world, as a save does; returns its number."""
         self._check_writable()
         with self._events.flushing():
-            return self._steps.claim()
+            return self._claim()
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
@@ -130,7 +202,15 @@ class HostsCheckpointer:
 
         A step whose save is not done is not among them.
         """
-        return self._steps.complete()
+        listed = list(self._hosts.first(StepSearch.complete_steps))
+        if self._root is None:
+            return listed
+        try:
+            evaluated = self.evaluations()
+        except HostsFailedError as error:
+            logging.warning("metrics of evaluations cannot be read: %s", error)
+            return listed
+        return best_steps.with_evaluations(listed, evaluated)
 
     def should_save(self, step: int) -> bool:
         """Whether a tier is due at this step, or the job is about to be preempted."""
@@ -138,7 +218,7 @@ class HostsCheckpointer:
             return False
         number = step_number(step)
         self._events.flush()
-        return self._steps.is_due(number, is_saving=self.is_saving_in_progress())
+        return self._is_due(number, is_saving=self.is_saving_in_progress())
 
     def save_checkpointables_async(
         self,
@@ -179,7 +259,7 @@ class HostsCheckpointer:
         orbax_context.of_save(self._context)
         self._background.wait()
         with self._events.flushing():
-            return self._steps.begin_save(
+            return self._begin_save(
                 number,
                 checkpointables,
                 force=force,
@@ -275,12 +355,25 @@ class HostsCheckpointer:
         self._check_writable()
         number = step_number(step)
         with self._events.flushing():
-            self._steps.record_metrics(number, metrics)
+            text = user_json.text_of("metrics", metrics)
+            self._check_storage()
+            try:
+                self._hosts.first(
+                    HostBackup.record_metrics, StepId(number, self._line.save), text
+                )
+            except HostsFailedError as error:
+                why = f"its metrics were not recorded: {error}"
+                cause = storage_cause.of_message(why).name
+                self._emit(
+                    "degraded", tier="persistent", step=number, cause=cause, why=why
+                )
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The recorded metrics by step, of steps that are kept or not saved yet."""
         with self._events.flushing():
-            return self._steps.evaluations()
+            self._check_storage()
+            recorded = self._hosts.first(HostBackup.evaluations, self._line)
+            return {step: json.loads(text) for step, text in recorded}
 
     def cancel(self, step: int | CheckpointMetadata | None = None) -> None:
         """Removes a step when its save is done; the save itself is not interrupted.
@@ -321,7 +414,7 @@ class HostsCheckpointer:
         self._check_open()
         self.wait()
         with self._events.flushing():
-            return self._steps.held(step)
+            return self._described(step)
 
     def metadata(
         self,
@@ -469,7 +562,7 @@ class HostsCheckpointer:
         """Searches for the newest step again, as another program may have saved it."""
         self.wait()
         with self._events.flushing():
-            self._steps.reload()
+            self._search_again()
 
     def distrust(
         self, step: int, *, within: int = 20, why: str = "the training has diverged"
@@ -501,13 +594,33 @@ class HostsCheckpointer:
         number = step_number(step)
         self._background.wait()
         with self._events.flushing():
-            return self._steps.distrust(number, within=within, why=why)
+            loaded, self._loaded = self._loaded, None
+            restored = None if loaded is None else loaded.search.checkpoint
+            if loaded is None or restored is None or not loaded.is_from_memory:
+                return None
+            if restored.step <= self._trusted_step or number > restored.step + within:
+                return None
+            self._stages.wait()
+            older = self._go_on_from_storage(restored.step)
+            to_step = None if older is None else older.step
+            self._emit(
+                "restore_distrusted",
+                step=number,
+                restored_step=restored.step,
+                to_step=to_step,
+                why=why,
+            )
+            return older
 
     def begin_anew(self) -> None:
         """Continues from before the first step: the next save abandons all steps."""
         self.wait()
         with self._events.flushing():
-            self._steps.begin_anew()
+            newest = self._line.save
+            self._own_line, self._looked_at, self._loaded = None, None, None
+            self._unloaded = frozenset()
+            self._is_placed = self._is_anew = True
+            self._go_on_from(SearchOutcome(newest_save=newest))
 
     def delete(
         self,
@@ -554,24 +667,25 @@ class HostsCheckpointer:
                 " own: a step can only be deleted as a whole; delete the step"
             )
         orbax_context.of_deletion(self._context)
-        return self._in_background(
-            lambda: self._steps.delete(number, missing_ok=missing_ok)
-        )
+        return self._in_background(lambda: self._remove(number, missing_ok=missing_ok))
 
     def is_durable(self, step: int) -> bool:
         """Whether `step` is the newest step and in storage; waits for its backup."""
         number = step_number(step)
         self.wait()
-        return self._steps.is_durable(number)
+        latest = self.latest
+        if latest is None or latest.step != number or self._root is None:
+            return False
+        return self._hosts.first(HostBackup.holds, latest.step_id)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is not committed yet."""
-        return self._steps.stages.is_committing
+        return self._stages.is_committing
 
     def wait(self) -> None:
         """Waits until all work that was begun is done, in every tier."""
         self._background.wait()
-        self._steps.stages.wait()
+        self._stages.wait()
         self._events.flush()
 
     @property
@@ -636,7 +750,7 @@ class HostsCheckpointer:
 
     def _finish(self) -> None:
         self._background.wait()
-        stages = self._steps.stages
+        stages = self._stages
         stages.wait_for_commit() if self.is_left else stages.end()
 
     def __enter__(self) -> Self:
@@ -666,7 +780,7 @@ class HostsCheckpointer:
 
         def load() -> dict[str, Any]:
             with context:
-                return self._steps.load(
+                return self._load(
                     step, wanted, partial=partial, layout=layout, go_back=go_back
                 )
 
@@ -705,11 +819,333 @@ class HostsCheckpointer:
         self.wait()
         return Response(self._background.start(work))
 
-    def _put_event(self, name: str, **fields: Json) -> None:
+    def _emit(self, name: str, **fields: Json) -> None:
         self._events.put(name, **fields)
         if name == "save_started":
             # In the caller's thread: the save before is reported before the next one.
             self._events.flush()
+
+    def _claim(self) -> int:
+        if self._claims and not self._claimed:
+            line = self._line
+            self._claimed = self._stages.claim(line)
+            step = line.parents[-1][0]
+            recorded_metrics.TRAIN_CLAIM.record(self._claimed)
+            self._emit("world_claimed", world=self._claimed, step=step)
+        return self._claimed
+
+    def _is_due(self, step: int, *, is_saving: bool) -> bool:
+        # Whether a tier is due at a step that is newer than all others.
+        is_behind = self.latest is not None and step <= self.latest.step
+        if is_behind and not self._goes_back(step):
+            return False
+        return self._schedule.is_due(self._current(step), is_saving=is_saving)
+
+    def _is_wanted(self, step: int, *, is_saving: bool) -> bool:
+        return self._is_due(step, is_saving=is_saving) or self._is_overdue(
+            step, is_saving=is_saving
+        )
+
+    def _is_overdue(self, step: int, *, is_saving: bool) -> bool:
+        if self.latest is not None and step <= self.latest.step:
+            return False
+        current = self._current(step)
+        return self._schedule.is_backup_due(
+            current, is_saving=is_saving, is_left=self.is_left
+        )
+
+    def _begin_save(
+        self,
+        step: int,
+        checkpointables: Mapping[str, Any],
+        *,
+        force: bool,
+        overwrite: bool,
+        metrics: Mapping[str, Any] | None,
+        custom_metadata: Mapping[str, Any] | None,
+    ) -> SaveResponse | None:
+        is_saving = self._stages.is_committing
+        self._stages.wait_for_commit()
+        self._stages.check()
+        self._claim()
+        forced = force or overwrite
+        goes_back = self._goes_back(step, overwrite=overwrite)
+        if goes_back and (forced or self._is_wanted(step, is_saving=is_saving)):
+            assert self._looked_at is not None
+            self._go_on(self._looked_at)
+        line = self._line_for(step, overwrite=overwrite)
+        if line is None or not (forced or self._is_wanted(step, is_saving=is_saving)):
+            return None
+        self._is_placed, self._looked_at = True, None
+        if self._left_step is not None and self._restored is not None:
+            self._emit("went_back", step=self._left_step, to_step=self._restored.step)
+        self._left_step = None
+        self._emit("save_started", step=step)
+        began_secs = time.monotonic()
+        step_id = StepId(step, line.save)
+        trees, stateful = component_io.split(checkpointables)
+        self._report_unloaded(stateful)
+        description = StepDescription.from_trees(
+            trees, stateful, metrics=metrics, custom_metadata=custom_metadata
+        )
+        current = dataclasses.replace(self._current(step), metrics=description.metrics)
+        is_last_of_world = self.is_left
+        back_up = self._root is not None and (
+            (forced and not is_last_of_world)
+            or self._schedule.is_backup_due(
+                current, is_saving=is_saving, is_left=is_last_of_world
+            )
+        )
+
+        is_shared = False
+
+        def begin() -> Callable[[], None]:
+            nonlocal is_shared
+            directory, is_shared = self._hosts.capture(step_id, trees)
+            return component_io.begin_save(
+                stateful, lambda name: storage.make_directory(f"{directory}/{name}")
+            )
+
+        write_components, problem = component_io.fail_later(begin)
+        comparison = replicated_components.Comparison(step, stateful, emit=self._emit)
+        saving = Saving(
+            step_id=step_id,
+            write_components=write_components,
+            back_up=back_up,
+            overwrite=overwrite,
+            is_last_of_world=is_last_of_world,
+            is_copied_at_once=is_last_of_world and self._world.loses_memory(),
+            description=description,
+            component_kinds=component_io.kinds(stateful),
+            compare=comparison.run,
+            optional=component_io.optional(stateful),
+            parents=line.parents,
+            path=current.path,
+            began_secs=began_secs,
+        )
+        committed = self._stages.begin(saving)
+        if is_shared:
+            # The caller may donate its arrays from now on.
+            futures.wait([committed])
+        self._schedule.note_save(current, back_up=back_up)
+        if problem is not None:
+            raise problem
+        return SaveResponse(committed, functools.partial(self._is_stored, saving))
+
+    def _load(
+        self,
+        step: int | CheckpointMetadata | None,
+        abstract_checkpointables: Mapping[str, Any] | None,
+        *,
+        partial: bool = False,
+        layout: Any = None,
+        go_back: bool | None = None,
+    ) -> dict[str, Any]:
+        if isinstance(abstract_checkpointables, CheckpointMetadata):
+            abstract_checkpointables = abstract_checkpointables.metadata
+        if abstract_checkpointables is not None:
+            component_io.check_named(
+                abstract_checkpointables,
+                "load_checkpointables",
+                "load(step, tree) loads",
+            )
+        if not abstract_checkpointables:
+            abstract_checkpointables = {
+                name: None
+                for name, tree in self._described(step).metadata.items()
+                if tree is not None
+            }
+        restored = self._restorer.restore(
+            step, abstract_checkpointables, partial=partial, layout=layout
+        )
+        # The values are the caller's alone.
+        loaded = restored._replace(parts={})
+        if go_back is None:
+            # Components were set to the step, and a process without a state has this.
+            _, stateful = component_io.split(abstract_checkpointables)
+            go_back = True if stateful or not self._is_placed else None
+        if go_back or step is None or not self._is_older(loaded.search.checkpoint):
+            # A step may be loaded in several calls. A process that has a state already
+            # may go back with its weights alone.
+            unloaded = self._unloaded if self._is_placed else loaded.components
+            self._unloaded = unloaded - abstract_checkpointables.keys()
+            self._go_on(loaded)
+        else:
+            self._looked_at = loaded if go_back is None else None
+        return restored.parts
+
+    def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
+        # Data that was forgotten at the load begins anew.
+        unloaded = sorted(self._unloaded.intersection(stateful))
+        self._unloaded -= frozenset(unloaded)
+        step = self._restored.step if self._restored else 0
+        for name in unloaded:
+            why = (
+                f"step {step} has {name!r}, which was not loaded, so the {name!r} that"
+                " is saved now does not continue it; unless it is to begin anew, load"
+                f" it with the state: load_checkpointables({step}, {{..., {name!r}:"
+                " ...})"
+            )
+            logging.warning("%s", why)
+            self._emit("component_not_loaded", step=step, component=name, why=why)
+
+    def _is_older(self, checkpoint: CheckpointMetadata | None) -> bool:
+        # Whether newer steps went on from this one.
+        latest = self.latest
+        if checkpoint is None or latest is None or checkpoint.step >= latest.step:
+            return False
+        line = Line(save=latest.line[-1][1], parents=latest.line[:-1])
+        return not line.abandons(StepId(checkpoint.step, checkpoint.line[-1][1]))
+
+    def _goes_back(self, step: int, *, overwrite: bool = False) -> bool:
+        # Whether to save a step shows that training goes on from one that was looked
+        # at: newer ones are there, which only then are abandoned.
+        if self._looked_at is None or self.latest is None:
+            return False
+        checkpoint, newest = self._looked_at.search.checkpoint, self.latest.step
+        assert checkpoint is not None
+        if overwrite:
+            return checkpoint.step <= step < newest
+        return checkpoint.step < step <= newest
+
+    def _go_on(self, loaded: Restored) -> None:
+        # The training goes on from the step that was loaded.
+        search = loaded.search
+        left = self.latest if self._is_older(search.checkpoint) else None
+        self._left_step = None if left is None else left.step
+        self._is_placed, self._looked_at, self._own_line = True, None, None
+        self._loaded = loaded.after(self._loaded)
+        self._go_on_from(search)
+        if self._restored is not None:
+            self._stages.catch_up(self._restored, line=self._line)
+
+    def _go_on_from_storage(self, before: int) -> CheckpointMetadata | None:
+        # Later steps are abandoned from now on, also by a world that begins before
+        # this one has saved a step.
+        try:
+            self._claim()
+            older = self._hosts.first(StepSearch.stored_before, before, self._line)
+            if older is None:
+                return None
+            save = self._hosts.first(HostWorld.new_save, self._line.save)
+            line = Line(save=save, parents=older.line)
+            self._stages.claim(line, is_uncommitted=True)
+        except HostsFailedError as error:
+            why = f"the run does not go back to storage: {error}"
+            cause = storage_cause.of_message(why).name
+            self._emit("degraded", tier="persistent", step=before, cause=cause, why=why)
+            return None
+        self._trusted_step = older.step
+        self._own_line, self._looked_at, self._left_step = None, None, None
+        self._go_on_from(SearchOutcome(checkpoint=older, newest_save=save))
+        return older
+
+    def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
+        search = restore.find(self._hosts, step, emit=self._emit)
+        checkpoint = search.checkpoint
+        if checkpoint is None:
+            raise restore.StepNotFoundError(
+                search.missing or "no step is complete in any tier; save one"
+            )
+        return restore.describe(self._hosts, checkpoint)
+
+    def _search_again(self) -> None:
+        # Other programs may write too.
+        if self._stages.committed is not None:
+            self._own_line = self._line
+        self._looked_at = self._left_step = None
+        self._go_on_from(
+            restore.find(self._hosts, None, emit=self._emit, own_line=self._own_line)
+        )
+
+    def _remove(self, step: int, *, missing_ok: bool) -> bool:
+        was_there = any(self._hosts.all(HostSaver.remove, step))
+        if self._root is not None:
+            was_there |= self._hosts.first(HostBackup.remove, step)
+        if not (was_there or missing_ok):
+            raise restore.StepNotFoundError(
+                f"step {step} is not in any tier; `checkpoints` lists the steps that"
+                " are"
+            )
+        self._search_again()
+        return was_there
+
+    def _check_storage(self) -> None:
+        if self._root is None:
+            raise errors.CheckpointError(
+                "metrics of evaluations are recorded in persistent storage, and this"
+                " checkpointer has none; add Persistent(directory), or pass metrics="
+                " when you save"
+            )
+
+    def _is_stored(self, saving: Saving) -> bool:
+        if not saving.stored.is_set():
+            self._stages.wait()
+        return saving.stored.is_set()
+
+    def _current(self, step: int) -> CheckpointMetadata:
+        # A step as policies see it before it is saved.
+        return CheckpointMetadata(
+            step=step,
+            save=self._save,
+            path=None if self._root is None else self._root.final(step),
+            commit_timestamp_nsecs=time.time_ns(),
+        )
+
+    @property
+    def _line(self) -> Line:
+        # The line that the next step is saved to.
+        committed = self._stages.committed
+        if committed is not None:
+            return Line(save=committed.save, parents=committed.line[:-1])
+        if self._restored is not None:
+            return Line(save=self._save, parents=self._restored.line)
+        # A run that is begun again abandons what others may still save to it.
+        parents = FROM_SCRATCH if self._claims or self._is_anew else ()
+        return Line(save=self._save, parents=parents)
+
+    def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
+        # The line that a step is saved to; None if it is behind the latest.
+        latest = self.latest
+        if latest is None or step > latest.step:
+            return self._line
+        if not overwrite:
+            if step == latest.step or step in [each.step for each in self.checkpoints]:
+                raise restore.StepAlreadyExistsError(
+                    f"step {step} already exists; save it with overwrite=True, or save"
+                    " a later step"
+                )
+            return None
+        if step < latest.step:
+            raise errors.CheckpointError(
+                f"step {step} cannot be overwritten: only the newest step can, which"
+                f" is {latest.step}; to continue from an earlier step, load it with"
+                " go_back=True"
+            )
+        # Until the step is complete under the new line, nothing abandons the old save.
+        after = max(self._save, latest.line[-1][1])
+        save = self._hosts.first(HostWorld.new_save, after)
+        return Line(save=save, parents=latest.before())
+
+    def _go_on_from(self, search: SearchOutcome) -> None:
+        self._restored = search.checkpoint
+        self._stages.go_on_from(0 if self._restored is None else self._restored.step)
+        # Later saves must not be mixed with earlier ones.
+        self._save = self._hosts.first(HostWorld.new_save, search.newest_save)
+        self._schedule.go_on_from([] if self._restored is None else [self._restored])
+
+
+def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
+    # Goes on from the backup of another world: worlds may be shorter than the period.
+    if every_minutes is None:
+        return BackupClock()
+    since_secs = hosts.first(HostBackup.secs_since_backup)
+    return BackupClock(every_minutes, since_secs=since_secs)
+
+
+def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:
+    is_due, num_skipped = hosts.share("due", [is_time, skipped])[0]
+    return bool(is_due), int(num_skipped)
 
 
 def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunError:

@@ -1,114 +1,94 @@
 """Restore: all hosts read one step, the newest one that is readable.
 
+    find          host 0 searches what all hosts and persistent storage have
+    open_step     all hosts have the contents of the step
+    describe      what is in it, without values
+    Restorer      checks what is requested, and for trees of another layout, how it is
+                  read; lets hosts read and repair; loads components; makes the arrays
+    plan_reads    host 0 deals each host the parts that it reads
+
+A host that cannot be reached by its neighbours in the tree (`host.step_search`) asks
+all others itself, as the only host of a world does.
+
 No value is returned, and no component is loaded, before every host has read and
 verified all of its part: if one cannot, all hosts read the step before. If a component
 of one host cannot be loaded, the restore fails on all hosts.
+
+The rules for trees of another layout lie above this room, and come as `Layouts`. A tree
+that the step has as it is requested is restored without them.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+import operator
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
+import orbax.checkpoint as v0
 from absl import logging
+from etils import epath
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import (
     asked_trees,
     component_io,
     foreign_steps,
-    shared_step,
-    step_errors,
+    part_passes,
+    tree_structure,
+    validation,
 )
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
     SearchOutcome,
 )
+from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
+from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
+from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.tree_structure import Text
 from elastic_ckpt.core import errors, events, metrics, storage_cause
-from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.read_plan import NEARNESS
 from elastic_ckpt.steps.step_id import StepId
 
+ValueT = TypeVar("ValueT")
 
-class Rules(Protocol):
-    """Reads the requested trees of another layout than a step has.
 
-    All hosts call it alike; an error is raised on all of them.
+class StepAlreadyExistsError(
+    errors.CheckpointError, ocp.training.errors.StepAlreadyExistsError
+):
+    """The step exists, and the save does not overwrite it."""
+
+
+class StepNotFoundError(errors.CheckpointError, ocp.training.errors.StepNotFoundError):
+    """The step is in no tier."""
+
+
+def step_number(step: Any) -> int:
+    """The number of a step: an integer of any type, or what has one as its `step`.
+
+    Raises:
+      CheckpointError: if it is no integer at or above 0.
     """
-
-    def readings(
-        self,
-        checkpoint: CheckpointMetadata,
-        contents: Contents,
-        trees: Mapping[str, Any],
-    ) -> Mapping[str, TreeReading]:
-        """How to read those of the trees that are of another layout, by name.
-
-        Args:
-          checkpoint: the step.
-          contents: of the step, which is open.
-          trees: that are requested, by name.
-
-        Raises:
-          ConfigError: if the rules do not fit.
-        """
-        ...
-
-    def of_orbax(
-        self, checkpoint: CheckpointMetadata, trees: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Reads those that differ from a step that Orbax alone saved, by name.
-
-        Raises:
-          CheckpointError: if a part cannot be read.
-          ConfigError: if the rules do not fit.
-        """
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    # The requested trees and components, by name, and how trees may differ.
-    trees: Mapping[str, Any]
-    stateful: Mapping[str, Any]
-    partial: bool
-    rules: Rules | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Read:
-    # The requested trees of the saved layout, the bytes read by nearness of their
-    # source, the directories of the components' files, and all components of the step.
-    asked: asked_trees.AskedTrees
-    num_bytes: dict[str, int]
-    directories: dict[str, str]
-    components: frozenset[str]
-
-
-class Restored(NamedTuple):
-    """A step that was restored.
-
-    Attributes:
-      search: the outcome of the search for it.
-      components: that it has, whether they were requested or not; none if Orbax alone
-        saved it.
-      parts: what was requested, by name.
-      num_bytes: of its arrays, that all hosts read, by nearness: `local_bytes` and so
-        on.
-    """
-
-    search: SearchOutcome
-    components: frozenset[str]
-    parts: dict[str, Any]
-    num_bytes: Mapping[str, int]
+    number = getattr(step, "step", step)
+    try:
+        index = -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        index = -1
+    if index < 0:
+        raise errors.CheckpointError(
+            f"{number!r} ({type(number).__name__}) is not a step; give an integer of"
+            " at least 0"
+        )
+    return index
 
 
 def find(
@@ -138,22 +118,24 @@ def find(
     """
     number, save = None, ""
     if step is not None:
-        number = step_errors.step_number(step)
+        number = step_number(step)
         save = getattr(step, "save", "")
-    outcome = shared_step.find(
-        hosts,
+    search = functools.partial(
+        hosts.first,
+        StepSearch.find,
         number,
         save=save,
         without=tuple(without),
         own_line=own_line,
         is_shared=is_shared,
     )
+    outcome = _survey(hosts, search)
     for passed_over, why in outcome.passed_over:
         emit("step_passed_over", step=passed_over, why=why)
     if outcome.refusal is not None:
         raise errors.CheckpointError(outcome.refusal)
     if number is not None and outcome.missing is not None:
-        raise step_errors.StepNotFoundError(outcome.missing)
+        raise StepNotFoundError(outcome.missing)
     newest = 0 if outcome.checkpoint is None else outcome.checkpoint.step
     for why in outcome.refusing:
         logging.warning("%s", why)
@@ -167,71 +149,530 @@ def find(
     return outcome
 
 
-def restore(
-    hosts: Hosts,
-    step: int | CheckpointMetadata | None,
-    wanted: Mapping[str, Any],
-    *,
-    partial: bool,
-    emit: events.Emit,
-    rules: Rules | None = None,
-) -> Restored:
-    """Restores a step.
+def _survey(hosts: Hosts, search: Callable[..., SearchOutcome]) -> SearchOutcome:
+    # Has host 0 search what hosts report: the steps that they have, then the parts of
+    # those that it asks for, until one is complete.
+    offer = functools.partial(hosts.all, StepSearch.offer_saves)
+    part_passes.gather(hosts, "restore", offer)
+    if hosts.num_hosts == 1:
+        return search()
+    surveyed: tuple[int, ...] = ()
+    while (needs := (outcome := search(surveyed=surveyed)).needs) is not None:
+        offer = functools.partial(hosts.all, StepSearch.offer_step, needs)
+        part_passes.gather(hosts, "restore", offer)
+        surveyed = (*surveyed, needs)
+    if not outcome.is_shared:
+        hosts.all(StepSearch.end)
+    return outcome
+
+
+def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, *, is_shared: bool) -> None:
+    """Opens a step on all hosts.
 
     Args:
       hosts: of the world.
-      step: None takes the newest complete one; if it proves to be unreadable, the one
-        before.
-      wanted: by name, abstract trees and components.
-      partial: whether trees may lack leaves that were saved.
-      emit: called with the sources of the values, and with problems.
-      rules: read trees of another layout; None if no tree may differ.
+      checkpoint: the step.
+      is_shared: whether host 0 keeps its parts (`SearchOutcome`).
 
     Raises:
-      CheckpointError: if there is no such step, it is of another model, or no good copy
-        of a part of it is left.
-      ConfigError: if the rules do not fit.
+      HostsFailedError: if a host cannot open it.
     """
-    began_secs = time.monotonic()
-    trees, stateful = component_io.split(wanted)
-    requested = _Wanted(trees=trees, stateful=stateful, partial=partial, rules=rules)
-    search, read = _read_newest(hosts, step, requested, emit)
-    checkpoint = search.checkpoint
-    assert checkpoint is not None
-    if read is None:
-        restored, num_bytes = _restore_foreign(checkpoint, wanted, requested, emit)
-        metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
-        return Restored(search, frozenset(), restored, num_bytes)
-    bad = _repair(hosts)
-    _load_components(hosts, stateful, read.directories)
-    made = hosts.arrays(read.asked.read)
-    parts = {**made, **read.asked.filled(made), **stateful}
-    restored = {name: parts[name] for name in wanted}
-    hosts.all(HostReader.close_step)
-    metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
-    if hosts.own == 0:
-        _record(read.num_bytes, bad)
-    emit("restored_from", step=checkpoint.step, **read.num_bytes, **bad)
-    return Restored(search, read.components, restored, read.num_bytes)
+    step_id = checkpoint.step_id
+    if is_shared:
+        share = functools.partial(hosts.first, StepSearch.share, step_id)
+        part_passes.deal(hosts, "restore", share)
+    hosts.all(HostReader.open_step, step_id, is_shared=is_shared)
 
 
-def _load_components(
-    hosts: Hosts, stateful: Mapping[str, Any], directories: Mapping[str, str]
+def plan_reads(
+    hosts: Hosts, checkpoint: CheckpointMetadata, components: Sequence[str]
 ) -> None:
-    own: Exception | None = None
-    problem: str | None = None
-    for name, component in stateful.items():
+    """Deals each host the parts that it reads; those that get none ask all others.
+
+    Args:
+      hosts: of the world; they have selected what they read.
+      checkpoint: the step that is open, and shared.
+      components: that all hosts read.
+    """
+    step_id = checkpoint.step_id
+    try:
+        part_passes.exchanged(
+            hosts,
+            "restore",
+            offer=lambda: hosts.all(HostReader.offer_wanted),
+            decide=lambda: hosts.first(StepSearch.plan, step_id, tuple(components)),
+        )
+    except HostsFailedError as error:
+        logging.warning("step %d: each host plans its reads: %s", step_id.step, error)
+
+
+def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata:
+    """The contents of a step, by the names of its checkpointables.
+
+    Args:
+      hosts: of the world.
+      checkpoint: the step.
+
+    Raises:
+      HostsFailedError: if it is not complete any more.
+    """
+    if not checkpoint.save:
+        return _of_orbax(checkpoint)
+    hosts.all(HostReader.open_step, checkpoint.step_id)
+    contents = hosts.opened()
+    hosts.all(HostReader.close_step)
+    return _of_contents(checkpoint, contents)
+
+
+def _of_contents(
+    checkpoint: CheckpointMetadata, contents: Contents
+) -> CheckpointMetadata:
+    trees = tree_structure.saved_trees(contents)
+    held = dict.fromkeys(contents.components) | jax.tree.map(_described, trees)
+    return dataclasses.replace(checkpoint, metadata=held)
+
+
+def _of_orbax(checkpoint: CheckpointMetadata) -> CheckpointMetadata:
+    assert checkpoint.path is not None
+    return dataclasses.replace(
+        checkpoint,
+        init_timestamp_nsecs=v0.metadata.get_step_metadata(
+            checkpoint.path
+        ).init_timestamp_nsecs,
+        metadata=foreign_steps.read_parts(checkpoint.path),
+    )
+
+
+def _described(leaf: Any) -> Any:
+    # Orbax's description of texts.
+    return "string" if isinstance(leaf, Text) else leaf
+
+
+class Layouts(Protocol):
+    """Reads trees through layouts, as `elastic_ckpt.universal` does."""
+
+    def match(
+        self, contents: Contents, name: str, abstract: Any, *, layout: Any
+    ) -> Callable[[StepBoxes], Any]:
+        """Matches a layout with a saved tree, before a value is read.
+
+        Args:
+          contents: of a step.
+          name: of the saved tree.
+          abstract: the requested tree.
+          layout: as users give it.
+
+        Returns:
+          A function that reads the tree into its shardings from the step's boxes.
+
+        Raises:
+          ConfigError: if the layout does not fit.
+        """
+        ...
+
+    def load(self, path: epath.Path, abstract: Any, *, layout: Any) -> Any:
+        """Reads a tree into the shardings of an abstract one.
+
+        Args:
+          path: of the saved tree, in persistent storage.
+          abstract: the requested tree.
+          layout: as users give it.
+        """
+        ...
+
+    def fitting(self, tree: epath.Path | tuple[Contents, str]) -> Sequence[str]:
+        """The names of layouts that fit a saved tree, for a message.
+
+        Args:
+          tree: its path, or the contents of its step and its name.
+        """
+        ...
+
+
+class Restored(NamedTuple):
+    """A step that was restored.
+
+    Attributes:
+      search: the outcome of the search for it.
+      components: that it has, whether they were requested or not; none if Orbax alone
+        saved it.
+      parts: what was requested, by name.
+      num_bytes: of its arrays, that all hosts read, by nearness: `local_bytes` and so
+        on.
+    """
+
+    search: SearchOutcome
+    components: frozenset[str]
+    parts: dict[str, Any]
+    num_bytes: Mapping[str, int]
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether any array was read from RAM, or all have stayed on the devices."""
+        stored = self.num_bytes.get("persistent_bytes", 0)
+        return not stored or sum(self.num_bytes.values()) > stored
+
+    def after(self, before: Restored | None) -> Restored:
+        """The same with the bytes that were read of the step by an earlier load."""
+        if before is None or before.search.checkpoint != self.search.checkpoint:
+            return self
+        num_bytes = collections.Counter(before.num_bytes)
+        num_bytes.update(self.num_bytes)
+        return self._replace(num_bytes=num_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    # The requested trees and components, by name, and how trees may differ.
+    trees: Mapping[str, Any]
+    stateful: Mapping[str, Any]
+    partial: bool
+    layout: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Read:
+    # The requested trees of the saved layout, the bytes read by nearness of their
+    # source, the directories of the components' files, and all components of the step.
+    asked: asked_trees.AskedTrees
+    num_bytes: dict[str, int]
+    directories: dict[str, str]
+    components: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restorer:
+    """Restores steps; all hosts call it alike.
+
+    Attributes:
+      hosts: of the world.
+      layouts: read the trees that differ.
+      emit: called with the sources of the values, and with problems.
+    """
+
+    hosts: Hosts
+    layouts: Layouts
+    emit: events.Emit
+
+    def restore(
+        self,
+        step: int | CheckpointMetadata | None,
+        wanted: Mapping[str, Any],
+        *,
+        partial: bool,
+        layout: Any,
+    ) -> Restored:
+        """Restores a step.
+
+        Args:
+          step: None takes the newest complete one; if it proves to be unreadable, the
+            one before.
+          wanted: by name, abstract trees and components.
+          partial: whether trees may lack leaves that were saved.
+          layout: relates the leaves of saved trees with those of requested ones that
+            differ from them; None if no tree may differ.
+
+        Raises:
+          CheckpointError: if there is no such step, it is of another model, or no good
+            copy of a part of it is left.
+          ConfigError: if the layout does not fit.
+        """
+        began_secs = time.monotonic()
+        trees, stateful = component_io.split(wanted)
+        requested = _Wanted(
+            trees=trees, stateful=stateful, partial=partial, layout=layout
+        )
         try:
-            component_io.load(component, directories[name], name=name)
+            restored = self._restore(step, wanted, requested)
+        except errors.OtherModelError as error:
+            names = [] if layout is not None else self._fitting(step, trees)
+            if not names:
+                raise
+            raise errors.OtherModelError(
+                f"{error}. Layouts that ship and fit the names in it:"
+                f" {errors.first_of(names)}; give one as `layout`"
+            ) from None
+        metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
+        return restored
+
+    def _restore(
+        self,
+        step: int | CheckpointMetadata | None,
+        wanted: Mapping[str, Any],
+        requested: _Wanted,
+    ) -> Restored:
+        search, read = self._read_newest(step, requested)
+        checkpoint = search.checkpoint
+        assert checkpoint is not None
+        if read is None:
+            parts, num_bytes = self._restore_foreign(checkpoint, wanted, requested)
+            return Restored(search, frozenset(), parts, num_bytes)
+        bad = self._repair()
+        self._load_components(requested.stateful, read.directories)
+        made = self.hosts.arrays(read.asked.read)
+        parts = {**made, **read.asked.filled(made), **requested.stateful}
+        self.hosts.all(HostReader.close_step)
+        if self.hosts.own == 0:
+            _record(read.num_bytes, bad)
+        self.emit("restored_from", step=checkpoint.step, **read.num_bytes, **bad)
+        parts = {name: parts[name] for name in wanted}
+        return Restored(search, read.components, parts, read.num_bytes)
+
+    def _read_newest(
+        self,
+        step: int | CheckpointMetadata | None,
+        requested: _Wanted,
+    ) -> tuple[SearchOutcome, _Read | None]:
+        # Returns the result of `_read`, or None for a step that Orbax alone saved.
+        without: list[StepId] = []
+        reasons: dict[int, str] = {}
+
+        def noted(name: str, **fields: Any) -> None:
+            if name == "step_passed_over":
+                reasons.setdefault(fields["step"], fields["why"])
+            self.emit(name, **fields)
+
+        while True:
+            search = find(self.hosts, step, without=without, emit=noted, is_shared=True)
+            checkpoint = search.checkpoint
+            if checkpoint is None and search.missing is not None:
+                raise StepNotFoundError(search.missing)
+            if checkpoint is None:
+                listed = "; ".join(list(reasons.values())[: errors.MOST_NAMED])
+                if not listed:
+                    raise errors.CheckpointError(
+                        "no step is complete in any tier; test `checkpointer.latest is"
+                        " not None` before you load"
+                    )
+                raise errors.CheckpointError(
+                    f"no step is complete in any tier: {listed}; bring back a host that"
+                    " has the missing parts, or begin a new run in another directory"
+                )
+            if not checkpoint.save:
+                return search, None
+            try:
+                return search, self._read(
+                    checkpoint, requested, is_shared=search.is_shared
+                )
+            except HostsFailedError as error:
+                if step is not None:
+                    raise
+                without.append(checkpoint.step_id)
+                noted("step_passed_over", step=checkpoint.step, why=str(error))
+
+    def _read(
+        self,
+        checkpoint: CheckpointMetadata,
+        requested: _Wanted,
+        *,
+        is_shared: bool,
+    ) -> _Read:
+        hosts = self.hosts
+        open_step(hosts, checkpoint, is_shared=is_shared)
+        contents = hosts.opened()
+        others: Mapping[str, TreeReading] = {}
+        if requested.layout is not None:
+            others = self._readings(checkpoint, contents, requested)
+        asked = asked_trees.resolve(
+            {
+                name: tree
+                for name, tree in requested.trees.items()
+                if name not in others
+            },
+            contents,
+            step=checkpoint.step,
+            partial=requested.partial,
+        )
+        stateful = sorted(requested.stateful)
+        try:
+            read_here = hosts.check(asked.read, stateful, others)
+        except HostsFailedError as error:
+            # An older step would not have it either: the request is wrong.
+            raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
+        if is_shared:
+            plan_reads(hosts, checkpoint, stateful)
+        answers = hosts.read()
+        directories = {
+            name: hosts.all(HostReader.materialise, name)[hosts.own]
+            for name in stateful
+        }
+        num_bytes = {
+            f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
+            for near in NEARNESS
+        }
+        num_bytes["persistent_bytes"] += read_here
+        return _Read(
+            asked=asked,
+            num_bytes=num_bytes,
+            directories=directories,
+            components=frozenset(contents.components),
+        )
+
+    def _readings(
+        self, checkpoint: CheckpointMetadata, contents: Contents, requested: _Wanted
+    ) -> dict[str, _Reading]:
+        # How to read those of the trees that are of another layout than the open step.
+        saved = _of_contents(checkpoint, contents).metadata
+        layout = requested.layout
+        return self._on_all(
+            lambda: {
+                name: _Reading(
+                    restorer=self,
+                    checkpoint=checkpoint,
+                    name=name,
+                    abstract=tree,
+                    layout=layout,
+                    read=self.layouts.match(contents, name, tree, layout=layout),
+                )
+                for name, tree in _differing(saved, requested.trees).items()
+            }
+        )
+
+    def _of_orbax(self, path: epath.Path, requested: _Wanted) -> dict[str, Any]:
+        # Those of the trees that differ from a step that Orbax alone saved.
+        return self._on_all(
+            lambda: {
+                name: self.layouts.load(path / name, tree, layout=requested.layout)
+                for name, tree in _differing(
+                    foreign_steps.read_parts(path), requested.trees
+                ).items()
+            }
+        )
+
+    def _on_all(self, work: Callable[[], ValueT]) -> ValueT:
+        # No host waits for one that has failed.
+        try:
+            result = work()
         except Exception as error:
-            own, problem = error, f"{name!r} was not loaded: {error!r}"
-            break
-    # No host waits for one that has stopped.
-    problems = hosts.share("components_loaded", problem)
-    failed = {n: each for n, each in enumerate(problems) if each is not None}
-    if failed:
-        hosts.all(HostReader.close_step)
-        raise own or HostsFailedError(failed)
+            self.hosts.share("layout", str(error))
+            raise
+        problems: list[str | None] = self.hosts.share("layout", None)
+        failed = {n: each for n, each in enumerate(problems) if each is not None}
+        if failed:
+            # An older step is no remedy, unlike for a step that cannot be read.
+            raise errors.CheckpointError(str(HostsFailedError(failed)))
+        return result
+
+    def _repair(self) -> dict[str, int]:
+        # The numbers of bad copies that were read, and of those that were repaired.
+        answers = self.hosts.all(HostReader.bad_copies)
+        bad = tuple(copy for copies in answers for copy in copies)
+        for each in bad:
+            logging.warning(
+                "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why
+            )
+        repaired = self.hosts.all(HostReader.repair, bad) if bad else []
+        return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
+
+    def _load_components(
+        self, stateful: Mapping[str, Any], directories: Mapping[str, str]
+    ) -> None:
+        own: Exception | None = None
+        problem: str | None = None
+        for name, component in stateful.items():
+            try:
+                component_io.load(component, directories[name], name=name)
+            except Exception as error:
+                own, problem = error, f"{name!r} was not loaded: {error!r}"
+                break
+        # No host waits for one that has stopped.
+        problems = self.hosts.share("components_loaded", problem)
+        failed = {n: each for n, each in enumerate(problems) if each is not None}
+        if failed:
+            self.hosts.all(HostReader.close_step)
+            raise own or HostsFailedError(failed)
+
+    def _restore_foreign(
+        self,
+        checkpoint: CheckpointMetadata,
+        wanted: Mapping[str, Any],
+        requested: _Wanted,
+    ) -> tuple[dict[str, Any], Mapping[str, int]]:
+        # Steps that Orbax alone saved have no digests.
+        assert checkpoint.path is not None
+        why = "plain Orbax saved it, and its values cannot be verified"
+        _degraded(self.emit, "persistent", checkpoint.step, why)
+        others: Mapping[str, Any] = {}
+        if requested.layout is not None:
+            others = self._of_orbax(checkpoint.path, requested)
+        rest = {name: each for name, each in wanted.items() if name not in others}
+        parts = {
+            **others,
+            **foreign_steps.load(checkpoint.path, rest, partial=requested.partial),
+        }
+        trees, _ = component_io.split(parts)
+        num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
+        read_bytes = dict.fromkeys((f"{near}_bytes" for near in NEARNESS), 0)
+        read_bytes["persistent_bytes"] = num_bytes
+        self.emit(
+            "restored_from",
+            step=checkpoint.step,
+            **read_bytes,
+            bad_copies=0,
+            repaired=0,
+        )
+        return {name: parts[name] for name in wanted}, read_bytes
+
+    def _fitting(
+        self, step: int | CheckpointMetadata | None, trees: Mapping[str, Any]
+    ) -> list[str]:
+        # The layouts by which a step may be read that was refused.
+        checkpoint = find(self.hosts, step, emit=events.nobody).checkpoint
+        if checkpoint is None:
+            return []
+        names: set[str] = set()
+        for name in trees:
+            # The step that was refused is open, unless Orbax alone saved it.
+            if checkpoint.save:
+                names.update(self.layouts.fitting((self.hosts.opened(), name)))
+            elif checkpoint.path is not None:
+                names.update(self.layouts.fitting(checkpoint.path / name))
+        return sorted(names)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Reading:
+    # See `step_boxes.TreeReading`.
+    restorer: Restorer
+    checkpoint: CheckpointMetadata
+    name: str
+    abstract: Any
+    layout: Any
+    read: Callable[[StepBoxes], Any]
+
+    def of_boxes(self, saved: StepBoxes) -> Any:
+        return self.read(saved)
+
+    def of_storage(self) -> Any:
+        step, path = self.checkpoint.step, self.checkpoint.path
+        if path is None or not self.restorer.hosts.first(
+            HostBackup.holds, self.checkpoint.step_id
+        ):
+            raise errors.CheckpointError(
+                f"step {step} was saved in another layout and is only in the RAM of"
+                " other processes; under one controller a layout can read only steps"
+                " in persistent storage. Restore it as it was saved, and save it with"
+                " force=True"
+            )
+        return self.restorer.layouts.load(
+            path / self.name, self.abstract, layout=self.layout
+        )
+
+
+def _differing(saved: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: tree
+        for name, tree in trees.items()
+        if tree is not None and name in saved and not _is_same(saved[name], tree)
+    }
+
+
+def _is_same(saved: Any, wanted: Any) -> bool:
+    try:
+        validation.check_same_tree("the step", saved, wanted)
+    except errors.OtherModelError:
+        return False
+    return True
 
 
 def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
@@ -240,131 +681,6 @@ def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
         metric.record(read_bytes[f"{near}_bytes"])
     metrics.CHECKPOINT_BAD_COPIES.record(bad["bad_copies"])
     metrics.CHECKPOINT_REPAIRED.record(bad["repaired"])
-
-
-def _repair(hosts: Hosts) -> dict[str, int]:
-    # The numbers of bad copies that were read, and of those that were repaired.
-    answers = hosts.all(HostReader.bad_copies)
-    bad = tuple(copy for copies in answers for copy in copies)
-    for each in bad:
-        logging.warning(
-            "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why
-        )
-    repaired = hosts.all(HostReader.repair, bad) if bad else []
-    return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
-
-
-def _read_newest(
-    hosts: Hosts,
-    step: int | CheckpointMetadata | None,
-    requested: _Wanted,
-    emit: events.Emit,
-) -> tuple[SearchOutcome, _Read | None]:
-    # Returns the result of `_read`, or None for a step that Orbax alone saved.
-    without: list[StepId] = []
-    reasons: dict[int, str] = {}
-
-    def noted(name: str, **fields: Any) -> None:
-        if name == "step_passed_over":
-            reasons.setdefault(fields["step"], fields["why"])
-        emit(name, **fields)
-
-    while True:
-        search = find(hosts, step, without=without, emit=noted, is_shared=True)
-        checkpoint = search.checkpoint
-        if checkpoint is None and search.missing is not None:
-            raise step_errors.StepNotFoundError(search.missing)
-        if checkpoint is None:
-            listed = "; ".join(list(reasons.values())[:MOST_NAMED])
-            if not listed:
-                raise errors.CheckpointError(
-                    "no step is complete in any tier; test `checkpointer.latest is not"
-                    " None` before you load"
-                )
-            raise errors.CheckpointError(
-                f"no step is complete in any tier: {listed}; bring back a host that has"
-                " the missing parts, or begin a new run in another directory"
-            )
-        if not checkpoint.save:
-            return search, None
-        try:
-            return search, _read(
-                hosts, checkpoint, requested, is_shared=search.is_shared
-            )
-        except HostsFailedError as error:
-            if step is not None:
-                raise
-            without.append(checkpoint.step_id)
-            noted("step_passed_over", step=checkpoint.step, why=str(error))
-
-
-def _read(
-    hosts: Hosts,
-    checkpoint: CheckpointMetadata,
-    requested: _Wanted,
-    *,
-    is_shared: bool,
-) -> _Read:
-    shared_step.open_step(hosts, checkpoint, is_shared=is_shared)
-    contents = hosts.opened()
-    others: Mapping[str, TreeReading] = {}
-    if requested.rules is not None:
-        others = requested.rules.readings(checkpoint, contents, requested.trees)
-    asked = asked_trees.resolve(
-        {name: tree for name, tree in requested.trees.items() if name not in others},
-        contents,
-        step=checkpoint.step,
-        partial=requested.partial,
-    )
-    stateful = sorted(requested.stateful)
-    try:
-        read_here = hosts.check(asked.read, stateful, others)
-    except HostsFailedError as error:
-        # An older step would not have it either: the request is wrong.
-        raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-    if is_shared:
-        shared_step.deal(hosts, checkpoint, stateful)
-    answers = hosts.read()
-    directories = {
-        name: hosts.all(HostReader.materialise, name)[hosts.own] for name in stateful
-    }
-    num_bytes = {
-        f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
-        for near in NEARNESS
-    }
-    num_bytes["persistent_bytes"] += read_here
-    return _Read(
-        asked=asked,
-        num_bytes=num_bytes,
-        directories=directories,
-        components=frozenset(contents.components),
-    )
-
-
-def _restore_foreign(
-    checkpoint: CheckpointMetadata,
-    wanted: Mapping[str, Any],
-    requested: _Wanted,
-    emit: events.Emit,
-) -> tuple[dict[str, Any], Mapping[str, int]]:
-    # Steps that Orbax alone saved have no digests.
-    assert checkpoint.path is not None
-    why = "plain Orbax saved it, and its values cannot be verified"
-    _degraded(emit, "persistent", checkpoint.step, why)
-    others: Mapping[str, Any] = {}
-    if requested.rules is not None:
-        others = requested.rules.of_orbax(checkpoint, requested.trees)
-    rest = {name: each for name, each in wanted.items() if name not in others}
-    parts = {
-        **others,
-        **foreign_steps.load(checkpoint.path, rest, partial=requested.partial),
-    }
-    trees, _ = component_io.split(parts)
-    num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
-    read_bytes = dict.fromkeys((f"{near}_bytes" for near in NEARNESS), 0)
-    read_bytes["persistent_bytes"] = num_bytes
-    emit("restored_from", step=checkpoint.step, **read_bytes, bad_copies=0, repaired=0)
-    return {name: parts[name] for name in wanted}, read_bytes
 
 
 def _degraded(emit: events.Emit, tier: str, step: int, why: str) -> None:

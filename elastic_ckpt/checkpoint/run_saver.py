@@ -13,12 +13,14 @@ from typing import Any, Protocol
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import configured_tiers, equal_steps
+from elastic_ckpt.checkpoint import configured_tiers
 from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.core import bucket_clients, errors, metrics, topology
 from elastic_ckpt.steps import layout
+from elastic_ckpt.tiers import preserved
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
 # The directory of the steps in that of a run.
 DIRECTORY = layout.STEPS
@@ -103,8 +105,8 @@ class RunSaver:
         self._checkpointer.record_metrics(step, metrics)
 
     def preserve_newest(self, up_to: int) -> int | None:
-        """See `equal_steps.preserve_newest`."""
-        return equal_steps.preserve_newest(self._checkpointer, up_to=up_to)
+        """See `preserve_newest`."""
+        return preserve_newest(self._checkpointer, up_to=up_to)
 
     def complete(self) -> list[CheckpointMetadata]:
         """The complete steps, ascending, once all saves that have begun are done."""
@@ -286,3 +288,29 @@ def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
             " in the `degraded` events of the run, and start the run again to save the"
             " step"
         )
+
+
+def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | None:
+    """Preserves the newest step in persistent storage up to a step; all hosts call it.
+
+    A backup that has begun is waited for: the step in it may be that one.
+
+    Args:
+      checkpointer: over the tiers.
+      up_to: the step after which the copies of the state were equal.
+
+    Returns:
+      The step, to the primary host; None if there is none, or no storage.
+    """
+    checkpointer.wait()
+    if not topology.is_primary():
+        return None
+    try:
+        root = PersistentRoot.from_path(checkpointer.directory)
+        step = max((each for each in root.steps() if each <= up_to), default=None)
+        if step is not None:
+            preserved.pin(root.final(step))
+    except (errors.CheckpointError, *bucket_clients.failures()) as error:
+        logging.error("no step up to %d could be preserved: %s", up_to, error)
+        return None
+    return step

@@ -7,6 +7,9 @@
 Without a local tier there is one stage: hosts write their shares to persistent storage
 from the captured memory, and the step exists when all have written theirs.
 
+After a restore, another stage catches up: it makes the copies and backups that the
+worlds before could not.
+
 A save waits until the one before is committed. Copies and backups that are late skip
 steps, and never delay the training. Failures are reported
 and retried with the next step. A step that is due in storage and does not fit into RAM
@@ -20,35 +23,90 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.catch_up import CatchUp
+from elastic_ckpt.checkpoint import part_passes
+from elastic_ckpt.checkpoint.due_steps import DueSteps
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
     Readiness,
+    StepInRam,
 )
 from elastic_ckpt.checkpoint.host.backup import HostBackup
+from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
-from elastic_ckpt.checkpoint.saving import Saving, committing
+from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock
-from elastic_ckpt.checkpoint.stage import Stage
-from elastic_ckpt.checkpoint.stage_work import StageWork
-from elastic_ckpt.core import errors, events, metrics, storage_cause
+from elastic_ckpt.core import background, errors, events, metrics, storage_cause
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Peers
 
 T = TypeVar("T")
+
+# A peer that fails is asked again later; what is said of it differs meanwhile.
+_UNLISTED = re.compile(r"the list of steps [^:]*: (https?://\S+) ")
+
+
+class Stage:
+    """Runs one piece of work at a time, in a thread.
+
+    The thread is a daemon: at exit a program must not wait for hosts that are gone.
+
+    Args:
+      name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._doing: futures.Future[Any] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no work."""
+        return self._doing is None or self._doing.done()
+
+    def start(self, work: Callable[[], T]) -> futures.Future[T]:
+        """Begins `work` when the work before has ended, also if that failed."""
+        self.wait()
+        doing = background.in_thread(work, name=self._name)
+        self._doing = doing
+        return doing
+
+    def wait(self) -> None:
+        """Returns when its work has ended, also if it failed."""
+        doing = self._doing
+        if doing is not None:
+            # After an interruption here (Ctrl-C) it still has its work.
+            futures.wait([doing])
+        if self._doing is doing:
+            self._doing = None
+
+
+class Copies(NamedTuple):
+    """The copies of a step that hosts have made.
+
+    Attributes:
+      preserved: the steps that are preserved by hand on any machine, ascending.
+      has_diverged: whether replicas differ.
+      has_failed: whether copies were not made that could have been.
+    """
+
+    preserved: list[int]
+    has_diverged: bool
+    has_failed: bool
 
 
 class SaveStages:
@@ -84,10 +142,8 @@ class SaveStages:
         self.committed: CheckpointMetadata | None = None
         self._hosts = hosts
         self._emit = emit
-        self._work = StageWork(
-            hosts, world=world.number, emit=emit, check_writer=check_writer
-        )
-        self._claimant = world.claimant
+        self._check_writer = check_writer
+        self._world = world
         # Set once another start of the run has continued it.
         self._replaced: errors.ReplacedError | None = None
         self._in_ram = in_ram
@@ -103,8 +159,10 @@ class SaveStages:
         self._cleaned: list[futures.Future[None]] = []
         # Finishes the work of the worlds before.
         self._catch_up_stage = Stage("catch-up")
-        self._catch_up: CatchUp | None = None
-        self._due = self._work.due
+        self._catch_up: _CatchUp | None = None
+        self._due = DueSteps(emit, is_first=hosts.own == 0)
+        # What copies lacked, as it was reported.
+        self._lacking: set[str] = set()
         # The last step that copies were started for, and the newest that has them.
         self._copied: CheckpointMetadata | None = None
         self._covered: int | None = None
@@ -130,7 +188,7 @@ class SaveStages:
           is_uncommitted: see `arrange.record`.
         """
         number = self._hosts.first(
-            HostBackup.begin_line, line, self._claimant, is_uncommitted
+            HostBackup.begin_line, line, self._world.claimant, is_uncommitted
         )
         self._begins_line = False
         return number
@@ -171,28 +229,40 @@ class SaveStages:
         Args:
           step_id: the step.
         """
-        clean = functools.partial(self._work.clean, step_id)
+
+        def clean() -> None:
+            try:
+                removed = self._hosts.first(HostBackup.clean, step_id.save)
+            except HostsFailedError as error:
+                why = f"leftovers were not removed: {error}"
+                self._degraded("persistent", step_id.step, why)
+                return
+            for number, path in removed:
+                self._emit(
+                    "step_interrupted", step=number, path=path, resume_step=step_id.step
+                )
+
         self._cleaned = [
             self._start(self._clean_stage, "persistent", step_id.step, clean)
         ]
 
     def catch_up(self, restored: CheckpointMetadata, *, line: Line) -> None:
-        """Begins to finish what worlds before could not; see `CatchUp`.
+        """Begins to finish what worlds before could not.
+
+        A world that was left or killed may leave a step in RAM with fewer copies than
+        it should have, and steps that were due in storage without their backup. This
+        world makes the copies, and then the backups, from what RAM holds: the newest
+        step first, and older ones as long as no newer backup waits.
 
         Args:
           restored: the step from which this world goes on.
-          line: of this world.
+          line: of this world; only steps of it are backed up.
         """
         if not (self._in_ram and restored.save):
             return
-        self._catch_up = CatchUp(self._hosts, self._work, restored=restored, line=line)
-        run = functools.partial(
-            self._catch_up.run,
-            after=self._cleaned,
-            is_waiting=lambda: self._due.is_late,
-            late=self._due.keep,
-        )
-        self._start(self._catch_up_stage, "persistent", restored.step, run)
+        self._catch_up = owed = _CatchUp()
+        finish = functools.partial(self._finish_earlier, owed, restored, line)
+        self._start(self._catch_up_stage, "persistent", restored.step, finish)
 
     def wait_for_commit(self) -> None:
         """Returns when the step is committed, or was given up."""
@@ -265,14 +335,14 @@ class SaveStages:
                 named = isinstance(error, errors.ElasticCkptError)
                 why = str(error) if named else f"{error!r}; see this host's log"
                 self._due.blame(step, why)
-                self._work.degraded(tier, step, why)
+                self._degraded(tier, step, why)
                 raise
 
         return stage.start(guarded)
 
     def _commit(self, saving: Saving) -> bool:
         # Hosts that share a machine leave its cores to those that still capture.
-        saving, difference = self._work.agreed(saving)
+        saving, difference = self._agreed(saving)
         notes, problem = saving.prepare()
         # Of all hosts alike, it is reported by one.
         problem = problem or (difference if self._hosts.own == 0 else None)
@@ -280,8 +350,9 @@ class SaveStages:
             self._due.add(saving.step, in_ram=False)
         abandon = functools.partial(self._hosts.all, HostSaver.abandon, saving.step_id)
         try:
-            written = saving.write(self._hosts, problem)
-            complete = committing(saving, written, notes)
+            names = tuple(saving.description.components)
+            written = self._hosts.all(HostSaver.write, saving.step_id, names, problem)
+            complete = saving.written(written, notes)
             if not self._in_ram:
                 stored = self._store(saving, complete)
                 abandon()
@@ -295,7 +366,7 @@ class SaveStages:
                 if not self._in_ram:
                     self._due.blame(saving.step, why)
                 tier = "local" if self._in_ram else "persistent"
-                self._work.degraded(tier, saving.step, why)
+                self._degraded(tier, saving.step, why)
             if self._in_ram:
                 self._make_room()
             return stored
@@ -308,6 +379,20 @@ class SaveStages:
         self._record_agents(saving.step)
         return True
 
+    def _agreed(self, saving: Saving) -> tuple[Saving, str | None]:
+        # The step as all hosts save it, with one set of notes and of components; and
+        # how hosts differ, if they save different things.
+        agreed, difference = saving.agreed(self._hosts)
+        if difference is not None:
+            return agreed, difference
+        saving.compare()
+        agreed, left_out = agreed.complete(self._hosts)
+        tier = "persistent" if saving.back_up else "local"
+        for name, why in left_out.items():
+            why = f"it is saved without the optional component {name!r}: {why}"
+            self._degraded(tier, saving.step, why)
+        return agreed, None
+
     def _begin_line(self, saving: Saving) -> None:
         # Then storage has the new line even if all memory is lost before its first
         # backup. An overwritten step stays valid until its own backup, due at once.
@@ -318,7 +403,7 @@ class SaveStages:
             self.claim(line)
         except HostsFailedError as error:
             why = f"old steps may count: {error}"
-            self._work.degraded("persistent", saving.step, why)
+            self._degraded("persistent", saving.step, why)
 
     def _record_agents(self, step: int) -> None:
         # Once: who follows the run finds its steps in storage meanwhile.
@@ -328,7 +413,7 @@ class SaveStages:
         try:
             self._hosts.first(HostBackup.record_agents)
         except HostsFailedError as error:
-            self._work.degraded("persistent", step, str(error))
+            self._degraded("persistent", step, str(error))
 
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
         self.committed = saving.committed(notes.time_ms)
@@ -354,8 +439,8 @@ class SaveStages:
             self._due.blame(saving.step, f"it was not saved: {why}")
             return False
         why += "; it goes to storage without RAM"
-        self._work.degraded("local", saving.step, why)
-        return self._store(saving, committing(saving, written, notes))
+        self._degraded("local", saving.step, why)
+        return self._store(saving, saving.written(written, notes))
 
     def _store(self, saving: Saving, written: WrittenStep) -> bool:
         # Uploads a step from the memory that it was captured in.
@@ -370,9 +455,9 @@ class SaveStages:
             problem = str(error)
         if problem is not None:
             why = f"it was not backed up: {problem}"
-            self._work.not_taken("persistent", saving.step, why)
+            self._not_taken("persistent", saving.step, why)
             return False
-        if not self._work.upload(dataclasses.replace(saving, is_held=True)):
+        if not self._upload(dataclasses.replace(saving, is_held=True)):
             return False
         self._due.begin(saving.step)
         self._due.end()
@@ -381,7 +466,7 @@ class SaveStages:
         # RAM holds nothing of it that could be copied.
         self._copied = self.committed
         self._begin_line(saving)
-        self._work.collect_backups(saving)
+        self._collect_backups(saving)
         return True
 
     def _begin_others(self, saving: Saving) -> None:
@@ -407,7 +492,7 @@ class SaveStages:
             self._due.keep(saving)
             why = "the backup of an earlier step is not done; it comes next"
             why += f"; {storage_cause.SLOW.advice}"
-            self._work.not_taken("persistent", saving.step, why)
+            self._not_taken("persistent", saving.step, why)
 
     def _report_uncopied(self, step: int, *, is_copied: bool) -> None:
         # Copies that are slower than saves are reported once until they keep up.
@@ -415,7 +500,7 @@ class SaveStages:
             self._num_uncopied += 1
             if self._num_uncopied == 1:
                 why = "copies of an earlier step are not done; it gets none yet"
-                self._work.degraded("peer", step, why)
+                self._degraded("peer", step, why)
         elif self._num_uncopied and not self._is_uncopied:
             logging.warning(
                 "step %d: each step gets copies again; %d got none when it was saved",
@@ -428,7 +513,7 @@ class SaveStages:
     def _make_room(self) -> None:
         # Removes an older step that was kept because newer ones lack copies.
         if self._catch_up is not None:
-            self._catch_up.make_room()
+            self._catch_up.is_short = True
         can_copy = all(each.can_copy for each in self._share_readiness())
         if self.committed is not None and can_copy:
             self._covered = None
@@ -446,8 +531,8 @@ class SaveStages:
 
     def _replicate(self, committed: CheckpointMetadata) -> None:
         if self._catch_up is not None:
-            self._catch_up.wait_for_copies()
-        copies = self._work.replicate(committed)
+            self._catch_up.copied.wait()
+        copies = self.replicate(committed)
         if copies is not None:
             self._preserved = copies.preserved
             if copies.has_diverged:
@@ -455,6 +540,63 @@ class SaveStages:
             if not copies.has_failed:
                 self._covered = committed.step
         self._collect(committed)
+
+    def replicate(
+        self, committed: CheckpointMetadata, *, is_late: bool = False
+    ) -> Copies | None:
+        """Copies parts of a step between hosts.
+
+        Args:
+          committed: the step.
+          is_late: whether a world before has made copies; then what the step lacks is
+            not reported, and no copies are no event.
+
+        Returns:
+          The copies that were made; None if a host failed.
+        """
+        step, began_secs = committed.step, time.monotonic()
+        try:
+            placed = part_passes.exchanged(
+                self._hosts,
+                "copies",
+                offer=lambda: self._hosts.all(HostCopies.offer, committed.step_id),
+                decide=lambda: self._hosts.first(HostCopies.place, committed.step_id),
+            )
+            answers = self._hosts.all(HostCopies.take, committed.step_id)
+        except HostsFailedError as error:
+            self._degraded("peer", step, str(error))
+            return None
+        num_copies = sum(each.copies for each in answers)
+        if not is_late:
+            of_hosts = [why for each in answers for why in each.problems]
+            self._report_lacking(step, [*placed.problems, *of_hosts])
+        if num_copies or not is_late:
+            num_bytes = sum(each.num_bytes for each in answers)
+            secs = time.monotonic() - began_secs
+            self._record(metrics.CHECKPOINT_COPY, num_bytes)
+            self._record(metrics.CHECKPOINT_COPY_SECS, secs)
+            self._emit(
+                "replicated", step=step, copies=num_copies, bytes=num_bytes, secs=secs
+            )
+        return Copies(
+            preserved=sorted({n for each in answers for n in each.preserved}),
+            has_diverged=bool(placed.diverged),
+            has_failed=placed.failed or any(each.failed for each in answers),
+        )
+
+    def _report_lacking(self, step: int, reasons: Sequence[str]) -> None:
+        problems: dict[str, str] = {}
+        for why in reasons:
+            problems.setdefault(_lack(why), why)
+        # A lack that persists is reported once.
+        fresh = [why for lack, why in problems.items() if lack not in self._lacking]
+        for why in fresh[: errors.MOST_NAMED]:
+            self._degraded("peer", step, why)
+        if fresh[errors.MOST_NAMED :]:
+            more = len(fresh) - errors.MOST_NAMED
+            self._degraded("peer", step, f"and {more} more, in the logs of hosts")
+            logging.warning("step %d: %s", step, "; ".join(fresh[errors.MOST_NAMED :]))
+        self._lacking = set(problems)
 
     def _collect(self, committed: CheckpointMetadata) -> None:
         # Removes older steps if this one has its copies; otherwise keeps the newest of
@@ -474,7 +616,7 @@ class SaveStages:
             )
         except HostsFailedError as error:
             why = f"older steps were not removed: {error}"
-            self._work.degraded("local", committed.step, why)
+            self._degraded("local", committed.step, why)
 
     def _back_up(
         self, saving: Saving, *, after: Sequence[futures.Future[None]] = ()
@@ -482,10 +624,153 @@ class SaveStages:
         # Hosts divide the work by holdings, which copies under way would change.
         futures.wait(after)
         try:
-            if self._work.upload(saving):
-                self._work.collect_backups(saving)
+            if self._upload(saving):
+                self._collect_backups(saving)
             else:
                 # The next step that is committed is backed up in its place.
                 self._due.keep(saving)
         finally:
             self._due.end()
+
+    def _upload(self, saving: Saving) -> bool:
+        # Uploads a step; whether it was committed to storage.
+        step, began_secs = saving.step, time.monotonic()
+        try:
+            num_bytes, bad = saving.upload(self._hosts, check_writer=self._check_writer)
+        except HostsFailedError as error:
+            self._not_taken("persistent", step, f"it was not backed up: {error}")
+            return False
+        saving.stored.set()
+        self._due.store(step)
+        secs = time.monotonic() - began_secs
+        self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
+        self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
+        self._emit(
+            "backed_up", step=step, bytes=num_bytes, secs=secs, world=self._world.number
+        )
+        if bad:
+            more = f", like {len(bad) - 1} more copies" if bad[1:] else ""
+            why = f"{bad[0]}; it was backed up from elsewhere{more}"
+            self._degraded("local", step, why)
+        return True
+
+    def _collect_backups(self, saving: Saving) -> None:
+        # Removes what storage does not keep now that the step is there.
+        line = Line(save=saving.step_id.save, parents=tuple(saving.parents))
+        try:
+            self._hosts.first(HostBackup.collect, line, saving.step, saving.overwrite)
+        except HostsFailedError as error:
+            why = f"older steps were not removed: {error}"
+            self._degraded("persistent", saving.step, why)
+
+    def _finish_earlier(
+        self, owed: _CatchUp, restored: CheckpointMetadata, line: Line
+    ) -> None:
+        try:
+            try:
+                held = self._look_for_owed(owed, restored, line)
+            finally:
+                owed.looked.set()
+            if restored.step_id in [each.step_id for each in held]:
+                self.replicate(restored, is_late=True)
+            owed.copied.set()
+            if owed.steps:
+                futures.wait(self._cleaned)
+                self._back_up_owed(owed)
+        finally:
+            owed.copied.set()
+            owed.ended.set()
+
+    def _look_for_owed(
+        self, owed: _CatchUp, restored: CheckpointMetadata, line: Line
+    ) -> Sequence[StepInRam]:
+        try:
+            held = self._hosts.first(HostBackup.steps_in_ram, line)
+        except HostsFailedError as error:
+            logging.warning("steps without a backup were not looked for: %s", error)
+            return ()
+        owed.steps = [
+            each.step_id
+            for each in held[::-1]
+            if each.step_id.step <= restored.step and each.is_owed
+        ]
+        return held
+
+    def _back_up_owed(self, owed: _CatchUp) -> None:
+        newest: Saving | None = None
+        for step_id in list(owed.steps):
+            # Host 0 decides: the stages of other processes may be a moment behind.
+            waits = owed.is_short or self._due.is_late
+            if newest is not None and self._hosts.share("backup_waits", waits)[0]:
+                break
+            if newest is None:
+                self._due.add(step_id.step)
+            try:
+                contents = self._hosts.first(HostBackup.contents, step_id)
+                saving = Saving.from_contents(step_id, contents)
+            except HostsFailedError as error:
+                why = f"it was not backed up: {error}"
+                self._not_taken("persistent", step_id.step, why)
+                break
+            if not self._upload(saving):
+                self._due.keep(saving)
+                break
+            newest = newest or saving
+            owed.steps = owed.steps[1:]
+        owed.steps = []
+        if newest is not None:
+            self._collect_backups(newest)
+
+    def _not_taken(self, tier: str, step: int, why: str) -> None:
+        # A tier has not taken a step that is due there.
+        if tier == "persistent":
+            self._due.fail(step, why)
+        self._degraded(tier, step, why)
+
+    def _degraded(self, tier: str, step: int, why: str) -> None:
+        # Reports a failure that the run survives.
+        logging.warning("step %d, %s tier: %s", step, tier, why)
+        cause = storage_cause.of_message(why).name
+        self._record(metrics.CHECKPOINT_FAILURES, 1)
+        self._emit("degraded", tier=tier, step=step, cause=cause, why=why)
+
+    def _record(self, metric: metrics.Metric, value: float) -> None:
+        # Values of all hosts are recorded once.
+        if self._hosts.own == 0:
+            metric.record(value)
+
+
+class _CatchUp:
+    """What earlier worlds have left to do, from one restore on.
+
+    Attributes:
+      looked: set when it is known.
+      copied: set when the copies are made, or cannot be.
+      ended: set when all is done.
+      is_short: whether RAM is full, so that no other backup begins.
+      steps: that are owed to storage, newest first; the first is being backed up.
+    """
+
+    def __init__(self) -> None:
+        self.looked, self.copied = threading.Event(), threading.Event()
+        self.ended = threading.Event()
+        self.is_short = False
+        self.steps: list[StepId] = []
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The steps that have to stay in RAM until they are backed up."""
+        steps = [each.step for each in list(self.steps)]
+        return steps[:1] if self.is_short else steps
+
+    @property
+    def is_backing_up(self) -> bool:
+        """Whether backups are being made; returns once that is known."""
+        self.looked.wait()
+        return bool(self.steps) and not self.ended.is_set()
+
+
+def _lack(why: str) -> str:
+    # What is lacking: the same for all messages about one peer's list of steps.
+    match = _UNLISTED.match(why)
+    return match[1] if match else why

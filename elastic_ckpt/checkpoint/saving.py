@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import logging
@@ -20,6 +21,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import line
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
 
 
@@ -62,6 +64,25 @@ class Saving:
     is_held: bool = False
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
+    @classmethod
+    def from_contents(cls, step_id: StepId, contents: Contents) -> Saving:
+        """A step that a world before has saved, on its way to storage.
+
+        Args:
+          step_id: the step, which is in RAM.
+          contents: of its manifests.
+        """
+        return cls(
+            step_id=step_id,
+            # That world has written the files.
+            write_components=lambda: None,
+            back_up=True,
+            overwrite=False,
+            description=StepDescription.from_contents(contents),
+            parents=contents.parents,
+            began_secs=time.monotonic(),
+        )
+
     @property
     def step(self) -> int:
         """The number of the training step."""
@@ -74,14 +95,13 @@ class Saving:
           The step with the notes of host 0, because it has one set of notes; and the
           first difference, if hosts save different things.
         """
-        parts = self.description.parts(self.component_kinds)
-        notes = hosts.share("notes", self.description.host_notes(parts))
+        kinds = self.description.kinds(self.component_kinds)
+        notes = hosts.share("notes", self.description.host_notes(kinds))
         agreed = self.description.agreed(notes[0])
         difference = None
         if len({each.parts_digest for each in notes}) > 1:
             # Of texts, host 0's are saved.
-            of_hosts = [dict(each.kinds) for each in hosts.share("parts", parts)]
-            difference = _difference(of_hosts)
+            difference = _difference(hosts.share("parts", kinds))
         return dataclasses.replace(self, description=agreed), difference
 
     def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
@@ -126,10 +146,21 @@ class Saving:
             return None, f"the step was not described: {error!r}"
         return dataclasses.replace(notes, is_due=self.back_up), None
 
-    def write(self, hosts: Hosts, problem: str | None) -> list[Written]:
-        """Writes the step on all hosts; a problem of any of them fails it."""
-        names = tuple(self.description.components)
-        return hosts.all(HostSaver.write, self.step_id, names, problem)
+    def written(
+        self, written: Sequence[Written], notes: StepNotes | None
+    ) -> WrittenStep:
+        """The step as hosts commit it, or hold it for a backup.
+
+        Args:
+          written: by all hosts.
+          notes: of the step; there are some if it was written.
+        """
+        assert notes is not None
+        return WrittenStep(
+            step_id=self.step_id,
+            parts=component_io.numbered([each.files for each in written]),
+            notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
+        )
 
     def diverged(self, hosts: Hosts) -> str | None:
         """The first part of a held step that hosts hold with different values.
@@ -159,11 +190,6 @@ class Saving:
             f" {', '.join(map(str, numbers))}: a device or memory of one of them is"
             " faulty, or hosts computed different values; the step is not saved"
         )
-
-    def collect_backups(self, hosts: Hosts) -> None:
-        """Removes what storage does not keep now that the step is there."""
-        own_line = line.Line(save=self.step_id.save, parents=tuple(self.parents))
-        hosts.first(HostBackup.collect, own_line, self.step, self.overwrite)
 
     def upload(
         self, hosts: Hosts, *, check_writer: Callable[[], None] = lambda: None
@@ -231,21 +257,3 @@ def _difference(of_hosts: Sequence[Mapping[str, str]]) -> str:
                 " checkpointables on every host"
             )
     return "hosts save different things; give the same checkpointables on every host"
-
-
-def committing(
-    saving: Saving, written: Sequence[Written], notes: StepNotes | None
-) -> WrittenStep:
-    """Returns a step as hosts commit it, or hold it for a backup.
-
-    Args:
-      saving: the step.
-      written: by all hosts.
-      notes: of the step; there are some if it was written.
-    """
-    assert notes is not None
-    return WrittenStep(
-        step_id=saving.step_id,
-        parts=component_io.numbered([each.files for each in written]),
-        notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
-    )

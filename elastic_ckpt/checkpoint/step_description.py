@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
-from elastic_ckpt.checkpoint.host.step_notes import HostNotes, HostParts, StepNotes
+from elastic_ckpt.checkpoint.host.step_notes import StepNotes
 from elastic_ckpt.checkpoint.host.trees import AbstractArray, leaf_path
 from elastic_ckpt.core import digest, user_json
 from elastic_ckpt.steps.manifest import Contents
@@ -21,6 +21,23 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import ocdbt
 
 Chunks = Mapping[str, Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostNotes:
+    """Notes that hosts may have made differently; those of host 0 count.
+
+    Attributes:
+      metrics: that the step is saved with, as JSON text; None if there are none.
+      custom_metadata: that a user added, as JSON text; None if there is nothing.
+      texts: the leaves of the trees that are texts.
+      parts_digest: of `StepDescription.kinds`, which may not differ.
+    """
+
+    metrics: str | None
+    custom_metadata: str | None
+    texts: tuple[str, ...]
+    parts_digest: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,18 +107,22 @@ class StepDescription:
         """The metadata that a user added; None if there is nothing."""
         return _parsed(self.custom_json)
 
-    def host_notes(self, parts: HostParts) -> HostNotes:
-        """The notes that hosts compare, or that those of host 0 replace."""
+    def host_notes(self, kinds: Mapping[str, str]) -> HostNotes:
+        """The notes that hosts compare, or that those of host 0 replace.
+
+        Args:
+          kinds: of what this host saves.
+        """
         leaves = jax.tree.leaves(self.trees)
         return HostNotes(
             metrics=self.metrics_json,
             custom_metadata=self.custom_json,
             texts=tuple(leaf for leaf in leaves if isinstance(leaf, str)),
-            parts_digest=digest.json_digest(dict(parts.kinds)),
+            parts_digest=digest.json_digest(dict(kinds)),
         )
 
-    def parts(self, components: Mapping[str, str]) -> HostParts:
-        """What this host saves.
+    def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
+        """By the path of a leaf or the name of a component, what this host saves.
 
         Args:
           components: by name, what they are.
@@ -113,7 +134,7 @@ class StepDescription:
                 tree, is_leaf=lambda each: each is None
             )[0]
         }
-        return HostParts(kinds=kinds | {name: components[name] for name in components})
+        return kinds | dict(components)
 
     def agreed(self, notes: HostNotes) -> StepDescription:
         """This step with the notes of host 0, which are those of the step."""

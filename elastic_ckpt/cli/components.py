@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         numbers = list(reversed(tiers.steps)) if asked is None else [asked]
         for number in numbers:
             copies, problems = tiers.look(number)
-            newest = search.search(list(copies)).newest
+            newest = search.newest(list(copies))
             if newest is None or (
                 asked is None and tiers.line.abandons(newest.step_id)
             ):

@@ -59,7 +59,7 @@ def reachable(locations: Locations) -> list[Offer]:
             if not locations.line.abandons(each.manifest.step_id)
         ]
         offers += of_step
-        if search.search(_in_tier(of_step, "persistent")).newest is not None:
+        if search.newest(_in_tier(of_step, "persistent")) is not None:
             break
     return offers
 
@@ -99,7 +99,7 @@ def after_losses(
 
 
 def _newest(tier: str, offers: Sequence[Offer]) -> NewestStep:
-    step = search.search(offers).newest
+    step = search.newest(offers)
     if step is None:
         return NewestStep(tier=tier, step=None, time_ms=None)
     time_ms = step.holdings.contents.time_ms or None

@@ -89,7 +89,7 @@ def verify(
             problems.append(_unverifiable(number, locations.foreign_steps[number]))
         copies, unread = locations.look(number)
         problems += [_spoilt(number, why) for why in unread]
-        groups = [search.Step.from_offers(each) for each in search.saves(list(copies))]
+        groups = list(search.steps(list(copies)))
         whole = any(step.complete for step in groups)
         for step in reversed(groups):
             reading = _read(step, copies, progress)

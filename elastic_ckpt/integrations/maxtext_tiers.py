@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import component_io, equal_steps, run_saver
+from elastic_ckpt.checkpoint import component_io, run_saver
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import events, storage
@@ -70,7 +70,7 @@ class TieredManager:
         """Compares the replicas of what is saved from now on, as configured."""
 
         def preserve(step: int) -> int | None:
-            return equal_steps.preserve_newest(self._checkpointer, up_to=step)
+            return run_saver.preserve_newest(self._checkpointer, up_to=step)
 
         self._validation = validation_schedule.configured(
             section, emit, preserve=preserve

@@ -218,7 +218,7 @@ class Decisions:
         offers = [offer for number, offer in held.offers if number not in gone]
         if is_stored:
             offers.append(self._layout.stored(held.shape))
-        step = search.search(offers).newest
+        step = search.newest(offers)
         self._last = (key, step)
         return step
 

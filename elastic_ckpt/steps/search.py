@@ -8,7 +8,7 @@ a run that repeated a step may have computed other bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -100,31 +100,17 @@ class Step:
         return ", and ".join(problems)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
-    """The outcome of a search.
-
-    Attributes:
-      newest: the newest complete step; None if there is none.
-      incomplete: newer ones, newest first, which are not complete.
-    """
-
-    newest: Step | None
-    incomplete: tuple[Step, ...]
-
-
-def search(offers: Sequence[Offer]) -> Found:
-    """Finds the newest step that is complete by the manifests of all tiers.
+def newest(offers: Sequence[Offer]) -> Step | None:
+    """The newest step that is complete by the manifests of all tiers.
 
     Older steps are not examined.
     """
-    incomplete = []
-    for of_step in saves(offers):
-        step = Step.from_offers(of_step)
-        if step.complete:
-            return Found(newest=step, incomplete=tuple(incomplete))
-        incomplete.append(step)
-    return Found(newest=None, incomplete=tuple(incomplete))
+    return next((step for step in steps(offers) if step.complete), None)
+
+
+def steps(offers: Sequence[Offer]) -> Iterator[Step]:
+    """Examines the steps that are offered and their saves, newest first."""
+    return map(Step.from_offers, saves(offers))
 
 
 def saves(offers: Sequence[Offer]) -> list[list[Offer]]:

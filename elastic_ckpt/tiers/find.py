@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import search
@@ -27,6 +26,7 @@ from elastic_ckpt.tiers.source import LaterManifest, Offered, Source, Tier, merg
 _UNKNOWN = Line(save="", parents=())
 # A broken peer may list hundreds of saves that it does not have.
 _MOST_TRIED = 300
+_NO_MANIFEST = "has no manifest that can be read"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +44,7 @@ class FoundStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """The result of a search: the newest complete step, and the problems of newer ones.
+    """The result of a search: a complete step, and the problems of newer ones.
 
     Attributes:
       found_step: None if no step is complete.
@@ -115,19 +115,18 @@ class Search:
         for number in self._steps()[::-1]:
             if before is not None and number >= before:
                 continue
-            found_step, problem, later_manifests = self._look(number, abandoned=False)
-            if later_manifests:
-                later[number] = later_manifests
+            outcome = self._look(number, abandoned=False)
+            later |= outcome.later
+            found_step = outcome.found_step
             if found_step is not None:
                 break
-            if problem is not None:
-                passed_over[number] = problem
+            passed_over |= outcome.passed_over
         return Outcome(found_step=found_step, passed_over=passed_over, later=later)
 
     def complete_steps(self) -> list[FoundStep]:
         """The steps that are complete, ascending."""
         looks = [self._look(step, abandoned=False) for step in self._steps()]
-        return [found_step for found_step, *_ in looks if found_step is not None]
+        return [each.found_step for each in looks if each.found_step is not None]
 
     def lacks(self, step: int) -> bool:
         """Whether all tiers can be read, and none has anything of `step`."""
@@ -143,10 +142,10 @@ class Search:
             step to restore instead.
         """
         looks = [self._look(step, abandoned=each) for each in (False, True)]
-        for found_step, *_ in looks:
-            if found_step is not None:
-                return found_step
-        problem = next(each for _, each, _ in looks if each is not None)
+        for each in looks:
+            if each.found_step is not None:
+                return each.found_step
+        problem = next(why for each in looks for why in each.passed_over.values())
         instead = self.newest().found_step
         way_out = "no step is complete"
         if instead is not None:
@@ -169,7 +168,8 @@ class Search:
                     return Line(save=save, parents=parents)
         return _UNKNOWN
 
-    def _look(self, step: int, *, abandoned: bool) -> _Look:
+    def _look(self, step: int, *, abandoned: bool) -> Outcome:
+        # Looks for the saves of one step; the problem is missing if there are none.
         offered = self._looked_at.get(step) or _offers(self._tiers, step)
         sources, problems, _ = offered
         later = [
@@ -186,27 +186,26 @@ class Search:
         offers = [
             offer for offer in of_line if offer.manifest.step_id not in self._without
         ]
-        result = search.search(offers)
-        if result.newest is not None:
-            save = result.newest.save
-            newer = [each for each in later if each.save and each.save > save]
-            return _Look(FoundStep(step=result.newest, sources=sources), None, newer)
-        if not of_line and (sources or abandoned):
-            return _Look(None, None, later)
-        lacking = [each.problem() for each in result.incomplete]
-        if not lacking:
-            lacking = [f"step {step} has no manifest that can be read"]
-            if of_line:
-                lacking = [f"step {step} proved to be unreadable"]
-        return _Look(None, "; ".join(lacking) + _in_parentheses(problems), later)
-
-
-class _Look(NamedTuple):
-    # The step, or why it is not complete; neither if there are no such saves of it. And
-    # manifests of a later version, if they are newer.
-    found_step: FoundStep | None
-    problem: str | None
-    later: Sequence[LaterManifest]
+        incomplete: list[search.Step] = []
+        for examined in search.steps(offers):
+            if examined.complete:
+                newer = [each for each in later if (each.save or "") > examined.save]
+                return Outcome(
+                    found_step=FoundStep(step=examined, sources=sources),
+                    passed_over={},
+                    later={step: newer} if newer else {},
+                )
+            incomplete.append(examined)
+        passed_over: dict[int, str] = {}
+        if of_line or not (sources or abandoned):
+            why = "proved to be unreadable" if of_line else _NO_MANIFEST
+            lacking = [each.problem() for each in incomplete] or [f"step {step} {why}"]
+            passed_over[step] = "; ".join(lacking) + _in_parentheses(problems)
+        return Outcome(
+            found_step=None,
+            passed_over=passed_over,
+            later={step: later} if later else {},
+        )
 
 
 def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:

@@ -21,7 +21,7 @@ from elastic_ckpt.universal.rules.layout import Layout
 
 
 class StepLayouts:
-    """Reads trees of steps; see `checkpoint.other_layouts.Layouts`."""
+    """Reads trees of steps; see `checkpoint.restore.Layouts`."""
 
     def match(
         self,

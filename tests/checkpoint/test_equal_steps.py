@@ -7,7 +7,7 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import equal_steps
+from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import topology
@@ -32,7 +32,7 @@ class Run:
         self._validation = validation_schedule.configured(
             ValidationSection(replica_validation="tensor"),
             lambda name, **fields: self.events.append((name, fields["step"])),
-            preserve=lambda step: equal_steps.preserve_newest(
+            preserve=lambda step: run_saver.preserve_newest(
                 self.checkpointer, up_to=step
             ),
         )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
-from elastic_ckpt.checkpoint import hosts, rendezvous, shared_step, stage_work
+from elastic_ckpt.checkpoint import hosts, rendezvous, restore, save_stages
 from elastic_ckpt.checkpoint.host.answers import HostsFailedError, Readiness
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
@@ -20,7 +20,7 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import checked_json, storage
+from elastic_ckpt.core import checked_json, events, storage
 from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
@@ -156,7 +156,7 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
         driver.all(HostSaver.commit, WrittenStep(**one, parts={}, notes=NOTES))
         return [each.files for each in written]
 
-    def restore(driver):
+    def load(driver):
         step = driver.first(StepSearch.find).checkpoint
         driver.all(HostReader.open_step, step.step_id)
         paths = [leaf.path for leaf in driver.opened().leaves]
@@ -170,7 +170,7 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
 
     drive(join)
     assert same(drive(save)) == [{}] * NUM_HOSTS
-    for step, paths, restored in drive(restore):
+    for step, paths, restored in drive(load):
         assert (step.step, step.save) == (1, "5")
         assert paths == ["state/n"]
         assert jax.tree.structure(restored) == jax.tree.structure(trees)
@@ -195,15 +195,15 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
         driver.all(HostSaver.write, **one, components=(), problem=None)
         driver.all(HostSaver.commit, WrittenStep(**one, parts={}, notes=NOTES))
 
-    def restore(driver):
-        outcome = shared_step.find(driver, is_shared=True)
+    def read_back(driver):
+        outcome = restore.find(driver, None, emit=events.nobody, is_shared=True)
         step = outcome.checkpoint
-        shared_step.open_step(driver, step, is_shared=outcome.is_shared)
+        restore.open_step(driver, step, is_shared=outcome.is_shared)
         contents = driver.opened()
         driver.check(trees, [], {})
         if lost:
             monkeypatch.setattr(part_message, "parse", refuse)
-        shared_step.deal(driver, step, [])
+        restore.plan_reads(driver, step, [])
         driver.read()
         restored = driver.arrays(trees)
         driver.all(HostReader.close_step)
@@ -216,7 +216,7 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
     drive(join)
     drive(save)
     monkeypatch.setattr(find, "of_save", noted)
-    for is_shared, paths, restored in drive(restore):
+    for is_shared, paths, restored in drive(read_back):
         assert is_shared
         assert paths == ["state/n"]
         np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
@@ -237,11 +237,11 @@ def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
         driver.all(HostSaver.write, **one, components=("data",), problem=None)
         parts = {"data": {"cursors.json": 0}}
         driver.all(HostSaver.commit, WrittenStep(**one, parts=parts, notes=NOTES))
-        work = stage_work.StageWork(
-            driver, world=1, emit=lambda name, **fields: emitted.append((name, fields))
+        stages = save_stages.SaveStages(
+            driver, emit=lambda name, **fields: emitted.append((name, fields))
         )
         committed = types.SimpleNamespace(step=1, **one)
-        return work.replicate(committed), work.replicate(committed)
+        return stages.replicate(committed), stages.replicate(committed)
 
     drive(join)
     first, again = same(drive(save))

@@ -13,6 +13,7 @@ from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostWorld
+from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import calls, errors
 from elastic_ckpt.steps.step_id import StepId
@@ -101,7 +102,7 @@ def saving(step, *, write_components=lambda: None, back_up=False):
     description = StepDescription.from_trees(
         {"n": 1}, {}, metrics=None, custom_metadata=None
     )
-    return save_stages.Saving(
+    return Saving(
         step_id=StepId(step, SAVE),
         write_components=write_components,
         back_up=back_up,

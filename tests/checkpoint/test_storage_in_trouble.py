@@ -90,8 +90,8 @@ def test_a_cause_is_reported_and_storage_recovers_by_itself(
             checkpointer.wait()
         else:
             # Without a last attempt for the step that waits.
-            checkpointer._steps.stages._backup_stage.wait()
-            checkpointer._steps.stages._copy_stage.wait()
+            checkpointer._stages._backup_stage.wait()
+            checkpointer._stages._copy_stage.wait()
     whys = recorded.named("degraded")
     assert {(each["tier"], each["cause"]) for each in whys} == {("persistent", cause)}
     for each in whys:
@@ -121,8 +121,8 @@ def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
     hangs.clear()
     for step in (2, 3, 4):
         assert checkpointer.save(step, state(step))
-        checkpointer._steps.stages.wait_for_commit()
-        checkpointer._steps.stages._copy_stage.wait()
+        checkpointer._stages.wait_for_commit()
+        checkpointer._stages._copy_stage.wait()
     checkpointer._events.flush()
     late = recorded.named("degraded")
     assert [(each["tier"], each["step"]) for each in late] == [
@@ -133,7 +133,7 @@ def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
     assert all("use faster storage" in each["why"] for each in late)
     assert backlog[-1] == 3
     hangs.set()
-    checkpointer._steps.stages._backup_stage.wait()
+    checkpointer._stages._backup_stage.wait()
     checkpointer._events.flush()
     # One that is stored late leaves two that are due.
     assert backlog[-1] == 2
@@ -156,8 +156,8 @@ def test_ram_keeps_one_step_that_waits_and_drops_it_when_a_newer_one_waits(
     breaks(errno.ENOSPC)
     for step in range(1, 8):
         assert checkpointer.save(step, state(step))
-        checkpointer._steps.stages._backup_stage.wait()
-        checkpointer._steps.stages._copy_stage.wait()
+        checkpointer._stages._backup_stage.wait()
+        checkpointer._stages._copy_stage.wait()
         in_ram = {path.name for path in (tmp_path / "ram/hosts/0").glob("*-*")}
         assert len(in_ram) <= 3
     breaks(None)

@@ -155,8 +155,8 @@ def test_listing_waits_for_nothing_and_starts_nothing(both, monkeypatch):
     ours, _ = both
     ours.save(1, {"n": 1})
     ours.wait()
-    monkeypatch.setattr(ours._steps.stages, "wait", pytest.fail)
-    monkeypatch.setattr(ours._steps.stages, "wait_for_commit", pytest.fail)
+    monkeypatch.setattr(ours._stages, "wait", pytest.fail)
+    monkeypatch.setattr(ours._stages, "wait_for_commit", pytest.fail)
     assert [each.step for each in ours.checkpoints] == [1]
     monkeypatch.undo()
 

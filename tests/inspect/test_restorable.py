@@ -71,5 +71,5 @@ def test_a_loss_costs_what_a_search_without_that_host_finds(data):
     for loss in restorable.after_losses(offers):
         if loss.domain == "host":
             left = [each for each in offers if str(each.host.number) != loss.name]
-            newest = search.search(left).newest
+            newest = search.newest(left)
             assert loss.step == (newest.step if newest else None)

@@ -21,7 +21,6 @@ ABSENT = (
     "elastic_ckpt.checkpoint.checkpointer",
     "elastic_ckpt.checkpoint.components",
     "elastic_ckpt.checkpoint.hosts",
-    "elastic_ckpt.checkpoint.saved_steps",
     "elastic_ckpt.cli",
     "elastic_ckpt.deploy",
     "elastic_ckpt.elastic",

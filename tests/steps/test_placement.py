@@ -354,15 +354,15 @@ def test_a_step_is_complete_after_the_loss_of_any_host_or_slice(offers):
     hosts = hosts_of(offers)
     placed = placement.place(table(offers), hosts)
     held = received(offers, placed)
-    assert search.search(held).newest
+    assert search.newest(held)
     if len(hosts) > 1:
         for lost in hosts:
-            assert search.search([o for o in held if o.host != lost]).newest
+            assert search.newest([o for o in held if o.host != lost])
     slices = {host.domains["slice"] for host in hosts}
     if len(slices) > 1:
         for lost in slices:
             left = [o for o in held if o.host.domains["slice"] != lost]
-            assert search.search(left).newest
+            assert search.newest(left)
 
 
 def test_without_hosts_or_boxes_or_copies_nothing_is_copied():

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -40,6 +41,11 @@ def losses(draw, *, step):
     ]
 
 
+def incomplete(offers):
+    """The steps that are newer than the newest complete one."""
+    return itertools.takewhile(lambda step: not step.complete, search.steps(offers))
+
+
 @given(st.data())
 def test_the_newest_step_without_a_gap_is_found_in_any_mixture_of_tiers(data):
     by_step = {step: data.draw(losses(step=step)) for step in (10, 20, 30)}
@@ -47,16 +53,15 @@ def test_the_newest_step_without_a_gap_is_found_in_any_mixture_of_tiers(data):
         step for step, offers in by_step.items() if offers and is_complete(offers)
     ]
     mixed = [offer for offers in by_step.values() for offer in offers]
-    newest = search.search(data.draw(st.permutations(mixed)))
-    assert (newest.newest.step if newest.newest else None) == max(
-        expected, default=None
-    )
+    mixed = data.draw(st.permutations(mixed))
+    newest = search.newest(mixed)
+    assert (newest.step if newest else None) == max(expected, default=None)
     later = [
         step
         for step in (30, 20, 10)
         if by_step[step] and step > max(expected, default=0)
     ]
-    assert [each.step for each in newest.incomplete] == later
+    assert [each.step for each in incomplete(mixed)] == later
 
 
 SHAPES = {"params/b": [], "params/w": [8, 4]}
@@ -81,28 +86,27 @@ def test_what_is_missing_is_named():
     lacking[2] = saved_worlds.offer(
         lacking[2].host, WHOLE, [], step=40, files=lacking[2].manifest.component_files
     )
-    (incomplete,) = search.search([*four(step=30), *lacking]).incomplete
-    assert incomplete.problem() == (
+    (lacking_step,) = incomplete([*four(step=30), *lacking])
+    assert lacking_step.problem() == (
         "step 40 in local lacks parts of 1 of 2 leaves: [params/w[4:6, 0:4]], and lacks"
         " 16 of 64 parts of data/cursors: [16, 17, 18, 19, 20, ...]"
     )
 
 
 def test_a_lost_host_is_missed_also_where_it_alone_held_a_leaf():
-    step = search.search([*four(step=30), *four(step=40)[1:]])
-    assert step.newest.step == 30
-    (newer,) = step.incomplete
+    offers = [*four(step=30), *four(step=40)[1:]]
+    assert search.newest(offers).step == 30
+    (newer,) = incomplete(offers)
     assert set(newer.gaps) == {0, 1}
 
 
 def test_two_saves_of_a_step_are_never_mixed():
     first, second = four(save="1")[:2], four(save="2")[2:]
-    step = search.search([*first, *second])
-    assert step.newest is None
-    assert [each.save for each in step.incomplete] == ["2", "1"]
-    assert search.search([*first, *four(save="2")]).newest.save == "2"
+    assert search.newest([*first, *second]) is None
+    assert [each.save for each in search.steps([*first, *second])] == ["2", "1"]
+    assert search.newest([*first, *four(save="2")]).save == "2"
     # The one that is complete, not the last.
-    assert search.search([*four(save="1"), *second]).newest.save == "1"
+    assert search.newest([*four(save="1"), *second]).save == "1"
 
 
 def test_a_step_whose_replicas_have_other_values_is_not_complete():
@@ -116,10 +120,10 @@ def test_a_step_whose_replicas_have_other_values_is_not_complete():
             fragments, digest=fragments.digest + np.uint64(1)
         ),
     )
-    assert search.search([*offers, replica]).newest
-    step = search.search([*offers, holdings.Offer(tier="local", manifest=spoilt)])
-    assert step.newest is None
-    assert step.incomplete[0].problem() == (
+    assert search.newest([*offers, replica])
+    offers.append(holdings.Offer(tier="local", manifest=spoilt))
+    assert search.newest(offers) is None
+    assert next(search.steps(offers)).problem() == (
         "step 30 in local has different values at different holders of 1 parts:"
         " [params/w[4:6, 0:4]]"
     )
@@ -128,19 +132,20 @@ def test_a_step_whose_replicas_have_other_values_is_not_complete():
 def test_files_of_one_name_with_other_bytes_are_not_complete():
     file = saved_worlds.data_file(16, 31)
     other = dataclasses.replace(file, digest=bytes(16))
-    step = search.search([*four(), host_offer(0, files=[other])])
-    assert step.newest is None
-    assert "of 1 parts: [data/shards-00016-00031.json]" in step.incomplete[0].problem()
+    offers = [*four(), host_offer(0, files=[other])]
+    assert search.newest(offers) is None
+    problem = next(search.steps(offers)).problem()
+    assert "of 1 parts: [data/shards-00016-00031.json]" in problem
 
 
 def test_manifests_of_two_runs_are_refused():
     stranger = dataclasses.replace(four()[3].manifest, run="another")
     with pytest.raises(errors.CheckpointError, match=r"host-03.*run 'another'.*remove"):
-        search.search([*four(), holdings.Offer(tier="local", manifest=stranger)])
+        search.newest([*four(), holdings.Offer(tier="local", manifest=stranger)])
 
 
 def test_a_manifest_that_lists_another_model_does_not_complete_a_step():
     other = saved_worlds.contents({"params/w": [8, 4]}, **{"data/cursors": 64})
     stranger = saved_worlds.offer(saved_worlds.host(3), other, [(0, PARTS[3])])
-    assert search.search([*four()[:3], stranger]).newest is None
-    assert search.search([*four(), stranger]).newest
+    assert search.newest([*four()[:3], stranger]) is None
+    assert search.newest([*four(), stranger])

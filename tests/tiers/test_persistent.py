@@ -65,8 +65,8 @@ def test_what_is_committed_can_be_read_and_is_complete(root, tier, world):
     put(root, world)
     assert tier.steps() == [5]
     uploaded.read(tier, 5)
-    step = search.search(list(tier.offers(5).sources))
-    assert step.newest.step == 5
+    step = search.newest(list(tier.offers(5).sources))
+    assert step.step == 5
     assert not root.leftovers()
 
 

@@ -18,7 +18,6 @@ from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.host.world import HostConfig, HostWorld
 from elastic_ckpt.core import addresses, calls, working_directory
 from elastic_ckpt.steps import failure_domains
@@ -194,7 +193,6 @@ class HostEndpoint:
             backup,
             reader,
             reader.sharing,
-            StepSearch(world, reader.sharing),
         )
         self._parts |= {type(part).__name__: part for part in parts}
         self._parts |= self._more_parts(self._parts)

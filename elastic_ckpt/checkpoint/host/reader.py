@@ -17,7 +17,7 @@ from etils import epath
 from elastic_ckpt.checkpoint.host import (
     idle_repair,
     recovery,
-    step_sharing,
+    step_search,
     trees,
     verified_read,
 )
@@ -43,13 +43,13 @@ class HostReader:
       world: the host among the others.
 
     Attributes:
-      sharing: of steps with the other hosts.
+      sharing: of steps with the other hosts, and the search for them.
     """
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._restoring: _Restoring | None = None
-        self.sharing = step_sharing.StepSharing(world)
+        self.sharing = step_search.StepSearch(world)
 
     @calls.call()
     def open_step(self, step_id: StepId, *, is_shared: bool = False) -> None:

@@ -11,34 +11,6 @@ Parts = Mapping[str, Mapping[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostNotes:
-    """Notes that hosts may have made differently; those of host 0 count.
-
-    Attributes:
-      metrics: that the step is saved with, as JSON text; None if there are none.
-      custom_metadata: that a user added, as JSON text; None if there is nothing.
-      texts: the leaves of the trees that are texts.
-      parts_digest: of `HostParts`, which may not differ.
-    """
-
-    metrics: str | None
-    custom_metadata: str | None
-    texts: tuple[str, ...]
-    parts_digest: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostParts:
-    """What a host saves: the same on all hosts.
-
-    Attributes:
-      kinds: by the path of a leaf or the name of a component, what it is.
-    """
-
-    kinds: Mapping[str, str]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepNotes:
     """The fields of a manifest's `Contents` that the driver fills.
 

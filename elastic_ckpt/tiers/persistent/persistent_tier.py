@@ -244,7 +244,7 @@ class PersistentTier:
             offers = list(offered.sources)
             if not offers:
                 return None
-            self._whole[step, time] = search.search(offers).newest is not None
+            self._whole[step, time] = search.newest(offers) is not None
         return retention.HeldStep(
             step=step,
             time=time,
