@@ -9,7 +9,6 @@ first, and older ones as long as no newer backup waits.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 
@@ -25,6 +24,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.core import background, clock
 from elastic_ckpt.steps.line import Line
 
 
@@ -100,7 +100,7 @@ class CatchUp:
                 self._work.replicate(self._restored, is_late=True)
             self._copied.set()
             if self._owed:
-                futures.wait(after)
+                background.wait(after)
                 self._back_up(is_waiting, late)
         finally:
             self._copied.set()
@@ -154,7 +154,7 @@ class CatchUp:
             overwrite=False,
             description=StepDescription.from_contents(contents),
             parents=contents.parents,
-            began_secs=time.monotonic(),
+            began_secs=clock.monotonic(),
         )
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import TypeVar
@@ -43,7 +42,14 @@ from elastic_ckpt.checkpoint.saving import Saving, committing
 from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.stage_work import StageWork
-from elastic_ckpt.core import errors, events, metrics, storage_cause
+from elastic_ckpt.core import (
+    background,
+    clock,
+    errors,
+    events,
+    metrics,
+    storage_cause,
+)
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Peers
@@ -211,7 +217,7 @@ class SaveStages:
             secs = max(self._hosts.all(HostWorld.secs_until_peers_are_asked))
             if secs:
                 logging.warning("peers are asked again in %.1f s", secs)
-                time.sleep(secs)
+                clock.sleep(secs)
                 self._back_up_late(late)
             else:
                 self._due.keep(late)
@@ -227,7 +233,7 @@ class SaveStages:
         # Returns when the newest step has its copies.
         self._copy_stage.wait()
         if self.committed is not None and self.committed != self._copied:
-            futures.wait([self._copy()])
+            background.wait([self._copy()])
             self.check()
 
     def _copy(self) -> futures.Future[None]:
@@ -311,7 +317,7 @@ class SaveStages:
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
         self.committed = saving.committed(notes.time_ms)
         self._is_broken = False
-        secs = time.monotonic() - saving.began_secs
+        secs = clock.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._emit("saved", step=saving.step, secs=secs)
 
@@ -340,7 +346,7 @@ class SaveStages:
         # Hosts upload one step at a time.
         self._catch_up_stage.wait()
         self._backup_stage.wait()
-        futures.wait(self._cleaned)
+        background.wait(self._cleaned)
         try:
             self._hosts.all(HostSaver.hold, written)
             problem = saving.diverged(self._hosts)
@@ -458,7 +464,7 @@ class SaveStages:
         self, saving: Saving, *, after: Sequence[futures.Future[None]] = ()
     ) -> None:
         # Hosts divide the work by holdings, which copies under way would change.
-        futures.wait(after)
+        background.wait(after)
         try:
             if self._work.upload(saving):
                 self._work.collect_backups(saving)

@@ -41,6 +41,6 @@ class Stage:
         doing = self._doing
         if doing is not None:
             # After an interruption here (Ctrl-C) it still has its work.
-            futures.wait([doing])
+            background.wait([doing])
         if self._doing is doing:
             self._doing = None

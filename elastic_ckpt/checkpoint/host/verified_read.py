@@ -16,7 +16,7 @@ from concurrent import futures
 
 import numpy as np
 
-from elastic_ckpt.core import boxes, digest, errors, host_memory
+from elastic_ckpt.core import background, boxes, digest, errors, host_memory
 from elastic_ckpt.steps import layout, read_plan
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import ComponentFile, Fragment, Leaf
@@ -275,9 +275,7 @@ def _in_threads(
     work: Callable[[int], None], items: Sequence[int], num_threads: int
 ) -> None:
     # The first error ends all: what is not begun is not read.
-    with futures.ThreadPoolExecutor(
-        min(num_threads, max(1, len(items))), thread_name_prefix="read"
-    ) as pool:
+    with background.pool(min(num_threads, max(1, len(items))), "read") as pool:
         begun = [pool.submit(work, item) for item in items]
         try:
             for each in futures.as_completed(begun):
