@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +34,7 @@ from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import (
+    clock,
     errors,
     events,
     metrics,
@@ -214,7 +214,7 @@ class SavedSteps:
             self._emit("went_back", step=self._left_step, to_step=self._restored.step)
         self._left_step = None
         self._emit("save_started", step=step)
-        began_secs = time.monotonic()
+        began_secs = clock.monotonic()
         step_id = StepId(step, line.save)
         trees, stateful = component_io.split(checkpointables)
         self._report_unloaded(stateful)
@@ -409,7 +409,7 @@ class SavedSteps:
             step=step,
             save=self._save,
             path=None if self.root is None else self.root.final(step),
-            commit_timestamp_nsecs=time.time_ns(),
+            commit_timestamp_nsecs=clock.time_ns(),
         )
 
     @property
@@ -442,10 +442,10 @@ class SavedSteps:
                 f" is {latest.step}; to continue from an earlier step, load it with"
                 " go_back=True"
             )
-        # Until the step is complete under the new line, nothing abandons the old save.
+        # The old save is of the line: it counts if the new one is cut short.
         after = max(self._save, latest.line[-1][1])
         save = self._hosts.first(HostWorld.new_save, after)
-        return Line(save=save, parents=latest.before())
+        return Line(save=save, parents=latest.line)
 
     def _go_on_from(self, search: SearchOutcome) -> None:
         self._restored = search.checkpoint

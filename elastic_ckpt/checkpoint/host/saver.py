@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from elastic_ckpt.checkpoint.host import (
 from elastic_ckpt.checkpoint.host.answers import Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import calls, errors, host_memory, storage
+from elastic_ckpt.core import calls, clock, errors, host_memory, storage
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import ComponentFile, Contents
@@ -198,8 +197,11 @@ class HostSaver:
         assert self._world.local_tier is not None
         policy = self._world.local_tier.keep or retention.NewestOnly()
         held = self._world.own.retained()
-        abandoned = [each for each in held if line.abandons(each.step_id)]
-        of_line = [each for each in held if each not in abandoned]
+        of_line = [each for each in held if not line.abandons(each.step_id)]
+        # Of a step that was saved again the newest save counts.
+        newest = {each.step: each.save for each in sorted(of_line, key=_by_save)}
+        of_line = [each for each in of_line if each.save == newest[each.step]]
+        abandoned = [each for each in held if each not in of_line]
         removed = retention.steps_to_delete(
             of_line,
             policy,
@@ -207,16 +209,7 @@ class HostSaver:
             in_flight=in_flight,
             preserved=preserved,
         )
-        gone = [
-            each.step_id
-            for each in of_line
-            if each.step in removed
-            or (
-                each.step == step_id.step
-                and each.save < step_id.save
-                and step_id.step not in preserved
-            )
-        ]
+        gone = [each.step_id for each in of_line if each.step in removed]
         gone += [
             each.step_id
             for each in retention.abandoned_to_delete(
@@ -270,7 +263,7 @@ class HostSaver:
             names[component].append(name)
         return Written(
             files={name: tuple(files) for name, files in names.items()},
-            time_ms=time.time_ns() // 1_000_000,
+            time_ms=clock.time_ns() // 1_000_000,
         )
 
 
@@ -294,6 +287,10 @@ class _Saving:
         if self.staging is not None:
             # Only one step is saved at a time.
             storage.remove(self.staging.parent)
+
+
+def _by_save(held: retention.HeldStep) -> str:
+    return held.save
 
 
 def _contents(saving: _Saving, written: WrittenStep) -> Contents:
