@@ -13,6 +13,7 @@ SUITES = {
     "sidecar": "how long a loop waits for its data, beside MaxText's own sidecar",
     "scale": "decisions on copies, search, reads, removal: 10,000 hosts, 1e6 boxes",
     "tiers": "saves and restores in RAM, beside plain copies and Orbax; peers, digests",
+    "every_step": "a save in each step, with bytes sent; memory of saves and restores",
     "recovery": "lost slices: until the first step, steps lost; loop; beside Orbax",
     "soak": "one run that loses and regains slices a hundred times",
     "simulation": "real runs that fail beside simulations of the same failures",

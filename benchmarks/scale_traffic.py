@@ -97,7 +97,13 @@ def _wanted(contents: Contents, number: int, num_hosts: int) -> Sequence[WantedL
         start = (number + 1) % num_hosts * rows
         box = boxes.Box(start=(start, 0), stop=(start + rows, leaf.shape[1]))
         wanted.append(
-            WantedLeaf(path=leaf.path, shape=leaf.shape, boxes=(box,), make=list)
+            WantedLeaf(
+                path=leaf.path,
+                shape=leaf.shape,
+                boxes=(box,),
+                place=lambda _, values: values,
+                join=list,
+            )
         )
     return wanted
 

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import jax
 from absl import logging
 
-from elastic_ckpt.checkpoint.host.answers import failure
+from elastic_ckpt.checkpoint.host.answers import CapturedIn, failure
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
@@ -82,12 +82,8 @@ class Hosts(Protocol):
         """
         ...
 
-    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
-        """Copies what the devices of every host hold.
-
-        Returns:
-          The directory in which components write their files, each below its name.
-        """
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
+        """Copies what the devices of every host hold."""
         ...
 
     def opened(self) -> Contents:
@@ -187,7 +183,7 @@ class InEveryProcess:
         answers = self._gather(f"share/{name}", {"answer": codec.encode(value)})
         return [codec.decode(kind, each, name=name) for each in answers]
 
-    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
         """See `Hosts`."""
         saver: HostSaver = self._own.part(HostSaver.__name__)
         return saver.capture(step_id, trees)

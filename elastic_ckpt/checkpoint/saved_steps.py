@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import Any
 
 from absl import logging
@@ -230,8 +231,11 @@ class SavedSteps:
             )
         )
 
+        is_shared = False
+
         def begin() -> Callable[[], None]:
-            directory = self._hosts.capture(step_id, trees)
+            nonlocal is_shared
+            directory, is_shared = self._hosts.capture(step_id, trees)
             return component_io.begin_save(
                 stateful, lambda name: storage.make_directory(f"{directory}/{name}")
             )
@@ -254,6 +258,9 @@ class SavedSteps:
             began_secs=began_secs,
         )
         committed = self.stages.begin(saving)
+        if is_shared:
+            # The caller may donate its arrays from now on.
+            futures.wait([committed])
         self._schedule.note_save(current, back_up=back_up)
         if problem is not None:
             raise problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -189,9 +190,16 @@ def _parsed(text: str | None) -> Any:
     return None if text is None else json.loads(text)
 
 
+@functools.lru_cache(maxsize=2**14)
+def _struct(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: Any
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
 def _abstract(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return _struct(leaf.shape, leaf.dtype, leaf.sharding)
     if isinstance(leaf, np.ndarray):
         return AbstractArray(shape=leaf.shape, dtype=leaf.dtype)
     for kind in (bool, int, float):

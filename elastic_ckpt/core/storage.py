@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import pathlib
 import secrets
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors
@@ -177,6 +179,59 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
         before("remove", temporary)
         pathlib.Path(temporary).unlink()
     return True
+
+
+def write_in_place(path: epath.PathLike, *content: bytes | memoryview) -> None:
+    """Writes a local file that nothing names yet, durably.
+
+    After a crash it may be cut short. Its directory exists, and is not flushed.
+    """
+    before("write", path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _MODE)
+    try:
+        for each in content:
+            rest = memoryview(each)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
+    """Makes a local file, and maps it into memory.
+
+    Args:
+      path: of the file, which does not exist; its directory is created.
+      num_bytes: of it, at least 1.
+
+    Returns:
+      Its bytes, uint8 `[num_bytes]`, of undefined content, which may be written; and
+      the number of its inode.
+
+    Raises:
+      OSError: if there is no room for all of them.
+    """
+    before("create", path)
+    os.makedirs(os.path.dirname(os.fspath(path)), exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
+    try:
+        # Without it, a write into the mapping of a full disk would be a SIGBUS.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+        return np.frombuffer(mapping, np.uint8), os.fstat(descriptor).st_ino
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def move(source: epath.PathLike, target: epath.PathLike) -> None:
+    """Renames a local file, whose bytes are durable then; see `write_in_place`."""
+    sync(source)
+    before("rename", target)
+    os.replace(source, target)
 
 
 def sync_tree(path: epath.PathLike) -> None:

@@ -43,11 +43,10 @@ from elastic_ckpt.checkpoint.host import (
     trees,
     upload_share,
     verified_read,
-    views,
 )
 from elastic_ckpt.checkpoint.host.answers import HostsFailedError
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import allgather, errors, host_memory
+from elastic_ckpt.core import allgather, errors
 from elastic_ckpt.integrations import orbax_v0_steps as steps
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Contents
@@ -146,8 +145,7 @@ class TreeHandler(_ItemHandler):
         restore, as `AsyncOptions.timeout_secs`.
     """
 
-    _pool = functools.cached_property(lambda _: host_memory.Pool())
-    _views = functools.cached_property(lambda _: views.Views())
+    _memory = functools.cached_property(lambda _: capture.Memory())
 
     def begin(
         self, name: str, directory: epath.Path, item: Any
@@ -163,7 +161,7 @@ class TreeHandler(_ItemHandler):
         values = trees.arrays({name: item})
         number, num_hosts = self._messages.host, self._messages.num_hosts
         owners = captured_step.Owners(values, number=number, num_hosts=num_hosts)
-        captured = capture.capture(values, self._pool, self._views)
+        captured = capture.capture(values, self._memory)
 
         def write() -> upload.UploadedStep:
             try:
@@ -335,10 +333,10 @@ def _read(directory: epath.Path, args: TreeRestore) -> Any:
     )
     leaves = trees.wanted(asked.read)
     reader = verified_read.VerifiedReader(opened.sources)
-    values = recovery.read_leaves(
+    placed = recovery.read_leaves(
         opened, leaves, reader, host=steps.this_host(), domain="host"
     )
-    made = {leaf.path: leaf.make(values[leaf.path]) for leaf in leaves}
+    made = {leaf.path: leaf.join(placed[leaf.path]) for leaf in leaves}
     return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
 
 

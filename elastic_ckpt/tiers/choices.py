@@ -7,7 +7,7 @@ import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from etils import epath
 
@@ -17,6 +17,8 @@ from elastic_ckpt.steps.retention import PreservationPolicy
 from elastic_ckpt.tiers.peers import agent_url
 
 T = TypeVar("T")
+
+CaptureIn = Literal["auto", "host", "device", "wait"]
 
 
 class SaveDecisionPolicy(Protocol):
@@ -189,6 +191,11 @@ class Persistent(Tier):
         is saved there is the one that goes to storage.
       save_decision_policy: one of Orbax's policies.
       keep: the steps to keep, as one of Orbax's preservation policies; by default all.
+      capture: where a step without a RAM disk that holds it is kept until it is in
+        storage: in a copy in the memory of the `host`, or on the `device`s, while the
+        training goes on; or nowhere, and the save has to `wait`. `auto` takes the first
+        of them for which there is memory, and logs it if that is not the host's. In all
+        of them at most 512 MiB pass through the host's memory at a time.
 
     Raises:
       ConfigError: if several of the three are given, or a setting is invalid. If none
@@ -201,9 +208,12 @@ class Persistent(Tier):
     every_minutes: float | None = None
     save_decision_policy: SaveDecisionPolicy | None = None
     keep: PreservationPolicy | None = None
+    capture: CaptureIn = "auto"
 
     def __post_init__(self) -> None:
         _check_path(self, "directory", "gs://bucket/run")
+        if self.capture not in get_args(CaptureIn):
+            raise _refused(self, "capture", f"one of {list(get_args(CaptureIn))}")
         _check_keep(self)
         if len(_intervals(self)) > 1:
             raise _not_one_interval(self)

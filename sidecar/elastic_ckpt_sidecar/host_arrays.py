@@ -97,7 +97,7 @@ class HostArrays:
             for group in self._layouts[layout]
             for leaf in group.leaves
         }
-        return self._saver.capture(step_id, shards)
+        return self._saver.capture(step_id, shards).directory
 
     @calls.call()
     def select(self, layout: int, components: tuple[str, ...]) -> None:
@@ -210,14 +210,16 @@ def _named(devices: Sequence[jax.Device]) -> str:
 
 
 def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLeaf:
-    def make(values: list[np.ndarray]) -> dict[boxes.Box, np.ndarray]:
-        as_wanted = [
-            part.astype(leaf.dtype or part.dtype, copy=False) for part in values
-        ]
-        return dict(zip(needed, as_wanted, strict=True))
+    def place(number: int, values: np.ndarray) -> np.ndarray:
+        del number
+        return values.astype(leaf.dtype or values.dtype, copy=False)
 
     return trees.WantedLeaf(
-        path=leaf.path, shape=leaf.shape, boxes=tuple(needed), make=make
+        path=leaf.path,
+        shape=leaf.shape,
+        boxes=tuple(needed),
+        place=place,
+        join=lambda placed: dict(zip(needed, placed, strict=True)),
     )
 
 

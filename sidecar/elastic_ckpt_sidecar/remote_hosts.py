@@ -18,7 +18,11 @@ import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.checkpoint.host.answers import HostsFailedError, failure
+from elastic_ckpt.checkpoint.host.answers import (
+    CapturedIn,
+    HostsFailedError,
+    failure,
+)
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
@@ -135,7 +139,7 @@ class RemoteHosts:
         """See `Hosts`; the hosts may be gone with the devices."""
         return not isinstance(error, jax.errors.JaxRuntimeError)
 
-    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
         """See `Hosts`."""
         groups, values = self._arrays.to_save(captured_leaves(trees))
         layout = self._layout(groups)
@@ -148,7 +152,7 @@ class RemoteHosts:
             arrays = head_arrays.beside(group, of_group)
             self._call(self._agent.hold, content, _over(group.mesh), *arrays)
         try:
-            return self.all(HostArrays.capture, step_id, layout)[0]
+            return CapturedIn(self.all(HostArrays.capture, step_id, layout)[0])
         except HostsFailedError:
             self.all(HostSaver.abandon, step_id)
             raise

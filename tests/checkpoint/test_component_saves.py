@@ -165,7 +165,7 @@ def test_a_component_that_cannot_save_fails_its_step_alone(
         host_memory, "allocate", lambda n: (allocated.append(n), allocate(n))[1]
     )
     checkpointer = make(stored=False)
-    tree = {"w": np.zeros(2**20, np.uint8)}
+    tree = {"large": np.zeros(2**20, np.uint8), "small": np.zeros(8)}
     parts = {"state": tree, "first": Whole(), "second": Failing(error)}
     for step in (1, 2):
         if isinstance(error, OSError):

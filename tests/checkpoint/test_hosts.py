@@ -230,7 +230,7 @@ def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
     emitted = []
 
     def save(driver):
-        directory = pathlib.Path(driver.capture(**one, trees=trees), "data")
+        directory = pathlib.Path(driver.capture(**one, trees=trees).directory, "data")
         directory.mkdir(parents=True)
         if driver.own == 0:
             (directory / "cursors.json").write_text("{}")

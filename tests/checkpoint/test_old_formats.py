@@ -127,7 +127,7 @@ def batches_of_one_host():
 
 def test_a_fixture_of_each_format_is_listed():
     page = (FORMATS / "README.md").read_text()
-    assert len(EVERY) >= 11
+    assert len(EVERY) >= 12
     assert [name for name in EVERY if f"`{name}`" not in page] == []
 
 

@@ -251,3 +251,40 @@ def flip_bits(make, tmp_path, count):
         path.write_bytes(before)
     assert refused > count / 10
     check(make(run="run"), 2)
+
+
+def contents(tree):
+    return {name: np.asarray(leaf).tobytes() for name, leaf in tree.items()}
+
+
+@pytest.mark.parametrize("capture", ["auto", "host", "device", "wait"])
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_a_loop_that_donates_its_state_saves_each_step_as_it_was(
+    make, capture, num_devices
+):
+    mesh = jax.make_mesh((num_devices,), ("a",), devices=jax.devices()[:num_devices])
+    sharding = jax.NamedSharding(mesh, jax.P("a"))
+    step_of = jax.jit(
+        lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0
+    )
+    tree = {
+        "large": jax.device_put(jnp.zeros((8, 2**17)), sharding),
+        "small": jnp.zeros(8, jnp.bfloat16),
+    }
+    checkpointer = make(every=1, capture=capture)
+    saved = {}
+    for step in range(4):
+        assert checkpointer.save_async(step, tree) is not None
+        saved[step] = jax.tree.map(np.array, tree)
+        tree = step_of(tree)
+    checkpointer.wait()
+    for step, expected in saved.items():
+        restored = checkpointer.load(step, abstract(tree))
+        assert contents(restored) == contents(expected)
+
+
+def test_a_save_that_waits_is_in_storage_when_it_returns(make):
+    checkpointer = make(every=1, capture="wait")
+    response = checkpointer.save_async(1, state(1))
+    assert response.durable()
+    assert checkpointer.is_durable(1)

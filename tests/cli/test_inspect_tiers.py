@@ -11,7 +11,7 @@ from elastic_ckpt.application import run_directory
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.cli import inspect as verb
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import boxes, digest, host_memory, storage
+from elastic_ckpt.core import boxes, digest, storage
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
@@ -34,7 +34,7 @@ def save(root, rows, *, step=3, copies=(), **domains):
         local.LocalHost(disk, slot=0, domains=domains, number=0)
     ) as host:
         writer = host.begin(StepId(step, "0"), contents, num_bytes=1000)
-        captured = capture.capture({"state/w": STATE["w"]}, host_memory.Pool())
+        captured = capture.capture({"state/w": STATE["w"]}, capture.Memory())
         (part,) = captured.parts
         captured.parts = (CapturedLeaf(leaf=part.leaf, shard_shape=(1, 8), boxes=()),)
         writer.write(captured)
@@ -49,7 +49,9 @@ def save(root, rows, *, step=3, copies=(), **domains):
                     offset=0,
                     stored_bytes=values.nbytes,
                 ),
-                values,
+                lambda into, values=values: np.copyto(
+                    into, values.reshape(-1).view(np.uint8)
+                ),
             )
         writer.commit()
     return disk.machine

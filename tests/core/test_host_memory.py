@@ -1,4 +1,6 @@
 import concurrent.futures
+import pathlib
+import resource
 
 import numpy as np
 import pytest
@@ -49,3 +51,21 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch):
     memory = host_memory.allocate(2**21)
     memory[:] = 1
     assert memory.sum() == 2**21
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_DATA, resource.RLIMIT_AS])
+def test_what_is_available_is_bounded_by_the_limits_of_the_process(limit):
+    before, hard = resource.getrlimit(limit)
+    free = host_memory.available_bytes()
+    assert 0 < free < 2**60
+    used = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}[limit]
+    status = dict(
+        line.split(":", 1)
+        for line in pathlib.Path("/proc/self/status").read_text().splitlines()
+    )
+    most = int(status[used].split()[0]) * 2**10 + 2**28
+    resource.setrlimit(limit, (most, hard))
+    try:
+        assert host_memory.available_bytes() <= 2**28
+    finally:
+        resource.setrlimit(limit, (before, hard))

@@ -71,11 +71,11 @@ SAVE = {
         at="elastic_ckpt.checkpoint.component_io:begin_save", then="older"
     ),
     "before_the_first_chunk": Point(
-        at=f"{RAM}.chunk_writer:ChunkWriter.write", before=True, then="older"
+        at=f"{RAM}.chunk_files:ChunkWriter.write", before=True, then="older"
     ),
     "with_chunks_in_flight": Point(
         at="elastic_ckpt.core.digest:values_digest",
-        within=f"{RAM}.chunk_writer:ChunkWriter.write",
+        within=f"{RAM}.chunk_files:ChunkWriter.write",
         call=2,
         then="older",
     ),
@@ -98,7 +98,8 @@ REPLICATE = {
     "before_the_copies": Point(at=f"{COPIES}.take", before=True),
     "with_room_for_copies": Point(at=f"{LOCAL}.copy_writer"),
     "with_the_first_copy_read": Point(
-        at="elastic_ckpt.checkpoint.host.verified_read:read_item"
+        at="elastic_ckpt.checkpoint.host.verified_read:VerifiedReader.fragment",
+        within=f"{WRITER}.put",
     ),
     "with_the_first_copy_written": Point(at=f"{WRITER}.put"),
     "with_a_copy_of_a_file_written": Point(at=f"{WRITER}.put_file"),
@@ -144,9 +145,7 @@ RESTORE = {
         at=f"{STORAGE}:write_atomic", within=f"{READER}.materialise", call=3
     ),
     "before_the_repair": Point(at=f"{READER}.repair", before=True, spoilt=True),
-    "with_the_first_bad_copy_put_right": Point(
-        at=f"{RAM}.chunk_writer:ChunkWriter.put", spoilt=True
-    ),
+    "with_the_first_bad_copy_put_right": Point(at=f"{LOCAL}.put_right", spoilt=True),
     "with_the_state_made": Point(at=f"{READER}.arrays"),
     "with_all_forgotten": Point(
         at=f"{READER}.close_step", within="elastic_ckpt.core.calls:Call.run"

@@ -417,15 +417,15 @@ class SimulatedHosts:
     def capture(self, step_id, of_trees):
         """See `Hosts`."""
         self.on_capture(step_id)
-        directories = []
+        captured = []
         for number in range(self.num_hosts):
             shards = {
                 path: self._shards(path, leaf, number)
                 for path, leaf in trees.arrays(of_trees).items()
             }
             with self._on(number) as host:
-                directories.append(host.part("HostSaver").capture(step_id, shards))
-        return directories[0]
+                captured.append(host.part("HostSaver").capture(step_id, shards))
+        return captured[0]
 
     def opened(self):
         """See `Hosts`."""
@@ -538,7 +538,8 @@ class SimulatedHosts:
             path=leaf.path,
             shape=leaf.shape,
             boxes=(box,),
-            make=lambda values: (box, values[0]),
+            place=lambda _, values: values,
+            join=lambda placed: (box, placed[0]),
         )
 
 

@@ -14,11 +14,11 @@ import sys
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import capture
-from elastic_ckpt.core import boxes, digest, host_memory, storage
+from elastic_ckpt.core import boxes, digest, storage
 from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
-from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
+from elastic_ckpt.tiers.ram.chunk_files import ChunkWriter
 
 RUN = "run-7"
 OTHER = "ffff.0"
@@ -40,7 +40,7 @@ def cursors(step):
 
 def save(host, step, *, only=None, save="0"):
     """Saves the state, or those of its leaves that `only` names, with a component."""
-    captured = capture.capture(state(step), host_memory.Pool())
+    captured = capture.capture(state(step), capture.Memory())
     contents = manifest.Contents(leaves=captured.leaves, components={"data": 1})
     if only is not None:
         captured.parts = tuple(p for p in captured.parts if p.leaf.path in only)
@@ -54,13 +54,19 @@ def save(host, step, *, only=None, save="0"):
 
 def copies(host, step, values):
     """Adds copies of the leaf `params/w`, a row each, and a file, as from a peer."""
-    captured = capture.capture(state(step), host_memory.Pool())
+    captured = capture.capture(state(step), capture.Memory())
     contents = manifest.Contents(leaves=captured.leaves, components={"data": 1})
     writer = host.copy_writer(StepId(step, "0"), contents, num_bytes=1000)
     for row in range(4):
-        writer.put(row_fragment(row, values[row : row + 1]), values[row : row + 1])
+        put(writer, row, values[row : row + 1])
     writer.put_file(file_of_peer(step), cursors(step))
     return writer.commit()
+
+
+def put(writer, row, values):
+    """Adds a copy of a row of `params/w`, as from a peer."""
+    content = values.reshape(-1).view(np.uint8)
+    writer.put(row_fragment(row, values), lambda into: np.copyto(into, content))
 
 
 def row_fragment(row, values):
@@ -138,13 +144,13 @@ POINTS = {
     "begin_after_it_is_reserved": (begin, storage, "write_atomic", False, 1, [1]),
     "write_before_the_first_digest": (begin, digest, "values_digest", True, 1, [1]),
     "write_with_chunks_in_flight": (begin, digest, "values_digest", False, 3, [1]),
-    "write_after_all_chunks": (begin, ChunkWriter, "write", False, 1, [1]),
+    "write_after_all_chunks": (begin, ChunkWriter, "write", False, 3, [1]),
     "write_with_a_component_half_written": (begin, os, "replace", True, 2, [1]),
     "commit_before_files_are_flushed": (begin, storage, "sync_tree", True, 1, [1]),
     "commit_before_the_manifest": (begin, manifest_file, "write", True, 1, [1]),
     "commit_with_the_manifest_half_written": (begin, os, "replace", True, 3, [1]),
     "commit_after_the_manifest": (begin, manifest_file, "write", False, 1, [1, 2]),
-    "add_after_the_first_copy": (add, ChunkWriter, "put", False, 1, [1, 2]),
+    "add_after_the_first_copy": (add, step_writer.StepWriter, "put", False, 1, [1, 2]),
     "add_before_the_file": (add, os, "replace", True, 2, [1, 2]),
     "add_before_the_manifest": (add, manifest_file, "write", True, 1, [1, 2]),
     "add_with_the_manifest_half_written": (add, os, "replace", True, 3, [1, 2]),

@@ -74,6 +74,7 @@ def test_a_url_that_does_not_encrypt_is_refused_with_tls():
     [
         ({"every": 1, "every_minutes": 2}, "has every and every_minutes; give one of"),
         ({"every": 0}, r"Persistent\(every=0\): give an integer from 1"),
+        ({"every": 1, "capture": "disk"}, r"capture='disk'\): give one of \['auto', "),
         ({"every_minutes": -1.0}, r"every_minutes=-1.0\): give a positive number"),
     ],
 )

@@ -17,7 +17,7 @@ import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint.host import capture
-from elastic_ckpt.core import boxes, digest, errors, host_memory, storage
+from elastic_ckpt.core import boxes, digest, errors, storage
 from elastic_ckpt.steps import layout, line, manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
@@ -45,7 +45,7 @@ def host(disk):
 
 def save(host, state, *, step=3, slot_of=None):
     """Saves `state`; of its boxes those that `slot_of` gives to the host's slot."""
-    captured = capture.capture(state, host_memory.Pool())
+    captured = capture.capture(state, capture.Memory())
     contents = manifest.Contents(leaves=captured.leaves, components={})
     if slot_of is not None:
         captured.parts = tuple(
@@ -170,7 +170,7 @@ def test_files_have_the_bytes_that_the_manifest_says(disk, host):
 
 
 def test_a_step_that_is_not_committed_is_not_offered(disk, host):
-    captured = capture.capture({"w": np.ones(8)}, host_memory.Pool())
+    captured = capture.capture({"w": np.ones(8)}, capture.Memory())
     contents = manifest.Contents(leaves=captured.leaves, components={})
     writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
     writer.write(captured)
@@ -194,7 +194,7 @@ def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
 
 
 def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
-    captured = capture.capture({"w": np.ones(8)}, host_memory.Pool())
+    captured = capture.capture({"w": np.ones(8)}, capture.Memory())
     contents = manifest.Contents(leaves=captured.leaves, components={})
     writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
     writer.write(captured)
@@ -402,7 +402,7 @@ def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
     directory = pathlib.Path(disk.step_directory(0, StepId(3, "0")))
     values = killed_host.state(3)["params/w"]
     writer = host.copy_writer(StepId(3, "0"), own.contents, num_bytes=99)
-    writer.put(killed_host.row_fragment(0, values[:1]), values[:1])
+    killed_host.put(writer, 0, values[:1])
     writer.abandon()
     ((offer, _),) = offered(disk, 3).items()
     assert fragments(offer.manifest) == fragments(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -68,6 +68,19 @@ class Readiness:
     can_copy: bool
     can_back_up: bool
     is_time: bool
+
+
+class CapturedIn(NamedTuple):
+    """A step that was captured on a host.
+
+    Attributes:
+      directory: in which components write their files, each below its name.
+      is_shared: whether values are still those of the caller's arrays, until the step
+        is committed.
+    """
+
+    directory: str
+    is_shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,27 +1,40 @@
-"""Capture: a copy in host memory of what this process holds of a state.
+"""Capture: a copy of what this process holds of a state, in files of the RAM disk.
 
-The trainer is blocked only for this copy: digests, files and copies for peers are made
-from it, beside the training. Replicas on devices of one process are copied once; other
-processes copy theirs, because replicas count as holders.
+The trainer is blocked only for this copy: digests and copies for peers are made from
+it, beside the training. It is in memory once: the files that it lies in become those of
+the step (`ram.chunk_files`). A state that goes to storage alone is copied into memory.
+
+Replicas on devices of one process are copied once; other processes copy theirs, because
+replicas count as holders.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import inspect
+import math
+import operator
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Sharding
 
-from elastic_ckpt.checkpoint.host import views
 from elastic_ckpt.core import boxes, errors, host_memory
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
-from elastic_ckpt.tiers.captured import Captured, CapturedLeaf
+from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values
+from elastic_ckpt.tiers.choices import CaptureIn
+from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
 
 Whole = np.ndarray | np.generic | int | float | bool
 
@@ -56,13 +69,37 @@ STORABLE = frozenset(
     }
 )
 _ALIGNMENT_BYTES = 64
+# How JAX runs a program, where its C++ alone does not.
+_CALLS = frozenset(
+    {("pxla.py", "ExecuteReplicated.__call__"), ("stages.py", "Compiled.__call__")}
+)
+# The directory of JAX as code objects name it.
+_JAX = os.path.dirname(
+    os.path.dirname(inspect.unwrap(jax.device_put).__code__.co_filename)
+)
+# Small chunks are copied into memory; of more than so many bytes, the larger ones are
+# not.
+_MOST_SMALL_BYTES = 2**27
+_LEAST_OF_MANY_BYTES = 2**16
+# What is left to the rest of the process, at least.
+_SPARE_BYTES = 2**29
+_TOLD = {
+    "host": "a copy in the host's memory",
+    "device": "a copy on the devices",
+    "wait": "no copy: the save waits until they are in storage",
+}
+# As much is in host memory that was fetched from devices and is not copied yet.
+_WAVE_BYTES = 2**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Shards(CapturedLeaf):
+class Shards:
     """The shards that a host holds of an array that other code has assembled.
 
     Attributes:
+      leaf: the whole array.
+      shard_shape: that all shards of it have, here and elsewhere.
+      boxes: each that is here, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.
       is_own: whether this host uploads a box if no RAM disk has the step; by default
         it uploads all of them.
@@ -70,6 +107,9 @@ class Shards(CapturedLeaf):
         are by default.
     """
 
+    leaf: Leaf
+    shard_shape: tuple[int, ...]
+    boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
     kept: bool
     is_own: Callable[[boxes.Box], bool] | None = None
     group_of: Callable[[boxes.Box], str] | None = None
@@ -78,55 +118,158 @@ class Shards(CapturedLeaf):
 Value = jax.Array | Whole | Shards
 
 
-def capture(
-    leaves: Mapping[str, Value],
-    pool: host_memory.Pool,
-    held: views.Views | None = None,
-) -> Captured:
+class Memory:
+    """Memory that captures of one host take their copies in, one after the other.
+
+    Args:
+      files: of the RAM disk that steps are saved to; None if they go to storage alone.
+      where: what no file takes is captured.
+    """
+
+    def __init__(
+        self, files: ChunkFiles | None = None, where: CaptureIn = "auto"
+    ) -> None:
+        self._files = files
+        self._where: CaptureIn = where
+        self._told: CaptureIn = "host"
+        self._pool = host_memory.Pool()
+        self._last: dict[str, weakref.ref[jax.Array]] = {}
+
+    def is_still(self, path: str, array: jax.Array) -> bool:
+        """Whether a view of an array in host memory stands for a copy.
+
+        It does if the same array was captured before: the program keeps it, and what is
+        donated to a program while a view of it is held is copied by XLA. The memory
+        must be XLA's own, which other code cannot change.
+        """
+        last = self._last.get(path)
+        if last is not None and last() is array:
+            return is_result_of_program(array)
+        self._last[path] = weakref.ref(array)
+        return False
+
+    def take_files(self, sizes: Sequence[int]) -> list[ChunkFile | None]:
+        """A file on the RAM disk for each large chunk, while there is room.
+
+        A size of 0 needs none.
+        """
+        taken: list[ChunkFile | None] = [None] * len(sizes)
+        if self._files is None:
+            return taken
+        least = LEAST_BYTES
+        if sum(size for size in sizes if size < least) > _MOST_SMALL_BYTES:
+            least = _LEAST_OF_MANY_BYTES
+        with contextlib.suppress(OSError):
+            for number, size in enumerate(sizes):
+                if size >= least:
+                    taken[number] = self._files.take(size)
+        return taken
+
+    def where(self, num_bytes: int, rest: Sequence[_Part]) -> CaptureIn:
+        """Where parts without a file, of so many bytes, are captured: not `auto`."""
+        where = self._where
+        if where == "auto":
+            where, free = "host", host_memory.available_bytes()
+            if not self._pool.has(num_bytes) and num_bytes + _SPARE_BYTES > free:
+                where = "device" if _fit(rest) else "wait"
+            if where != self._told:
+                logging.warning(
+                    "%d bytes of a save are captured with %s, since the host has %d"
+                    " bytes of memory left",
+                    num_bytes,
+                    _TOLD[where],
+                    free,
+                )
+                self._told = where
+        return where
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """One piece of memory: the last one of this size, whose pages are warm."""
+        return self._pool.take(num_bytes)
+
+    def give_back(self, files: Sequence[ChunkFile | None], piece: np.ndarray) -> None:
+        """Releases what was taken; files that became part of a step stay."""
+        self._pool.give_back(piece)
+        for file in files:
+            if file is not None and self._files is not None:
+                self._files.discard(file)
+
+
+def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     """Copies what this process holds of a state; arrays may be donated afterwards.
 
-    All copies lie in one piece of memory, so that the next capture of such a state
-    touches pages that are warm. Values that are fetched from a device are a copy
-    already, and are not copied again; for arrays in the host's memory, views may be
-    enough.
+    Large chunks are copied into files of the RAM disk, if there is one. Values of
+    devices pass through host memory in waves. For arrays in the host's memory, views
+    may be enough.
 
     Args:
       leaves: by path: arrays of JAX under any sharding, typed random keys (their data
         is captured), values that are whole in every process (arrays of NumPy and
         numbers), and `Shards`.
-      pool: lends the memory, and gets it back.
-      held: decides for which leaves views are held until the release; None copies all.
+      memory: for the copies, which gets it back when they are released.
 
     Raises:
       CheckpointError: if a leaf is of another type, or of a dtype that no tier stores;
         it names the leaf.
     """
     with _no_collection():
-        parts = []
-        num_bytes = 0
-        here = [_held(path, leaves[path], held) for path in sorted(leaves)]
-        for leaf, shard_shape, shards, kept in here:
-            copies = []
-            for box, shard in shards:
-                values = np.asarray(shard)
-                # Fetched values own their memory, which no other code uses.
-                own = kept or (values is not shard and values.flags.owndata)
-                copies.append((box, values, None if own else num_bytes))
-                num_bytes += 0 if own else _aligned(values.nbytes)
-            parts.append((leaf, shard_shape, copies))
-        memory = pool.take(num_bytes)
-        captured = [
-            CapturedLeaf(
-                leaf=leaf,
-                shard_shape=shard_shape,
-                boxes=tuple(
-                    [(box, _copied(values, memory, at)) for box, values, at in copies]
-                ),
-            )
-            for leaf, shard_shape, copies in parts
+        here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
+        parts = [part for each in here for part in each.parts]
+        sizes = [0 if part.kept else part.num_bytes for part in parts]
+        files = memory.take_files(sizes)
+        rest = [
+            part
+            for part, file in zip(parts, files, strict=True)
+            if file is None and not part.kept
         ]
-
-    return Captured(captured, on_release=functools.partial(pool.give_back, memory))
+        where = memory.where(sum(part.num_bytes for part in rest), rest)
+        if where != "host" and any(map(_is_lent, leaves.values())):
+            where = "host"
+        stays = where != "host"
+        # Values that are fetched are a copy already.
+        near = [_aligned(part.num_bytes) for part in rest if not part.is_far]
+        piece, offset = memory.take(0 if stays else sum(near)), 0
+        coming = _fetched(
+            part
+            for part, file in zip(parts, files, strict=True)
+            if part.is_far and not (file is None and stays)
+        )
+        duplicates: dict[int, jax.Array | np.ndarray] = {}
+        with_files = iter(files)
+        captured = []
+        for each in here:
+            boxes_of: list[tuple[boxes.Box, Values]] = []
+            files_of: dict[boxes.Box, ChunkFile] = {}
+            for part in each.parts:
+                file = next(with_files)
+                values: Values
+                if file is None and stays and not part.kept:
+                    shard = part.shard
+                    if where == "device":
+                        shard = duplicates.setdefault(id(shard), _duplicate(shard))
+                    values = _OnDevice(shard, part.within, part.num_bytes)
+                else:
+                    values = next(coming) if part.is_far else part.values()
+                    if file is not None:
+                        values = _copied(values, file.memory, 0)
+                        files_of[part.box] = file
+                    elif not (part.kept or part.is_far):
+                        values = _copied(values, piece, offset)
+                        offset += _aligned(part.num_bytes)
+                boxes_of.append((part.box, values))
+            captured.append(
+                CapturedLeaf(
+                    leaf=each.leaf,
+                    shard_shape=each.shard_shape,
+                    boxes=tuple(boxes_of),
+                    files=files_of,
+                )
+            )
+    return Captured(
+        captured,
+        on_release=functools.partial(memory.give_back, files, piece),
+        is_shared=where == "wait" and bool(rest),
+    )
 
 
 def numbers(value: Any) -> Any:
@@ -154,17 +297,57 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     return Leaf(path=path, shape=array.shape, dtype=_dtype(path, array.dtype))
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def is_result_of_program(array: jax.Array) -> bool:
+    """Whether a program of XLA made an array, and so its memory is XLA's alone.
+
+    `jax.device_put` and DLPack take over memory of NumPy as it is. JAX notes in each
+    array where it was made; False where it has not.
+    """
+    traceback = getattr(array, "traceback", None)
+    if traceback is None or not traceback.frames:
+        return False
+    innermost = traceback.frames[0]
+    if not innermost.file_name.startswith(_JAX + os.sep):
+        # Only programs are called by C++ straight from a caller's code.
+        return True
+    return (os.path.basename(innermost.file_name), innermost.function_name) in _CALLS
 
 
-def _copied(values: np.ndarray, memory: np.ndarray, offset: int | None) -> np.ndarray:
-    # Copies values into the memory at their offset, if they have one.
-    if offset is None:
-        return values
+def _is_lent(value: Value) -> bool:
+    # Whoever lends shards does not wait for a save.
+    return isinstance(value, Shards) and not value.kept
+
+
+def _copied(values: np.ndarray, memory: np.ndarray, offset: int) -> np.ndarray:
     copy = np.ndarray(values.shape, values.dtype, memory, offset)
     np.copyto(copy, values)
     return copy
+
+
+def _duplicate(shard: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    # In memory of its own, beside the shard.
+    if isinstance(shard, np.ndarray):
+        return shard.copy()
+    return jnp.array(shard, copy=True)
+
+
+def _fit(parts: Sequence[_Part]) -> bool:
+    # Whether devices tell that they have room for a copy. Those of the host do not.
+    of_devices: collections.Counter[jax.Device] = collections.Counter()
+    for part in parts:
+        if isinstance(part.shard, jax.Array):
+            (device,) = part.shard.devices()
+            of_devices[device] += part.num_bytes
+    for device, num_bytes in of_devices.items():
+        stats = device.memory_stats() or {}
+        free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+        if free < num_bytes + _SPARE_BYTES:
+            return False
+    return bool(of_devices)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @contextlib.contextmanager
@@ -180,55 +363,179 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-_Shards = Sequence[tuple[boxes.Box, jax.Array | np.ndarray]]
+class _Part(NamedTuple):
+    # A chunk of a shard: the shard, and where the chunk lies in it; whether it needs no
+    # copy, and whether it has to be fetched.
+    box: boxes.Box
+    shard: Any
+    within: tuple[slice, ...] | None
+    num_bytes: int
+    kept: bool
+    is_far: bool
+
+    def values(self) -> np.ndarray:
+        return self.shard if self.within is None else self.shard[self.within]
 
 
-def _held(
-    path: str, value: Value, held: views.Views | None
-) -> tuple[Leaf, tuple[int, ...], _Shards, bool]:
-    # The leaf, the shape of its shards, the local ones without replicas, and whether
-    # they need no copy.
-    if isinstance(value, Shards):
-        return value.leaf, value.shard_shape, value.boxes, value.kept
-    value = numbers(value)
-    leaf = leaf_of(path, value)
-    if not isinstance(value, jax.Array):
-        # In this machine's byte order, which is that of the files.
-        array = np.asarray(value, np.dtype(leaf.dtype))
-        whole = [(boxes.whole(array.shape), array)] if array.size else []
-        return leaf, array.shape, whole, False
-    placement = _placement(value.sharding, value.shape)
-    shards = value.addressable_shards
-    if not placement.far:
-        # Views; keeping JAX's objects instead would cost rounds of garbage collection.
-        in_place = [(box, np.asarray(shards[n].data)) for n, box in placement.boxes]
-        kept = held is not None and held.allow(path, value)
-        return leaf, placement.shard_shape, in_place, kept
-    for number, _ in placement.boxes:
-        # Devices send while the first arrays are being copied.
-        shards[number].data.copy_to_host_async()
-    far = [(box, shards[number].data) for number, box in placement.boxes]
-    return leaf, placement.shard_shape, far, False
-
-
-class _Placement(NamedTuple):
-    # The first shard with each local box; `far`: whether they have to be fetched.
+class _Held(NamedTuple):
+    # What is here of a leaf: the chunks of local shards without replicas.
+    leaf: Leaf
     shard_shape: tuple[int, ...]
-    boxes: tuple[tuple[int, boxes.Box], ...]
-    far: bool
+    parts: list[_Part]
+
+
+class _Cut(NamedTuple):
+    # The chunks of a shard, each with its place there; no place if it is the whole.
+    chunks: tuple[tuple[boxes.Box, tuple[slice, ...] | None], ...]
+    num_bytes: int
+
+    def parts(
+        self, box: boxes.Box, shard: Any, *, kept: bool, is_far: bool = False
+    ) -> Iterator[_Part]:
+        for chunk, within in self.chunks:
+            here = box
+            if within is not None:
+                here = boxes.Box(
+                    start=tuple(map(operator.add, box.start, chunk.start)),
+                    stop=tuple(map(operator.add, box.start, chunk.stop)),
+                )
+            yield _Part(here, shard, within, self.num_bytes, kept, is_far)
 
 
 @functools.lru_cache(maxsize=2**14)
-def _placement(sharding: Sharding, shape: tuple[int, ...]) -> _Placement:
+def _cut(dtype: str, shard_shape: tuple[int, ...]) -> _Cut:
+    item_bytes = np.dtype(dtype).itemsize
+    chunk = layout.chunk_shape(shard_shape, item_bytes=item_bytes)
+    num_bytes = math.prod(chunk) * item_bytes
+    if chunk == shard_shape:
+        return _Cut(((boxes.whole(shard_shape), None),), num_bytes)
+    cut = layout.cut(boxes.whole(shard_shape), chunk)
+    chunks = ((box, (*map(slice, box.start, box.stop),)) for box in cut)
+    return _Cut(tuple(chunks), num_bytes)
+
+
+def _fetched(parts: Iterable[_Part]) -> Iterator[np.ndarray]:
+    # The values of far parts, in order. A device sends the next ones while those before
+    # are copied: as many as are in host memory at a time.
+    ahead: collections.deque[_OnDevice] = collections.deque()
+    last: tuple[Any, Any] = (None, None)
+    num_bytes = 0
+    for part in parts:
+        if part.within is not None and part.shard.nbytes > _WAVE_BYTES:
+            coming = _OnDevice(_slice(part.shard, part.within), None, part.num_bytes)
+        else:
+            if last[0] is not part.shard:
+                # JAX keeps what it fetched with an array: here, with the clone.
+                last = (part.shard, part.shard.clone())
+            coming = _OnDevice(last[1], part.within, part.num_bytes)
+        coming.source.copy_to_host_async()
+        ahead.append(coming)
+        num_bytes += coming.nbytes
+        del coming
+        while num_bytes > _WAVE_BYTES:
+            num_bytes -= ahead[0].nbytes
+            yield ahead.popleft().values()
+    last = (None, None)
+    while ahead:
+        yield ahead.popleft().values()
+
+
+class _OnDevice(NamedTuple):
+    # A part of an array, and its bytes; see `captured.OnDevice`.
+    source: Any
+    within: tuple[slice, ...] | None
+    nbytes: int
+
+    def values(self) -> np.ndarray:
+        values = np.asarray(self.source)
+        return values if self.within is None else values[self.within]
+
+    def fetch(self) -> np.ndarray:
+        if isinstance(self.source, np.ndarray):
+            return self.values()
+        if self.within is not None:
+            return np.asarray(_slice(self.source, self.within))
+        return np.asarray(self.source.clone())
+
+
+def _slice(shard: Any, within: tuple[slice, ...]) -> jax.Array:
+    # A part of a shard, in memory of its own on the device.
+    start = [each.start for each in within]
+    return _sliced(shard, start, tuple(each.stop - each.start for each in within))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _sliced(
+    shard: jax.Array, start: Sequence[int], sizes: tuple[int, ...]
+) -> jax.Array:
+    return jax.lax.dynamic_slice(shard, start, sizes)
+
+
+def _held(path: str, value: Value, memory: Memory) -> _Held:
+    if isinstance(value, Shards):
+        cut = _cut(value.leaf.dtype, value.shard_shape) if value.boxes else None
+        listed = [
+            part
+            for box, shard in value.boxes
+            for part in cast(_Cut, cut).parts(box, shard, kept=value.kept)
+        ]
+        return _Held(value.leaf, value.shard_shape, listed)
+    if not isinstance(value, jax.Array):
+        # In this machine's byte order, which is that of the files.
+        leaf = leaf_of(path, value)
+        array = np.asarray(value, np.dtype(leaf.dtype))
+        whole = boxes.whole(array.shape)
+        cuts = _cut(leaf.dtype, array.shape) if array.size else _Cut((), 0)
+        return _Held(leaf, array.shape, [*cuts.parts(whole, array, kept=False)])
+    value = numbers(value)
+    placed = _placement(path, value.shape, value.dtype, value.sharding)
+    kept = placed.is_large and memory.is_still(path, value)
+    parts = []
+    for number, box in placed.boxes:
+        shard = value.addressable_data(number)
+        if not placed.is_far:
+            # Keeping JAX's object instead would cost rounds of garbage collection.
+            shard = np.asarray(shard)
+        if placed.cut is None:
+            parts.append(_Part(box, shard, None, placed.num_bytes, kept, placed.is_far))
+        else:
+            parts += placed.cut.parts(box, shard, kept=kept, is_far=placed.is_far)
+    return _Held(placed.leaf, placed.shard_shape, parts)
+
+
+class _Placement(NamedTuple):
+    # A leaf, and the first shard with each local box; how they are cut, unless they are
+    # small; their bytes; whether they have to be fetched, and all of them are large.
+    leaf: Leaf
+    shard_shape: tuple[int, ...]
+    boxes: tuple[tuple[int, boxes.Box], ...]
+    cut: _Cut | None
+    num_bytes: int
+    is_far: bool
+    is_large: bool
+
+
+# The same arrays are captured at each save.
+@functools.lru_cache(maxsize=2**17)
+def _placement(
+    path: str, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding
+) -> _Placement:
+    leaf = Leaf(path=path, shape=shape, dtype=_dtype(path, dtype))
     indices = sharding.addressable_devices_indices_map(shape)
     first: dict[boxes.Box, int] = {}
     for number, index in enumerate(indices.values()):
         assert index is not None
         first.setdefault(boxes.of_index(index, shape), number)
+    shard_shape = sharding.shard_shape(shape)
+    cut = None if 0 in shape else _cut(leaf.dtype, shard_shape)
     return _Placement(
-        shard_shape=sharding.shard_shape(shape),
+        leaf=leaf,
+        shard_shape=shard_shape,
         boxes=tuple((number, box) for box, number in first.items() if box.volume),
-        far=any(device.platform != "cpu" for device in indices),
+        cut=cut if cut is not None and len(cut.chunks) > 1 else None,
+        num_bytes=0 if cut is None else cut.num_bytes,
+        is_far=any(device.platform != "cpu" for device in indices),
+        is_large=math.prod(shape) * np.dtype(leaf.dtype).itemsize >= LEAST_BYTES,
     )
 
 

@@ -28,7 +28,7 @@ from elastic_ckpt.steps.manifest import (
     Manifest,
 )
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.captured import Captured, Values, fetched
 from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
 
 IsOwn = Callable[[int, boxes.Box], bool]
@@ -65,7 +65,7 @@ class CapturedStep:
         host: Host,
     ) -> None:
         self.chunk_shapes: dict[str, tuple[int, ...]] = {}
-        self._values: dict[str, np.ndarray] = {
+        self._values: dict[str, Values] = {
             file.path: np.frombuffer(content, np.uint8)
             for file, content in files.items()
         }
@@ -73,35 +73,29 @@ class CapturedStep:
         fragments = []
         for number, part in enumerate(captured.parts):
             leaf = part.leaf
-            chunk = tuple(max(1, size) for size in leaf.shape)
-            if 0 not in leaf.shape:
-                item_bytes = np.dtype(leaf.dtype).itemsize
-                chunk = layout.chunk_shape(part.shard_shape, item_bytes=item_bytes)
-            self.chunk_shapes[leaf.path] = chunk
+            chunk = self.chunk_shapes[leaf.path] = part.chunk
             for box, values in part.boxes:
-                group, uploaded = group_of(number, box), is_own(number, box)
+                shard = part.shard(box)
+                group, uploaded = group_of(number, shard), is_own(number, shard)
                 if not (group or uploaded):
                     continue
-                for piece in layout.cut(box, chunk):
-                    of_piece = values[boxes.relative(piece, box)]
-                    piece_digest = digest.values_digest(of_piece)
-                    if group:
-                        named = (group, leaf.path, str(piece))
-                        self.shared[named] = piece_digest.hex()
-                    if not uploaded:
-                        continue
-                    file = layout.chunk_file(leaf.path, piece, chunk)
-                    self._values[file] = of_piece
-                    fragments.append(
-                        Fragment(
-                            leaf=number,
-                            box=piece,
-                            digest=piece_digest,
-                            file=file,
-                            offset=0,
-                            stored_bytes=layout.num_bytes(piece, leaf.dtype),
-                        )
+                named = digest.values_digest(fetched(values))
+                if group:
+                    self.shared[group, leaf.path, str(box)] = named.hex()
+                if not uploaded:
+                    continue
+                file = layout.chunk_file(leaf.path, box, chunk)
+                self._values[file] = values
+                fragments.append(
+                    Fragment(
+                        leaf=number,
+                        box=box,
+                        digest=named,
+                        file=file,
+                        offset=0,
+                        stored_bytes=layout.num_bytes(box, leaf.dtype),
                     )
+                )
         run, (step, save) = identity
         manifest = Manifest(
             run=run,
@@ -135,7 +129,7 @@ class CapturedStep:
         Raises:
           CheckpointError: if they are not those of `offer` any more.
         """
-        values = self._values[fragment.file]
+        values = fetched(self._values[fragment.file])
         if digest.values_digest(values) != fragment.digest:
             raise errors.CheckpointError(
                 f"{fragment.file} changed in this host's memory after it was captured;"
@@ -149,7 +143,7 @@ class CapturedStep:
         Raises:
           CheckpointError: if it is not that of `offer` any more.
         """
-        values = self._values[file.path]
+        values = fetched(self._values[file.path])
         if digest.values_digest(values) != file.digest:
             raise errors.CheckpointError(
                 f"{file.path} changed in this host's memory after it was captured;"
@@ -170,15 +164,17 @@ class CapturedStep:
         Raises:
           ReadError: if there is no such file.
         """
-        content = np.ascontiguousarray(self._content(file)).reshape(-1).view(np.uint8)
+        content = (
+            np.ascontiguousarray(fetched(self._listed(file))).reshape(-1).view(np.uint8)
+        )
         into[:] = content[offset : offset + len(into)].data
         on_piece(into)
 
     def size(self, file: str) -> int:
         """Implements `source.Source`."""
-        return self._content(file).nbytes
+        return self._listed(file).nbytes
 
-    def _content(self, file: str) -> np.ndarray:
+    def _listed(self, file: str) -> Values:
         if file not in self._values:
             raise ReadError("is not in this host's memory")
         return self._values[file]

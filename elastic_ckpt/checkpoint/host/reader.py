@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from absl import logging
 from etils import epath
 
@@ -163,7 +162,7 @@ class HostReader:
         host, domain = self._world.own.host, self._world.peers.domain
         reader = verified_read.VerifiedReader(step_found.sources)
         restoring.readers.append(reader)
-        restoring.values = recovery.read_leaves(
+        restoring.placed = recovery.read_leaves(
             step_found, restoring.wanted, reader, host=host, domain=domain
         )
         if restoring.others:
@@ -216,10 +215,10 @@ class HostReader:
         return {**rebuilt, **self._opened().others_made}
 
     def made(self) -> dict[str, Any]:
-        """Makes each leaf of its values, by path."""
+        """Makes each leaf of its placed boxes, by path."""
         restoring = self._opened()
         return {
-            leaf.path: leaf.make(restoring.values[leaf.path])
+            leaf.path: leaf.join(restoring.placed[leaf.path])
             for leaf in restoring.wanted
         }
 
@@ -287,6 +286,6 @@ class _Restoring:
         default_factory=list
     )
     wanted: Sequence[trees.WantedLeaf] = ()
-    values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    placed: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     others: Mapping[str, TreeReading] = dataclasses.field(default_factory=dict)
     others_made: Mapping[str, Any] = dataclasses.field(default_factory=dict)

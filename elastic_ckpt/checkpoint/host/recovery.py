@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import trees, verified_read
 from elastic_ckpt.checkpoint.host.answers import BadCopyReport
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import read_plan, search
+from elastic_ckpt.steps import layout, read_plan, search
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Contents, Host
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram import local
-from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS
+
+# Of boxes that are read at a time, and moved to devices at a time.
+_WINDOW_BYTES = 2**28
 
 
 def read_leaves(
@@ -25,8 +29,11 @@ def read_leaves(
     *,
     host: Host,
     domain: str,
-) -> dict[str, list[np.ndarray]]:
-    """Reads the requested boxes of a host, verified, by the path of their leaf.
+) -> dict[str, list[Any]]:
+    """Reads the requested boxes of a host, verified, and places them.
+
+    They are read in windows, of which one is moved to the devices while the next is
+    read: what is in host memory at a time is bounded, but for leaves that stay there.
 
     Args:
       step_found: the step.
@@ -35,12 +42,47 @@ def read_leaves(
       host: this one.
       domain: the kind of failure domain inside of which a peer is close.
 
+    Returns:
+      By the path of each leaf, its placed boxes.
+
     Raises:
       CheckpointError: if no good copy of a part is left, or `step_found` lacks one.
     """
     plan = planned(step_found.step, wanted, host=host, domain=domain)
-    values = iter(verified_read.read_boxes(plan, reader))
-    return {leaf.path: [next(values) for _ in leaf.boxes] for leaf in wanted}
+    of_boxes = [(leaf, number) for leaf in wanted for number in range(len(leaf.boxes))]
+    contents = step_found.step.holdings.contents
+    dtypes = {leaf.path: leaf.dtype for leaf in contents.leaves}
+    sizes = [
+        layout.num_bytes(leaf.boxes[number], dtypes[contents.listed_path(leaf.path)])
+        for leaf, number in of_boxes
+    ]
+    windows = _windows([leaf.is_moved for leaf, _ in of_boxes], sizes)
+    read = verified_read.read_windows(plan, reader, windows)
+    placed: dict[str, list[Any]] = {leaf.path: [] for leaf in wanted}
+    arrived: list[Any] = []
+    for window, values in zip(windows, read, strict=True):
+        # A device may still receive the window before.
+        jax.block_until_ready(arrived)
+        arrived = []
+        for (leaf, number), each in zip(
+            of_boxes[window.start : window.stop], values, strict=True
+        ):
+            part = leaf.place(number, each)
+            placed[leaf.path].append(part)
+            if leaf.is_moved:
+                arrived.append(part)
+    return placed
+
+
+def _windows(is_moved: Sequence[bool], sizes: Sequence[int]) -> list[range]:
+    # What stays in host memory is bounded by nothing: it ends no window.
+    windows, first, num_bytes = [], 0, 0
+    for number, (moved, size) in enumerate(zip(is_moved, sizes, strict=True)):
+        if moved and num_bytes and num_bytes + size > _WINDOW_BYTES:
+            windows.append(range(first, number))
+            first, num_bytes = number, 0
+        num_bytes += size if moved else 0
+    return [*windows, range(first, len(sizes))]
 
 
 def planned(
@@ -129,7 +171,7 @@ def put_right(
         offer = holdings.offers[holdings.holder[row]]
         if offer.tier == "local" and offer.host.id == own.host.id:
             # A copy that cannot be written stays bad; its values were read elsewhere.
-            with contextlib.suppress(errors.CheckpointError, *WRITE_ERRORS):
+            with contextlib.suppress(errors.CheckpointError, OSError):
                 if _mend(holdings, row, item, reader, own, files):
                     mended.append(holdings.name(item))
     return mended

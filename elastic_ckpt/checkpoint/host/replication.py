@@ -14,7 +14,7 @@ import numpy as np
 
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import background, errors
-from elastic_ckpt.steps import placement
+from elastic_ckpt.steps import layout, placement
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers.ram.step_writer import StepWriter
@@ -69,9 +69,11 @@ def take(
             content = reader.file(file, holdings.holders(item))
             writer.put_file(file, content)
             return len(content)
-        values = verified_read.read_item(holdings, item, reader, first=sender.id)
-        writer.put(holdings.fragment(int(holdings.first_row[item])), values)
-        return values.nbytes
+        choices = verified_read.choices(holdings, item, first=sender.id)
+        fragment, name = choices[0][1], holdings.name(item)
+        writer.put(fragment, lambda into: reader.fragment(choices, into, name=name))
+        dtype = holdings.contents.leaves[fragment.leaf].dtype
+        return layout.num_bytes(fragment.box, dtype)
 
     sizes, problems = [], []
     with background.pool(_THREADS, "copy") as pool:

@@ -17,12 +17,11 @@ from elastic_ckpt.checkpoint.host import (
     capture,
     captured_step,
     trees,
-    views,
 )
-from elastic_ckpt.checkpoint.host.answers import Written
+from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import calls, clock, errors, host_memory, storage
+from elastic_ckpt.core import calls, clock, errors, storage
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import ComponentFile, Contents
@@ -44,18 +43,21 @@ class HostSaver:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        self._pool = host_memory.Pool()
-        self._views = views.Views()
+        in_ram = world.local_tier is not None
+        self._memory = capture.Memory(
+            world.own.files if in_ram else None,
+            "auto" if world.storage is None else world.storage.capture,
+        )
         self._saving: dict[StepId, _Saving] = {}
 
-    def capture(self, step_id: StepId, of_trees: Mapping[str, Any]) -> str:
+    def capture(self, step_id: StepId, of_trees: Mapping[str, Any]) -> CapturedIn:
         """Copies what the devices of this host hold; see `Hosts.capture`.
 
         Raises:
           CheckpointError: if a leaf cannot be saved.
         """
         values = trees.arrays(of_trees)
-        captured = capture.capture(values, self._pool, self._views)
+        captured = capture.capture(values, self._memory)
         saving = _Saving(
             captured=captured,
             owners=captured_step.Owners(
@@ -67,7 +69,7 @@ class HostSaver:
         if self._world.local_tier is None:
             # Only components write files on this machine.
             saving.directory = saving.staging = self._staging(step_id)
-            return str(saving.directory)
+            return CapturedIn(str(saving.directory), captured.is_shared)
         contents = Contents(leaves=captured.leaves, components={})
         try:
             saving.writer = self._world.own.begin(step_id, contents, num_bytes=None)
@@ -78,7 +80,7 @@ class HostSaver:
             # The other hosts have begun: `write` reports the problem to all.
             saving.problem = str(error)
             saving.directory = saving.staging = self._staging(step_id)
-        return str(saving.directory)
+        return CapturedIn(str(saving.directory), captured.is_shared)
 
     def directory(self, step_id: StepId) -> epath.Path:
         """The directory for the component files of a step that is being saved."""

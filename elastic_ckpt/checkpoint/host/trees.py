@@ -8,18 +8,27 @@ A typed PRNG key is saved as the numbers that it consists of, under one more dim
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Contents, escaped
 
 KeyPath = tuple[Any, ...]
+
+_KNOWN_PATHS: dict[tuple[str, Any], tuple[str, ...]] = {}
+_MOST_KNOWN = 64
+# Of a box that a device receives at once.
+MOST_PLACED_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,11 +52,27 @@ def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of some trees by their paths; `None` is no leaf."""
-    return {
-        leaf_path(name, path): leaf
-        for name, tree in trees.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    found: dict[str, Any] = {}
+    for name, tree in trees.items():
+        of_tree, structure = jax.tree_util.tree_flatten(tree)
+        found.update(zip(_paths(name, tree, structure), of_tree, strict=True))
+    return found
+
+
+def _paths(name: str, tree: Any, structure: Any) -> tuple[str, ...]:
+    # The same tree is saved each time, and to name its leaves takes longer than a copy.
+    try:
+        known = _KNOWN_PATHS.get((name, structure))
+    except TypeError:  # The structure has no hash.
+        known = None
+    if known is None:
+        keyed = jax.tree_util.tree_leaves_with_path(tree)
+        known = tuple(leaf_path(name, path) for path, _ in keyed)
+        if len(_KNOWN_PATHS) > _MOST_KNOWN:
+            _KNOWN_PATHS.clear()
+        with contextlib.suppress(TypeError):
+            _KNOWN_PATHS[name, structure] = known
+    return known
 
 
 def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,13 +114,22 @@ class WantedLeaf:
       path: of the leaf.
       shape: of the whole array, as saved.
       boxes: that this host needs, each once.
-      make: makes the leaf of the values of the boxes, in their order.
+      place: moves the values of a box, by its number, to where they are needed; then
+        their memory may be used for others.
+      join: makes the leaf of what `place` returned for the boxes, in their order.
+      is_moved: whether `place` copies the values out of the host's memory.
     """
 
     path: str
     shape: tuple[int, ...]
     boxes: tuple[boxes.Box, ...]
-    make: Callable[[list[np.ndarray]], Any]
+    place: Callable[[int, np.ndarray], Any]
+    join: Callable[[list[Any]], Any]
+    is_moved: bool = False
+
+    def make(self, values: Sequence[np.ndarray]) -> Any:
+        """Makes the leaf of the values of all boxes, in their order."""
+        return self.join([self.place(*each) for each in enumerate(values)])
 
 
 def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
@@ -112,13 +146,20 @@ def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
     return [_asked(path, leaf) for path, leaf in leaves(abstract).items()]
 
 
-def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
+def wanted(
+    abstract: Mapping[str, Any], *, most_bytes: int | None = None
+) -> list[WantedLeaf]:
     """Returns the boxes that this host needs for each leaf of some abstract trees.
+
+    Args:
+      abstract: the trees, by name.
+      most_bytes: of a box; larger ones are made piece by piece on their device. By
+        default that bounds what devices with a memory of their own receive at a time.
 
     Raises:
       CheckpointError: as `asked`.
     """
-    return [_of_this_host(leaf) for leaf in asked(abstract)]
+    return [_of_this_host(leaf, most_bytes) for leaf in asked(abstract)]
 
 
 def check(
@@ -219,38 +260,88 @@ def _asked_key(path: str, leaf: Any, sharding: Sharding) -> AskedLeaf:
     )
 
 
-def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:
+def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
     shape, dtype, sharding = leaf.shape, leaf.dtype, leaf.sharding
     if sharding is None:
 
-        def keep(values: list[np.ndarray]) -> Any:
-            (whole,) = values
-            as_saved = dtype is None
-            return leaf.finish(whole if as_saved else whole.astype(dtype, copy=False))
+        def keep(number: int, values: np.ndarray) -> Any:
+            del number
+            return values if dtype is None else values.astype(dtype, copy=False)
 
         return WantedLeaf(
-            path=leaf.path, shape=shape, boxes=(boxes.whole(shape),), make=keep
+            path=leaf.path,
+            shape=shape,
+            boxes=(boxes.whole(shape),),
+            place=keep,
+            join=lambda placed: leaf.finish(placed[0]),
         )
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    needed = tuple(
-        dict.fromkeys(boxes.of_index(index or (), shape) for index in indices)
-    )
+    devices: dict[boxes.Box, list[Sharding]] = {}
+    is_moved = False
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        box = boxes.of_index(index or (), shape)
+        place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        devices.setdefault(box, []).append(place)
+        is_moved |= device.platform != "cpu"
+    if most_bytes is None and is_moved:
+        most_bytes = MOST_PLACED_BYTES
+    pieces = [
+        (box, piece)
+        for box in devices
+        for piece in _cut(box, np.dtype(dtype).itemsize, most_bytes)
+    ]
+    # On each device, of boxes that are made piece by piece, what is made so far.
+    growing: dict[tuple[boxes.Box, Sharding], jax.Array] = {}
 
-    def make(values: list[np.ndarray]) -> Any:
-        of_box = {
-            box: part.astype(dtype, copy=False)
-            for box, part in zip(needed, values, strict=True)
-        }
+    def put(number: int, values: np.ndarray) -> list[jax.Array]:
+        box, piece = pieces[number]
+        values = values.astype(dtype, copy=False)
+        placed = [jax.device_put(values, device) for device in devices[box]]
+        if piece == box:
+            return placed
+        start = [a - b for a, b in zip(piece.start, box.start, strict=True)]
+        for device, part in zip(devices[box], placed, strict=True):
+            whole = growing.get((box, device))
+            if whole is None:
+                whole = jnp.empty(box.shape, part.dtype, device=device)
+            growing[box, device] = _updated(whole, part, start)
+        if piece.stop != box.stop:
+            return []
+        return [growing.pop((box, device)) for device in devices[box]]
+
+    def join(placed: list[list[jax.Array]]) -> Any:
         return leaf.finish(
-            jax.make_array_from_callback(
-                shape,
-                sharding,
-                lambda index: of_box[boxes.of_index(index or (), shape)],
-                dtype=dtype,
+            jax.make_array_from_single_device_arrays(
+                shape, sharding, [part for of_box in placed for part in of_box]
             )
         )
 
-    return WantedLeaf(path=leaf.path, shape=shape, boxes=needed, make=make)
+    return WantedLeaf(
+        path=leaf.path,
+        shape=shape,
+        boxes=tuple(piece for _, piece in pieces),
+        place=put,
+        join=join,
+        is_moved=is_moved,
+    )
+
+
+def _cut(box: boxes.Box, item_bytes: int, most_bytes: int | None) -> list[boxes.Box]:
+    # The pieces of a box, in C order: the last one ends where the box does.
+    if most_bytes is None or box.volume * item_bytes <= most_bytes:
+        return [box]
+    chunk = layout.chunk_shape(box.shape, item_bytes=item_bytes, chunk_bytes=most_bytes)
+    return [
+        boxes.Box(
+            start=tuple(a + n for a, n in zip(box.start, piece.start, strict=True)),
+            stop=tuple(a + n for a, n in zip(box.start, piece.stop, strict=True)),
+        )
+        for piece in layout.cut(boxes.whole(box.shape), chunk)
+    ]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _updated(whole: jax.Array, part: jax.Array, start: Sequence[int]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, part, start)
 
 
 def _key_impl(key: Any) -> Any:

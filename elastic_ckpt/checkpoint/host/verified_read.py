@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 
 import numpy as np
@@ -181,13 +181,20 @@ def read_item(
     Raises:
       CheckpointError: if no good copy is left.
     """
+    of_item = choices(holdings, item, first=first)
+    leaf = holdings.contents.leaves[of_item[0][1].leaf]
+    return read_choices(of_item, leaf, reader, name=holdings.name(item))
+
+
+def choices(
+    holdings: Holdings, item: int, *, first: str | None = None
+) -> list[tuple[Offer, Fragment]]:
+    """The holders of a saved box in the order to ask them; see `read_item`."""
     rows = range(int(holdings.first_row[item]), int(holdings.first_row[item + 1]))
-    choices = [
+    listed = [
         (holdings.offers[holdings.holder[row]], holdings.fragment(row)) for row in rows
     ]
-    choices.sort(key=lambda each: each[0].host.id != first)
-    leaf = holdings.contents.leaves[choices[0][1].leaf]
-    return read_choices(choices, leaf, reader, name=holdings.name(item))
+    return sorted(listed, key=lambda each: each[0].host.id != first)
 
 
 def read_choices(
@@ -217,40 +224,84 @@ def read_choices(
 def read_boxes(
     plan: read_plan.ReadPlan, reader: VerifiedReader, *, num_threads: int = 8
 ) -> list[np.ndarray]:
-    """The values of the wanted boxes of a plan, in their order.
+    """The values of all wanted boxes of a plan; see `read_windows`."""
+    windows = [range(len(plan.wanted.leaf))]
+    return list(next(read_windows(plan, reader, windows, num_threads=num_threads)))
+
+
+def read_windows(
+    plan: read_plan.ReadPlan,
+    reader: VerifiedReader,
+    windows: Sequence[range],
+    *,
+    num_threads: int = 8,
+) -> Iterator[list[np.ndarray]]:
+    """Reads the wanted boxes of a plan, a window of them at a time.
 
     A chunk is read whole, since its digest is that of the whole, and once for all
-    wanted boxes that share it: straight into the wanted box where it lies there in one
-    piece. Besides the boxes themselves a chunk is in memory for each thread.
+    boxes of a window that share it: straight into the wanted box where it lies there in
+    one piece. Besides the boxes themselves a chunk is in memory for each thread.
 
     Args:
       plan: for one reader.
       reader: reads the pieces of the plan.
+      windows: the numbers of the wanted boxes, in order.
       num_threads: that read at a time.
 
-    Returns:
-      For each wanted box an array of the leaf's dtype, in new host memory.
+    Yields:
+      For each box of a window an array of the leaf's dtype, in new host memory, while
+      the next window is being read.
 
     Raises:
       CheckpointError: if no holder has a part as it was saved.
     """
+    scratch = threading.local()
+    with background.pool(num_threads, "read") as pool:
+        try:
+            ahead = None
+            for window in windows:
+                begun = _begun(plan, reader, window, pool, scratch)
+                if ahead is not None:
+                    yield _ended(*ahead)
+                ahead = begun
+                del begun
+            if ahead is not None:
+                yield _ended(*ahead)
+        except BaseException:
+            # What is not begun is not read.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_Begun = tuple[list[np.ndarray], list[futures.Future[None]]]
+
+
+def _begun(
+    plan: read_plan.ReadPlan,
+    reader: VerifiedReader,
+    window: range,
+    pool: futures.Executor,
+    scratch: threading.local,
+) -> _Begun:
+    # Begins to read a window; returns its boxes, and what fills them.
     contents = plan.holdings.contents
-    leaves = [contents.leaves[number] for number in plan.wanted.leaf.tolist()]
+    numbers = plan.wanted.leaf[window.start : window.stop].tolist()
+    leaves = [contents.leaves[number] for number in numbers]
     made = [
         _empty(plan.wanted.boxes[number], np.dtype(leaf.dtype), len(leaf.shape))
-        for number, leaf in enumerate(leaves)
+        for number, leaf in zip(window, leaves, strict=True)
     ]
+    first, end = np.searchsorted(plan.of_wanted, [window.start, window.stop]).tolist()
     pieces: dict[int, list[int]] = collections.defaultdict(list)
-    for number, box in enumerate(plan.box.tolist()):
+    for number, box in enumerate(plan.box[first:end].tolist(), first):
         pieces[box].append(number)
-    scratch = threading.local()
 
     def read_chunk(box: int) -> None:
         reads = [plan.read(number) for number in pieces[box]]
         leaf = plan.holdings.leaf[box]
         dtype = np.dtype(contents.leaves[leaf].dtype)
         targets = [
-            made[plan.of_wanted[number]][(*read.into, ...)]
+            made[plan.of_wanted[number] - window.start][(*read.into, ...)]
             for number, read in zip(pieces[box], reads, strict=True)
         ]
         choices = reads[0].choices
@@ -267,22 +318,16 @@ def read_boxes(
         for read, target in zip(reads[1:], targets[1:], strict=True):
             target[...] = values[read.out_of]
 
-    _in_threads(read_chunk, list(pieces), num_threads)
+    return made, [pool.submit(read_chunk, box) for box in pieces]
+
+
+def _ended(
+    made: list[np.ndarray], begun: list[futures.Future[None]]
+) -> list[np.ndarray]:
+    # The first error ends all.
+    for each in futures.as_completed(begun):
+        each.result()
     return made
-
-
-def _in_threads(
-    work: Callable[[int], None], items: Sequence[int], num_threads: int
-) -> None:
-    # The first error ends all: what is not begun is not read.
-    with background.pool(min(num_threads, max(1, len(items))), "read") as pool:
-        begun = [pool.submit(work, item) for item in items]
-        try:
-            for each in futures.as_completed(begun):
-                each.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def _empty(box: boxes.Box, dtype: np.dtype, rank: int) -> np.ndarray:

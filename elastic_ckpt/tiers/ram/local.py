@@ -29,8 +29,9 @@ from elastic_ckpt.steps.manifest import (
     Manifest,
 )
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.ram import ram_disk, step_writer
-from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
+from elastic_ckpt.tiers.ram.chunk_files import ChunkFiles
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
@@ -42,6 +43,7 @@ class LocalHost:
       disk: of the machine.
       slot: of this process.
       host: this process, as manifests name it.
+      files: of chunks, mapped, that are in no step yet.
     """
 
     def __init__(
@@ -70,9 +72,13 @@ class LocalHost:
         self._in_flight: set[StepId] = set()
         self._held = contextlib.ExitStack()
         self._held.enter_context(self._locked(slot))
+        spare = disk.host_directory(slot) / ram_disk.SPARE
+        storage.remove(spare)
+        self.files = ChunkFiles(spare)
 
     def close(self) -> None:
-        """Frees the slot; what is in it stays."""
+        """Frees the slot; the steps in it stay."""
+        self.files.close()
         self._held.close()
 
     @property
@@ -165,7 +171,8 @@ class LocalHost:
           values: of its box and dtype; the caller has compared their digest.
         """
         directory = self.disk.step_directory(self.slot, manifest.step_id)
-        ChunkWriter(directory, manifest.contents).put(fragment, values)
+        content = stored_part.chunk_content(values)
+        storage.write_atomic(directory / fragment.file, content)
 
     def put_right_file(
         self, manifest: Manifest, file: ComponentFile, content: bytes
@@ -178,8 +185,10 @@ class LocalHost:
         """Removes a save of a step that is not in flight, its manifest first."""
         assert step_id not in self.in_flight
         # After a crash the rest has no manifest, so it counts as a leftover.
+        directory = self.disk.step_directory(self.slot, step_id)
         storage.remove(self.disk.manifest_path(self.slot, step_id))
-        storage.remove(self.disk.step_directory(self.slot, step_id))
+        self.files.recycle(os.fspath(directory))
+        storage.remove(directory)
 
     def remove_idle(
         self, line: Line, *, before: int, preserved: Collection[int]
@@ -223,7 +232,10 @@ class LocalHost:
 
     def _clean(self, slot: int) -> list[str]:
         removed = []
-        for name in (ram_disk.RESTORED, ram_disk.MESSAGES):
+        leftovers = [ram_disk.RESTORED, ram_disk.MESSAGES]
+        if slot != self.slot:
+            leftovers.append(ram_disk.SPARE)
+        for name in leftovers:
             leftover = self.disk.host_directory(slot) / name
             if leftover.exists():
                 storage.remove(leftover)
@@ -258,7 +270,9 @@ class LocalHost:
             assert key not in self._in_flight
             self._in_flight.add(key)
         directory = self.disk.step_directory(self.slot, key)
-        writer = step_writer.StepWriter(directory, manifest, ended=end)
+        writer = step_writer.StepWriter(
+            directory, manifest, files=self.files, ended=end
+        )
         if num_bytes is not None:
             self.reserve(writer, num_bytes)
         return writer
@@ -286,7 +300,9 @@ class LocalHost:
         try:
             reserved = str(manifest.stored_bytes + num_bytes).encode()
             storage.write_atomic(directory / ram_disk.RESERVED, reserved)
-            free = self.disk.free_bytes()
+            free = self.disk.free_bytes(taken_bytes=self.files.taken_bytes)
+            if free < self.files.spare_bytes and self.files.drop_spare():
+                free = self.disk.free_bytes(taken_bytes=self.files.taken_bytes)
         except OSError:
             # Not even that fits.
             free = -num_bytes

@@ -5,6 +5,7 @@
     hosts/<slot>/lock              held by the process whose steps these are
     hosts/<slot>/repairs.lock      of repairs while it lives, see `file_repair`
     hosts/<slot>/messages/         messages to other hosts, as long as they need them
+    hosts/<slot>/spare/            files that are in no step, see `chunk_files`
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
                                    `preserve` in it keeps it, regardless of policies
 
@@ -45,6 +46,8 @@ from elastic_ckpt.tiers.source import (
 RESERVED = "reserved"
 # The directory of a slot into which a restore unpacks files.
 RESTORED = "restored"
+# The directory of a slot with files of chunks that are in no step (`chunk_files`).
+SPARE = "spare"
 # The directory of a slot with messages to other hosts (`peers.mailbox`).
 MESSAGES = "messages"
 _BLOCK_BYTES = 512
@@ -200,8 +203,12 @@ class RamDisk:
         system = os.statvfs(self.root)
         return system.f_bavail * system.f_frsize >= num_bytes
 
-    def free_bytes(self) -> int:
-        """The free bytes under the limit and in the file system, less reserved ones."""
+    def free_bytes(self, *, taken_bytes: int = 0) -> int:
+        """The free bytes under the limit and in the file system, less reserved ones.
+
+        Args:
+          taken_bytes: of reserved ones that are in the file system already.
+        """
         used = promised = 0
         for each in self.all_saves():
             directory = self.step_directory(*each)
@@ -209,7 +216,7 @@ class RamDisk:
             used += written
             promised += max(written, _reserved_bytes(directory))
         system = os.statvfs(self.root)
-        free = system.f_bavail * system.f_frsize - (promised - used)
+        free = system.f_bavail * system.f_frsize - (promised - used) + taken_bytes
         if self.limit_bytes is None:
             return free
         return min(free, self.limit_bytes - promised)

@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, digest, errors, storage
-from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Contents,
@@ -25,9 +25,9 @@ from elastic_ckpt.steps.manifest import (
     Manifest,
 )
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.captured import Captured, fetched
 from elastic_ckpt.tiers.ram import ram_disk
-from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS, ChunkWriter
+from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFiles, ChunkWriter
 
 
 class WrittenFile(NamedTuple):
@@ -59,13 +59,15 @@ class StepWriter:
         directory: epath.Path,
         manifest: Manifest,
         *,
+        files: ChunkFiles,
         ended: Callable[[], None],
     ) -> None:
         """Continues with the parts in `manifest`; calls `ended` once, at the end."""
         self.directory = directory
         self.manifest = manifest
         self._ended = ended
-        self._chunks = ChunkWriter(directory, manifest.contents)
+        self._chunk_files = files
+        self._chunks = ChunkWriter(directory, files)
         contents, listed = manifest.contents, manifest.fragments
         rows = [listed.row(n, contents=contents) for n in range(len(listed))]
         self._fragments = {(each.leaf, each.box): each for each in rows}
@@ -78,26 +80,47 @@ class StepWriter:
           CheckpointError: if they do not fit any more or cannot be written; nothing of
             the writer is left then.
         """
-        numbers = {
-            leaf.path: number
-            for number, leaf in enumerate(self.manifest.contents.leaves)
-        }
-        parts = {numbers[part.leaf.path]: part for part in captured.parts}
+        leaves = self.manifest.contents.leaves
+        numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
         with self._abandoned_on_failure():
-            self._list(*self._chunks.write(parts))
+            for part in captured.parts:
+                if part.boxes:
+                    self._chunks.describe(part.leaf, part.chunk)
+                number = numbers[part.leaf.path]
+                for box, values in part.boxes:
+                    file = part.files.get(box)
+                    here = fetched(values)
+                    self._list(self._chunks.write(number, part.leaf, box, here, file))
 
-    def put(self, fragment: Fragment, values: np.ndarray) -> None:
-        """Writes a copy of another host's fragment.
+    def put(self, fragment: Fragment, read: Callable[[np.ndarray], None]) -> None:
+        """Writes a copy of another host's fragment, in the place that it has here.
 
         Args:
-          fragment: as that host's manifest lists it.
-          values: of its box and dtype; the caller has compared their digest.
+          fragment: as that host's manifest lists it: a whole chunk.
+          read: fills memory, uint8, with its values, and compares their digest.
 
         Raises:
-          CheckpointError: as `write`.
+          CheckpointError: as `write`; or of `read`, after which the writer goes on.
         """
-        with self._abandoned_on_failure():
-            self._list(self._chunks.put(fragment, values))
+        leaf = self.manifest.contents.leaves[fragment.leaf]
+        box, dtype = fragment.box, np.dtype(leaf.dtype)
+        num_bytes, file = layout.num_bytes(box, leaf.dtype), None
+        if num_bytes >= LEAST_BYTES:
+            with self._abandoned_on_failure():
+                file = self._chunk_files.take(num_bytes)
+        memory = np.empty(num_bytes, np.uint8) if file is None else file.memory
+        try:
+            read(memory[:num_bytes])
+            with self._abandoned_on_failure():
+                self._chunks.describe(leaf, box.shape)
+                values = np.ndarray(box.shape, dtype, memory)
+                written = self._chunks.write(
+                    fragment.leaf, leaf, box, values, file, named=fragment.digest
+                )
+                self._list(written)
+        finally:
+            if file is not None:
+                self._chunk_files.discard(file)
 
     def put_file(self, file: ComponentFile, content: bytes) -> None:
         """Writes a copy of another host's file, whose digest the caller has compared.
@@ -165,7 +188,7 @@ class StepWriter:
         except errors.CheckpointError:
             self.abandon()
             raise
-        except WRITE_ERRORS as error:
+        except OSError as error:
             system = os.statvfs(self.directory)
             free = system.f_bavail * system.f_frsize
             self.abandon()

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint.host import capture
-from elastic_ckpt.core import boxes, errors, host_memory
+from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.steps import manifest
 
 DTYPES = sorted(capture.STORABLE)
@@ -56,7 +56,7 @@ def only(captured):
 def test_every_storable_dtype_is_captured_bit_by_bit(dtype):
     values = random_bits(dtype, 64)
     with jax.enable_x64(True):
-        part = only(capture.capture({"w": jnp.asarray(values)}, host_memory.Pool()))
+        part = only(capture.capture({"w": jnp.asarray(values)}, capture.Memory()))
     assert part.leaf.dtype == dtype
     assert joined(part).tobytes() == values.tobytes()
 
@@ -67,7 +67,7 @@ def test_each_box_is_captured_once_under_any_sharding(spec, reverse):
     devices = jax.devices()[:: -1 if reverse else 1]
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
     array = sharded(values, mesh(2, 4, devices=devices), *spec)
-    part = only(capture.capture({"w": array}, host_memory.Pool()))
+    part = only(capture.capture({"w": array}, capture.Memory()))
     assert joined(part).tobytes() == values.tobytes()
     assert part.shard_shape == array.sharding.shard_shape(array.shape)
 
@@ -79,7 +79,7 @@ def test_leaves_are_ordered_by_path_and_say_what_the_whole_array_is():
             "b/c": np.float16(3),
             "a": True,
         },
-        host_memory.Pool(),
+        capture.Memory(),
     )
     assert [(each.path, each.shape, each.dtype) for each in captured.leaves] == [
         ("a", (), "bool"),
@@ -91,7 +91,7 @@ def test_leaves_are_ordered_by_path_and_say_what_the_whole_array_is():
 
 def test_what_is_not_of_jax_is_whole_in_every_process():
     leaves = {"array": np.arange(6.0)[::2], "big": np.ones(3, ">f4"), "n": 3, "x": 0.5}
-    captured = capture.capture(leaves, host_memory.Pool())
+    captured = capture.capture(leaves, capture.Memory())
     for part in captured.parts:
         assert [box for box, _ in part.boxes] == [boxes.whole(part.leaf.shape)]
         assert (joined(part) == leaves[part.leaf.path]).all()
@@ -100,14 +100,14 @@ def test_what_is_not_of_jax_is_whole_in_every_process():
 def test_random_keys_are_captured_as_their_data():
     key = jax.random.split(jax.random.key(7), 8)
     array = sharded(key, mesh(8), "a")
-    part = only(capture.capture({"rng": array}, host_memory.Pool()))
+    part = only(capture.capture({"rng": array}, capture.Memory()))
     assert (part.leaf.shape, part.leaf.dtype) == ((8, 2), "uint32")
     assert (joined(part) == jax.random.key_data(key)).all()
 
 
 def test_an_array_without_elements_has_no_boxes():
     leaves = {"jax": jnp.zeros((0, 3)), "numpy": np.zeros((3, 0))}
-    captured = capture.capture(leaves, host_memory.Pool())
+    captured = capture.capture(leaves, capture.Memory())
     assert [part.boxes for part in captured.parts] == [(), ()]
 
 
@@ -125,7 +125,7 @@ def test_an_array_without_elements_has_no_boxes():
 )
 def test_what_cannot_be_stored_is_refused_by_name(value, said):
     with pytest.raises(errors.CheckpointError, match=said):
-        capture.capture({"p/v": 1, "p/w": value}, host_memory.Pool())
+        capture.capture({"p/v": 1, "p/w": value}, capture.Memory())
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -134,7 +134,7 @@ def test_arrays_that_are_donated_afterwards_leave_the_capture_as_it_was(num_devi
     values = np.arange(2**16, dtype=np.float32)
     array = step(sharded(values, mesh(num_devices), "a"))
     pointers = [x.data.unsafe_buffer_pointer() for x in array.addressable_shards]
-    captured = capture.capture({"w": array}, host_memory.Pool())
+    captured = capture.capture({"w": array}, capture.Memory())
     after = jax.block_until_ready(step(array))
     # The step wrote into the same memory: a capture does not keep it from that either.
     assert pointers == [
@@ -147,27 +147,50 @@ def test_what_devices_send_is_captured_as_well(monkeypatch):
     # Devices that are not the host's are asked to send everything first.
     placement = capture._placement
     monkeypatch.setattr(
-        capture, "_placement", lambda *each: placement(*each)._replace(far=True)
+        capture, "_placement", lambda *each: placement(*each)._replace(is_far=True)
     )
     values = random_bits("float32", 64).reshape(8, 8)
     array = sharded(values, mesh(2, 4), "a", "b")
-    part = only(capture.capture({"w": array}, host_memory.Pool()))
+    part = only(capture.capture({"w": array}, capture.Memory()))
     assert joined(part).tobytes() == values.tobytes()
+
+
+def test_what_is_in_pinned_host_memory_is_captured_as_well():
+    values = random_bits("float32", 64).reshape(8, 8)
+    sharding = NamedSharding(mesh(8), PartitionSpec("a"), memory_kind="pinned_host")
+    array = jax.device_put(values, sharding)
+    part = only(capture.capture({"w": array}, capture.Memory()))
+    assert joined(part).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("num_bytes", [2**12, 2**20, 2**27, 2**29])
+def test_what_devices_send_comes_in_waves(monkeypatch, num_bytes):
+    placement = capture._placement
+    monkeypatch.setattr(
+        capture, "_placement", lambda *each: placement(*each)._replace(is_far=True)
+    )
+    values = random_bits("uint8", num_bytes).reshape(64, -1)
+    leaves = {"first": sharded(values[:8], mesh(8), "a"), "w": jnp.asarray(values)}
+    captured = capture.capture(leaves, capture.Memory())
+    for part, expected in zip(captured.parts, (values[:8], values), strict=True):
+        for box, copy in part.boxes:
+            place = (*map(slice, box.start, box.stop),)
+            assert np.array_equal(copy, expected[place])
 
 
 def test_a_numpy_array_that_is_changed_afterwards_leaves_the_capture_as_it_was():
     array = np.zeros(4)
-    captured = capture.capture({"w": array}, host_memory.Pool())
+    captured = capture.capture({"w": array}, capture.Memory())
     array[:] = 1
     assert (joined(only(captured)) == 0).all()
 
 
 def test_the_memory_of_a_capture_is_one_piece_that_the_next_one_uses_again():
-    pool = host_memory.Pool()
+    memory = capture.Memory()
     leaves = {"a": np.ones(3, np.int8), "b": np.ones((4, 5)), "c": np.float32(1)}
     addresses = set()
     for _ in range(3):
-        captured = capture.capture(leaves, pool)
+        captured = capture.capture(leaves, memory)
         captured_values = [
             values for part in captured.parts for _, values in part.boxes
         ]
@@ -179,17 +202,17 @@ def test_the_memory_of_a_capture_is_one_piece_that_the_next_one_uses_again():
 
 
 def test_memory_that_was_released_twice_is_given_back_once():
-    pool = host_memory.Pool()
-    captured = capture.capture({"w": np.ones(8)}, pool)
+    memory = capture.Memory()
+    captured = capture.capture({"w": np.ones(8)}, memory)
     captured.release()
     captured.release()
     assert captured.parts == ()
-    assert pool.take(64) is not pool.take(64)
+    assert memory.take(64) is not memory.take(64)
 
 
 def test_garbage_is_collected_again_after_a_capture_that_failed():
     with pytest.raises(errors.CheckpointError):
-        capture.capture({"w": "text"}, host_memory.Pool())
+        capture.capture({"w": "text"}, capture.Memory())
     assert gc.isenabled()
 
 
@@ -203,7 +226,7 @@ def test_what_a_host_holds_of_an_array_is_copied_unless_it_is_nobody_elses(kept)
         boxes=((box, values),),
         kept=kept,
     )
-    captured = capture.capture({"w": shards}, host_memory.Pool())
+    captured = capture.capture({"w": shards}, capture.Memory())
     ((captured_box, copy),) = only(captured).boxes
     assert captured_box == box
     assert np.shares_memory(copy, values) == kept
@@ -215,6 +238,6 @@ def test_what_a_host_holds_of_an_array_is_copied_unless_it_is_nobody_elses(kept)
 def test_a_host_that_holds_nothing_of_an_array_knows_of_it():
     leaf = manifest.Leaf(path="w", shape=(4,), dtype="int8")
     shards = capture.Shards(leaf=leaf, shard_shape=(2,), boxes=(), kept=False)
-    captured = capture.capture({"w": shards}, host_memory.Pool())
+    captured = capture.capture({"w": shards}, capture.Memory())
     assert captured.leaves == (leaf,)
     assert captured.num_bytes == 0

@@ -1,5 +1,7 @@
 """A host verifies the copies that it takes, and reports bad ones at holders."""
 
+import numpy as np
+
 from elastic_ckpt.checkpoint.host import replication, verified_read
 from elastic_ckpt.steps.holdings import Holdings
 from tests.checkpoint.host import test_verified_read
@@ -11,10 +13,13 @@ class Writer:
     def __init__(self):
         self.kept = []
 
-    def put(self, *copy):
-        self.kept.append(copy)
+    def put(self, fragment, read):
+        memory = np.empty(fragment.stored_bytes, np.uint8)
+        read(memory)
+        self.kept.append(memory)
 
-    put_file = put
+    def put_file(self, _, content):
+        self.kept.append(content)
 
 
 def taken(sources):

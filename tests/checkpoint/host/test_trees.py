@@ -16,9 +16,9 @@ MESH = jax.make_mesh((4, 2), ("a", "b"))
 Point = collections.namedtuple("Point", "x y")
 
 
-def restored(abstract, saved):
+def restored(abstract, saved, **options):
     """`abstract` made of saved NumPy arrays by path, as the trees ask for them."""
-    wanted = trees.wanted({"state": abstract})
+    wanted = trees.wanted({"state": abstract}, **options)
     made = {
         leaf.path: leaf.make(
             [
@@ -143,3 +143,26 @@ def test_a_step_of_another_model_is_refused_and_a_part_of_one_is_not():
         " [8, 4]); request the saved shapes and types, or start a new run in another"
         " directory (with another run_name in a configuration)"
     )
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("a", "b"), PartitionSpec(None, "a")])
+@pytest.mark.parametrize("most_bytes", [4, 24, 40, 1000])
+def test_a_large_box_is_made_piece_by_piece_on_its_device(spec, most_bytes):
+    values = np.arange(24 * 8, dtype=np.float32).reshape(24, 8)
+    sharding = NamedSharding(MESH, spec)
+    wanted = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
+    made = restored({"w": wanted}, {"state/w": values}, most_bytes=most_bytes)["w"]
+    assert made.sharding == sharding
+    assert np.asarray(made).tobytes() == values.tobytes()
+    (leaf,) = trees.wanted({"state": {"w": wanted}}, most_bytes=most_bytes)
+    assert all(4 * box.volume <= most_bytes for box in leaf.boxes)
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+def test_an_array_is_made_in_the_memory_that_its_sharding_names(kind):
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    sharding = NamedSharding(MESH, PartitionSpec("a"), memory_kind=kind)
+    wanted = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
+    made = restored({"w": wanted}, {"state/w": values})["w"]
+    assert made.sharding.memory_kind == kind
+    assert np.asarray(made).tobytes() == values.tobytes()

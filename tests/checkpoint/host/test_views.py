@@ -1,12 +1,14 @@
 """Which arrays a save holds views of, and that nothing changes what it holds."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint.host import capture, views
+from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import host_memory
 
 SIZE = 2**19
@@ -50,8 +52,15 @@ def content(captured):
     return b"".join(values.tobytes() for _, values in sorted(part.boxes))
 
 
-def take(array, held):
-    return capture.capture({"w": array}, host_memory.Pool(), held)
+def take(array, memory):
+    return capture.capture({"w": array}, memory)
+
+
+def take_again(array):
+    """The second capture of an array, which the program keeps."""
+    memory = capture.Memory()
+    take(array, memory).release()
+    return take(array, memory)
 
 
 FOREIGN = {
@@ -88,7 +97,7 @@ def test_memory_that_others_may_change_is_copied(how, calls):
         memory = foreign()
         array = jax.block_until_ready(FOREIGN[how](memory))
     before = np.asarray(array).tobytes()
-    captured = take(array, views.Views())
+    captured = take_again(array)
     memory[:] = -1
     assert content(captured) == before
 
@@ -98,7 +107,7 @@ def test_memory_of_numpy_is_taken_over_as_it_is():
     memory = foreign()
     array = jax.device_put(memory, DEVICE)
     assert array.unsafe_buffer_pointer() == memory.ctypes.data
-    assert not views.is_result_of_program(array)
+    assert not capture.is_result_of_program(array)
 
 
 def compiled(x):
@@ -113,7 +122,7 @@ PROGRAMS = {"add": add, "add_donated": add_donated, "compiled": compiled}
 def test_results_of_programs_are_held_and_not_copied(program, num_devices):
     for _ in range(3):
         array = PROGRAMS[program](jax.device_put(foreign(), sharding(num_devices)))
-        assert held_in_place(take(array, views.Views()), array)
+        assert held_in_place(take_again(array), array)
 
 
 def deleted(array):
@@ -144,8 +153,7 @@ def test_a_view_that_is_held_is_never_overwritten(loss, num_devices, calls):
     for _ in range(calls):
         array = made(num_devices)
         before = np.asarray(array).tobytes()
-        held = views.Views()
-        captured = take(array, held)
+        captured = take_again(array)
         assert held_in_place(captured, array)
         result = LOSSES[loss](array)
         # Writes to the memory that is free now.
@@ -158,7 +166,7 @@ def test_a_view_that_is_held_is_never_overwritten(loss, num_devices, calls):
 
 def test_after_the_release_a_step_writes_in_place_again():
     array = made()
-    captured = take(array, views.Views())
+    captured = take_again(array)
     captured.release()
     before = pointers(array)
     assert pointers(add_donated(array)) == before
@@ -166,69 +174,40 @@ def test_after_the_release_a_step_writes_in_place_again():
 
 def saves(step, number):
     """Whether each of some saves held the array in place; `step` runs in between."""
-    held, array, in_place = views.Views(), made(8), []
+    memory, array, in_place = capture.Memory(), made(8), []
     for _ in range(number):
-        captured = take(array, held)
+        captured = take(array, memory)
         in_place.append(held_in_place(captured, array))
         array = jax.block_until_ready(step(array))
         captured.release()
     return in_place
 
 
-def test_a_leaf_that_each_step_donates_is_held_once_and_copied_from_then_on():
-    assert saves(add_donated, 5) == [True, False, False, False, False]
+@pytest.mark.parametrize("step", [add, add_donated])
+def test_a_leaf_that_each_step_replaces_is_copied(step):
+    # A view would keep the memory of the step before.
+    assert saves(step, 4) == [False] * 4
 
 
-def test_a_leaf_that_no_step_donates_is_copied_once_and_held_from_then_on():
-    assert saves(add, 5) == [True, False, True, True, True]
+def test_a_leaf_that_no_step_changes_is_copied_once():
+    assert saves(lambda array: array, 4) == [False, True, True, True]
 
 
-def test_a_leaf_that_is_replaced_after_its_save_is_done_is_held_at_later_saves():
-    held, array, in_place = views.Views(), made(8), []
-    for _ in range(4):
-        captured = take(array, held)
-        in_place.append(held_in_place(captured, array))
-        captured.release()
-        array = jax.block_until_ready(add(array))
-    assert in_place == [True, False, True, True]
-
-
-def test_what_is_watched_is_kept_no_longer_than_the_array():
-    held, array = views.Views(), made()
-    take(array, held).release()
-    array = made()
-    take(array, held).release()
-    assert held._watched
+def test_an_array_that_is_gone_is_not_kept():
+    memory, array = capture.Memory(), made()
+    take(array, memory).release()
+    gone = weakref.ref(array)
     del array
-    assert not held._watched
-
-
-def test_a_leaf_that_no_step_changes_is_held_at_every_save():
-    assert saves(lambda array: array, 3) == [True, True, True]
-
-
-def test_a_leaf_that_is_held_is_watched_again_after_some_saves(monkeypatch):
-    monkeypatch.setattr(views, "_VIEWS", 2)
-    assert saves(add, 6) == [True, False, True, True, False, True]
-
-
-def test_a_leaf_that_is_kept_while_it_is_watched_is_not_held_next():
-    held, arrays = views.Views(), [made(), made(), made()]
-    in_place = []
-    for array in arrays:
-        captured = take(array, held)
-        in_place.append(held_in_place(captured, array))
-        captured.release()
-    assert in_place == [True, False, False]
+    assert gone() is None
 
 
 def test_small_arrays_are_copied():
     array = add(jnp.zeros(16))
-    assert not held_in_place(take(array, views.Views()), array)
+    assert not held_in_place(take_again(array), array)
 
 
 def test_without_a_note_of_where_it_was_made_an_array_is_copied():
     class Array:
         traceback = None
 
-    assert not views.is_result_of_program(Array())
+    assert not capture.is_result_of_program(Array())

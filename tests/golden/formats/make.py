@@ -30,6 +30,7 @@ FIXTURES = {
     "due": ("02db01e", "due"),
     "worlds": ("b056ea8", "worlds"),
     "before_components": ("e0fd623", "worlds"),
+    "before_calls": ("c491174", "worlds"),
 }
 # Machines' own files, which a later world makes anew.
 LEFT_OUT = {"secret", "agents.json", "agent.json", "agent.lock", "world.json"}

@@ -332,7 +332,9 @@ def staged(leaves, make):
         dataclasses.replace(
             each,
             leaf=dataclasses.replace(
-                each.leaf, make=functools.partial(make, each.tensor.name)
+                each.leaf,
+                place=lambda _, values: values,
+                join=functools.partial(make, each.tensor.name),
             ),
             is_staged=True,
         )
