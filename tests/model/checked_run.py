@@ -53,7 +53,8 @@ class CheckedRun:
 
     def __exit__(self, *error):
         for each in self._leases.values():
-            each.close()
+            with contextlib.suppress(errors.CheckpointError):
+                each.close()
         self.sim.__exit__(*error)
 
     @property
@@ -194,15 +195,36 @@ class CheckedRun:
 
     def pin(self, save):
         """Pins a step in storage."""
-        preserved.pin(self.sim.storage / str(save.step))
+        with self.sim.files.by_others():
+            preserved.pin(self.sim.storage / str(save.step))
         save.kept.add("pin")
 
     def lease(self, save):
-        """Leases a step in storage, or ends that."""
-        lease = contextlib.ExitStack()
-        lease.enter_context(leases.lease(self.sim.storage / str(save.step)))
-        self._leases[save] = lease
-        save.kept.add("lease")
+        """Has another program lease a step in storage."""
+        if save not in self._leases:
+            self._leases[save] = lease = contextlib.ExitStack()
+            save.kept.add("lease")
+            with self.sim.files.by_others():
+                lease.enter_context(leases.lease(self.sim.storage / str(save.step)))
+
+    def end_leases(self):
+        """Ends all leases: their steps were there all the time."""
+        while self._leases:
+            save, lease = self._leases.popitem()
+            save.kept.discard("lease")
+            with self.sim.files.by_others():
+                # It raises an error if the step was removed, or saved again.
+                try:
+                    lease.close()
+                except errors.CheckpointError:
+                    assert not save.stored
+
+    def preempt(self, step, *, loses_memory):
+        """Saves a last step; the copies and the backup are left to the next world."""
+        self.sim.is_left, self.sim.loses_memory = True, loses_memory
+        self.save(step)
+        if self.is_open:
+            self.close()
 
     def flip(self, machine, number):
         """Flips a bit of what a machine has in RAM; whether there was any."""

@@ -39,7 +39,7 @@ from elastic_ckpt.checkpoint import checkpointer, component_io
 from elastic_ckpt.checkpoint.host import answers, capture, trees
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
-from elastic_ckpt.checkpoint.run_world import ALONE
+from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.core import (
     background,
     boxes,
@@ -98,6 +98,7 @@ class Files:
       torn: whether the change is made in part.
       host: that runs now; changes of the driver are those of host 0.
       ended: the hosts that have ended.
+      is_off: whether others than the hosts change files now.
     """
 
     count: int = 0
@@ -106,23 +107,32 @@ class Files:
     torn: bool = False
     host: int = 0
     ended: set[int] = dataclasses.field(default_factory=set)
-    log: list[tuple[int, str, str]] | None = None
+    is_off: bool = False
 
     def __call__(self, change, path):
+        if self.is_off:
+            return
         if self.host in self.ended:
             raise Crash
         there = os.path.lexists(path)
         if (change == "remove" and not there) or (change == "make" and there):
             return
         self.count += 1
-        if self.log is not None:
-            self.log.append((self.host, change, path))
         if self.count == self.crash_at:
             self.crash_at = None
             if self.torn:
                 _make_in_part(change, path)
             self.end()
             raise Crash
+
+    @contextlib.contextmanager
+    def by_others(self):
+        """Does not count what others than the hosts change in the block."""
+        self.is_off = True
+        try:
+            yield
+        finally:
+            self.is_off = False
 
     def end(self):
         """Ends the victims."""
@@ -600,6 +610,8 @@ class Simulation:
         self._resources = contextlib.ExitStack()
         self.world = None
         self.hosts = None
+        # Whether the run goes on in another world, and the memory of a host is lost.
+        self.is_left = self.loses_memory = False
 
     def __enter__(self):
         self._resources.enter_context(storage.watched(self.files))
@@ -640,6 +652,7 @@ class Simulation:
           Crash: if the hosts crashed meanwhile.
         """
         self.files.ended = set()
+        self.is_left = self.loses_memory = False
         self.events.clear()
         tiers = []
         if local:
@@ -685,7 +698,9 @@ class Simulation:
             run=RUN,
             found=run_identity.find_run(chosen),
             layouts=NoLayouts(),
-            world=ALONE,
+            world=RunWorld(
+                is_left=lambda: self.is_left, loses_memory=lambda: self.loses_memory
+            ),
             emit=self._note,
             context=None,
         )

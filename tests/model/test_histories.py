@@ -61,8 +61,10 @@ class Histories(stateful.RuleBasedStateMachine):
     @precondition(is_open)
     @rule(more=st.sampled_from([1, 1, 1, 2]))
     def save(self, more):
-        head = 0 if self.run.head is None else self.run.head.step
-        self.run.save(head + more)
+        self.run.save(self.next_step() + more - 1)
+
+    def next_step(self):
+        return 1 if self.run.head is None else self.run.head.step + 1
 
     @precondition(lambda self: self.run.is_open and self.run.head is not None)
     @rule()
@@ -84,6 +86,25 @@ class Histories(stateful.RuleBasedStateMachine):
     def load(self, data, go_back):
         save = data.draw(st.sampled_from(self.run.sure_steps()))
         self.run.load(save.step, go_back=go_back)
+
+    @precondition(lambda self: hasattr(self, "run") and self.run.sure_steps())
+    @rule(data=st.data())
+    def pin(self, data):
+        self.run.pin(data.draw(st.sampled_from(self.run.sure_steps())))
+
+    @precondition(lambda self: hasattr(self, "run") and self.run.sure_steps())
+    @rule(data=st.data())
+    def lease(self, data):
+        self.run.lease(data.draw(st.sampled_from(self.run.sure_steps())))
+
+    @rule()
+    def end_leases(self):
+        self.run.end_leases()
+
+    @precondition(is_open)
+    @rule(loses_memory=st.booleans())
+    def preempt(self, loses_memory):
+        self.run.preempt(self.next_step(), loses_memory=loses_memory)
 
     @precondition(is_open)
     @rule(late=st.sets(st.sampled_from(STAGES)))
