@@ -65,11 +65,17 @@ class CheckedRun:
     @contextlib.contextmanager
     def _may_end(self):
         # Hosts may end in the block; then all of them do.
-        has_ended = False
+        has_ended, full_at = False, self.sim.files.full_at
         try:
             yield
         except (Crash, Gone):
             has_ended = True
+        except (errors.ElasticCkptError, OSError):
+            # Without room for something a world may not begin, or end well.
+            if full_at is None or self.sim.files.full_at is not None:
+                raise
+            has_ended = True
+        self._is_spoilt |= full_at is not None
         hosts = self.sim.hosts
         self._note_events()
         if has_ended or (hosts is not None and hosts.is_broken):
@@ -79,6 +85,7 @@ class CheckedRun:
     def end(self):
         """Ends all hosts at once."""
         self.sim.end()
+        self.sim.files.full_at = None
         self.sim.threads.late = frozenset()
         self.sim.network.failing.clear()
 
@@ -98,6 +105,8 @@ class CheckedRun:
         self.machines = tuple(machines)
         out_of_reach = self._out_of_reach()
         self.head, self._by_step = None, {}
+        # A restore without room for files of components takes an older step.
+        self.sim.files.full_at = None
         with self._may_end():
             heard = set().union(*(self._heard[n] for n in machines), machines)
             world = self.sim.open(machines, **self._tiers)
@@ -278,6 +287,7 @@ class CheckedRun:
                 distinct = len(set(self.machines)) == len(self.machines) > 1
                 copied = fields["step"] not in uncopied
                 has_copies = self._tiers.get("copies", 1) > 0
-                self.model.copy(save, int(distinct and copied and has_copies))
+                spare = int(distinct and copied and has_copies)
+                self.model.copy(save, spare, self.machines)
             elif name == "backed_up":
                 self.model.store(save)

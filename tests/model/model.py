@@ -74,9 +74,10 @@ class Model:
         save.machines, save.in_ram = frozenset(machines), True
         self._drop(lambda each: each not in set(save.line()))
 
-    def copy(self, save, spare):
-        """Notes that a save has its copies; those before it may leave RAM."""
+    def copy(self, save, spare, machines):
+        """Notes that machines have made copies; saves before it may leave RAM."""
         save.spare = max(save.spare, spare)
+        save.machines |= frozenset(machines)
         before = set(save.line()) - {save}
         for each in before:
             each.in_ram = False

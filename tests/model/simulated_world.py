@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -96,6 +97,7 @@ class Files:
       crash_at: the number of the change that is not made; None for none.
       victims: the hosts that end: the one that makes it (`one`), or all of them.
       torn: whether the change is made in part.
+      full_at: the number of the change for which there is no room; None for none.
       host: that runs now; changes of the driver are those of host 0.
       ended: the hosts that have ended.
       is_off: whether others than the hosts change files now.
@@ -105,6 +107,7 @@ class Files:
     crash_at: int | None = None
     victims: str = "all"
     torn: bool = False
+    full_at: int | None = None
     host: int = 0
     ended: set[int] = dataclasses.field(default_factory=set)
     is_off: bool = False
@@ -118,6 +121,10 @@ class Files:
         if (change == "remove" and not there) or (change == "make" and there):
             return
         self.count += 1
+        if self.count == self.full_at:
+            self.full_at = None
+            if change not in ("remove", "rename"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if self.count == self.crash_at:
             self.crash_at = None
             if self.torn:

@@ -121,6 +121,11 @@ class Histories(stateful.RuleBasedStateMachine):
         files.crash_at = files.count + number
         files.victims, files.torn = victims, torn
 
+    @rule(number=st.integers(1, 120))
+    def lack_room_soon(self, number):
+        files = self.run.sim.files
+        files.full_at = files.count + number
+
     @precondition(is_open)
     @rule()
     def crash(self):
