@@ -116,11 +116,13 @@ class HostsCheckpointer:
     @property
     def latest(self) -> CheckpointMetadata | None:
         """The newest complete step, in whichever tier; None if there is none."""
+        self._background.wait()
         return self._steps.latest
 
     def claim_world(self) -> int:
         """Claims the storage for this world, as a save does; returns its number."""
         self._check_writable()
+        self._background.wait()
         with self._events.flushing():
             return self._steps.claim()
 
@@ -130,6 +132,7 @@ class HostsCheckpointer:
 
         A step whose save is not done is not among them.
         """
+        self._background.wait()
         return self._steps.complete()
 
     def should_save(self, step: int) -> bool:
@@ -137,6 +140,7 @@ class HostsCheckpointer:
         if self._chosen.is_read_only:
             return False
         number = step_number(step)
+        self._background.wait()
         self._events.flush()
         return self._steps.is_due(number, is_saving=self.is_saving_in_progress())
 
@@ -274,11 +278,13 @@ class HostsCheckpointer:
         """
         self._check_writable()
         number = step_number(step)
+        self._background.wait()
         with self._events.flushing():
             self._steps.record_metrics(number, metrics)
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The recorded metrics by step, of steps that are kept or not saved yet."""
+        self._background.wait()
         with self._events.flushing():
             return self._steps.evaluations()
 

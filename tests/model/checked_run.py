@@ -159,7 +159,7 @@ class CheckedRun:
         state, data = simulated_world.state_of(self._seed), self._seed
         values = ({name: leaf.tobytes() for name, leaf in state.items()}, data)
         replaces = parent = self.head
-        if overwrite:
+        if overwrite and replaces is not None:
             parent = replaces.parent
 
         def begun(step_id):

@@ -86,6 +86,19 @@ def test_a_crash_at_any_change_loses_nothing_that_is_sure(name, victims):
             assert run.is_open
 
 
+@pytest.mark.parametrize("name", ["save", "back up", "overwrite", "go back"])
+def test_a_lack_of_room_at_any_change_loses_nothing_that_is_sure(name):
+    before, act, tiers = HISTORIES[name]
+    for number in range(1, num_changes(*HISTORIES[name]) + 1):
+        with prepared(before, tiers) as run:
+            files = run.sim.files
+            files.full_at = files.count + number
+            act(run)
+            run.end()
+            run.open(WORLD)
+            assert run.is_open
+
+
 @pytest.mark.slow(minutes=4)
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("victims", ["all", "one"])

@@ -133,7 +133,12 @@ class HostSaver:
         Raises:
           CheckpointError: if components could not write their files.
         """
-        saving = self._saving[step_id]
+        saving = self._saving.get(step_id)
+        if saving is None:
+            raise errors.CheckpointError(
+                f"this host has committed its part of step {step_id.step}, and keeps"
+                " no more of it in its own memory"
+            )
         if saving.components is None:
             raise errors.CheckpointError("components have not written their files")
         return self._files(saving)
