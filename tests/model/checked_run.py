@@ -256,6 +256,24 @@ class CheckedRun:
         self.model.lose(machine)
         return True
 
+    def check_nothing_is_left(self):
+        """Checks that the hosts of the world, and storage, have no unfinished files."""
+        for machine in set(self.machines):
+            disk = ram_disk.RamDisk(self.sim.roots[machine], run=simulated_world.RUN)
+            for slot, step_id in disk.all_saves():
+                listed = disk.manifest(slot, step_id)
+                directory = pathlib.Path(disk.step_directory(slot, step_id))
+                named = {disk.manifest_path(slot, step_id).name, preserved.FILE}
+                named |= {*listed.fragments.files}
+                named |= {each.path for each in listed.component_files}
+                there = {
+                    str(path.relative_to(directory))
+                    for path in directory.rglob("*")
+                    if path.is_file() and path.name != "zarr.json"
+                }
+                assert there <= named
+        assert not list(self.sim.storage.glob("*.orbax-checkpoint-tmp*"))
+
     def sure_steps(self):
         """The saves that storage has to have by their numbers."""
         return [

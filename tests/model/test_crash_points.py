@@ -83,7 +83,9 @@ def test_a_crash_at_any_change_loses_nothing_that_is_sure(name, victims):
         with crash_at(name, victims, number, torn=bool(number % 2)) as run:
             # It compares what it restores with the model.
             run.open(WORLD)
+            run.wait()
             assert run.is_open
+            run.check_nothing_is_left()
 
 
 @pytest.mark.parametrize("name", ["save", "back up", "overwrite", "go back"])

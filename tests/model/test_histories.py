@@ -59,9 +59,13 @@ class Histories(stateful.RuleBasedStateMachine):
         self.run.open(world)
 
     @precondition(is_open)
-    @rule(more=st.sampled_from([1, 1, 1, 2]))
-    def save(self, more):
-        self.run.save(self.next_step() + more - 1)
+    @rule(number=st.sampled_from([1, 1, 2, 3]), waits=st.booleans())
+    def save(self, number, waits):
+        for _ in range(number):
+            if self.run.is_open:
+                self.run.save(self.next_step())
+        if waits and self.run.is_open:
+            self.run.wait()
 
     def next_step(self):
         return 1 if self.run.head is None else self.run.head.step + 1
