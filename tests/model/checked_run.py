@@ -263,7 +263,7 @@ class CheckedRun:
             for slot, step_id in disk.all_saves():
                 listed = disk.manifest(slot, step_id)
                 directory = pathlib.Path(disk.step_directory(slot, step_id))
-                named = {disk.manifest_path(slot, step_id).name, preserved.FILE}
+                named = {disk.manifest_path(slot, step_id).name}
                 named |= {*listed.fragments.files}
                 named |= {each.path for each in listed.component_files}
                 there = {
@@ -271,7 +271,7 @@ class CheckedRun:
                     for path in directory.rglob("*")
                     if path.is_file() and path.name != "zarr.json"
                 }
-                assert there <= named
+                assert there - {preserved.FILE} == named
         assert not list(self.sim.storage.glob("*.orbax-checkpoint-tmp*"))
 
     def sure_steps(self):

@@ -26,6 +26,7 @@ HISTORIES = {
         lambda run: run.open(WORLD),
         {"store_every": 1000},
     ),
+    "clean": ((1, "cut short"), lambda run: run.open(WORLD), {"store_every": 1}),
     "resize": ((1, "close"), lambda run: run.open((2, 1, 0)), {"store_every": 1}),
     "retention": (
         (1, 2),
@@ -47,6 +48,10 @@ def prepared(before, tiers):
                 assert run.flip(0, 0)
             elif each == "close":
                 run.close()
+            elif each == "cut short":
+                run.sim.files.crash_at = run.sim.files.count + 70
+                run.save(2)
+                assert not run.is_open
             elif each == "load 1":
                 run.load(1)
             else:
