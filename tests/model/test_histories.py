@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -162,6 +163,13 @@ class Histories(stateful.RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=1000, stateful_step_count=8, deadline=None, print_blob=True
+    max_examples=1000, stateful_step_count=8, deadline=None
 )
 TestHistories = Histories.TestCase
+
+
+@pytest.mark.slow(minutes=12)
+def test_ten_thousand_histories():
+    stateful.run_state_machine_as_test(
+        Histories, settings=settings(TestHistories.settings, max_examples=10_000)
+    )
