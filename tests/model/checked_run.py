@@ -272,7 +272,9 @@ class CheckedRun:
                     if path.is_file() and path.name != "zarr.json"
                 }
                 assert there - {preserved.FILE} == named
-        assert not list(self.sim.storage.glob("*.orbax-checkpoint-tmp*"))
+        if not self._is_spoilt:
+            # An upload of parts that went bad waits for good ones.
+            assert not list(self.sim.storage.glob("*.orbax-checkpoint-tmp*"))
 
     def sure_steps(self):
         """The saves that storage has to have by their numbers."""

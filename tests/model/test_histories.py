@@ -15,7 +15,11 @@ MACHINES = 4
 WORLDS = st.sampled_from(
     [(0,), (1,), (0, 1), (1, 2), (2, 0), (0, 1, 2), (3, 2, 1), (0, 1, 2, 3)]
 )
+NUMBERS = st.integers(0, 1000)
 STAGES = ("commit", "replicate", "back-up", "clean")
+
+
+LOST = st.sampled_from([(), (), (0,), (1,), (2,), (0, 1)])
 
 
 class Histories(stateful.RuleBasedStateMachine):
@@ -23,11 +27,12 @@ class Histories(stateful.RuleBasedStateMachine):
 
     @initialize(
         copies=st.sampled_from([1, 1, 0, 2]),
-        store_every=st.sampled_from([1, 2, 3, 1000]),
-        stored_steps=st.sampled_from([None, 1, 2]),
+        store_every=st.sampled_from([1, 1, 2, 1000]),
+        stored_steps=st.sampled_from([None, None, 1, 2]),
         world=WORLDS,
+        number=st.integers(1, 4),
     )
-    def begin(self, copies, store_every, stored_steps, world):
+    def begin(self, copies, store_every, stored_steps, world, number):
         self.resources = contextlib.ExitStack()
         self.run = CheckedRun(
             self.resources.enter_context(shared_memory.directory("model")),
@@ -38,6 +43,8 @@ class Histories(stateful.RuleBasedStateMachine):
         )
         self.resources.enter_context(self.run)
         self.run.open(world)
+        for step in range(1, number + 1):
+            self.run.save(step)
 
     def teardown(self):
         if not hasattr(self, "run"):
@@ -47,17 +54,13 @@ class Histories(stateful.RuleBasedStateMachine):
             self.run.end()
             self.run.open(range(MACHINES))
             self.run.wait()
+            self.run.check_nothing_is_left()
 
     def is_open(self):
         return self.run.is_open
 
-    def is_closed(self):
-        return not self.run.is_open
-
-    @precondition(is_closed)
-    @rule(world=WORLDS)
-    def open(self, world):
-        self.run.open(world)
+    def next_step(self):
+        return 1 if self.run.head is None else self.run.head.step + 1
 
     @precondition(is_open)
     @rule(number=st.sampled_from([1, 1, 2, 3]), waits=st.booleans())
@@ -68,23 +71,10 @@ class Histories(stateful.RuleBasedStateMachine):
         if waits and self.run.is_open:
             self.run.wait()
 
-    def next_step(self):
-        return 1 if self.run.head is None else self.run.head.step + 1
-
     @precondition(lambda self: self.run.is_open and self.run.head is not None)
     @rule()
     def overwrite(self):
         self.run.save(self.run.head.step, overwrite=True)
-
-    @precondition(is_open)
-    @rule()
-    def wait(self):
-        self.run.wait()
-
-    @precondition(is_open)
-    @rule()
-    def close(self):
-        self.run.close()
 
     @precondition(lambda self: self.run.is_open and self.run.sure_steps())
     @rule(data=st.data(), go_back=st.sampled_from([None, True, False]))
@@ -92,49 +82,55 @@ class Histories(stateful.RuleBasedStateMachine):
         save = data.draw(st.sampled_from(self.run.sure_steps()))
         self.run.load(save.step, go_back=go_back)
 
-    @precondition(lambda self: hasattr(self, "run") and self.run.sure_steps())
+    @precondition(lambda self: self.run.is_open and self.run.sure_steps()[1:])
     @rule(data=st.data())
-    def pin(self, data):
-        self.run.pin(data.draw(st.sampled_from(self.run.sure_steps())))
+    def roll_back(self, data):
+        older = self.run.sure_steps()[:-1]
+        self.run.load(data.draw(st.sampled_from(older)).step, go_back=True)
+        if self.run.is_open:
+            self.run.save(self.next_step())
 
-    @precondition(lambda self: hasattr(self, "run") and self.run.sure_steps())
-    @rule(data=st.data())
-    def lease(self, data):
-        self.run.lease(data.draw(st.sampled_from(self.run.sure_steps())))
+    @precondition(lambda self: self.run.sure_steps())
+    @rule(data=st.data(), is_pinned=st.booleans())
+    def keep(self, data, is_pinned):
+        save = data.draw(st.sampled_from(self.run.sure_steps()))
+        if is_pinned:
+            self.run.pin(save)
+        else:
+            self.run.lease(save)
 
     @rule()
     def end_leases(self):
         self.run.end_leases()
 
     @precondition(is_open)
-    @rule(loses_memory=st.booleans())
-    def preempt(self, loses_memory):
+    @rule(loses_memory=st.booleans(), world=WORLDS)
+    def preempt(self, loses_memory, world):
         self.run.preempt(self.next_step(), loses_memory=loses_memory)
+        self.run.open(world)
 
-    @precondition(is_open)
-    @rule(late=st.sets(st.sampled_from(STAGES)))
-    def let_threads_be_late(self, late):
-        self.run.sim.threads.late = frozenset(late)
+    @rule(crashes=st.booleans(), lost=LOST, world=WORLDS)
+    def resize(self, crashes, lost, world):
+        if self.run.is_open and not crashes:
+            self.run.close()
+        self.run.end()
+        for machine in lost:
+            self.run.evict(machine)
+        self.run.open(world)
 
     @rule(
         number=st.integers(1, 120),
-        victims=st.sampled_from(["all", "one"]),
+        victims=st.sampled_from(["all", "one", "room"]),
         torn=st.booleans(),
     )
     def crash_soon(self, number, victims, torn):
         files = self.run.sim.files
+        if victims == "room":
+            # Nobody crashes, but a file has no room.
+            files.full_at = files.count + number
+            return
         files.crash_at = files.count + number
         files.victims, files.torn = victims, torn
-
-    @rule(number=st.integers(1, 120))
-    def lack_room_soon(self, number):
-        files = self.run.sim.files
-        files.full_at = files.count + number
-
-    @precondition(is_open)
-    @rule()
-    def crash(self):
-        self.run.end()
 
     @precondition(is_open)
     @rule(number=st.integers(1, 40), is_answer=st.booleans())
@@ -142,19 +138,18 @@ class Histories(stateful.RuleBasedStateMachine):
         self.run.sim.hosts.lost_at = number
         self.run.sim.hosts.lost_answer = is_answer
 
-    @precondition(is_closed)
-    @rule(machine=st.integers(0, MACHINES - 1))
-    def evict(self, machine):
-        self.run.evict(machine)
-
-    @rule(machine=st.integers(0, MACHINES - 1), number=st.integers(0, 1000))
-    def flip(self, machine, number):
-        self.run.flip(machine, number)
+    @precondition(is_open)
+    @rule(late=st.sets(st.sampled_from(STAGES)))
+    def let_threads_be_late(self, late):
+        self.run.sim.threads.late = frozenset(late)
 
     @precondition(is_open)
-    @rule(machine=st.integers(0, MACHINES - 1))
-    def fail_peer(self, machine):
-        self.run.fail(machine)
+    @rule(machine=st.integers(0, MACHINES - 1), fails=st.booleans(), number=NUMBERS)
+    def spoil(self, machine, fails, number):
+        if fails:
+            self.run.fail(machine)
+        else:
+            self.run.flip(machine, number)
 
     @invariant()
     def nothing_is_wrong(self):
@@ -163,12 +158,12 @@ class Histories(stateful.RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=1000, stateful_step_count=8, deadline=None
+    max_examples=500, stateful_step_count=8, deadline=None
 )
 TestHistories = Histories.TestCase
 
 
-@pytest.mark.slow(minutes=12)
+@pytest.mark.slow(minutes=25)
 def test_ten_thousand_histories():
     stateful.run_state_machine_as_test(
         Histories, settings=settings(TestHistories.settings, max_examples=10_000)
