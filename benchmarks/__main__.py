@@ -22,6 +22,7 @@ SUITES = {
     "storage": "the bytes of a run's step log, and its writes late over early",
     "validation": "comparing replicas on devices, over one read of the state",
     "universal": "loads of other layouts over plain ones: secs, memory, bytes read",
+    "histories": "50,000 random histories of a simulated run, compared with a model",
     "data_state": "what a state costs: its bytes, its memory, saving and resuming",
 }
 

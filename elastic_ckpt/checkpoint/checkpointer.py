@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any, Self, TypeVar
@@ -51,6 +50,7 @@ from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.checkpoint.writing import Writing
 from elastic_ckpt.core import (
     background,
+    clock,
     errors,
     events,
     storage,
@@ -139,22 +139,24 @@ class HostsCheckpointer:
         hosts, chosen, world = self._hosts, self._chosen, self._world
         self._restorer = restore.Restorer(hosts=hosts, layouts=layouts, emit=self._emit)
         self._root: PersistentRoot | None = None
-        clock = BackupClock()
+        backups = BackupClock()
         if chosen.persistent is not None:
             self._root = PersistentRoot.from_path(chosen.persistent.directory)
-            clock = _clock(hosts, chosen.persistent.every_minutes)
+            backups = _clock(hosts, chosen.persistent.every_minutes)
         self._stages = SaveStages(
             hosts,
             in_ram=chosen.local is not None,
             peers=chosen.peers,
             # Without RAM a save begins the period, not the end of its upload.
-            clock=None if chosen.local is None else clock,
+            clock=None if chosen.local is None else backups,
             world=world,
             emit=self._emit,
             check_writer=self._of_storage.check,
             has_storage=self._root is not None,
         )
-        self._schedule = Schedule(chosen, clock, agree=functools.partial(_agree, hosts))
+        self._schedule = Schedule(
+            chosen, backups, agree=functools.partial(_agree, hosts)
+        )
         # The line that was saved to last, by this process.
         self._own_line: Line | None = None
         # Whether this process has a state to go on with: it has loaded or saved one.
@@ -188,11 +190,13 @@ class HostsCheckpointer:
     @property
     def latest(self) -> CheckpointMetadata | None:
         """The newest complete step, in whichever tier; None if there is none."""
+        self._background.wait()
         return self._stages.committed or self._restored
 
     def claim_world(self) -> int:
         """Claims the storage for this world, as a save does; returns its number."""
         self._check_writable()
+        self._background.wait()
         with self._events.flushing():
             return self._claim()
 
@@ -202,6 +206,7 @@ class HostsCheckpointer:
 
         A step whose save is not done is not among them.
         """
+        self._background.wait()
         listed = list(self._hosts.first(StepSearch.complete_steps))
         if self._root is None:
             return listed
@@ -217,6 +222,7 @@ class HostsCheckpointer:
         if self._chosen.is_read_only:
             return False
         number = step_number(step)
+        self._background.wait()
         self._events.flush()
         return self._is_due(number, is_saving=self.is_saving_in_progress())
 
@@ -354,6 +360,7 @@ class HostsCheckpointer:
         """
         self._check_writable()
         number = step_number(step)
+        self._background.wait()
         with self._events.flushing():
             text = user_json.text_of("metrics", metrics)
             self._check_storage()
@@ -370,6 +377,7 @@ class HostsCheckpointer:
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The recorded metrics by step, of steps that are kept or not saved yet."""
+        self._background.wait()
         with self._events.flushing():
             self._check_storage()
             recorded = self._hosts.first(HostBackup.evaluations, self._line)
@@ -881,7 +889,7 @@ class HostsCheckpointer:
             self._emit("went_back", step=self._left_step, to_step=self._restored.step)
         self._left_step = None
         self._emit("save_started", step=step)
-        began_secs = time.monotonic()
+        began_secs = clock.monotonic()
         step_id = StepId(step, line.save)
         trees, stateful = component_io.split(checkpointables)
         self._report_unloaded(stateful)
@@ -926,7 +934,7 @@ class HostsCheckpointer:
         committed = self._stages.begin(saving)
         if is_shared:
             # The caller may donate its arrays from now on.
-            futures.wait([committed])
+            background.wait([committed])
         self._schedule.note_save(current, back_up=back_up)
         if problem is not None:
             raise problem
@@ -1089,7 +1097,7 @@ class HostsCheckpointer:
             step=step,
             save=self._save,
             path=None if self._root is None else self._root.final(step),
-            commit_timestamp_nsecs=time.time_ns(),
+            commit_timestamp_nsecs=clock.time_ns(),
         )
 
     @property
@@ -1122,10 +1130,10 @@ class HostsCheckpointer:
                 f" is {latest.step}; to continue from an earlier step, load it with"
                 " go_back=True"
             )
-        # Until the step is complete under the new line, nothing abandons the old save.
+        # The old save is of the line: it counts if the new one is cut short.
         after = max(self._save, latest.line[-1][1])
         save = self._hosts.first(HostWorld.new_save, after)
-        return Line(save=save, parents=latest.before())
+        return Line(save=save, parents=latest.line)
 
     def _go_on_from(self, search: SearchOutcome) -> None:
         self._restored = search.checkpoint

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any, Generic, TypeVar
 
+from elastic_ckpt.core import background
+
 T = TypeVar("T")
 
 
@@ -29,6 +31,8 @@ class Response(Generic[T]):
           Exception: the error of the call, if it failed.
           TimeoutError: if it has not ended in time; it goes on.
         """
+        if timeout is None:
+            background.wait([self._doing])
         return self._doing.result(timeout)
 
     def on_complete(self, callback: Callable[[T], Any]) -> None:

@@ -455,6 +455,8 @@ class Restorer:
                     checkpoint, requested, is_shared=search.is_shared
                 )
             except HostsFailedError as error:
+                # All drivers have this error; hosts may hold what they have read.
+                self.hosts.all(HostReader.close_step)
                 if step is not None:
                     raise
                 without.append(checkpoint.step_id)

@@ -25,7 +25,6 @@ import dataclasses
 import functools
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple, TypeVar
@@ -49,7 +48,14 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock
-from elastic_ckpt.core import background, errors, events, metrics, storage_cause
+from elastic_ckpt.core import (
+    background,
+    clock,
+    errors,
+    events,
+    metrics,
+    storage_cause,
+)
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Peers
@@ -90,7 +96,7 @@ class Stage:
         doing = self._doing
         if doing is not None:
             # After an interruption here (Ctrl-C) it still has its work.
-            futures.wait([doing])
+            background.wait([doing])
         if self._doing is doing:
             self._doing = None
 
@@ -292,7 +298,7 @@ class SaveStages:
             secs = max(self._hosts.all(HostWorld.secs_until_peers_are_asked))
             if secs:
                 logging.warning("peers are asked again in %.1f s", secs)
-                time.sleep(secs)
+                clock.sleep(secs)
                 self._back_up_late(late)
             else:
                 self._due.keep(late)
@@ -308,7 +314,7 @@ class SaveStages:
         # Returns when the newest step has its copies.
         self._copy_stage.wait()
         if self.committed is not None and self.committed != self._copied:
-            futures.wait([self._copy()])
+            background.wait([self._copy()])
             self.check()
 
     def _copy(self) -> futures.Future[None]:
@@ -418,7 +424,7 @@ class SaveStages:
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
         self.committed = saving.committed(notes.time_ms)
         self._is_broken = False
-        secs = time.monotonic() - saving.began_secs
+        secs = clock.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._emit("saved", step=saving.step, secs=secs)
 
@@ -447,7 +453,7 @@ class SaveStages:
         # Hosts upload one step at a time.
         self._catch_up_stage.wait()
         self._backup_stage.wait()
-        futures.wait(self._cleaned)
+        background.wait(self._cleaned)
         try:
             self._hosts.all(HostSaver.hold, written)
             problem = saving.diverged(self._hosts)
@@ -554,7 +560,7 @@ class SaveStages:
         Returns:
           The copies that were made; None if a host failed.
         """
-        step, began_secs = committed.step, time.monotonic()
+        step, began_secs = committed.step, clock.monotonic()
         try:
             placed = part_passes.exchanged(
                 self._hosts,
@@ -572,7 +578,7 @@ class SaveStages:
             self._report_lacking(step, [*placed.problems, *of_hosts])
         if num_copies or not is_late:
             num_bytes = sum(each.num_bytes for each in answers)
-            secs = time.monotonic() - began_secs
+            secs = clock.monotonic() - began_secs
             self._record(metrics.CHECKPOINT_COPY, num_bytes)
             self._record(metrics.CHECKPOINT_COPY_SECS, secs)
             self._emit(
@@ -622,7 +628,7 @@ class SaveStages:
         self, saving: Saving, *, after: Sequence[futures.Future[None]] = ()
     ) -> None:
         # Hosts divide the work by holdings, which copies under way would change.
-        futures.wait(after)
+        background.wait(after)
         try:
             if self._upload(saving):
                 self._collect_backups(saving)
@@ -634,7 +640,7 @@ class SaveStages:
 
     def _upload(self, saving: Saving) -> bool:
         # Uploads a step; whether it was committed to storage.
-        step, began_secs = saving.step, time.monotonic()
+        step, began_secs = saving.step, clock.monotonic()
         try:
             num_bytes, bad = saving.upload(self._hosts, check_writer=self._check_writer)
         except HostsFailedError as error:
@@ -642,7 +648,7 @@ class SaveStages:
             return False
         saving.stored.set()
         self._due.store(step)
-        secs = time.monotonic() - began_secs
+        secs = clock.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
         self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
         self._emit(
@@ -675,7 +681,7 @@ class SaveStages:
                 self.replicate(restored, is_late=True)
             owed.copied.set()
             if owed.steps:
-                futures.wait(self._cleaned)
+                background.wait(self._cleaned)
                 self._back_up_owed(owed)
         finally:
             owed.copied.set()

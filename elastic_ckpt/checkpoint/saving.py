@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import logging
@@ -19,7 +18,7 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import clock, errors
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
@@ -80,7 +79,7 @@ class Saving:
             overwrite=False,
             description=StepDescription.from_contents(contents),
             parents=contents.parents,
-            began_secs=time.monotonic(),
+            began_secs=clock.monotonic(),
         )
 
     @property

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import preemption
+from elastic_ckpt.core import clock, preemption
 from elastic_ckpt.tiers.choices import Chosen
 
 # The most steps between two comparisons of clocks, if clocks decide.
@@ -29,15 +28,15 @@ class BackupClock:
         self, every_minutes: float | None = None, *, since_secs: float = 0.0
     ) -> None:
         self.every_secs = math.inf if every_minutes is None else 60 * every_minutes
-        self._began_secs = time.monotonic() - since_secs
+        self._began_secs = clock.monotonic() - since_secs
 
     def begin_again(self) -> None:
         """Notes that a backup begins now."""
-        self._began_secs = time.monotonic()
+        self._began_secs = clock.monotonic()
 
     def left_secs(self) -> float:
         """The time until a backup is due; not above 0 if one is."""
-        return self._began_secs + self.every_secs - time.monotonic()
+        return self._began_secs + self.every_secs - clock.monotonic()
 
 
 class Schedule:
@@ -146,7 +145,7 @@ class Schedule:
     def _has_time_passed(self, step: int) -> bool:
         if self._is_time or step < self._next_look:
             return self._is_time
-        now_secs = time.monotonic()
+        now_secs = clock.monotonic()
         left_secs = self._clock.left_secs()
         skipped = 1
         if self._last_look is not None:

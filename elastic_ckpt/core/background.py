@@ -1,7 +1,7 @@
 """Calls in a background thread whose results are taken later, and their cleanup.
 
-`in_thread` makes one call. `BackgroundCalls` calls one function ahead of time.
-`close_with` closes a resource when
+`in_thread` makes one call, `pool` makes several at a time, and `wait` waits for them.
+`BackgroundCalls` calls one function ahead of time. `close_with` closes a resource when
 its owner is garbage-collected or when the program ends. `before_exit` finishes work
 that still needs thread pools.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -45,9 +46,52 @@ def in_thread(call: Callable[[], T], *, name: str) -> futures.Future[T]:
 
     The thread does not keep a program alive that ends.
     """
-    task = _Task(call=call, future=futures.Future())
-    threading.Thread(target=task.run, name=name, daemon=True).start()
-    return task.future
+    return _threads.start(call, name)
+
+
+def pool(num_threads: int, name: str) -> futures.Executor:
+    """An executor of `num_threads` threads, whose names begin with `name`."""
+    return _threads.pool(num_threads, name)
+
+
+def wait(pending: Collection[futures.Future[Any]]) -> None:
+    """Returns when all calls have ended, also those that failed."""
+    _threads.wait(pending)
+
+
+class Threads:
+    """How calls are made beside the caller; see `made_by`."""
+
+    def start(self, call: Callable[[], T], name: str) -> futures.Future[T]:
+        """See `in_thread`."""
+        task = _Task(call=call, future=futures.Future())
+        threading.Thread(target=task.run, name=name, daemon=True).start()
+        return task.future
+
+    def pool(self, num_threads: int, name: str) -> futures.Executor:
+        """See `pool`."""
+        return futures.ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    def wait(self, pending: Collection[futures.Future[Any]]) -> None:
+        """See `wait`."""
+        futures.wait(pending)
+
+
+_threads = Threads()
+
+
+@contextlib.contextmanager
+def made_by(threads: Threads) -> Iterator[None]:
+    """Has `threads` make the calls of this process while the block runs.
+
+    For simulations, in which one thread makes all calls in an order that it chooses.
+    """
+    global _threads
+    outer, _threads = _threads, threads
+    try:
+        yield
+    finally:
+        _threads = outer
 
 
 class BackgroundCalls(Generic[T]):

@@ -18,7 +18,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -37,7 +37,41 @@ _PRIVATE_ACL = struct.pack("<I", 2) + b"".join(
     for tag, permissions in ((0x01, 0o7), (0x04, 0), (0x20, 0))
 )
 
+# Called before each change of a file or directory; see `watched`.
+_before: Callable[[str, str], None] | None = None
+
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+def before(change: str, path: epath.PathLike) -> None:
+    """Announces a change, to whoever watches (`watched`).
+
+    Code that changes files by other means than this module calls it.
+
+    Args:
+      change: `create`, `write`, `rename`, `link`, `remove` or `make`.
+      path: of the file or directory.
+    """
+    if _before is not None:
+        _before(change, os.fspath(path))
+
+
+@contextlib.contextmanager
+def watched(watch: Callable[[str, str], None]) -> Iterator[None]:
+    """Calls `watch` before each change of a file while the block runs.
+
+    For simulations of crashes: what it raises prevents the change, and no code catches
+    a `BaseException` of its own.
+
+    Args:
+      watch: called with the arguments of `before`, from any thread.
+    """
+    global _before
+    outer, _before = _before, watch
+    try:
+        yield
+    finally:
+        _before = outer
 
 
 def is_local(path: epath.PathLike) -> bool:
@@ -79,9 +113,11 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     try:
         yield temporary
         sync(temporary)
+        before("rename", final)
         os.replace(temporary, final)
         sync(final.parent)
     except BaseException:
+        before("remove", temporary)
         pathlib.Path(temporary).unlink(missing_ok=True)
         raise
 
@@ -97,9 +133,11 @@ def write_atomic(
       mode: as for `atomic_path`; ignored in object stores.
     """
     if not is_local(path):
+        before("write", path)
         absolute(path).write_bytes(bytes(content))
         return
     with atomic_path(path, mode=mode) as temporary:
+        before("write", temporary)
         pathlib.Path(temporary).write_bytes(content)
 
 
@@ -121,6 +159,7 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
 
         bucket_clients.prepare(os.fspath(path))
         filesystem, name = fsspec.url_to_fs(os.fspath(path))
+        before("create", path)
         try:
             filesystem.pipe_file(name, content, mode="create")
         except FileExistsError:
@@ -133,11 +172,13 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        before("link", final)
         os.link(temporary, final)
         sync(final.parent)
     except FileExistsError:
         return False
     finally:
+        before("remove", temporary)
         pathlib.Path(temporary).unlink()
     return True
 
@@ -147,6 +188,7 @@ def write_in_place(path: epath.PathLike, *content: bytes | memoryview) -> None:
 
     After a crash it may be cut short. Its directory exists, and is not flushed.
     """
+    before("write", path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _MODE)
     try:
         for each in content:
@@ -175,6 +217,7 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
     # Agents import this module, and need no NumPy.
     import numpy as np
 
+    before("create", path)
     os.makedirs(os.path.dirname(os.fspath(path)), exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
     try:
@@ -192,6 +235,7 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
 def move(source: epath.PathLike, target: epath.PathLike) -> None:
     """Renames a local file, whose bytes are durable then; see `write_in_place`."""
     sync(source)
+    before("rename", target)
     os.replace(source, target)
 
 
@@ -205,6 +249,7 @@ def sync_tree(path: epath.PathLike) -> None:
 def make_directory(path: epath.PathLike) -> epath.Path:
     """Creates the directory `path` and its parents unless they exist; returns it."""
     directory = absolute(path)
+    before("make", directory)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -216,6 +261,7 @@ def make_private_directory(path: epath.PathLike) -> None:
     that any program creates in it get mode 0600, directories 0700. A directory that
     belongs to another user is left unchanged.
     """
+    before("make", path)
     os.makedirs(path, mode=0o700, exist_ok=True)
     with contextlib.suppress(PermissionError):
         os.chmod(path, 0o700)
@@ -229,6 +275,7 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
     Raises:
       OSError: if `target` is a directory that is not empty; it is left unchanged.
     """
+    before("rename", target)
     os.replace(source, target)
     sync(os.path.dirname(os.path.abspath(target)))
 
@@ -252,13 +299,16 @@ def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> N
             if child.is_dir():
                 pending.append(name)
             elif name != last:
+                before("write", copied / name)
                 child.copy(copied / name, overwrite=True)
+    before("write", copied / last)
     (root / last).copy(copied / last, overwrite=True)
 
 
 def remove(path: epath.PathLike) -> None:
     """Removes a file, or a directory and its content, if it exists."""
     target = epath.Path(path)
+    before("remove", target)
     with contextlib.suppress(FileNotFoundError):
         if target.is_dir():
             target.rmtree()
@@ -362,6 +412,7 @@ class Presence:
 
 def _temporary_file(final: pathlib.Path, mode: int) -> tuple[int, str]:
     # A new file beside `final`, open for writing, and its path.
+    before("create", final)
     final.parent.mkdir(parents=True, exist_ok=True)
     path = final.with_name(f".{final.name}.{secrets.token_hex(8)}")
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), str(path)

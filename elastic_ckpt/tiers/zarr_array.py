@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from elastic_ckpt.core import boxes
+from elastic_ckpt.core import boxes, storage
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
 
@@ -59,6 +59,7 @@ class ArrayWriter:
           chunk: the shape of its chunks.
         """
         content = metadata_file(leaf.shape, leaf.dtype, chunk)
+        self._before(prefix + METADATA)
         return self._store.write(prefix + METADATA, content)
 
     def write(
@@ -78,8 +79,9 @@ class ArrayWriter:
           box: that is one of them.
           values: which must not change before the write is done, or committed.
         """
+        key = prefix + layout.chunk_key(box, chunk)
+        self._before(key)
         if values.nbytes <= _SMALL_BYTES:
-            key = prefix + layout.chunk_key(box, chunk)
             return self._store.write(key, _encoded(values))
         array = ts.open(
             {
@@ -101,6 +103,11 @@ class ArrayWriter:
         if self._transaction is not None:
             writing.copy.result()
         return writing.commit
+
+    def _before(self, key: str) -> None:
+        # A transaction changes files when it is committed.
+        if self._transaction is None:
+            storage.before("write", self._path + key)
 
 
 def _encoded(values: np.ndarray) -> bytes:

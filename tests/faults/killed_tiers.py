@@ -18,7 +18,6 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller
 from elastic_ckpt.steps import manifest_file
-from tests.faults import spoilt_files
 from tests.multiprocess import tier_worlds
 
 HOST = "elastic_ckpt.checkpoint.host"
@@ -27,14 +26,9 @@ STORE = "elastic_ckpt.tiers.persistent"
 STORAGE = "elastic_ckpt.core.storage"
 MANIFEST = "elastic_ckpt.steps.manifest_file"
 
-SAVER = f"{HOST}.saver:HostSaver"
-COPIES = f"{HOST}.copies:HostCopies"
 READER = f"{HOST}.reader:HostReader"
-SEARCH = f"{HOST}.step_search:StepSearch"
-BACKUP = f"{HOST}.backup:HostBackup"
 LOCAL = f"{RAM}.local:LocalHost"
 WRITER = f"{RAM}.step_writer:StepWriter"
-UPLOAD = f"{STORE}.upload:Upload"
 
 Then = Literal["older", "newer", "either"]
 
@@ -51,7 +45,6 @@ class Point:
       host: that is watched.
       then: whether the step that was being saved is there afterwards, or the one
         before.
-      spoilt: whether all that the host holds goes bad first.
     """
 
     at: str
@@ -60,95 +53,20 @@ class Point:
     within: str | None = None
     host: int = 1
     then: Then = "newer"
-    spoilt: bool = False
 
 
-SAVE = {
-    "before_the_capture": Point(at=f"{SAVER}.capture", before=True, then="older"),
-    "with_room_reserved": Point(at=f"{LOCAL}.begin", then="older"),
-    "captured": Point(at=f"{SAVER}.capture", then="older"),
-    "components_begun": Point(
-        at="elastic_ckpt.checkpoint.component_io:begin_save", then="older"
-    ),
-    "before_the_first_chunk": Point(
-        at=f"{RAM}.chunk_files:ChunkWriter.write", before=True, then="older"
-    ),
-    "with_chunks_in_flight": Point(
-        at="elastic_ckpt.core.digest:values_digest",
-        within=f"{RAM}.chunk_files:ChunkWriter.write",
-        call=2,
-        then="older",
-    ),
-    "with_all_chunks_written": Point(at=f"{WRITER}.write", then="older"),
-    "with_all_files_written": Point(at=f"{SAVER}.write", then="older"),
-    "before_the_manifest": Point(at=f"{MANIFEST}:write", before=True, then="older"),
+# `tests/model` enumerates all points in a simulation; these are of real processes.
+POINTS = {
     "with_the_manifest_half_written": Point(
         at="os:replace", within=f"{MANIFEST}:write", before=True, then="older"
     ),
-    "after_the_manifest": Point(at=f"{MANIFEST}:write", then="either"),
-    "with_its_part_committed": Point(at=f"{SAVER}.commit", then="either"),
-    "when_all_have_committed": Point(
-        at="elastic_ckpt.checkpoint.save_stages:SaveStages._begin_others", before=True
-    ),
-}
-REPLICATE = {
-    "with_its_parts_offered": Point(at=f"{COPIES}.offer"),
-    "placed": Point(at="elastic_ckpt.steps.placement:place", host=0),
-    "with_the_copies_dealt": Point(at=f"{COPIES}.place", host=0),
-    "before_the_copies": Point(at=f"{COPIES}.take", before=True),
-    "with_room_for_copies": Point(at=f"{LOCAL}.copy_writer"),
-    "with_the_first_copy_read": Point(
-        at="elastic_ckpt.checkpoint.host.verified_read:VerifiedReader.fragment",
-        within=f"{WRITER}.put",
-    ),
     "with_the_first_copy_written": Point(at=f"{WRITER}.put"),
-    "with_a_copy_of_a_file_written": Point(at=f"{WRITER}.put_file"),
-    "before_the_manifest_with_copies": Point(
-        at=f"{MANIFEST}:write", within=f"{COPIES}.take", before=True
-    ),
-    "with_the_manifest_with_copies_half_written": Point(
-        at="os:replace", within=f"{MANIFEST}:write", call=2, before=True
-    ),
-    "with_copies": Point(at=f"{COPIES}.take"),
-}
-COLLECT = {
-    "before_the_older_step_goes": Point(at=f"{SAVER}.collect", before=True),
-    "with_its_manifest_gone": Point(at=f"{STORAGE}:remove", within=f"{LOCAL}.remove"),
-    "with_its_files_half_gone": Point(at="os:unlink", within=f"{LOCAL}.remove", call=5),
-    "with_the_older_step_gone": Point(at=f"{SAVER}.collect"),
-}
-BACK_UP = {
-    "before_the_upload": Point(at=f"{UPLOAD}.begin", before=True),
-    "with_an_empty_upload": Point(at=f"{UPLOAD}.begin"),
-    "with_the_first_chunks_uploaded": Point(at=f"{UPLOAD}.write_chunks"),
-    "with_the_first_file_uploaded": Point(at=f"{UPLOAD}.write_file"),
-    "before_the_uploaded_manifest": Point(at=f"{UPLOAD}.finish", before=True),
-    "with_its_share_uploaded": Point(at=f"{BACKUP}.back_up"),
-    "before_the_upload_is_committed": Point(
-        at=f"{STORE}.commit:commit", before=True, host=0
+    "with_the_older_step_half_gone": Point(
+        at="os:unlink", within=f"{LOCAL}.remove", call=5
     ),
     "with_stores_merged": Point(at=f"{STORE}.ocdbt:merge", host=0),
-    "before_the_upload_is_renamed": Point(at=f"{STORAGE}:rename", before=True, host=0),
-    "with_the_upload_renamed": Point(at=f"{STORAGE}:rename", host=0),
-}
-RESTORE = {
-    "with_the_secret_taken": Point(at="elastic_ckpt.tiers.peers.secret:adopt"),
-    "before_leftovers_are_removed": Point(at=f"{LOCAL}.clean", before=True),
-    "with_peers_known": Point(at="elastic_ckpt.tiers.peers.known_agents:write"),
-    "before_the_search": Point(at=f"{SEARCH}.find", before=True, host=0),
-    "with_the_step_open": Point(at=f"{READER}.open_step"),
-    "with_the_first_value_read": Point(
-        at="elastic_ckpt.checkpoint.host.verified_read:VerifiedReader.fragment"
-    ),
-    "with_all_values_read": Point(at=f"{READER}.read"),
     "with_a_component_half_written": Point(
         at=f"{STORAGE}:write_atomic", within=f"{READER}.materialise", call=3
-    ),
-    "before_the_repair": Point(at=f"{READER}.repair", before=True, spoilt=True),
-    "with_the_first_bad_copy_put_right": Point(at=f"{LOCAL}.put_right", spoilt=True),
-    "with_the_state_made": Point(at=f"{READER}.arrays"),
-    "with_all_forgotten": Point(
-        at=f"{READER}.close_step", within="elastic_ckpt.core.calls:Call.run"
     ),
 }
 
@@ -194,8 +112,6 @@ def live(place, emit, *, directories, slices, life):
         )
         with checkpointer:
             _check_clean(directories[place.host])
-            if life.point and life.point.spoilt and place.host == life.point.host:
-                _spoil(directories[place.host])
             step = _restore(checkpointer, mesh, life.expected)
             if place.host == 0:
                 emit("run_stopped", step=step, saved=True)
@@ -256,13 +172,6 @@ def _check_clean(root):
             if file.is_file() and file.name != "zarr.json"
         }
         assert there == named, there ^ named
-
-
-def _spoil(root):
-    # One byte of every chunk of a host, where they lie.
-    for path in pathlib.Path(root, "hosts", "0").glob("*/manifest-*.json"):
-        for file in manifest_file.parse(path.read_bytes()).fragments.files:
-            spoilt_files.change_first_byte(path.parent / file)
 
 
 def _arm(life, host):

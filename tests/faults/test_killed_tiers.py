@@ -15,18 +15,6 @@ from elastic_ckpt.elastic import supervisor
 from tests.faults import killed_tiers
 from tests.multiprocess import machines
 
-PHASES = {
-    "save": killed_tiers.SAVE,
-    "replicate": killed_tiers.REPLICATE,
-    "collect": killed_tiers.COLLECT,
-    "back_up": killed_tiers.BACK_UP,
-    "restore": killed_tiers.RESTORE,
-}
-
-
-def test_there_are_points_enough():
-    assert sum(map(len, PHASES.values())) >= 30
-
 
 class Lives:
     """Worlds on four machines, each one after the other was killed."""
@@ -39,7 +27,7 @@ class Lives:
 
     def end_at(self, phase, name, *, everybody):
         """A world finds what the one before left, and is killed at a point."""
-        point = PHASES[phase][name]
+        point = killed_tiers.POINTS[name]
         context = f"{phase}, {name}, on the machines {self._numbers}"
         problem = self._live(phase, point, everybody)
         # The reason that the world reports explains why it missed the point.
@@ -51,7 +39,7 @@ class Lives:
         saved = self._heard("saved")
         if phase == "restore":
             assert not saved, context
-            return None
+            return
         older, newer = restored + 1, restored + 2
         assert older in saved, context
         self._expected = {
@@ -63,17 +51,11 @@ class Lives:
         assert max(saved) <= max(self._expected), context
         self._expected = tuple(s for s in self._expected if s >= max(saved))
         if everybody:
-            return None
-        victim = self._numbers[point.host]
+            return
         if len(self._numbers) < 4:
             self._numbers = list(range(4))
         else:
-            self._numbers.remove(victim)
-        return victim
-
-    def lose(self, number):
-        """A machine goes, too; in its place comes one whose memory is empty."""
-        self._ram.lose(number)
+            del self._numbers[point.host]
 
     def end_well(self):
         """The last world finds what was left, saves, and lives."""
@@ -127,25 +109,7 @@ def lives(tmp_path):
 def test_worlds_that_are_killed_lose_nothing_and_leave_nothing(lives):
     lives.end_at("save", "with_the_manifest_half_written", everybody=False)
     lives.end_at("replicate", "with_the_first_copy_written", everybody=False)
+    lives.end_at("collect", "with_the_older_step_half_gone", everybody=True)
+    lives.end_at("back_up", "with_stores_merged", everybody=False)
     lives.end_at("restore", "with_a_component_half_written", everybody=True)
-    lives.end_well()
-
-
-@pytest.mark.slow(minutes=0.6)
-@pytest.mark.parametrize("phase", PHASES)
-def test_killed_at_any_point_a_world_loses_nothing_and_leaves_nothing(lives, phase):
-    if phase == "restore":
-        # There has to be something to restore.
-        lives.end_at("save", "with_its_part_committed", everybody=False)
-    # One host or all of them, in turn.
-    for number, name in enumerate(PHASES[phase]):
-        lives.end_at(phase, name, everybody=bool(number % 2))
-    lives.end_well()
-
-
-@pytest.mark.slow(minutes=0.6)
-def test_a_machine_that_goes_with_its_host_takes_no_step_that_was_replicated(lives):
-    for name in killed_tiers.COLLECT:
-        victim = lives.end_at("collect", name, everybody=False)
-        lives.lose(victim)
     lives.end_well()

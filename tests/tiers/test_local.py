@@ -5,8 +5,6 @@ import os
 import pathlib
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 
 import jax
@@ -24,10 +22,10 @@ from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
 from tests.checkpoint.host.test_capture import random_bits
-from tests.tiers import killed_host
+from tests.tiers import local_steps
 
 ROOT = pathlib.Path(__file__).parents[2]
-RUN = killed_host.RUN
+RUN = local_steps.RUN
 
 
 @pytest.fixture
@@ -183,8 +181,8 @@ def test_a_step_that_is_not_committed_is_not_offered(disk, host):
 
 
 def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
-    first = killed_host.save(host, 3, save="0")
-    second = killed_host.save(host, 3, save="1")
+    first = local_steps.save(host, 3, save="0")
+    second = local_steps.save(host, 3, save="1")
     saves = [offer.manifest.save for offer in offered(disk, 3)]
     assert sorted(saves) == [first.save, second.save]
     assert host.held() == [(3, "0"), (3, "1")]
@@ -200,7 +198,7 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     writer.write(captured)
     known = dataclasses.replace(contents, time_ms=1500, metrics='{"loss":NaN}')
     writer.commit(contents=known)
-    killed_host.save(host, 4)
+    local_steps.save(host, 4)
     disk.manifest_path(0, StepId(4, "0")).write_text("{}")
     first, spoilt = host.retained()
     assert (first.step, first.time.timestamp(), first.complete) == (3, 1.5, True)
@@ -209,16 +207,16 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
 
 
 def test_a_committed_step_is_not_saved_over(host):
-    killed_host.save(host, 3)
+    local_steps.save(host, 3)
     with pytest.raises(errors.CheckpointError, match=r"step 3, save '0', is in .*/3-0"):
-        killed_host.save(host, 3)
+        local_steps.save(host, 3)
     assert host.in_flight == set()
 
 
 def test_a_leftover_of_the_same_step_is_removed_before_it_is_written(disk, host):
     junk = disk.step_directory(0, StepId(3, "0")) / "junk" / "c"
     storage.write_atomic(junk / "0", b"of a dead process")
-    killed_host.save(host, 3)
+    local_steps.save(host, 3)
     assert not junk.exists()
 
 
@@ -242,12 +240,12 @@ def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
 
 
 def test_a_file_of_a_component_is_put_right(disk, host):
-    saved = killed_host.save(host, 3)
+    saved = local_steps.save(host, 3)
     (file,) = saved.component_files
     path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / file.path)
     path.unlink()
-    host.put_right_file(saved, file, killed_host.cursors(3))
-    assert path.read_bytes() == killed_host.cursors(3)
+    host.put_right_file(saved, file, local_steps.cursors(3))
+    assert path.read_bytes() == local_steps.cursors(3)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +279,8 @@ def test_a_directory_that_is_a_link_is_not_followed(disk, host, tmp_path):
 
 
 def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, host):
-    killed_host.save(host, 3, save="0")
-    killed_host.save(host, 3, save="1")
+    local_steps.save(host, 3, save="0")
+    local_steps.save(host, 3, save="1")
     path = pathlib.Path(disk.manifest_path(0, StepId(3, "0")))
     path.write_bytes(path.read_bytes()[:-9])
     offered = disk.offers(3)
@@ -293,9 +291,9 @@ def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, ho
 
 
 def test_a_manifest_of_another_step_or_save_is_not_taken(disk, host):
-    killed_host.save(host, 3, save="0")
-    killed_host.save(host, 3, save="1")
-    killed_host.save(host, 4)
+    local_steps.save(host, 3, save="0")
+    local_steps.save(host, 3, save="1")
+    local_steps.save(host, 4)
     name = disk.manifest_path(0, StepId(3, "0")).name
     for other, message in (("4-0", "step 4"), ("3-1", "save '1'")):
         shutil.copy(
@@ -348,7 +346,7 @@ def test_room_that_is_looked_for_later_is_refused_alike(disk, host):
 
 
 def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, host):
-    killed_host.save(host, 2)
+    local_steps.save(host, 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # The kernel refuses what is longer, as a full file system does.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
@@ -364,9 +362,9 @@ def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, ho
 
 
 def test_copies_are_listed_beside_what_the_host_saved(disk, host):
-    own = killed_host.save(host, 3, only={"params/b"})
-    values = killed_host.state(3)["params/w"]
-    held = killed_host.copies(host, 3, values)
+    own = local_steps.save(host, 3, only={"params/b"})
+    values = local_steps.state(3)["params/w"]
+    held = local_steps.copies(host, 3, values)
     assert len(held.fragments) == len(own.fragments) + 4
     assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
     assert len(offered(disk, 3)) == 1
@@ -374,16 +372,16 @@ def test_copies_are_listed_beside_what_the_host_saved(disk, host):
 
 
 def test_a_host_that_saved_nothing_holds_copies(disk, host):
-    values = killed_host.state(3)["params/w"]
-    held = killed_host.copies(host, 3, values)
+    values = local_steps.state(3)["params/w"]
+    held = local_steps.copies(host, 3, values)
     assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-    assert held.component_files == (killed_host.file_of_peer(3),)
+    assert held.component_files == (local_steps.file_of_peer(3),)
 
 
 def test_copies_take_the_place_of_what_a_spoilt_manifest_listed(disk, host):
-    killed_host.save(host, 3)
+    local_steps.save(host, 3)
     pathlib.Path(disk.manifest_path(0, StepId(3, "0"))).write_bytes(b"{}")
-    held = killed_host.copies(host, 3, killed_host.state(3)["params/w"])
+    held = local_steps.copies(host, 3, local_steps.state(3)["params/w"])
     assert len(held.fragments) == 4
     ((offer, _),) = offered(disk, 3).items()
     assert fragments(offer.manifest) == fragments(held)
@@ -398,11 +396,11 @@ def test_what_a_restore_unpacked_is_a_leftover(disk, host):
 
 
 def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
-    own = killed_host.save(host, 3, only={"params/b"})
+    own = local_steps.save(host, 3, only={"params/b"})
     directory = pathlib.Path(disk.step_directory(0, StepId(3, "0")))
-    values = killed_host.state(3)["params/w"]
+    values = local_steps.state(3)["params/w"]
     writer = host.copy_writer(StepId(3, "0"), own.contents, num_bytes=99)
-    killed_host.put(writer, 0, values[:1])
+    local_steps.put(writer, 0, values[:1])
     writer.abandon()
     ((offer, _),) = offered(disk, 3).items()
     assert fragments(offer.manifest) == fragments(own)
@@ -457,7 +455,7 @@ def test_a_machine_gets_one_id_however_many_processes_ask(disk):
 
 
 def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
-    killed_host.save(host, 3)
+    local_steps.save(host, 3)
     contents = manifest.Contents(leaves=(), components={})
     writer = host.begin(StepId(4, "0"), contents, num_bytes=9)
     with contextlib.closing(
@@ -466,7 +464,7 @@ def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
         alive.begin(StepId(4, "0"), contents, num_bytes=9)
         dead = local.LocalHost(disk, slot=2, domains={}, number=2)
         dead.begin(StepId(4, "0"), contents, num_bytes=9)
-        killed_host.save(dead, 3)
+        local_steps.save(dead, 3)
         dead.close()
         extra = (
             disk.step_directory(2, StepId(3, "0")) / "params" / "b" / "c" / "0.__lock"
@@ -482,66 +480,13 @@ def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
 
 def test_a_spoilt_manifest_is_cleaned_but_not_that_of_another_version(disk, host):
     for step in (3, 4):
-        killed_host.save(host, step)
+        local_steps.save(host, step)
         path = pathlib.Path(disk.manifest_path(0, StepId(step, "0")))
         content = json.loads(path.read_bytes())
         content["version" if step == 4 else "step"] = 77
         path.write_text(json.dumps(content))
     assert host.clean() == [str(disk.step_directory(0, StepId(3, "0")))]
     assert disk.saves(0) == [(4, "0")]
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """The directories of processes that were killed, by point."""
-    directory = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, "-m", "tests.tiers.killed_host", directory]
-    subprocess.run(command, check=True, cwd=ROOT)
-    return directory
-
-
-@pytest.mark.parametrize("point", killed_host.POINTS)
-def test_a_kill_at_any_point_loses_no_committed_step_and_leaves_no_half_one(
-    killed, point
-):
-    *_, steps = killed_host.POINTS[point]
-    disk = ram_disk.RamDisk(killed / point, run=RUN)
-
-    def check():
-        for step in (1, 2):
-            assert len(offered(disk, step)) == (step in steps)
-            for path, values in restored(disk, step).items():
-                whole = np.asarray(killed_host.state(step)[path])
-                assert values.tobytes() == whole.tobytes()
-            for offer, files in offered(disk, step).items():
-                for file in offer.manifest.component_files:
-                    into = bytearray(file.stored_bytes)
-                    files.read_into(file.path, 0, memoryview(into))
-                    assert into == killed_host.cursors(step)
-
-    check()
-    with contextlib.closing(
-        local.LocalHost(disk, slot=0, domains={}, number=0)
-    ) as host:
-        host.clean()
-        check()
-        assert disk.steps() == steps
-        named = {
-            "zarr.json",
-            disk.manifest_path(0, StepId(1, "0")).name,
-            "lock",
-            "machine",
-        }
-        for offer in (offer for step in steps for offer in offered(disk, step)):
-            saved = offer.manifest
-            named |= {os.path.basename(file) for file in saved.fragments.files}
-            named |= {os.path.basename(file.path) for file in saved.component_files}
-        left = {path.name for path in (killed / point).rglob("*") if path.is_file()}
-        assert left <= named
-        # The step is saved again, and the next one too.
-        for step in {2, 3} - set(steps):
-            killed_host.save(host, step)
-            assert len(offered(disk, step)) == 1
 
 
 def test_old_steps_in_slots_of_dead_processes_go_and_those_of_live_ones_stay(

@@ -212,12 +212,6 @@ class CheckpointMetadata:
         nsecs = self.init_timestamp_nsecs
         return None if nsecs is None else _time(nsecs)
 
-    def before(self) -> tuple[StepId, ...]:
-        """The line of a save that replaces this step: everything before it."""
-        *parents, (step, save) = self.line
-        before = [StepId(step - 1, save)] if step else []
-        return (*parents, *before)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchOutcome:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from elastic_ckpt.checkpoint.host.answers import StepInRam
 from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.core import bucket_clients, clock, errors
 from elastic_ckpt.steps import search
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
@@ -48,13 +46,13 @@ def secs_since_backup(world: HostWorld) -> float:
     try:
         steps = root.steps()
         if steps:
-            nsecs = tier.notes(steps[-1])["commit_timestamp_nsecs"] or time.time_ns()
+            nsecs = tier.notes(steps[-1])["commit_timestamp_nsecs"] or clock.time_ns()
         else:
             first = claims.first(root.path)
-            nsecs = time.time_ns() if first is None else first.time_ms * 10**6
+            nsecs = clock.time_ns() if first is None else first.time_ms * 10**6
     except (errors.CheckpointError, *bucket_clients.failures()):
         return 0.0
-    return max(0.0, (time.time_ns() - nsecs) / 10**9)
+    return max(0.0, (clock.time_ns() - nsecs) / 10**9)
 
 
 def is_held(world: HostWorld, leftover: Leftover) -> bool:
@@ -83,6 +81,8 @@ def _is_owed(
 ) -> bool:
     is_due = held.holdings.contents.is_due
     if held.step in stored:
-        return is_due and held.save != arrange.save_of(root, held.step, run=run)
+        there = arrange.save_of(root, held.step, run=run)
+        # A later save of the step may not have fitted into RAM.
+        return is_due and (there is None or there < held.save)
     # One that was due by the clock alone has no mark.
     return is_due or root.unfinished(held.step_id).exists()

@@ -30,7 +30,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Sharding
 
-from elastic_ckpt.core import boxes, errors, host_memory
+from elastic_ckpt.core import background, boxes, errors, host_memory
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers.captured import Captured, CapturedLeaf, Values
@@ -332,7 +332,7 @@ class _Copies:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._pool: futures.ThreadPoolExecutor | None = None
+        self._pool: futures.Executor | None = None
         self._begun: collections.deque[tuple[futures.Future[None], int]]
         self._begun = collections.deque()
         self._num_bytes = 0
@@ -343,9 +343,7 @@ class _Copies:
             np.copyto(copy, values)
             return copy
         if self._pool is None:
-            self._pool = futures.ThreadPoolExecutor(
-                self._num_threads, thread_name_prefix="capture"
-            )
+            self._pool = background.pool(self._num_threads, "capture")
         done = self._pool.submit(np.copyto, copy, values)
         self._begun.append((done, copy.nbytes))
         self._num_bytes += copy.nbytes

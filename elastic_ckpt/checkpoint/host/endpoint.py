@@ -9,7 +9,6 @@ connect      it is connected to the others, and has its parts: what it does for
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,16 +18,15 @@ from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostConfig, HostWorld
-from elastic_ckpt.core import addresses, calls, working_directory
+from elastic_ckpt.core import addresses, calls, clock, working_directory
 from elastic_ckpt.steps import failure_domains
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.peers import (
     agent,
-    agent_process,
     known_agents,
+    network,
     node_record,
-    peer_client,
     secret,
     world_record,
 )
@@ -44,11 +42,17 @@ class HostEndpoint:
     Args:
       config: of the host.
       more_parts: makes the parts that a transport adds.
+      of_agents: the network by which hosts read each other's RAM.
     """
 
     def __init__(
-        self, config: HostConfig, more_parts: MoreParts = lambda _: {}
+        self,
+        config: HostConfig,
+        more_parts: MoreParts = lambda _: {},
+        *,
+        of_agents: network.Network | None = None,
     ) -> None:
+        self._network = of_agents or network.Network()
         self._config = config
         self._more_parts = more_parts
         self._parts: dict[str, Any] = {"HostEndpoint": self}
@@ -81,7 +85,7 @@ class HostEndpoint:
             secret=secret.find(root) if file is None else secret.read(file),
             fresh_secret=secret.new(),
             agents=known_agents.read(root),
-            now_secs=time.time(),
+            now_secs=clock.time_ns() / 10**9,
             fresh_identity=run_identity.new_name(),
             disk=run_identity.of_disk(self._found),
             stored=self._stored(),
@@ -134,9 +138,7 @@ class HostEndpoint:
         if slot == 0 and config.chosen.local is not None and not is_alone:
             self._service = self._agent_service()
             limit_bytes = disk.limit_bytes
-            of_machine = agent_process.AgentProcess(
-                self._service, most_bytes=limit_bytes
-            )
+            of_machine = self._network.serve(self._service, most_bytes=limit_bytes)
             self._resources.callback(of_machine.close)
             address = of_machine.address
         return JoinedHost(host=own.host, agent=address)
@@ -156,12 +158,7 @@ class HostEndpoint:
         # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
         own.clean()
         known_agents.write(disk.root, agents)
-        client = peer_client.PeerClient(
-            secret.read(secret.path(disk.root)),
-            tls_ca=None if peers.tls is None else peers.tls.authority,
-            timeout_secs=peers.timeout_secs,
-            max_bytes_per_sec=peers.max_bytes_per_sec,
-        )
+        client = self._network.client(peers, secret.read(secret.path(disk.root)))
         self._resources.callback(client.close)
         world = HostWorld(
             config,
@@ -170,6 +167,7 @@ class HostEndpoint:
             client=client,
             agents=agents,
             service=self._service,
+            of_agents=self._network,
         )
         self._resources.callback(world.close)
         if own.slot == 0 and config.chosen.peers is not None:

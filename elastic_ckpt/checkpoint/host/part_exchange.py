@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from concurrent import futures
 from typing import Literal
 
 import numpy as np
 
-from elastic_ckpt.core import checked_json
+from elastic_ckpt.core import background, checked_json
 from elastic_ckpt.core.host_tree import HostTree
 from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.part_message import PartMessage
@@ -105,7 +104,7 @@ class PartExchange:
         if not unread:
             return ()
         problems: dict[int, PartMessage] = {}
-        with futures.ThreadPoolExecutor(_THREADS, "offers") as pool:
+        with background.pool(_THREADS, "offers") as pool:
             for child, problem in zip(
                 unread, pool.map(self._read_offer, unread), strict=True
             ):

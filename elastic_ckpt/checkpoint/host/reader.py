@@ -205,11 +205,21 @@ class HostReader:
     def materialise(self, component: str) -> str:
         """Writes the verified files of a component; returns the directory."""
         restoring = self._opened()
-        step_read = restoring.step_read or self._whole(restoring)
-        reader = verified_read.VerifiedReader(step_read.sources)
+        if restoring.step_read is not None:
+            try:
+                return self._materialise(restoring, restoring.step_read, component)
+            except errors.CheckpointError as error:
+                # Its parts may be at the nearest holders alone.
+                logging.warning("%s; this host reads the manifests of all", error)
+        return self._materialise(restoring, self._whole(restoring), component)
+
+    def _materialise(
+        self, restoring: _Restoring, step_found: FoundStep, component: str
+    ) -> str:
+        reader = verified_read.VerifiedReader(step_found.sources)
         restoring.readers.append(reader)
         files = read_plan.files(
-            step_read.step,
+            step_found.step,
             self._world.own.host,
             component,
             domain=self._world.peers.domain,

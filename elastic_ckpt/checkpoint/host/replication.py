@@ -13,7 +13,7 @@ from concurrent import futures
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import verified_read
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import background, errors
 from elastic_ckpt.steps import layout, placement
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import Host
@@ -140,7 +140,7 @@ def take(
         return layout.num_bytes(fragment.box, dtype)
 
     sizes, problems = [], []
-    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as pool:
+    with background.pool(_THREADS, "copy") as pool:
         # Its threads bound what is in memory: a copy is kept before the next begins.
         for got in futures.as_completed([pool.submit(fetch, *each) for each in items]):
             try:

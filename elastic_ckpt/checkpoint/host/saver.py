@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from elastic_ckpt.checkpoint.host.answers import CapturedIn, Written
 from elastic_ckpt.checkpoint.host.capture import Value
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
-from elastic_ckpt.core import calls, errors, storage
+from elastic_ckpt.core import calls, clock, errors, storage
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import ComponentFile, Contents
@@ -153,7 +152,12 @@ class HostSaver:
         Raises:
           CheckpointError: if components could not write their files.
         """
-        saving = self._saving[step_id]
+        saving = self._saving.get(step_id)
+        if saving is None:
+            raise errors.CheckpointError(
+                f"this host has committed its part of step {step_id.step}, and keeps"
+                " no more of it in its own memory"
+            )
         if saving.components is None:
             raise errors.CheckpointError("components have not written their files")
         return self._files(saving)
@@ -219,8 +223,11 @@ class HostSaver:
         assert self._world.local_tier is not None
         policy = self._world.local_tier.keep or retention.NewestOnly()
         held = self._world.own.retained()
-        abandoned = [each for each in held if line.abandons(each.step_id)]
-        of_line = [each for each in held if each not in abandoned]
+        of_line = [each for each in held if not line.abandons(each.step_id)]
+        # Of a step that was saved again the newest save counts.
+        newest = {each.step: each.save for each in sorted(of_line, key=_by_save)}
+        of_line = [each for each in of_line if each.save == newest[each.step]]
+        abandoned = [each for each in held if each not in of_line]
         removed = retention.steps_to_delete(
             of_line,
             policy,
@@ -228,16 +235,7 @@ class HostSaver:
             in_flight=in_flight,
             preserved=preserved,
         )
-        gone = [
-            each.step_id
-            for each in of_line
-            if each.step in removed
-            or (
-                each.step == step_id.step
-                and each.save < step_id.save
-                and step_id.step not in preserved
-            )
-        ]
+        gone = [each.step_id for each in of_line if each.step in removed]
         gone += [
             each.step_id
             for each in retention.abandoned_to_delete(
@@ -291,7 +289,7 @@ class HostSaver:
             names[component].append(name)
         return Written(
             files={name: tuple(files) for name, files in names.items()},
-            time_ms=time.time_ns() // 1_000_000,
+            time_ms=clock.time_ns() // 1_000_000,
         )
 
 
@@ -315,6 +313,10 @@ class _Saving:
         if self.staging is not None:
             # Only one step is saved at a time.
             storage.remove(self.staging.parent)
+
+
+def _by_save(held: retention.HeldStep) -> str:
+    return held.save
 
 
 def _contents(saving: _Saving, written: WrittenStep) -> Contents:

@@ -123,7 +123,7 @@ class StepSearch:
             refusal = outcome.refusal(max([*numbers, *newer], default=None))
             if not (numbers or newer or passed_over or out_of_reach):
                 missing = f"{self._nothing()}; save a step first"
-        elif step in foreign:
+        elif step in foreign and not save and self._is_newest(step, foreign, looking):
             foreign_step = step
         elif looking.lacks(step):
             foreign_step = None
@@ -165,6 +165,17 @@ class StepSearch:
         self._chosen = step_found
         if step_found is None:
             self._ram = SurveyedRam(PartMessage())
+
+    def _is_newest(
+        self, step: int, foreign: Mapping[int, str], looking: tier_search.Search
+    ) -> bool:
+        # Whether no complete save of ours is newer than what Orbax alone has saved.
+        if looking.lacks(step):
+            return True
+        try:
+            return looking.of_step(step).step.save < foreign[step]
+        except errors.CheckpointError:
+            return True
 
     def _missing(
         self,

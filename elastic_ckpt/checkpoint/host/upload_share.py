@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence, Set
-from concurrent import futures
 
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.checkpoint.host.captured_step import CapturedStep
+from elastic_ckpt.core import background
 from elastic_ckpt.steps import layout, uploads
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import ComponentFile, Fragment, Host
@@ -121,7 +121,7 @@ def upload_share(
     batches = uploads.batches(
         items, sizes, most_bytes=_BATCH_BYTES, most_items=_BATCH_ITEMS
     )
-    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="upload") as pool:
+    with background.pool(_THREADS, "upload") as pool:
         num_bytes = sum(pool.map(write, batches))
     uploading.finish()
     return num_bytes

@@ -16,7 +16,7 @@ from concurrent import futures
 
 import numpy as np
 
-from elastic_ckpt.core import boxes, digest, errors, host_memory
+from elastic_ckpt.core import background, boxes, digest, errors, host_memory
 from elastic_ckpt.steps import layout, read_plan
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import ComponentFile, Fragment, Leaf
@@ -256,7 +256,7 @@ def read_windows(
       CheckpointError: if no holder has a part as it was saved.
     """
     scratch = threading.local()
-    with futures.ThreadPoolExecutor(num_threads, thread_name_prefix="read") as pool:
+    with background.pool(num_threads, "read") as pool:
         try:
             ahead = None
             for window in windows:

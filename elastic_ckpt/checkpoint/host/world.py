@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from etils import epath
 
 from elastic_ckpt.checkpoint.host.captured_step import CapturedStep
 from elastic_ckpt.checkpoint.host.part_exchange import KINDS, Kind, Letter, PartExchange
-from elastic_ckpt.core import calls, errors
+from elastic_ckpt.core import calls, clock, errors
 from elastic_ckpt.steps import failure_domains, placement
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import Host
@@ -26,6 +25,7 @@ from elastic_ckpt.tiers.peers import (
     agent_process,
     agent_url,
     mailbox,
+    network,
     peer,
     peer_client,
 )
@@ -86,6 +86,7 @@ class HostWorld:
       client: of the agents of other machines.
       agents: their addresses, by machine; see `known_agents`.
       service: of the agent of this machine; None if another host has started it.
+      of_agents: by which agents are started and reached.
 
     Attributes:
       run: the identity of the run.
@@ -116,8 +117,10 @@ class HostWorld:
         client: peer_client.PeerClient,
         agents: Mapping[str, Any],
         service: agent.Service | None,
+        of_agents: network.Network | None = None,
     ) -> None:
         self._service = service
+        self._network = of_agents or network.Network()
         self._beside: agent_process.AgentProcess | None = None
         self.run = config.run
         self.number = config.number
@@ -276,7 +279,7 @@ class HostWorld:
         """
         # The time, in milliseconds, but never back: clocks of machines differ.
         known = [self._newest_save(), int(after) if after.isdecimal() else 0]
-        return f"{max(time.time_ns() // 1_000_000, max(known) + 1):015d}"
+        return f"{max(clock.time_ns() // 1_000_000, max(known) + 1):015d}"
 
     def peer_at(self, url: str) -> peer.Peer:
         """The RAM disk of a machine whose agent is known, as it is now."""
@@ -297,7 +300,7 @@ class HostWorld:
         if self._beside is None and service is not None and not service.port:
             try:
                 beside = dataclasses.replace(service, is_beside=True)
-                self._beside = agent_process.AgentProcess(beside)
+                self._beside = self._network.serve(beside)
             except errors.RunError as error:
                 logging.warning("%s", error)
         return None if self._beside is None else self._beside.address.url

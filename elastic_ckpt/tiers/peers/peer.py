@@ -6,14 +6,13 @@ and values are used only after the caller has compared their digests.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import json
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from elastic_ckpt.core import checked_json
+from elastic_ckpt.core import background, checked_json
 from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.step_id import StepId
@@ -299,7 +298,7 @@ class Peers:
 
     def _of_each(self, ask: Callable[[Peer], Result]) -> Iterable[Result]:
         num_threads = max(1, min(_MOST_THREADS, len(self._peers)))
-        with concurrent.futures.ThreadPoolExecutor(num_threads, "peers") as executor:
+        with background.pool(num_threads, "peers") as executor:
             return list(executor.map(ask, self._peers))
 
 

@@ -15,11 +15,17 @@ import os
 import re
 import secrets
 import socket
-import time
 
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, errors, process, storage
+from elastic_ckpt.core import (
+    bucket_clients,
+    checked_json,
+    clock,
+    errors,
+    process,
+    storage,
+)
 from elastic_ckpt.steps.line import Line
 
 DIRECTORY = "worlds"
@@ -59,7 +65,7 @@ class Claim:
     number: int
     claimant: str
     line: Line
-    time_ms: int = dataclasses.field(default_factory=lambda: time.time_ns() // 10**6)
+    time_ms: int = dataclasses.field(default_factory=lambda: clock.time_ns() // 10**6)
 
 
 def new_claimant(owner: process.Process | None = None) -> Claimant:

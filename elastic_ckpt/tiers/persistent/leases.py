@@ -22,13 +22,20 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent import futures
 
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
+from elastic_ckpt.core import (
+    background,
+    bucket_clients,
+    checked_json,
+    clock,
+    errors,
+    storage,
+)
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import ABANDONED, PersistentRoot
@@ -147,7 +154,7 @@ class Watch:
       clock: the time in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
         # By name: the content, and when it was first seen.
         self._seen: dict[str, tuple[bytes, float]] = {}
@@ -196,7 +203,7 @@ class _Lease:
         self._renewed_secs = 0.0
         self._problem: str | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._renewing: futures.Future[None] | None = None
         self._save: str | None = None
 
     def begin(self) -> None:
@@ -218,12 +225,13 @@ class _Lease:
             with contextlib.suppress(*bucket_clients.failures()):
                 storage.remove(self._path)
             raise
-        self._thread.start()
+        self._renewing = background.in_thread(self._renew, name="lease")
 
     def end(self) -> str | None:
         # Ends the lease; what happened to it meanwhile, None if it was kept.
         self._ended.set()
-        self._thread.join()
+        if self._renewing is not None:
+            background.wait([self._renewing])
         try:
             if self._problem is None and not self._is_held():
                 self._problem = "the step was removed, or saved again"
@@ -241,7 +249,7 @@ class _Lease:
                 self._write()
             except bucket_clients.failures() as error:
                 logging.warning("the lease %s is not renewed: %s", self._path, error)
-            if time.monotonic() - self._renewed_secs > self._duration_secs:
+            if clock.monotonic() - self._renewed_secs > self._duration_secs:
                 self._problem = "it could not be renewed in time"
                 return
 
@@ -250,7 +258,7 @@ class _Lease:
             "duration_secs": self._duration_secs,
             "count": self._count,
         }
-        began_secs = time.monotonic()
+        began_secs = clock.monotonic()
         storage.write_atomic(
             self._path, checked_json.to_bytes(fields, version=_VERSION)
         )
@@ -258,7 +266,7 @@ class _Lease:
         self._renewed_secs = began_secs
 
     def _is_held(self) -> bool:
-        if time.monotonic() - self._renewed_secs > self._duration_secs:
+        if clock.monotonic() - self._renewed_secs > self._duration_secs:
             return False
         same = persistent_root.committed_save(self.directory) == self._save
         return same and self._path.exists() and self._is_there()

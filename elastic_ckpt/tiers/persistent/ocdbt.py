@@ -177,6 +177,7 @@ def write(
         if chunk.box.volume:
             array = chunk.array
             writer.write(array.prefix, chunk.leaf, array.chunk, chunk.box, chunk.values)
+    storage.before("write", directory)
     transaction.commit_async().result()
 
 
@@ -209,6 +210,7 @@ def merge(directory: epath.Path, stores: Iterable[str]) -> None:
     ]
     for copy in copies:
         copy.result()
+    storage.before("write", directory)
     transaction.commit_async().result()
 
 

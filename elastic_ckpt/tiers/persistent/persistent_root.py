@@ -26,12 +26,17 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from concurrent import futures
 from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
+from elastic_ckpt.core import (
+    background,
+    bucket_clients,
+    checked_json,
+    errors,
+    storage,
+)
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
@@ -299,5 +304,5 @@ def read_manifests(
                 " the storage is back"
             )
 
-    with futures.ThreadPoolExecutor(_READERS) as readers:
+    with background.pool(_READERS, "manifests") as readers:
         return list(readers.map(read, names))

@@ -11,13 +11,12 @@ import dataclasses
 import errno
 import random
 import re
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from absl import logging
 
-from elastic_ckpt.core import bucket_clients, errors, storage_cause
+from elastic_ckpt.core import bucket_clients, clock, errors, storage_cause
 
 Result = TypeVar("Result")
 
@@ -75,7 +74,7 @@ class Retries:
     first_secs: float = 0.5
     longest_secs: float = 30.0
     report: Callable[[str], None] = _warn
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], None] = clock.sleep
 
     def call(self, what: str, act: Callable[[], Result]) -> Result:
         """Calls `act` until it succeeds, and returns its result.

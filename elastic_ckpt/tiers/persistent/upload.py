@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import boxes, errors, storage
+from elastic_ckpt.core import boxes, clock, errors, storage
 from elastic_ckpt.steps import layout, manifest_file
 from elastic_ckpt.steps.manifest import (
     ComponentFile,
@@ -173,7 +172,7 @@ class Upload:
             f"creating {self._directory}",
             lambda: storage.make_directory(self._directory),
         )
-        self._next_note_secs = time.monotonic() + _PROGRESS_SECS
+        self._next_note_secs = clock.monotonic() + _PROGRESS_SECS
 
     def has(self, part: Fragment | ComponentFile) -> bool:
         """Whether a part is in storage already, with these values."""
@@ -282,15 +281,15 @@ class Upload:
                     self._fragments[each.leaf, each.box] = each
 
     def _note_progress(self) -> None:
-        is_time = time.monotonic() >= self._next_note_secs
+        is_time = clock.monotonic() >= self._next_note_secs
         if not (is_time and self._noting.acquire(blocking=False)):
             return
         try:
-            began_secs = time.monotonic()
+            began_secs = clock.monotonic()
             self._note()
-            secs = time.monotonic() - began_secs
+            secs = clock.monotonic() - began_secs
             pause_secs = max(_PROGRESS_SECS, _PROGRESS_SHARE * secs)
-            self._next_note_secs = time.monotonic() + pause_secs
+            self._next_note_secs = clock.monotonic() + pause_secs
         finally:
             self._noting.release()
 

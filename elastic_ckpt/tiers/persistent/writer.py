@@ -23,7 +23,6 @@ import datetime
 import os
 import re
 import threading
-import time
 from multiprocessing import util
 from typing import Any
 
@@ -31,8 +30,10 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import (
+    background,
     bucket_clients,
     checked_json,
+    clock,
     errors,
     process,
     storage,
@@ -103,7 +104,7 @@ class Writer:
                 name=own.name,
                 process=owner or of_start or process.this(),
                 is_claiming=claimant is not None,
-                since_ms=time.time_ns() // 1_000_000,
+                since_ms=clock.time_ns() // 1_000_000,
                 duration_secs=duration_secs,
             ),
         )
@@ -196,7 +197,7 @@ class _Renewed:
         for older in _numbers(self.directory):
             if older < number:
                 storage.remove(self._path(older))
-        threading.Thread(target=self._renew, name="writer", daemon=True).start()
+        background.in_thread(self._renew, name="writer")
 
     def is_replaced(self) -> bool:
         # Whether another program has created a record after this one.
@@ -259,9 +260,9 @@ def _expires(directory: epath.Path, number: int, there: Record) -> bool:
         _time(there),
         there.duration_secs,
     )
-    until_secs = time.monotonic() + there.duration_secs
-    while time.monotonic() < until_secs:
-        time.sleep(there.duration_secs / _LOOKS)
+    until_secs = clock.monotonic() + there.duration_secs
+    while clock.monotonic() < until_secs:
+        clock.sleep(there.duration_secs / _LOOKS)
         if _read(directory, number) != there:
             # It was renewed; or it is gone, and what is there now decides.
             return _newest(directory)[0] != number

@@ -1,0 +1,114 @@
+"""What a run must be able to load, whatever happened: `{StepId: values, parents}`.
+
+A save is *sure* when the product has said so and it is still in enough places: from its
+commit on in the RAM of all its machines, with its copies also without one of them, and
+once it is stored without any. A save that goes on from an older step ends the surety of
+those that it leaves behind, and copies of a save that of those before it.
+
+A restore of the newest step has to find the newest save that is sure, or one that was
+begun later, with the values that were saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Save:
+    """A save of a step.
+
+    Attributes:
+      values: that were saved.
+      parent: the save that it goes on from; None at the start of a run.
+      machines: that have it in RAM, and are needed.
+      spare: how many of them it can do without.
+      in_ram: whether it is known to be there, unless machines are lost.
+      stored: whether it is known to be in storage.
+      kept: by whom storage has to keep it: `pin` and `lease`.
+      lost: the machines that have lost it, or have a bad copy.
+    """
+
+    step: int
+    values: object
+    parent: Save | None
+    machines: frozenset = frozenset()
+    spare: int = 0
+    in_ram: bool = False
+    stored: bool = False
+    kept: set = dataclasses.field(default_factory=set)
+    lost: set = dataclasses.field(default_factory=set)
+
+    def is_sure(self, out_of_reach=frozenset()):
+        """Whether it can be loaded by those who do not reach some machines."""
+        lost = self.machines & (self.lost | out_of_reach)
+        return self.stored or (self.in_ram and len(lost) <= self.spare)
+
+    def line(self):
+        """This save and all that led to it."""
+        save = self
+        while save is not None:
+            yield save
+            save = save.parent
+
+
+class Model:
+    """The saves of a run, in the order in which they were begun, by their `StepId`."""
+
+    def __init__(self, *, stored_steps=None):
+        self.saves = {}
+        self._stored_steps = stored_steps
+
+    def begin(self, step_id, values, parent, *, replaces=None):
+        """Notes a save; what it leaves behind counts no more."""
+        save = Save(step=step_id.step, values=values, parent=parent)
+        line = set(save.line())
+        for each in self.saves.values():
+            if each not in line and each is not replaces:
+                each.in_ram = each.stored = False
+        self.saves[step_id] = save
+        return save
+
+    def commit(self, save, machines):
+        """Notes that a save is in the RAM of machines."""
+        save.machines, save.in_ram = frozenset(machines), True
+        self._drop(lambda each: each not in set(save.line()))
+
+    def copy(self, save, spare, machines):
+        """Notes that machines have made copies; saves before it may leave RAM."""
+        save.spare = max(save.spare, spare)
+        save.machines |= frozenset(machines)
+        before = set(save.line()) - {save}
+        for each in before:
+            each.in_ram = False
+
+    def store(self, save):
+        """Notes that a save is in storage; retention may remove others."""
+        save.stored = True
+        self._drop(lambda each: each not in set(save.line()))
+        if self._stored_steps is not None:
+            stored = sorted(s.step for s in save.line() if s.stored)
+            for each in save.line():
+                if each.step not in stored[-self._stored_steps :] and not each.kept:
+                    each.stored = False
+
+    def _drop(self, is_left):
+        for each in filter(is_left, list(self.saves.values())):
+            each.in_ram = each.stored = False
+
+    def lose(self, machine):
+        """Notes that a machine has lost its memory, or a part of it."""
+        for each in self.saves.values():
+            each.lost.add(machine)
+
+    def newest(self, out_of_reach=frozenset()):
+        """The newest save that is sure; None if there is none."""
+        sure = [s for s in self.saves.values() if s.is_sure(out_of_reach)]
+        return sure[-1] if sure else None
+
+    def may_be_restored(self, save, out_of_reach=frozenset()):
+        """Whether a restore of the newest step may find a save, or None for none."""
+        newest, order = self.newest(out_of_reach), list(self.saves.values())
+        if newest is None or save is None:
+            return newest is save or newest is None
+        return order.index(save) >= order.index(newest)

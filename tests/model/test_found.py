@@ -1,0 +1,84 @@
+"""Histories in which defects were found, most of them by `test_histories`."""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint.host.answers import HostsFailedError
+from tests import shared_memory
+from tests.model import simulated_world
+from tests.model.checked_run import CheckedRun
+
+
+@contextlib.contextmanager
+def run_on(machines, **tiers):
+    with (
+        shared_memory.directory("model") as directory,
+        CheckedRun(directory, **tiers) as run,
+    ):
+        run.open(machines)
+        yield run
+
+
+def test_an_overwrite_that_is_cut_short_between_two_hosts_leaves_the_step():
+    with run_on((0, 1), store_every=1) as run:
+        run.save(1)
+        # One host has committed, the other has not.
+        run.sim.hosts.lost_at = 4
+        run.save(1, overwrite=True)
+        run.open((0, 1))
+        assert run.head.step == 1
+        run.save(2)
+        run.close()
+        run.open((0, 1))
+        assert run.head.step == 2
+
+
+def test_a_component_is_read_from_storage_if_the_nearest_holder_fails():
+    with run_on((0, 1), store_every=2) as run:
+        run.fail(0)
+        run.save(1)
+        run.save(1, overwrite=True)
+        run.load(1)
+
+
+def test_a_newer_save_in_ram_counts_more_than_one_of_orbax_alone():
+    with run_on((0,), store_every=1000) as run:
+        run.close()
+        run.sim.clock.secs = time.time() + 1000
+        run.open((0,))
+        run.save(1)
+        run.end()
+        with run.sim.files.by_others(), ocp.training.Checkpointer(run.sim.storage) as c:
+            c.save_checkpointables(1, {"state": {"w": np.zeros(3)}})
+        run.open((0,))
+        run.load(1)
+
+
+def test_a_restore_that_fails_leaves_no_step_open():
+    with run_on((0,), copies=0, store_every=1000) as run:
+        run.save(1)
+        run.wait()
+        for number in range(4):
+            run.flip(0, number)
+        with pytest.raises(HostsFailedError, match="no good copy"):
+            run.load(1)
+        with pytest.raises(HostsFailedError, match="AssertionError"):
+            run.sim.hosts.opened()
+        run.sim.bugs.clear()
+
+
+def test_the_newest_step_is_known_when_a_load_in_the_background_has_ended():
+    with run_on((0,), store_every=1) as run:
+        run.save(1)
+        run.save(2)
+        world, position = run.sim.world, simulated_world.Position()
+        run.sim.threads.late = frozenset({"background"})
+        world.load_checkpointables_async(
+            1, {"state": simulated_world.abstract(), "data": position}
+        )
+        assert world.latest.step == 1
+        assert position.value == 1
