@@ -231,6 +231,8 @@ class SimulatedNetwork(network.Network):
         self.failing = set()
 
     def serve(self, service, *, most_bytes=None):
+        if service.is_beside:
+            raise errors.RunError("no other agent can be started")
         number = self._sim.roots.index(pathlib.Path(service.root))
         return _Agent(
             agent.Address(

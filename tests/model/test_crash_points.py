@@ -36,6 +36,19 @@ HISTORIES = {
 }
 
 
+def _sampled(fast):
+    """Each history with each kind of victims; slow ones but for some of all hosts."""
+    return [
+        pytest.param(
+            name,
+            victims,
+            marks=() if name in fast and victims == "all" else pytest.mark.slow,
+        )
+        for name in HISTORIES
+        for victims in ("all", "one")
+    ]
+
+
 @contextlib.contextmanager
 def prepared(before, tiers):
     with (
@@ -81,8 +94,7 @@ def crash_at(name, victims, number, *, torn):
         yield run
 
 
-@pytest.mark.parametrize("victims", ["all", "one"])
-@pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.parametrize(("name", "victims"), _sampled({"save", "overwrite"}))
 def test_a_crash_at_any_change_loses_nothing_that_is_sure(name, victims):
     for number in range(1, num_changes(*HISTORIES[name]) + 1):
         with crash_at(name, victims, number, torn=bool(number % 2)) as run:
@@ -93,6 +105,7 @@ def test_a_crash_at_any_change_loses_nothing_that_is_sure(name, victims):
             run.check_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["save", "back up", "overwrite", "go back"])
 def test_a_lack_of_room_at_any_change_loses_nothing_that_is_sure(name):
     before, act, tiers = HISTORIES[name]
@@ -106,7 +119,7 @@ def test_a_lack_of_room_at_any_change_loses_nothing_that_is_sure(name):
             assert run.is_open
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("victims", ["all", "one"])
 @pytest.mark.parametrize("name", HISTORIES)

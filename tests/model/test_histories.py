@@ -158,13 +158,19 @@ class Histories(stateful.RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=8, deadline=None
+    max_examples=100, stateful_step_count=8, deadline=None
 )
 TestHistories = Histories.TestCase
 
 
-@pytest.mark.slow(minutes=25)
-def test_ten_thousand_histories():
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(1_000, marks=pytest.mark.slow(minutes=8)),
+        pytest.param(10_000, marks=pytest.mark.thorough),
+    ],
+)
+def test_more_histories(number):
     stateful.run_state_machine_as_test(
-        Histories, settings=settings(TestHistories.settings, max_examples=10_000)
+        Histories, settings=settings(TestHistories.settings, max_examples=number)
     )
