@@ -167,7 +167,7 @@ TestHistories = Histories.TestCase
     "number",
     [
         pytest.param(1_000, marks=pytest.mark.slow(minutes=8)),
-        pytest.param(10_000, marks=pytest.mark.thorough),
+        pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_more_histories(number):
