@@ -191,7 +191,7 @@ class HostsCheckpointer:
     def latest(self) -> CheckpointMetadata | None:
         """The newest complete step, in whichever tier; None if there is none."""
         self._background.wait()
-        return self._stages.committed or self._restored
+        return self._newest
 
     def claim_world(self) -> int:
         """Claims the storage for this world, as a save does; returns its number."""
@@ -207,15 +207,7 @@ class HostsCheckpointer:
         A step whose save is not done is not among them.
         """
         self._background.wait()
-        listed = list(self._hosts.first(StepSearch.complete_steps))
-        if self._root is None:
-            return listed
-        try:
-            evaluated = self.evaluations()
-        except HostsFailedError as error:
-            logging.warning("metrics of evaluations cannot be read: %s", error)
-            return listed
-        return best_steps.with_evaluations(listed, evaluated)
+        return self._complete()
 
     def should_save(self, step: int) -> bool:
         """Whether a tier is due at this step, or the job is about to be preempted."""
@@ -378,10 +370,7 @@ class HostsCheckpointer:
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The recorded metrics by step, of steps that are kept or not saved yet."""
         self._background.wait()
-        with self._events.flushing():
-            self._check_storage()
-            recorded = self._hosts.first(HostBackup.evaluations, self._line)
-            return {step: json.loads(text) for step, text in recorded}
+        return self._evaluations()
 
     def cancel(self, step: int | CheckpointMetadata | None = None) -> None:
         """Removes a step when its save is done; the save itself is not interrupted.
@@ -842,9 +831,32 @@ class HostsCheckpointer:
             self._emit("world_claimed", world=self._claimed, step=step)
         return self._claimed
 
+    # What follows also runs in the background: it must not wait for that.
+
+    @property
+    def _newest(self) -> CheckpointMetadata | None:
+        return self._stages.committed or self._restored
+
+    def _complete(self) -> list[CheckpointMetadata]:
+        listed = list(self._hosts.first(StepSearch.complete_steps))
+        if self._root is None:
+            return listed
+        try:
+            evaluated = self._evaluations()
+        except HostsFailedError as error:
+            logging.warning("metrics of evaluations cannot be read: %s", error)
+            return listed
+        return best_steps.with_evaluations(listed, evaluated)
+
+    def _evaluations(self) -> dict[int, dict[str, Any]]:
+        with self._events.flushing():
+            self._check_storage()
+            recorded = self._hosts.first(HostBackup.evaluations, self._line)
+            return {step: json.loads(text) for step, text in recorded}
+
     def _is_due(self, step: int, *, is_saving: bool) -> bool:
         # Whether a tier is due at a step that is newer than all others.
-        is_behind = self.latest is not None and step <= self.latest.step
+        is_behind = self._newest is not None and step <= self._newest.step
         if is_behind and not self._goes_back(step):
             return False
         return self._schedule.is_due(self._current(step), is_saving=is_saving)
@@ -855,7 +867,7 @@ class HostsCheckpointer:
         )
 
     def _is_overdue(self, step: int, *, is_saving: bool) -> bool:
-        if self.latest is not None and step <= self.latest.step:
+        if self._newest is not None and step <= self._newest.step:
             return False
         current = self._current(step)
         return self._schedule.is_backup_due(
@@ -999,7 +1011,7 @@ class HostsCheckpointer:
 
     def _is_older(self, checkpoint: CheckpointMetadata | None) -> bool:
         # Whether newer steps went on from this one.
-        latest = self.latest
+        latest = self._newest
         if checkpoint is None or latest is None or checkpoint.step >= latest.step:
             return False
         line = Line(save=latest.line[-1][1], parents=latest.line[:-1])
@@ -1008,9 +1020,9 @@ class HostsCheckpointer:
     def _goes_back(self, step: int, *, overwrite: bool = False) -> bool:
         # Whether to save a step shows that training goes on from one that was looked
         # at: newer ones are there, which only then are abandoned.
-        if self._looked_at is None or self.latest is None:
+        if self._looked_at is None or self._newest is None:
             return False
-        checkpoint, newest = self._looked_at.search.checkpoint, self.latest.step
+        checkpoint, newest = self._looked_at.search.checkpoint, self._newest.step
         assert checkpoint is not None
         if overwrite:
             return checkpoint.step <= step < newest
@@ -1019,7 +1031,7 @@ class HostsCheckpointer:
     def _go_on(self, loaded: Restored) -> None:
         # The training goes on from the step that was loaded.
         search = loaded.search
-        left = self.latest if self._is_older(search.checkpoint) else None
+        left = self._newest if self._is_older(search.checkpoint) else None
         self._left_step = None if left is None else left.step
         self._is_placed, self._looked_at, self._own_line = True, None, None
         self._loaded = loaded.after(self._loaded)
@@ -1114,11 +1126,11 @@ class HostsCheckpointer:
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
         # The line that a step is saved to; None if it is behind the latest.
-        latest = self.latest
+        latest = self._newest
         if latest is None or step > latest.step:
             return self._line
         if not overwrite:
-            if step == latest.step or step in [each.step for each in self.checkpoints]:
+            if step == latest.step or step in [each.step for each in self._complete()]:
                 raise restore.StepAlreadyExistsError(
                     f"step {step} already exists; save it with overwrite=True, or save"
                     " a later step"
