@@ -59,8 +59,10 @@ def _step_lines(
         state = "saved by Orbax alone, without manifests"
     if goes_on and step.parent is not None:
         before = step.parent[0]
-        # A save in place of another has the line before that one.
-        is_again = before == step.step - 1 and before not in known
+        # A save in place of another goes on from it; once it had the line before it.
+        is_again = before == step.step or (
+            before == step.step - 1 and before not in known
+        )
         state += ", saved again" if is_again else f", goes on from step {before}"
     yield f"step {step.step}: {state}" + ", preserved" * step.preserved
     for each in step.tiers if step.save else ():

@@ -4,7 +4,6 @@ import os
 import pathlib
 import shutil
 import stat
-import time
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,7 @@ from orbax.checkpoint import v1 as ocp
 import elastic_ckpt as ec
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import schedule, summary
-from elastic_ckpt.checkpoint.host import backlog
-from elastic_ckpt.core import errors, events
+from elastic_ckpt.core import clock, errors, events
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import persistent_root
@@ -182,21 +180,27 @@ def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
     assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
 
 
+class LateClock(clock.Clock):
+    """A clock that is late for the time since the epoch."""
+
+    def __init__(self, late_ns):
+        self._late_ns = late_ns
+
+    def time_ns(self):
+        return super().time_ns() + self._late_ns
+
+
 @pytest.mark.parametrize("tiers", [1, 0], ids=["beside_ram", "alone"])
-def test_minutes_go_on_from_the_backup_of_the_world_before(
-    tmp_path, monkeypatch, tiers
-):
+def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path, tiers):
     # Worlds may be shorter than the time between two backups.
     chosen = [Local(tmp_path / "ram", every=1)][:tiers]
     chosen.append(Persistent(tmp_path / "steps", every_minutes=60))
     stored = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     for step, minutes in ((1, 0), (2, 30), (3, 61)):
-        later_ns = time.time_ns() + minutes * 60 * 10**9
-        with monkeypatch.context() as patch:
-            patch.setattr(backlog.time, "time_ns", lambda late=later_ns: late)
-            with frontend.Checkpointer(chosen, run="run") as world:
-                parts = {"state": state(step), "data": Counter(step)}
-                world.save_checkpointables(step, parts, force=step == 1)
+        late = LateClock(minutes * 60 * 10**9)
+        with clock.replaced(late), frontend.Checkpointer(chosen, run="run") as world:
+            parts = {"state": state(step), "data": Counter(step)}
+            world.save_checkpointables(step, parts, force=step == 1)
         assert stored.steps() == ([1, 3] if step == 3 else [1])
 
 

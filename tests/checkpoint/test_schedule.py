@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import schedule
+from elastic_ckpt.core import clock
 from elastic_ckpt.tiers.choices import Chosen, Local, Persistent
 
 
@@ -17,11 +18,19 @@ class Step:
     step: int
 
 
+class SetClock(clock.Clock):
+    """A clock that shows what it is set to."""
+
+    def __init__(self):
+        self.secs = [0.0]
+
+    def monotonic(self):
+        return self.secs[0]
+
+
 @pytest.fixture
-def make(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(schedule.time, "monotonic", lambda: clock[0])
-    asked = []
+def make():
+    set_clock, asked = SetClock(), []
 
     def make(*tiers, since_secs=0.0, **options):
         def agree(is_time, skipped):
@@ -29,13 +38,14 @@ def make(monkeypatch):
             return is_time, skipped
 
         chosen = Chosen.from_choices([*tiers, Persistent("/steps", **options)])
-        clock = schedule.BackupClock(
+        backups = schedule.BackupClock(
             options.get("every_minutes"), since_secs=since_secs
         )
-        return schedule.Schedule(chosen, clock, agree=agree)
+        return schedule.Schedule(chosen, backups, agree=agree)
 
-    make.clock, make.asked = clock, asked
-    return make
+    make.clock, make.asked = set_clock.secs, asked
+    with clock.replaced(set_clock):
+        yield make
 
 
 def due(made, steps, secs_a_step=1.0, clock=None):

@@ -205,13 +205,18 @@ class HostReader:
     def materialise(self, component: str) -> str:
         """Writes the verified files of a component; returns the directory."""
         restoring = self._opened()
-        if restoring.step_read is not None:
-            try:
-                return self._materialise(restoring, restoring.step_read, component)
-            except errors.CheckpointError as error:
-                # Its parts may be at the nearest holders alone.
-                logging.warning("%s; this host reads the manifests of all", error)
-        return self._materialise(restoring, self._whole(restoring), component)
+        if restoring.step_read is None:
+            return self._materialise(restoring, self._whole(restoring), component)
+        try:
+            return self._materialise(restoring, restoring.step_read, component)
+        except errors.CheckpointError as error:
+            # Its parts may be at the nearest holders alone.
+            whole = self._whole(restoring)
+            if whole is restoring.step_read:
+                raise
+            directory = self._materialise(restoring, whole, component)
+            logging.warning("%s; this host has read the manifests of all", error)
+            return directory
 
     def _materialise(
         self, restoring: _Restoring, step_found: FoundStep, component: str
