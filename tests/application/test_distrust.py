@@ -145,6 +145,7 @@ def test_a_poisoned_copy_in_ram_is_left_for_storage_and_the_rows_come_again(
     assert outcome["num_left_out"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["warn", "rollback"])
 def test_a_divergence_that_a_detector_finds_is_first_a_reason_to_distrust(
     tmp_path, corpus, undisturbed, monkeypatch, action
@@ -167,6 +168,7 @@ def test_a_divergence_that_a_detector_finds_is_first_a_reason_to_distrust(
     assert run.audit()["num_left_out"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "starts"), [(9, [0, 6, 4]), (10, [0, 6])])
 def test_only_a_divergence_within_so_many_steps_of_the_restore_counts(
     tmp_path, corpus, undisturbed, step, starts
@@ -187,6 +189,7 @@ def test_zero_steps_switch_it_off(tmp_path, corpus, monkeypatch):
     assert run.starts() == [0, 6]
 
 
+@pytest.mark.slow
 def test_each_restore_is_distrusted_once(tmp_path, corpus, monkeypatch):
     run = Run(tmp_path / "run", corpus, divergence_action="stop")
     poison(monkeypatch, 4, 6)
@@ -197,6 +200,7 @@ def test_each_restore_is_distrusted_once(tmp_path, corpus, monkeypatch):
     assert (ended.finding.action, ended.finding.since) == (Action.STOP, 5)
 
 
+@pytest.mark.slow
 def test_without_an_earlier_step_in_storage_the_run_says_so_and_goes_on(
     tmp_path, corpus, monkeypatch
 ):
@@ -211,6 +215,7 @@ def test_without_an_earlier_step_in_storage_the_run_says_so_and_goes_on(
     assert run.starts() == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_state_that_stayed_on_the_devices_is_distrusted(
     tmp_path, corpus, undisturbed
 ):
@@ -222,6 +227,7 @@ def test_a_state_that_stayed_on_the_devices_is_distrusted(
     run.audit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_recorded", "is_memory_lost", "starts"),
     [(False, False, [0, 6, 6, 4]), (True, False, [0, 6, 4]), (True, True, [0, 6, 4])],

@@ -158,7 +158,7 @@ class Histories(stateful.RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=8, deadline=None
+    max_examples=60, stateful_step_count=8, deadline=None
 )
 TestHistories = Histories.TestCase
 

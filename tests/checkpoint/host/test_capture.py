@@ -172,7 +172,9 @@ def test_what_is_in_pinned_host_memory_is_captured_as_well():
     assert joined(part).tobytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("num_bytes", [2**12, 2**20, 2**27, 2**29])
+@pytest.mark.parametrize(
+    "num_bytes", [2**12, 2**20, 2**27, pytest.param(2**29, marks=pytest.mark.slow)]
+)
 def test_what_devices_send_comes_in_waves(monkeypatch, num_bytes):
     placement = capture._placement
     monkeypatch.setattr(
