@@ -126,6 +126,13 @@ class Captured:
         """The size of all values that this process holds."""
         return sum(values.nbytes for part in self.parts for _, values in part.boxes)
 
+    @property
+    def file_bytes(self) -> int:
+        """The size of the files that values lie in already."""
+        return sum(
+            len(file.memory) for part in self.parts for file in part.files.values()
+        )
+
     def release(self) -> None:
         """Releases the memory, once; the values must not be used afterwards."""
         on_release, self._on_release, self.parts = self._on_release, None, ()

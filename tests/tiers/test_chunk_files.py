@@ -10,7 +10,7 @@ import pytest
 import tensorstore as ts
 
 from elastic_ckpt.checkpoint.host import capture
-from elastic_ckpt.core import digest
+from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.ram import local, ram_disk
@@ -40,7 +40,8 @@ def save(host, step, values, memory):
     captured = capture.capture(values, memory)
     files = [each for part in captured.parts for each in part.files]
     contents = manifest.Contents(leaves=captured.leaves, components={})
-    writer = host.begin(StepId(step, "0"), contents, num_bytes=captured.num_bytes)
+    writer = host.begin(StepId(step, "0"), contents, num_bytes=None)
+    host.reserve(writer, captured.num_bytes, taken_bytes=captured.file_bytes)
     writer.write(captured)
     captured.release()
     return writer.commit(), files
@@ -141,6 +142,54 @@ def test_what_does_not_fit_is_captured_in_memory(host):
         assert copy.tobytes() == values[part.leaf.path].tobytes()
     captured.release()
     assert spare(host) == []
+
+
+def test_a_capture_that_fails_leaves_no_file(host):
+    leaf = manifest.Leaf(path="w", shape=(LARGE,), dtype="uint8")
+    shards = capture.Shards(
+        leaf=leaf,
+        shard_shape=leaf.shape,
+        boxes=((boxes.whole(leaf.shape), np.zeros(2 * LARGE, np.uint8)),),
+        kept=False,
+    )
+    with pytest.raises(TypeError, match="buffer is too small"):
+        capture.capture({**state(1), "w": shards}, capture.Memory(host.files))
+    assert host.files.taken_bytes == 0
+    assert spare(host) == []
+
+
+def test_files_of_a_step_that_was_abandoned_take_no_memory(host, tmp_path):
+    captured = capture.capture(state(1), capture.Memory(host.files))
+    contents = manifest.Contents(leaves=captured.leaves, components={})
+    writer = host.begin(StepId(1, "0"), contents, num_bytes=captured.num_bytes)
+    writer.write(captured)
+    captured.release()
+    writer.abandon()
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in maps
+
+
+def test_what_is_captured_on_one_host_leaves_room_for_another(tmp_path):
+    # The room is for one step of each, and no more.
+    disk = ram_disk.RamDisk(tmp_path / "ram", run="run-7", limit_bytes=3 * LARGE)
+    with contextlib.ExitStack() as stack:
+        hosts = [local.LocalHost(disk, slot=n, domains={}, number=n) for n in range(2)]
+        writers = []
+        for own in hosts:
+            stack.callback(own.close)
+            values = {"large": np.zeros(LARGE + LARGE // 4, np.uint8)}
+            captured = capture.capture(values, capture.Memory(own.files))
+            contents = manifest.Contents(leaves=captured.leaves, components={})
+            writers.append(
+                (own, captured, own.begin(StepId(1, "0"), contents, num_bytes=None))
+            )
+        for own, captured, writer in writers:
+            sizes = captured.num_bytes, captured.file_bytes
+            own.reserve(writer, sizes[0], taken_bytes=sizes[1])
+        for _, captured, writer in writers:
+            writer.write(captured)
+            writer.commit()
+        assert 0 <= disk.free_bytes() < LARGE
 
 
 def test_spare_files_make_room_under_the_limit_of_a_machine(tmp_path):

@@ -89,8 +89,9 @@ _TOLD = {
     "device": "a copy on the devices",
     "wait": "no copy: the save waits until they are in storage",
 }
-# As much is in host memory that was fetched from devices and is not copied yet.
-_WAVE_BYTES = 2**28
+# As much is in host memory that devices send, as much of a shard that came as a whole,
+# and as much that is being copied.
+_WAVE_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -198,6 +199,10 @@ class Memory:
     def give_back(self, files: Sequence[ChunkFile | None], piece: np.ndarray) -> None:
         """Releases what was taken; files that became part of a step stay."""
         self._pool.give_back(piece)
+        self.discard(files)
+
+    def discard(self, files: Sequence[ChunkFile | None]) -> None:
+        """Removes files that did not become part of a step."""
         for file in files:
             if file is not None and self._files is not None:
                 self._files.discard(file)
@@ -220,11 +225,15 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
       CheckpointError: if a leaf is of another type, or of a dtype that no tier stores;
         it names the leaf.
     """
-    with _no_collection(), _Copies(memory.num_threads) as copies:
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(_no_collection())
         here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
         parts = [part for each in here for part in each.parts]
         sizes = [part.num_bytes if part.wants_file else 0 for part in parts]
         files = memory.take_files(sizes)
+        on_error = resources.enter_context(contextlib.ExitStack())
+        on_error.callback(memory.discard, files)
+        copies = resources.enter_context(_Copies(memory.num_threads))
         rest = [
             part
             for part, file in zip(parts, files, strict=True)
@@ -254,7 +263,9 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
                 if file is None and stays and not part.kept:
                     shard = part.shard
                     if where == "device":
-                        shard = duplicates.setdefault(id(shard), _duplicate(shard))
+                        if id(shard) not in duplicates:
+                            duplicates[id(shard)] = _duplicate(shard)
+                        shard = duplicates[id(shard)]
                     values = _OnDevice(shard, part.within, part.num_bytes)
                 else:
                     values = next(coming) if part.is_far else part.values()
@@ -273,6 +284,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
                     files=files_of,
                 )
             )
+        on_error.pop_all()
     return Captured(
         captured,
         on_release=functools.partial(memory.give_back, files, piece),

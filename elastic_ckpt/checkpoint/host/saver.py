@@ -139,7 +139,10 @@ class HostSaver:
         if writer is None:
             return self._files(saving)
         # The search for room takes time for each file: the trainer runs meanwhile.
-        self._world.own.reserve(writer, saving.captured.num_bytes)
+        captured = saving.captured
+        self._world.own.reserve(
+            writer, captured.num_bytes, taken_bytes=captured.file_bytes
+        )
         if saving.staging is not None:
             writer.put_written(saving.contents)
         writer.write(saving.captured)

@@ -221,14 +221,6 @@ def read_choices(
     return memory.view(dtype).reshape(box.shape)
 
 
-def read_boxes(
-    plan: read_plan.ReadPlan, reader: VerifiedReader, *, num_threads: int = 8
-) -> list[np.ndarray]:
-    """The values of all wanted boxes of a plan; see `read_windows`."""
-    windows = [range(len(plan.wanted.leaf))]
-    return list(next(read_windows(plan, reader, windows, num_threads=num_threads)))
-
-
 def read_windows(
     plan: read_plan.ReadPlan,
     reader: VerifiedReader,

@@ -122,21 +122,30 @@ class ChunkFiles:
             del self._taken[file.inode]
             self._placed.setdefault(step_directory, {})[name] = file
 
-    def recycle(self, step_directory: str, *, most_bytes: int | None = None) -> None:
+    def forget_removed(self, step_directory: str) -> None:
+        """Unmaps files of a step that are gone: their memory is in use until then."""
+        with self._lock:
+            placed = self._placed.pop(step_directory, {})
+            left = {
+                name: file
+                for name, file in placed.items()
+                if os.path.exists(os.path.join(step_directory, name))
+            }
+            if left:
+                self._placed[step_directory] = left
+
+    def recycle(self, step_directory: str) -> None:
         """Keeps the files of a step that is being removed, for the next one.
 
-        Args:
-          step_directory: of the step, which has no manifest any more.
-          most_bytes: of all spare files; by default what the step has.
+        The step has no manifest any more. As many files are spare as it has, at most.
         """
         with self._lock:
             placed = self._placed.pop(step_directory, {})
         of_step = sum(len(each.memory) for each in placed.values())
-        most = of_step if most_bytes is None else most_bytes
         for name, file in placed.items():
             path = os.path.join(step_directory, name)
             with self._lock:
-                if self._num_spare_bytes() + len(file.memory) > most:
+                if self._num_spare_bytes() + len(file.memory) > of_step:
                     break
             with contextlib.suppress(OSError):
                 # A copy that was repaired is another file.

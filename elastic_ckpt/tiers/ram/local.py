@@ -277,32 +277,35 @@ class LocalHost:
             self.reserve(writer, num_bytes)
         return writer
 
-    def reserve(self, writer: step_writer.StepWriter, num_bytes: int) -> None:
+    def reserve(
+        self, writer: step_writer.StepWriter, num_bytes: int, *, taken_bytes: int = 0
+    ) -> None:
         """Makes sure that there is room for what will be written.
 
         Args:
           writer: of this process; abandoned if there is none.
           num_bytes: of what will be written, all in all.
+          taken_bytes: of these, those in `files` already.
 
         Raises:
           CheckpointError: if it does not fit.
         """
         try:
-            self._reserve(writer.manifest, num_bytes)
+            self._reserve(writer.manifest, num_bytes, taken_bytes)
         except BaseException:
             writer.abandon()
             raise
 
-    def _reserve(self, manifest: Manifest, num_bytes: int) -> None:
+    def _reserve(self, manifest: Manifest, num_bytes: int, taken_bytes: int) -> None:
         # Reserved before it is measured: two processes that start together and do not
         # both fit cannot both find room.
         directory = self.disk.step_directory(self.slot, manifest.step_id)
         try:
-            reserved = str(manifest.stored_bytes + num_bytes).encode()
-            storage.write_atomic(directory / ram_disk.RESERVED, reserved)
-            free = self.disk.free_bytes(taken_bytes=self.files.taken_bytes)
-            if free < self.files.spare_bytes and self.files.drop_spare():
-                free = self.disk.free_bytes(taken_bytes=self.files.taken_bytes)
+            reserved = manifest.stored_bytes + num_bytes - taken_bytes
+            storage.write_atomic(directory / ram_disk.RESERVED, b"%d" % reserved)
+            free = self.disk.free_bytes()
+            if free < 0 and self.files.drop_spare():
+                free = self.disk.free_bytes()
         except OSError:
             # Not even that fits.
             free = -num_bytes

@@ -203,20 +203,19 @@ class RamDisk:
         system = os.statvfs(self.root)
         return system.f_bavail * system.f_frsize >= num_bytes
 
-    def free_bytes(self, *, taken_bytes: int = 0) -> int:
-        """The free bytes under the limit and in the file system, less reserved ones.
-
-        Args:
-          taken_bytes: of reserved ones that are in the file system already.
-        """
-        used = promised = 0
+    def free_bytes(self) -> int:
+        """The free bytes under the limit and in the file system, less reserved ones."""
+        used = promised = sum(
+            used_bytes(os.fspath(self.host_directory(slot) / SPARE))
+            for slot in self.slots()
+        )
         for each in self.all_saves():
             directory = self.step_directory(*each)
             written = used_bytes(os.fspath(directory))
             used += written
             promised += max(written, _reserved_bytes(directory))
         system = os.statvfs(self.root)
-        free = system.f_bavail * system.f_frsize - (promised - used) + taken_bytes
+        free = system.f_bavail * system.f_frsize - (promised - used)
         if self.limit_bytes is None:
             return free
         return min(free, self.limit_bytes - promised)

@@ -176,6 +176,7 @@ class StepWriter:
     def abandon(self) -> None:
         """Removes what was written and is in no manifest."""
         sweep(self.directory / manifest_file.file_name(self.manifest.host.id))
+        self._chunk_files.forget_removed(os.fspath(self.directory))
         self._ended()
 
     def _list(self, *fragments: Fragment) -> None:

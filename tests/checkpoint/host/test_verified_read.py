@@ -60,7 +60,9 @@ def read(contents, sources, wanted, *, host=0):
         read_plan.Wanted.from_boxes([(0, *each) for each in wanted], contents=contents),
     )
     reader = verified_read.VerifiedReader(sources)
-    return verified_read.read_boxes(plan, reader, num_threads=2), reader
+    windows = [range(len(plan.wanted.leaf))]
+    (values,) = verified_read.read_windows(plan, reader, windows, num_threads=2)
+    return values, reader
 
 
 @given(
