@@ -193,6 +193,20 @@ def object_stores():
         yield environment
 
 
+@pytest.fixture
+def steps_in(request, monkeypatch, tmp_path):
+    """Gives a directory of steps on a disk, `local`, or in a bucket, `gs` or `s3`."""
+
+    def steps(place):
+        if place == "local":
+            return str(tmp_path / "steps")
+        for name, value in request.getfixturevalue("object_stores").items():
+            monkeypatch.setenv(name, value)
+        return f"{place}://bucket/{tmp_path.name}"
+
+    return steps
+
+
 @pytest.fixture(params=["gs", "s3"])
 def bucket(request, object_stores, monkeypatch, tmp_path):
     """A url that is this test's own, in each kind of object store."""

@@ -58,15 +58,9 @@ _SLOW = pytest.mark.slow(minutes=0.2)
         pytest.param("s3", marks=_SLOW),
     ]
 )
-def steps(request, tmp_path):
+def steps(request, steps_in):
     """A directory of steps, on a disk or in a bucket."""
-    if request.param == "local":
-        return str(tmp_path / "steps")
-    environment = request.getfixturevalue("object_stores")
-    patch = request.getfixturevalue("monkeypatch")
-    for name, value in environment.items():
-        patch.setenv(name, value)
-    return f"{request.param}://bucket/{tmp_path.name}"
+    return steps_in(request.param)
 
 
 @contextlib.contextmanager

@@ -26,15 +26,9 @@ def claim(steps, save, claimant=A):
 
 
 @pytest.fixture(params=["local", "gs", "s3"])
-def steps(request, tmp_path):
+def steps(request, steps_in):
     """The directory of a run's steps, on a disk or in a bucket."""
-    if request.param == "local":
-        return str(tmp_path / "steps")
-    environment = request.getfixturevalue("object_stores")
-    patch = request.getfixturevalue("monkeypatch")
-    for name, value in environment.items():
-        patch.setenv(name, value)
-    return f"{request.param}://bucket/{tmp_path.name}"
+    return steps_in(request.param)
 
 
 def test_a_replaced_start_claims_and_commits_no_more(steps):

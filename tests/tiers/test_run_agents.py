@@ -18,15 +18,9 @@ BYTES = b"""{
 
 
 @pytest.fixture(params=["local", "gs"])
-def steps(request, tmp_path):
+def steps(request, steps_in):
     """The directory of a run's steps, on a disk or in a bucket."""
-    if request.param == "local":
-        return str(tmp_path / "steps")
-    environment = request.getfixturevalue("object_stores")
-    patch = request.getfixturevalue("monkeypatch")
-    for name, value in environment.items():
-        patch.setenv(name, value)
-    return f"{request.param}://bucket/{tmp_path.name}"
+    return steps_in(request.param)
 
 
 def test_each_world_replaces_the_record_and_one_without_agents_has_none(steps):
