@@ -125,7 +125,7 @@ class Memory:
 
     Args:
       files: of the RAM disk that steps are saved to; None if they go to storage alone.
-      where: what no file takes is captured.
+      where: the place of values that get no file; see `Persistent.capture`.
       num_threads: that copy at a time; by default half of the processors, at most 8.
     """
 

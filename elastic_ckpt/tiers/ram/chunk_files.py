@@ -5,10 +5,9 @@ that no step names yet (`take`). Once the digest of its values is known, the fil
 its checksum and is renamed into the directory of its step (`place`). So a step is in
 memory once, as the RAM disk holds it.
 
-The kernel clears fresh pages, which takes three times as long as a copy. Files of steps
-that are removed are therefore kept with their mapping, as many as the last step took,
-and taken again. They lie in the directory `spare` of the slot, which a later process
-removes.
+The kernel clears fresh pages, which takes three times as long as a copy. So the files
+of a step that is removed stay mapped, in the directory `spare` of the slot, and the
+next step takes them. A later process removes what it finds there.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class ChunkFiles:
     def recycle(self, step_directory: str) -> None:
         """Keeps the files of a step that is being removed, for the next one.
 
-        The step has no manifest any more. As many files are spare as it has, at most.
+        Its manifest is gone already. Spare files never take more room than this step.
         """
         with self._lock:
             placed = self._placed.pop(step_directory, {})
