@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
+
+_BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,25 @@ class HeldStep:
     def step_id(self) -> StepId:
         """The step, and which save of it."""
         return StepId(self.step, self.save)
+
+    @classmethod
+    def from_contents(cls, step_id: StepId, contents: Contents | None) -> HeldStep:
+        """A step with the time and the metrics of its manifest.
+
+        Args:
+          step_id: the step.
+          contents: None if the manifest cannot be read; then no file can be.
+        """
+        time_ms, metrics = 0, None
+        if contents is not None:
+            time_ms, metrics = contents.time_ms, contents.metrics
+        return cls(
+            step=step_id.step,
+            save=step_id.save,
+            time=_BEGINNING + datetime.timedelta(milliseconds=time_ms),
+            metrics=None if metrics is None else json.loads(metrics),
+            complete=contents is not None,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -85,10 +85,12 @@ class Model:
     def store(self, save):
         """Notes that a save is in storage; retention may remove others."""
         save.stored = True
-        self._drop(lambda each: each not in set(save.line()))
+        # It may be one that a world before has left to be stored late.
+        line = {s for s in self.saves.values() if save in s.line()} | set(save.line())
+        self._drop(lambda each: each not in line)
         if self._stored_steps is not None:
-            stored = sorted(s.step for s in save.line() if s.stored)
-            for each in save.line():
+            stored = sorted(s.step for s in line if s.stored)
+            for each in line:
                 if each.step not in stored[-self._stored_steps :] and not each.kept:
                     each.stored = False
 

@@ -82,3 +82,15 @@ def test_the_newest_step_is_known_when_a_load_in_the_background_has_ended():
         )
         assert world.latest.step == 1
         assert position.value == 1
+
+
+def test_a_step_that_retention_removed_is_not_stored_again():
+    with run_on((0,), store_every=1, stored_steps=1) as run:
+        run.save(1)
+        run.preempt(2, loses_memory=False)
+        run.open((0,))
+        run.wait()
+        like = {"state": simulated_world.abstract(), "data": simulated_world.Position()}
+        run.sim.world.load_checkpointables(2, like)
+        run.sim.world.wait()
+        assert "backed_up" not in [name for name, _ in run.sim.events]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from elastic_ckpt.checkpoint.host.answers import StepInRam
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import bucket_clients, clock, errors
-from elastic_ckpt.steps import search
+from elastic_ckpt.steps import retention, search
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
@@ -23,13 +25,16 @@ def steps_in_ram(world: HostWorld, line: Line) -> list[StepInRam]:
     """
     held = find.Search(world.ram_tiers, lines=[line]).complete_steps()
     stored = _stored_steps(world.root)
+    owed = set()
+    if world.root is not None and stored is not None:
+        owed = {
+            each.step.step_id
+            for each in held
+            if _is_owed(each.step, world.root, stored, run=world.run)
+        }
+        owed -= _not_kept(world, [each.step for each in held], owed)
     return [
-        StepInRam(
-            step_id=each.step.step_id,
-            is_owed=world.root is not None
-            and stored is not None
-            and _is_owed(each.step, world.root, stored, run=world.run),
-        )
+        StepInRam(step_id=each.step.step_id, is_owed=each.step.step_id in owed)
         for each in held
     ]
 
@@ -86,3 +91,32 @@ def _is_owed(
         return is_due and (there is None or there < held.save)
     # One that was due by the clock alone has no mark.
     return is_due or root.unfinished(held.step_id).exists()
+
+
+def _not_kept(
+    world: HostWorld, held: Sequence[search.Step], owed: Collection[StepId]
+) -> set[StepId]:
+    # Those that retention would remove from storage as soon as they are there, which
+    # has mostly been done before.
+    keep = None if world.storage is None else world.storage.keep
+    if keep is None or world.persistent is None or not owed:
+        return set()
+    late = {
+        each.step: retention.HeldStep.from_contents(
+            each.step_id, each.holdings.contents
+        )
+        for each in held
+        if each.step_id in owed
+    }
+    try:
+        stored = {each.step: each for each in world.persistent.held()}
+    except (errors.CheckpointError, *bucket_clients.failures()):
+        return set()
+    removed = retention.steps_to_delete(
+        list((stored | late).values()),
+        keep,
+        newest_complete=max(stored | late),
+        in_flight=(),
+        preserved=world.persistent.preserved(),
+    )
+    return {each.step_id for step, each in late.items() if step in removed}

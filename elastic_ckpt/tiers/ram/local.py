@@ -9,8 +9,6 @@ no manifest names, which `clean` removes.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -32,8 +30,6 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.ram import ram_disk, step_writer
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFiles
-
-_BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 
 class LocalHost:
@@ -100,20 +96,11 @@ class LocalHost:
         return [self._retained(each) for each in self.held()]
 
     def _retained(self, step_id: StepId) -> retention.HeldStep:
-        time_ms, metrics, complete = 0, None, True
         try:
             contents = self.disk.manifest(self.slot, step_id).contents
-            time_ms, metrics = contents.time_ms, contents.metrics
         except errors.CheckpointError:
-            # Its files cannot be read without it.
-            complete = False
-        return retention.HeldStep(
-            step=step_id.step,
-            save=step_id.save,
-            time=_BEGINNING + datetime.timedelta(milliseconds=time_ms),
-            metrics=None if metrics is None else json.loads(metrics),
-            complete=complete,
-        )
+            contents = None
+        return retention.HeldStep.from_contents(step_id, contents)
 
     def begin(
         self, step_id: StepId, contents: Contents, *, num_bytes: int | None
