@@ -307,7 +307,7 @@ def _upload(
         run=run, step_id=step_id, contents=contents, arrays=arrays
     )
     upload_share.upload_share(
-        upload_share.Share.of_step(Holdings.from_offers([source.offer]), [host]),
+        Holdings.from_offers([source.offer]),
         upload.Upload(steps.item_root(directory), saved, host),
         verified_read.VerifiedReader({}),
         host=host,

@@ -115,19 +115,6 @@ def of_all_items(holdings: Holdings, hosts: Sequence[Host]) -> Uploads:
     return Uploads(hosts=dealt.hosts, host=host, row=row)
 
 
-def of_given_items(holdings: Holdings, host: Host) -> Uploads:
-    """All items are uploaded by one host, which reads its own copies first.
-
-    Args:
-      holdings: of the items that were given to it.
-      host: that uploads.
-    """
-    row = holdings.first_row[:-1].copy()
-    is_own = holdings.host_of_rows([host]) == 0
-    row[holdings.item[is_own]] = np.flatnonzero(is_own)
-    return Uploads(hosts=(host,), host=np.zeros(len(row), np.int32), row=row)
-
-
 def batches(
     items: np.ndarray, sizes: np.ndarray, *, most_bytes: int, most_items: int
 ) -> list[np.ndarray]:

@@ -41,10 +41,3 @@ def test_shares_that_hosts_receive_are_those_of_the_uploads(offers):
             continue
         own = Holdings.from_offers(received)
         assert items_of(own) == expected
-        alone = uploads.of_given_items(own, host)
-        np.testing.assert_array_equal(alone.items_of(host.id), np.arange(len(expected)))
-        for item, row in enumerate(alone.row.tolist()):
-            holders = [each.host.id for each in own.holders(item)]
-            assert own.item[row] == item
-            at = own.offers[own.holder[row]].host.id
-            assert at == host.id or host.id not in holders

@@ -13,6 +13,7 @@ from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES
 
@@ -93,7 +94,8 @@ def test_a_copy_that_was_repaired_is_not_written_to_by_later_steps(host):
     memory = capture.Memory(host.files)
     saved, _ = save(host, 1, state(1), memory)
     fragment = next(each for each in saved.rows if each.leaf == 0)
-    host.put_right(saved, fragment, state(1)["large"])
+    content = stored_part.chunk_content(state(1)["large"])
+    host.put_right(saved.step_id, fragment.file, content)
     host.remove(StepId(1, "0"))
     for step in (2, 3):
         saved, _ = save(host, step, state(step), memory)

@@ -18,7 +18,7 @@ from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, digest, errors, storage
 from elastic_ckpt.steps import layout, line, manifest
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers import source
+from elastic_ckpt.tiers import source, stored_part
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
 from tests.checkpoint.host.test_capture import random_bits
@@ -234,7 +234,8 @@ def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
         assert not read(files, offer.manifest, fragment)[1]
     # Damaged metadata does not prevent the repair.
     (path.parents[2] / "zarr.json").write_bytes(b"{")
-    host.put_right(offer.manifest, fragment, values)
+    content = stored_part.chunk_content(values)
+    host.put_right(offer.manifest.step_id, fragment.file, content)
     assert path.read_bytes() == sound
     assert read(files, offer.manifest, fragment)[1]
 
@@ -244,7 +245,7 @@ def test_a_file_of_a_component_is_put_right(disk, host):
     (file,) = saved.component_files
     path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / file.path)
     path.unlink()
-    host.put_right_file(saved, file, local_steps.cursors(3))
+    host.put_right(saved.step_id, file.path, local_steps.cursors(3))
     assert path.read_bytes() == local_steps.cursors(3)
 
 

@@ -242,25 +242,6 @@ class SearchOutcome:
     missing: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BadCopyReport:
-    """A copy that failed its verification.
-
-    Attributes:
-      host: the id of its holder.
-      tier: of the holder.
-      file: in the step's directory of the holder.
-      name: of the leaf and box, or file of a component.
-      why: the end of a sentence.
-    """
-
-    host: str
-    tier: str
-    file: str
-    name: str
-    why: str
-
-
 class HostsFailedError(errors.CheckpointError):
     """A call failed on some hosts.
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 
 from elastic_ckpt.checkpoint.host import (
     backlog,
     backup_collector,
     part_offers,
-    recovery,
+    repairs,
     upload_share,
     verified_read,
 )
@@ -38,6 +38,7 @@ from elastic_ckpt.tiers.persistent import (
     writers,
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.progress import Part
 from elastic_ckpt.tiers.persistent.retries import PATIENT
 from elastic_ckpt.tiers.source import Source
 
@@ -182,8 +183,7 @@ class HostBackup:
         Raises:
           CheckpointError: if this host's share is unknown, or storage fails.
         """
-        sources, share = self._share(step_id)
-        holdings = share.holdings
+        sources, holdings, step_parts = self._share(step_id)
         uploading = upload.Upload(
             self._root(),
             self._saved_step(holdings, step_id, names),
@@ -192,15 +192,20 @@ class HostBackup:
         reader = verified_read.VerifiedReader(sources)
         own = self._world.own
         num_bytes = upload_share.upload_share(
-            share,
+            holdings,
             uploading,
             reader,
             host=own.host,
             captured=self._world.captured.get(step_id),
+            step_parts=step_parts,
         )
-        bad = tuple(map(str, reader.bad))
-        recovery.put_right(holdings, reader, own, map(recovery.report, reader.bad))
-        return BackedUp(num_bytes=num_bytes, bad=bad)
+        bad = {
+            (each.host, each.file)
+            for each in reader.bad
+            if (each.tier, each.host) == ("local", own.host.id)
+        }
+        repairs.put_right(holdings, sources, own, bad)
+        return BackedUp(num_bytes=num_bytes, bad=tuple(map(str, reader.bad)))
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def commit(
@@ -338,20 +343,20 @@ class HostBackup:
 
     def _share(
         self, step_id: StepId
-    ) -> tuple[Mapping[Offer, Source], upload_share.Share]:
+    ) -> tuple[Mapping[Offer, Source], Holdings, Callable[[], Set[Part]] | None]:
+        # What this host uploads, and all parts of the step if that is not all.
         own = self._world.own.host
         if step_id in self._world.captured:
             # Each host uploads what it has captured itself.
-            sources, holdings = self._read(step_id)
-            return sources, upload_share.Share.of_step(holdings, self._world.hosts)
+            return *self._read(step_id), None
         tables = part_offers.received(self._part_exchange, step_id)
         sources = part_offers.sources(self._world, tables)
         offers = list(sources) or [part_offers.nothing(own, tables)]
         holdings = Holdings.from_offers(offers)
-        return sources, upload_share.Share(
-            holdings=holdings,
-            uploads=uploads.of_given_items(holdings, own),
-            step_parts=lambda: upload_share.parts_of(self._read(step_id)[1]),
+        return (
+            sources,
+            holdings,
+            lambda: upload_share.parts_of(self._read(step_id)[1]),
         )
 
     def _make_way(self, contents: Contents, step_id: StepId) -> None:

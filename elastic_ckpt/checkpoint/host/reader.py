@@ -15,16 +15,14 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint.host import (
-    idle_repair,
     recovery,
+    repairs,
     step_search,
     trees,
     verified_read,
 )
-from elastic_ckpt.checkpoint.host.answers import (
-    BadCopyReport,
-)
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
+from elastic_ckpt.checkpoint.host.verified_read import BadCopy
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors, storage
 from elastic_ckpt.steps import read_plan
@@ -253,13 +251,13 @@ class HostReader:
         }
 
     @calls.call()
-    def bad_copies(self) -> tuple[BadCopyReport, ...]:
+    def bad_copies(self) -> tuple[BadCopy, ...]:
         """The bad copies that this host detected while it read."""
         bad = [each for reader in self._opened().readers for each in reader.bad]
-        return tuple(dict.fromkeys(map(recovery.report, bad)))
+        return tuple(dict.fromkeys(bad))
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def repair(self, bad: tuple[BadCopyReport, ...]) -> tuple[str, ...]:
+    def repair(self, bad: tuple[BadCopy, ...]) -> tuple[str, ...]:
         """Repairs bad copies of the step that was read: this host's, and idle ones.
 
         Each bad copy of no host of the world is repaired by one host of it.
@@ -270,10 +268,9 @@ class HostReader:
         Returns:
           The names of the repaired parts.
         """
-        world, own = self._world, self._world.own
-        is_own = any((each.tier, each.host) == ("local", own.host.id) for each in bad)
-        idle = idle_repair.dealt(bad, world.hosts, world.number)
-        if world.is_read_only or not (is_own or idle):
+        world = self._world
+        dealt = repairs.dealt(bad, world.hosts, world.number)
+        if world.is_read_only or not dealt:
             return ()
         try:
             whole = self._whole(self._opened())
@@ -281,10 +278,9 @@ class HostReader:
             # The step was read; it is not given up for copies that stay bad.
             logging.warning("bad copies are not repaired: %s", error)
             return ()
-        holdings = whole.step.holdings
-        reader = verified_read.VerifiedReader(whole.sources)
-        mended = recovery.put_right(holdings, reader, own, bad)
-        return (*mended, *idle_repair.put_right(holdings, whole.sources, idle))
+        return tuple(
+            repairs.put_right(whole.step.holdings, whole.sources, world.own, dealt)
+        )
 
     @calls.call()
     def close_step(self) -> None:

@@ -1,22 +1,18 @@
-"""Recovery: a host reads from the nearest holders, and repairs bad copies."""
+"""Recovery: a host reads what it needs from the nearest holders, window by window."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import trees, verified_read
-from elastic_ckpt.checkpoint.host.answers import BadCopyReport
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import layout, read_plan, search
-from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Contents, Host
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.ram import local
 
 # Of boxes that are read at a time, and moved to devices at a time.
 _WINDOW_BYTES = 2**28
@@ -131,71 +127,3 @@ def wanted_boxes(
         for box in leaf.boxes
     ]
     return read_plan.Wanted.from_boxes(listed, contents=contents)
-
-
-def report(bad: verified_read.BadCopy) -> BadCopyReport:
-    """Returns a bad copy in the form that other hosts receive."""
-    return BadCopyReport(
-        host=bad.offer.host.id,
-        tier=bad.offer.tier,
-        file=bad.file,
-        name=bad.name,
-        why=bad.why,
-    )
-
-
-def put_right(
-    holdings: Holdings,
-    reader: verified_read.VerifiedReader,
-    own: local.LocalHost,
-    bad: Iterable[BadCopyReport],
-) -> list[str]:
-    """Rewrites bad copies in a host's RAM disk from another good copy.
-
-    Args:
-      holdings: of the step.
-      reader: of the step.
-      own: the host.
-      bad: copies that any host detected.
-
-    Returns:
-      The names of the repaired items; those without another good copy are not repaired.
-    """
-    files = {
-        each.file for each in bad if each.tier == "local" and each.host == own.host.id
-    }
-    if not files:
-        return []
-    mended = []
-    for row, item in enumerate(holdings.item.tolist()):
-        offer = holdings.offers[holdings.holder[row]]
-        if offer.tier == "local" and offer.host.id == own.host.id:
-            # A copy that cannot be written stays bad; its values were read elsewhere.
-            with contextlib.suppress(errors.CheckpointError, OSError):
-                if _mend(holdings, row, item, reader, own, files):
-                    mended.append(holdings.name(item))
-    return mended
-
-
-def _mend(
-    holdings: Holdings,
-    row: int,
-    item: int,
-    reader: verified_read.VerifiedReader,
-    own: local.LocalHost,
-    files: Collection[str],
-) -> bool:
-    # Returns whether the item was bad; raises if there is no other copy.
-    manifest = holdings.offers[holdings.holder[row]].manifest
-    if item >= len(holdings.leaf):
-        file = holdings.files[item - len(holdings.leaf)]
-        if file.path not in files:
-            return False
-        own.put_right_file(manifest, file, reader.file(file, holdings.holders(item)))
-        return True
-    fragment = holdings.fragment(row)
-    if fragment.file not in files:
-        return False
-    values = verified_read.read_item(holdings, item, reader)
-    own.put_right(manifest, fragment, values)
-    return True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 
 import numpy as np
 
@@ -23,42 +22,6 @@ _BATCH_BYTES = layout.CHUNK_BYTES
 _BATCH_ITEMS = 2048
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
-    """The parts of a step that a host uploads.
-
-    Attributes:
-      holdings: with these parts at least.
-      uploads: which host uploads which of them.
-      step_parts: returns all parts of the step, for an upload that is continued.
-    """
-
-    holdings: Holdings
-    uploads: uploads.Uploads
-    step_parts: Callable[[], Set[progress.Part]]
-
-    @classmethod
-    def of_step(cls, holdings: Holdings, hosts: Sequence[Host]) -> Share:
-        """The shares of all hosts, by holdings of the whole step.
-
-        Args:
-          holdings: of the step.
-          hosts: that take part, the same list everywhere.
-        """
-        shared = uploads.of_all_items(holdings, hosts)
-        return cls(
-            holdings=holdings,
-            uploads=shared,
-            step_parts=lambda: parts_of(holdings),
-        )
-
-    def part(self, item: int) -> Fragment | ComponentFile:
-        """A box at the host that uploads it, or a file."""
-        if item >= len(self.holdings.leaf):
-            return self.holdings.files[item - len(self.holdings.leaf)]
-        return self.holdings.fragment(int(self.uploads.row[item]))
-
-
 def parts_of(holdings: Holdings) -> set[progress.Part]:
     """All parts of a step, without their places."""
     rows = holdings.first_row[: len(holdings.leaf)].tolist()
@@ -67,12 +30,13 @@ def parts_of(holdings: Holdings) -> set[progress.Part]:
 
 
 def upload_share(
-    share: Share,
+    holdings: Holdings,
     uploading: upload.Upload,
     reader: verified_read.VerifiedReader,
     *,
     host: Host,
-    captured: CapturedStep | None,
+    captured: CapturedStep | None = None,
+    step_parts: Callable[[], Set[progress.Part]] | None = None,
 ) -> int:
     """Uploads a host's share of a step, and returns the bytes that it wrote.
 
@@ -81,16 +45,22 @@ def upload_share(
     cut short is continued.
 
     Args:
-      share: of this host, or of all.
+      holdings: of the share; their holders have the same values.
       uploading: of this host.
       reader: of the step.
       host: this one.
       captured: the step, if it is uploaded from the memory that it was captured in.
+      step_parts: returns all parts of the step, for an upload that is continued; by
+        default the share is all of it.
 
     Raises:
       CheckpointError: if no good copy of a part is left, or storage fails.
     """
-    holdings, part = share.holdings, share.part
+
+    def part(item: int) -> Fragment | ComponentFile:
+        if item >= len(holdings.leaf):
+            return holdings.files[item - len(holdings.leaf)]
+        return holdings.fragment(int(holdings.first_row[item]))
 
     def write(batch: np.ndarray) -> int:
         chunks = []
@@ -113,8 +83,8 @@ def upload_share(
         uploading.write_chunks(chunks)
         return int(holdings.stored_bytes[batch].sum())
 
-    uploading.begin(share.step_parts)
-    items = share.uploads.items_of(host.id)
+    uploading.begin(step_parts or (lambda: parts_of(holdings)))
+    items = np.arange(holdings.num_items)
     if uploading.is_continued:
         items = np.array([i for i in items.tolist() if not uploading.has(part(i))], int)
     sizes = holdings.stored_bytes[items]

@@ -27,30 +27,31 @@ _REMEDY = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BadCopy:
     """A copy that could not be read, or does not match its manifest.
 
     Attributes:
-      offer: its holder.
-      part: the fragment or the file of a component.
-      name: of the part, for people.
-      why: what is wrong, as the end of `<part> at <holder> ...`.
+      host: the id of its holder.
+      tier: of the holder.
+      file: in the step's directory of the holder.
+      name: of the leaf and box, or file of a component.
+      why: what is wrong, as the end of `<name> at <holder> ...`.
     """
 
-    offer: Offer
-    part: Fragment | ComponentFile
+    host: str
+    tier: str
+    file: str
     name: str
     why: str
 
     def __str__(self) -> str:
-        return f"{self.name} at {_holder(self.offer)} {self.why}"
+        return f"{self.name} at {self.holder} {self.why}"
 
     @property
-    def file(self) -> str:
-        """The path at its holder, relative to the step's directory."""
-        part = self.part
-        return part.file if isinstance(part, Fragment) else part.path
+    def holder(self) -> str:
+        """The holder, for people."""
+        return f"host {self.host}" if self.tier == "local" else "the persistent tier"
 
 
 class VerifiedReader:
@@ -96,8 +97,7 @@ class VerifiedReader:
           CheckpointError: if no holder has it as it was saved.
         """
         parts = [
-            (offer, part, (part.file, part.offset, part.digest))
-            for offer, part in choices
+            (offer, part.file, part.offset, part.digest) for offer, part in choices
         ]
         self._fill(parts, into, name)
 
@@ -112,13 +112,13 @@ class VerifiedReader:
           CheckpointError: if no holder has it as it was saved.
         """
         content = np.empty(file.stored_bytes, np.uint8)
-        place = (file.path, 0, file.digest)
-        self._fill([(offer, file, place) for offer in offers], content, file.path)
+        parts = [(offer, file.path, 0, file.digest) for offer in offers]
+        self._fill(parts, content, file.path)
         return content.data
 
     def _fill(
         self,
-        parts: Sequence[tuple[Offer, Fragment | ComponentFile, tuple[str, int, bytes]]],
+        parts: Sequence[tuple[Offer, str, int, bytes]],
         into: np.ndarray,
         name: str,
     ) -> None:
@@ -126,7 +126,7 @@ class VerifiedReader:
         slow: dict[Offer, Source] = {}
         asked = self._sources
         while True:
-            for offer, part, (file, offset, expected) in parts:
+            for offer, file, offset, expected in parts:
                 if offer not in asked:
                     continue
                 source = asked[offer]
@@ -147,16 +147,16 @@ class VerifiedReader:
                             self._bad += tried.values()
                         return
                     why = "is not what was saved: its digest differs"
-                tried[offer] = BadCopy(offer=offer, part=part, name=name, why=why)
+                tried[offer] = BadCopy(
+                    host=offer.host.id, tier=offer.tier, file=file, name=name, why=why
+                )
             if asked is slow or not slow:
                 break
             # Nobody else has it.
             asked = slow
         with self._lock:
             self._bad += tried.values()
-        failures = "; ".join(
-            f"at {_holder(offer)} it {bad.why}" for offer, bad in tried.items()
-        )
+        failures = "; ".join(f"at {bad.holder} it {bad.why}" for bad in tried.values())
         raise errors.CheckpointError(
             f"step {parts[0][0].manifest.step}: no good copy of {name} is left"
             f" ({failures}); {_REMEDY}"
@@ -337,9 +337,3 @@ def _scratch(of_thread: threading.local, num_bytes: int) -> np.ndarray:
     if memory is None or memory.nbytes < num_bytes:
         memory = of_thread.memory = host_memory.allocate(num_bytes)
     return memory[:num_bytes]
-
-
-def _holder(offer: Offer) -> str:
-    if offer.tier == "persistent":
-        return "the persistent tier"
-    return f"host {offer.host.id}"

@@ -13,21 +13,16 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 
-import numpy as np
-
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import (
-    ComponentFile,
     Contents,
-    Fragment,
     Fragments,
     Host,
     Manifest,
 )
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.ram import ram_disk, step_writer
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFiles
 
@@ -147,26 +142,10 @@ class LocalHost:
             present = self._empty(step_id, contents)
         return self._writer(present, num_bytes=num_bytes)
 
-    def put_right(
-        self, manifest: Manifest, fragment: Fragment, values: np.ndarray
-    ) -> None:
-        """Writes a bad chunk anew.
-
-        Args:
-          manifest: of this host.
-          fragment: one of the manifest's.
-          values: of its box and dtype; the caller has compared their digest.
-        """
-        directory = self.disk.step_directory(self.slot, manifest.step_id)
-        content = stored_part.chunk_content(values)
-        storage.write_atomic(directory / fragment.file, content)
-
-    def put_right_file(
-        self, manifest: Manifest, file: ComponentFile, content: bytes
-    ) -> None:
-        """Writes a bad file of a component anew; the caller has compared the digest."""
-        directory = self.disk.step_directory(self.slot, manifest.step_id)
-        storage.write_atomic(directory / file.path, content)
+    def put_right(self, step_id: StepId, file: str, content: bytes) -> None:
+        """Writes a bad file of a step anew; the caller has compared the digest."""
+        directory = self.disk.step_directory(self.slot, step_id)
+        storage.write_atomic(directory / file, content)
 
     def remove(self, step_id: StepId) -> None:
         """Removes a save of a step that is not in flight, its manifest first."""

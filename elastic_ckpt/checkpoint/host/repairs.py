@@ -1,25 +1,26 @@
-"""Bad copies whose host is in no world, put right from a good one.
+"""Bad copies in RAM are put right from a good one.
 
-They lie on idle machines, in slots that this world does not use, or on backup hosts:
-their process is gone, or has no other copy. A host of the world reads what was saved
-from another holder, verified, and has the machine's agent write it
-(`ram.file_repair`).
+Each host rewrites those in its own slot. Others lie on idle machines, in slots that the
+present world does not use, or on backup hosts: their process is gone, or has no other
+copy. They are dealt to the hosts of the world, each of which has the agent of the
+machine write what was saved (`ram.file_repair`). What is written was read from another
+holder, verified.
 """
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Collection, Mapping, Sequence
 
 from absl import logging
 
 from elastic_ckpt.checkpoint.host import verified_read
-from elastic_ckpt.checkpoint.host.answers import BadCopyReport
+from elastic_ckpt.checkpoint.host.verified_read import BadCopy
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers import stored_part
+from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.source import (
     ReadError,
     RepairableSource,
@@ -27,45 +28,38 @@ from elastic_ckpt.tiers.source import (
     Source,
 )
 
+# The id of a holder, and a file in its directory of the step.
+Place = tuple[str, str]
 
-def dealt(
-    bad: Sequence[BadCopyReport], hosts: Sequence[Host], number: int
-) -> dict[str, set[str]]:
-    """The bad copies of no host of the world that one host of it repairs.
+
+def dealt(bad: Sequence[BadCopy], hosts: Sequence[Host], number: int) -> set[Place]:
+    """The bad copies that one host of a world repairs.
 
     Args:
       bad: that any host detected, the same on all hosts.
       hosts: of the world, by number.
       number: of the host.
-
-    Returns:
-      Files by the id of their holder.
     """
+    places = {(each.host, each.file) for each in bad if each.tier == "local"}
     present = {host.id for host in hosts}
-    idle = sorted(
-        {
-            (each.host, each.file)
-            for each in bad
-            if each.tier == "local" and each.host not in present
-        }
-    )
-    files: dict[str, set[str]] = collections.defaultdict(set)
-    for holder, file in idle[number :: len(hosts)]:
-        files[holder].add(file)
-    return dict(files)
+    idle = sorted(each for each in places if each[0] not in present)
+    own = {each for each in places if each[0] == hosts[number].id}
+    return own.union(idle[number :: len(hosts)])
 
 
 def put_right(
     holdings: Holdings,
     sources: Mapping[Offer, Source],
-    bad: Mapping[str, Collection[str]],
+    own: LocalHost,
+    bad: Collection[Place],
 ) -> list[str]:
-    """Rewrites bad copies through the agents of their machines.
+    """Rewrites bad copies in a host's own slot, and elsewhere through agents.
 
     Args:
       holdings: of the step.
       sources: where to read what each holder offers.
-      bad: files by the id of their holder.
+      own: the host.
+      bad: the copies.
 
     Returns:
       The names of the repaired items; why others were not is logged.
@@ -75,19 +69,21 @@ def put_right(
     mended = []
     for row, item in enumerate(holdings.item.tolist()):
         offer = holdings.offers[holdings.holder[row]]
-        if offer.tier != "local" or offer.host.id not in bad:
+        file = _file(holdings, row, item) if offer.tier == "local" else ""
+        if (offer.host.id, file) not in bad:
             continue
-        file = _file(holdings, row, item)
-        if file not in bad[offer.host.id]:
-            continue
-        if offer not in reachable:
-            reachable[offer] = _answers(offer, sources[offer])
         source = sources[offer]
-        if not (reachable[offer] and isinstance(source, RepairableSource)):
-            continue
         try:
-            source.put_right(file, content(holdings, item, reader))
-        except (errors.CheckpointError, RepairError) as error:
+            if offer.host.id == own.host.id:
+                content = _content(holdings, item, reader)
+                own.put_right(offer.manifest.step_id, file, content)
+            else:
+                if offer not in reachable:
+                    reachable[offer] = _answers(offer, source)
+                if not (reachable[offer] and isinstance(source, RepairableSource)):
+                    continue
+                source.put_right(file, _content(holdings, item, reader))
+        except (errors.CheckpointError, RepairError, OSError) as error:
             name = holdings.name(item)
             logging.warning("%s at host %s: %s", name, offer.host.id, error)
         else:
@@ -95,24 +91,14 @@ def put_right(
     return mended
 
 
-def content(
+def _content(
     holdings: Holdings, item: int, reader: verified_read.VerifiedReader
 ) -> bytes:
-    """The bytes of an item's file in a RAM disk, from any good copy.
-
-    Args:
-      holdings: of the step.
-      item: the number of a box or file.
-      reader: of the step.
-
-    Raises:
-      CheckpointError: if no good copy is left.
-    """
+    # The bytes of an item's file in a RAM disk, from any good copy.
     if item >= len(holdings.leaf):
         file = holdings.files[item - len(holdings.leaf)]
         return reader.file(file, holdings.holders(item))
-    values = verified_read.read_item(holdings, item, reader)
-    return stored_part.chunk_content(values)
+    return stored_part.chunk_content(verified_read.read_item(holdings, item, reader))
 
 
 def _file(holdings: Holdings, row: int, item: int) -> str:
