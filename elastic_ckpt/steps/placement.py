@@ -23,7 +23,15 @@ import numpy as np
 from elastic_ckpt.core import columns, digest
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.manifest import Host
-from elastic_ckpt.steps.receivers import Candidates, Holders, Receivers, Wanted
+from elastic_ckpt.steps.receivers import (
+    DOMAIN,
+    INNER,
+    MACHINE,
+    Candidates,
+    Holders,
+    Receivers,
+    Wanted,
+)
 
 # Groups of the items with the same holders: more groups balance better and take longer.
 _GROUPS = 8
@@ -150,29 +158,25 @@ class _World:
 
     def copy(self, policy: Policy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One more copy of each group that needs one: group, source, target."""
-        there = self._receivers
-        num_domains, num_machines = (
-            self._holders.num_domains,
-            self._holders.num_machines,
-        )
+        there, held = self._receivers, self._holders
+        num_domains, num_machines = held.num(DOMAIN), held.num(MACHINE)
         short = num_machines < policy.copies + 1
-        distant = (num_domains < 2) & (there.num_domains > 1)
+        distant = (num_domains < 2) & (there.num(DOMAIN) > 1)
         home = there.domain[self._source]
-        close = there.num_machines_in(home) > self._holders.num_machines_in(home)
+        close = there.num_in(MACHINE, home) > held.num_in(MACHINE, home)
         if policy.inner:
             distant_apart = there.has_host_apart(self._source)
-            held = self._holders.num_inner_in(home)
-            close_apart = there.num_inner_in(home) > held
+            close_apart = there.num_in(INNER, home) > held.num_in(INNER, home)
         else:
             distant_apart = close_apart = np.zeros(len(self._source), bool)
         target = np.full(len(self._source), -1)
         for candidates, asked in (
-            (Candidates.DISTANT_APART, distant & distant_apart),
-            (Candidates.DISTANT, distant),
-            (Candidates.CLOSE_APART, short & close & close_apart),
-            (Candidates.CLOSE, short & close),
-            (Candidates.DISTANT, short & (num_domains < there.num_domains)),
-            (Candidates.ANYWHERE, short & (num_machines < there.num_machines)),
+            (Candidates(are_distant=True, are_apart=True), distant & distant_apart),
+            (Candidates(are_distant=True), distant),
+            (Candidates(are_close=True, are_apart=True), short & close & close_apart),
+            (Candidates(are_close=True), short & close),
+            (Candidates(are_distant=True), short & (num_domains < there.num(DOMAIN))),
+            (Candidates(), short & (num_machines < there.num(MACHINE))),
         ):
             group = np.flatnonzero(asked & (target < 0))
             if len(group):
@@ -192,8 +196,8 @@ class _World:
     def shortfalls(self, holdings: Holdings, policy: Policy) -> tuple[Shortfall, ...]:
         """Returns the items that lack holders at present."""
         there = self._receivers
-        in_domains = self._holders.num_domains[self._group]
-        on_machines = self._holders.num_machines[self._group]
+        in_domains = self._holders.num(DOMAIN)[self._group]
+        on_machines = self._holders.num(MACHINE)[self._group]
         there_is = np.zeros(holdings.num_items, bool)
         there_is[self._held] = True
         lost = np.flatnonzero(~there_is)
@@ -210,14 +214,14 @@ class _World:
             (
                 alone,
                 "domain",
-                f"they are in one {policy.domain} of {there.num_domains} alone, and are"
+                f"they are in one {policy.domain} of {there.num(DOMAIN)} alone, and are"
                 " lost with it; add one, or save them to the persistent tier",
             ),
             (
                 few,
                 "copies",
                 f"they are on fewer than {policy.copies + 1} machines, of"
-                f" {there.num_machines}; add machines, or ask for fewer copies",
+                f" {there.num(MACHINE)}; add machines, or ask for fewer copies",
             ),
         ):
             if len(items):
@@ -250,11 +254,11 @@ def _receivers(hosts: tuple[Host, ...], policy: Policy) -> Receivers:
     machines = [host.domains.get(policy.machine, host.id) for host in hosts]
     domains = [host.domains.get(policy.domain, "") for host in hosts]
     inner = [host.domains.get(policy.inner, "") for host in hosts]
+    names = (machines, domains, inner)
+    labels = [np.unique(each, return_inverse=True)[1] for each in names]
     return Receivers(
         hashes=np.array([digest.name_hash(host.id) for host in hosts], np.uint64),
-        machine=np.unique(machines, return_inverse=True)[1].astype(np.int64),
-        domain=np.unique(domains, return_inverse=True)[1].astype(np.int64),
-        inner=np.unique(inner, return_inverse=True)[1].astype(np.int64),
+        labels=np.array([*labels, np.arange(len(hosts))], np.int64),
         domain_hashes=np.array(
             [digest.name_hash(name) for name in sorted(set(domains))], np.uint64
         ),

@@ -13,7 +13,7 @@ Glossary: g groups of items with the same holders, h hosts.
 from __future__ import annotations
 
 import dataclasses
-import enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,30 +28,23 @@ _PROBES_A_BOUND = 20
 _PROBES = _PROBES_A_BOUND * len(_SLACKS)
 
 
-@enum.unique
-class Candidates(enum.Enum):
-    """The hosts that may take a copy, never on a machine that has one."""
+# What two hosts can share: the machine, the failure domain, a smaller domain inside of
+# that; or they are the same host.
+MACHINE, DOMAIN, INNER, HOST = range(4)
 
-    CLOSE = "those in the failure domain of the sender"
-    CLOSE_APART = "those in its failure domain, in inner ones without a holder"
-    DISTANT = "those in failure domains without a holder"
-    DISTANT_APART = "those in domains of both kinds without a holder"
-    ANYWHERE = "all of them"
 
-    @property
-    def is_close(self) -> bool:
-        """Whether all are in the failure domain of the sender."""
-        return self in (Candidates.CLOSE, Candidates.CLOSE_APART)
+class Candidates(NamedTuple):
+    """The hosts that may take a copy, never on a machine that has one.
 
-    @property
-    def is_distant(self) -> bool:
-        """Whether all are in failure domains without a holder."""
-        return self in (Candidates.DISTANT, Candidates.DISTANT_APART)
+    Attributes:
+      are_close: those in the failure domain of the sender.
+      are_distant: those in failure domains without a holder.
+      are_apart: those in inner domains without a holder.
+    """
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether all are in inner domains without a holder."""
-        return self in (Candidates.CLOSE_APART, Candidates.DISTANT_APART)
+    are_close: bool = False
+    are_distant: bool = False
+    are_apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,55 +53,38 @@ class Receivers:
 
     Attributes:
       hashes: of the hosts' ids, uint64 `[h]`.
-      machine: of each host, from 0 without gaps, int64 `[h]`.
-      domain: of each host, from 0 without gaps, int64 `[h]`.
-      inner: of each host its smaller failure domain, from 0 without gaps, int64 `[h]`.
+      labels: of each host, from 0 without gaps, its machine, domain, inner domain and
+        number, int64 `[4, h]`.
       domain_hashes: of the domains' names, uint64.
     """
 
     hashes: np.ndarray
-    machine: np.ndarray
-    domain: np.ndarray
-    inner: np.ndarray
+    labels: np.ndarray
     domain_hashes: np.ndarray
 
     @property
-    def num_machines(self) -> int:
-        """Different machines."""
-        return int(self.machine.max(initial=-1)) + 1
+    def domain(self) -> np.ndarray:
+        """The failure domain of each host, int64 `[h]`."""
+        return self.labels[DOMAIN]
 
-    @property
-    def num_domains(self) -> int:
-        """Different failure domains."""
-        return len(self.domain_hashes)
+    def num(self, kind: int) -> int:
+        """Different labels of a kind."""
+        return int(self.labels[kind].max(initial=-1)) + 1
 
-    @property
-    def num_inner(self) -> int:
-        """Different inner domains."""
-        return int(self.inner.max(initial=-1)) + 1
-
-    def num_machines_in(self, domain: np.ndarray) -> np.ndarray:
-        """Different machines of some domains."""
-        return self._num_in(domain, self.machine, self.num_machines)
-
-    def num_inner_in(self, domain: np.ndarray) -> np.ndarray:
-        """Different inner domains of some domains."""
-        return self._num_in(domain, self.inner, self.num_inner)
+    def num_in(self, kind: int, domain: np.ndarray) -> np.ndarray:
+        """Different labels of a kind inside of some domains."""
+        num = self.num(kind)
+        pairs = columns.distinct(self.domain * num + self.labels[kind])
+        return np.append(np.bincount(pairs // max(1, num)), 0)[domain]
 
     def has_host_apart(self, host: np.ndarray) -> np.ndarray:
         """Whether some host shares neither domain with each of some hosts."""
-        both = self.domain * self.num_inner + self.inner
+        inner = self.labels[INNER]
+        both = self.domain * self.num(INNER) + inner
         shared, shared_inner, shared_both = (
-            np.bincount(kind)[kind[host]] for kind in (self.domain, self.inner, both)
+            np.bincount(kind)[kind[host]] for kind in (self.domain, inner, both)
         )
         return shared + shared_inner - shared_both < len(self.hashes)
-
-    def _num_in(
-        self, domain: np.ndarray, label: np.ndarray, num_labels: int
-    ) -> np.ndarray:
-        pairs = columns.distinct(self.domain * num_labels + label)
-        counts = np.bincount(pairs // max(1, num_labels))
-        return np.append(counts, 0)[domain]
 
     def choose(
         self, wanted: Wanted, held: Holders, load: np.ndarray, candidates: Candidates
@@ -124,7 +100,9 @@ class Receivers:
         chosen = np.full(len(wanted.group), -1)
         pending = np.arange(len(chosen))
         hosts = _Rings(self.hashes, self.domain)
-        domains = _Rings(self.domain_hashes, np.zeros(self.num_domains, np.int64))
+        domains = _Rings(
+            self.domain_hashes, np.zeros_like(self.domain_hashes, np.int64)
+        )
         bound = np.zeros_like(load)
         for probe in range(_PROBES):
             if not len(pending):
@@ -133,7 +111,7 @@ class Receivers:
                 slack = _SLACKS[probe // _PROBES_A_BOUND]
                 bound = slack * self._bound(wanted, load, pending, candidates)
             probed = digest.mixed(wanted.key[pending], np.array([probe]))
-            if candidates.is_close:
+            if candidates.are_close:
                 domain = wanted.domain[pending]
             else:
                 domain = domains.after(np.zeros(len(pending), np.int64), probed)
@@ -163,7 +141,7 @@ class Receivers:
         hosts = np.bincount(self.domain)
         there = np.bincount(self.domain, load, len(hosts))
         coming = np.bincount(wanted.domain[pending], size, len(hosts))
-        if candidates.is_close:
+        if candidates.are_close:
             return np.maximum(((there + coming) / hosts)[self.domain], least)
         mean = (load.sum() + size.sum()) / len(load)
         # Copies from a domain go outside of it: a host has a share of the copies of the
@@ -177,11 +155,11 @@ class Receivers:
     def _may(
         self, group: np.ndarray, host: np.ndarray, held: Holders, candidates: Candidates
     ) -> np.ndarray:
-        may = ~held.on_machine(group, self.machine[host])
-        if candidates.is_distant:
-            may &= ~held.in_domain(group, self.domain[host])
-        if candidates.is_apart:
-            may &= ~held.in_inner(group, self.inner[host])
+        may = ~held.has(MACHINE, group, host)
+        if candidates.are_distant:
+            may &= ~held.has(DOMAIN, group, host)
+        if candidates.are_apart:
+            may &= ~held.has(INNER, group, host)
         return may
 
     def _least_loaded(
@@ -193,7 +171,7 @@ class Receivers:
         candidates: Candidates,
     ) -> int:
         hosts = np.arange(len(load))
-        if candidates.is_close:
+        if candidates.are_close:
             hosts = np.flatnonzero(self.domain == wanted.domain[each])
         group = np.full(len(hosts), wanted.group[each])
         hosts = hosts[self._may(group, hosts, held, candidates)]
@@ -232,72 +210,37 @@ class Holders:
     def __init__(self, receivers: Receivers, num_groups: int) -> None:
         self._receivers = receivers
         self._num_groups = num_groups
-        self._machines = np.empty(0, np.int64)
-        self._domains = np.empty(0, np.int64)
-        self._inner = np.empty(0, np.int64)
-        self._hosts = np.empty(0, np.int64)
+        # For each kind of label, the pairs of a group and a label as one number.
+        self._pairs = [np.empty(0, np.int64) for _ in receivers.labels]
 
     def add(self, group: np.ndarray, host: np.ndarray) -> None:
         """Adds pairs of a group and a host that holds it."""
+        for kind, pairs in enumerate(self._pairs):
+            more = self._pair(kind, group, host)
+            self._pairs[kind] = columns.distinct(np.concatenate([pairs, more]))
+
+    def has(self, kind: int, group: np.ndarray, host: np.ndarray) -> np.ndarray:
+        """Whether a holder of each group shares the label of a kind with a host."""
+        pairs, sought = self._pairs[kind], self._pair(kind, group, host)
+        place = np.searchsorted(pairs, sought)
+        return np.append(pairs, -1)[place] == sought
+
+    def num(self, kind: int) -> np.ndarray:
+        """Different labels of a kind that have each group, int64 `[g]`."""
+        group = self._pairs[kind] // max(1, self._receivers.num(kind))
+        return np.bincount(group, minlength=self._num_groups)
+
+    def num_in(self, kind: int, domain: np.ndarray) -> np.ndarray:
+        """Different labels with each group in one domain of each, int64 `[g]`."""
         there = self._receivers
-        machines = group * there.num_machines + there.machine[host]
-        domains = group * there.num_domains + there.domain[host]
-        inner = group * there.num_inner + there.inner[host]
-        self._machines = _joined(self._machines, machines)
-        self._domains = _joined(self._domains, domains)
-        self._inner = _joined(self._inner, inner)
-        self._hosts = _joined(self._hosts, group * len(there.hashes) + host)
-
-    def on_machine(self, group: np.ndarray, machine: np.ndarray) -> np.ndarray:
-        """Whether each group is on a machine."""
-        return _among(self._machines, group * self._receivers.num_machines + machine)
-
-    def in_domain(self, group: np.ndarray, domain: np.ndarray) -> np.ndarray:
-        """Whether each group is in a failure domain."""
-        return _among(self._domains, group * self._receivers.num_domains + domain)
-
-    def in_inner(self, group: np.ndarray, inner: np.ndarray) -> np.ndarray:
-        """Whether each group is in an inner domain."""
-        return _among(self._inner, group * self._receivers.num_inner + inner)
-
-    def num_machines_in(self, domain: np.ndarray) -> np.ndarray:
-        """Different machines with each group in one domain of each, int64 `[g]`."""
-        there = self._receivers
-        return self._num_in(domain, there.machine, there.num_machines)
-
-    def num_inner_in(self, domain: np.ndarray) -> np.ndarray:
-        """Different inner domains with each group in one domain of each, `[g]`."""
-        there = self._receivers
-        return self._num_in(domain, there.inner, there.num_inner)
-
-    def _num_in(
-        self, domain: np.ndarray, label: np.ndarray, num_labels: int
-    ) -> np.ndarray:
-        there = self._receivers
-        num_hosts = max(1, len(there.hashes))
-        group, host = self._hosts // num_hosts, self._hosts % num_hosts
+        group, host = np.divmod(self._pairs[HOST], max(1, len(there.hashes)))
         inside = there.domain[host] == domain[group]
-        labels = group * num_labels + label[host]
-        groups = columns.distinct(labels[inside]) // max(1, num_labels)
+        labels = columns.distinct(self._pair(kind, group, host)[inside])
+        groups = labels // max(1, there.num(kind))
         return np.bincount(groups, minlength=self._num_groups)
 
-    @property
-    def num_machines(self) -> np.ndarray:
-        """Different machines that have each group, int64 `[g]`."""
-        group = self._machines // max(1, self._receivers.num_machines)
-        return np.bincount(group, minlength=self._num_groups)
-
-    @property
-    def num_domains(self) -> np.ndarray:
-        """Different failure domains that have each group, int64 `[g]`."""
-        group = self._domains // max(1, self._receivers.num_domains)
-        return np.bincount(group, minlength=self._num_groups)
-
-    @property
-    def num_inner(self) -> np.ndarray:
-        """Different inner domains that have each group, int64 `[g]`."""
-        group = self._inner // max(1, self._receivers.num_inner)
-        return np.bincount(group, minlength=self._num_groups)
+    def _pair(self, kind: int, group: np.ndarray, host: np.ndarray) -> np.ndarray:
+        return group * self._receivers.num(kind) + self._receivers.labels[kind][host]
 
 
 class _Rings:
@@ -340,15 +283,3 @@ def _fit(
     to = host[order]
     fits[order] = load[to] + total - before <= bound[to]
     return fits
-
-
-def _joined(some: np.ndarray, more: np.ndarray) -> np.ndarray:
-    return columns.distinct(np.concatenate([some, more]))
-
-
-def _among(ordered: np.ndarray, values: np.ndarray) -> np.ndarray:
-    place = np.searchsorted(ordered, values)
-    among = np.zeros(len(values), bool)
-    inside = place < len(ordered)
-    among[inside] = ordered[place[inside]] == values[inside]
-    return among
