@@ -19,8 +19,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from elastic_ckpt.checkpoint.host import copies, reader, recovery, replication, trees
-from elastic_ckpt.checkpoint.host.answers import Written
+from elastic_ckpt.checkpoint.host import copies, reader, recovery, trees
+from elastic_ckpt.checkpoint.host.answers import Replicated, Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Method
@@ -158,19 +158,17 @@ class _CopiesAlone(copies.HostCopies):
         super().__init__(world)
         self._disk = world.disk
 
-    def fetch(self, tables: Sequence[PartTable]) -> replication.Taken:
-        offers = [each for table in tables for each in table.with_files().offers()]
+    def fetch(self, tables: Sequence[PartTable]) -> Replicated:
+        offers = [each for table in tables for each in table.offers(named=True)]
         if not offers:
-            return replication.Taken(copies=0, num_bytes=0, problems=())
+            return Replicated()
         held = Holdings.from_offers(offers)
         step_id = tables[0].saved.step_id
         own = self._disk.manifest(0, step_id)
         copied = _with_copies(own, [offer.manifest for offer in offers])
         manifest_file.write(self._disk.step_directory(0, step_id), copied)
         num_bytes = int(held.stored_bytes.sum())
-        return replication.Taken(
-            copies=held.num_items, num_bytes=num_bytes, problems=()
-        )
+        return Replicated(copies=held.num_items, num_bytes=num_bytes)
 
 
 class _ReaderAlone(reader.HostReader):

@@ -105,7 +105,7 @@ class CopyRepair:
             if isinstance(part, ComponentFile):
                 source.put_right(part.path, self._file(row))
             else:
-                values = self._values(row).values
+                _, values = self._values(row)
                 source.put_right(part.file, stored_part.chunk_content(values))
         except (errors.CheckpointError, RepairError) as error:
             return str(error)
@@ -150,7 +150,7 @@ class CopyRepair:
         leaf = self._holdings.contents.leaves[part.leaf]
         name = self._holdings.name(item)
         values = verified_read.read_choices(choices, leaf, self._reader, name=name)
-        return step_repair.Values(fragment=part, leaf=leaf, values=values)
+        return part, values
 
     def _file(self, row: int) -> bytes:
         item = self._item(row)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from elastic_ckpt.steps.manifest import (
     Contents,
     Fragments,
     Host,
+    LaterManifest,
     Manifest,
 )
 from elastic_ckpt.steps.part_table import (
@@ -52,20 +53,6 @@ _NOT_A_MESSAGE = (
 )
 
 
-class LaterSave(NamedTuple):
-    """A manifest of a later version of the format, which a newer program wrote.
-
-    Attributes:
-      step: that it is of.
-      save: that it is of; None if that is unknown.
-      problem: a sentence that names the file and its version.
-    """
-
-    step: int
-    save: str | None
-    problem: str
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PartMessage:
     """Parts of steps, and what could not be read.
@@ -74,7 +61,7 @@ class PartMessage:
       tables: of the steps; in an answer, the senders' before those of other holders.
       problems: manifests and messages that could not be read, a sentence each.
       saves: steps with their saves that hosts have.
-      later: manifests that a newer program wrote.
+      later: manifests in RAM that a newer program wrote.
       refusing: the urls of agents that do not take the run's secret.
       is_partial: whether the message of a host could not be read.
     """
@@ -82,7 +69,7 @@ class PartMessage:
     tables: tuple[PartTable, ...] = ()
     problems: tuple[str, ...] = ()
     saves: tuple[StepId, ...] = ()
-    later: tuple[LaterSave, ...] = ()
+    later: tuple[LaterManifest, ...] = ()
     refusing: tuple[str, ...] = ()
     is_partial: bool = False
 
@@ -110,7 +97,7 @@ def to_bytes(message: PartMessage) -> bytes:
         {
             "problems": list(message.problems),
             "saves": [list(each) for each in message.saves],
-            "later": [list(each) for each in message.later],
+            "later": [list(each[:3]) for each in message.later],
             "refusing": list(message.refusing),
             "is_partial": message.is_partial,
             "tables": [_to_json(table) for table in message.tables],
@@ -149,7 +136,9 @@ def parse(content: bytes) -> PartMessage:
             problems=tuple(map(str, header["problems"])),
             saves=tuple(StepId(int(step), str(save)) for step, save in header["saves"]),
             later=tuple(
-                LaterSave(int(step), None if save is None else str(save), str(problem))
+                LaterManifest(
+                    int(step), None if save is None else str(save), str(problem)
+                )
                 for step, save, problem in header["later"]
             ),
             refusing=tuple(map(str, header["refusing"])),

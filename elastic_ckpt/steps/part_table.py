@@ -206,8 +206,12 @@ class PartTable:
         order, bounds = self._by_holder()
         return order[bounds[holder] + number]
 
-    def manifests(self) -> list[Manifest]:
-        """A manifest of each holder, in their order, with its parts alone."""
+    def manifests(self, *, named: bool = False) -> list[Manifest]:
+        """A manifest of each holder, in their order, with its parts alone.
+
+        Args:
+          named: whether they name the files of boxes, of which there are few then.
+        """
         order, bounds = self._by_holder()
         # In the tables that hosts offer they are in order, and are not copied.
         table = self if (order[1:] > order[:-1]).all() else self._in_order(order)
@@ -221,7 +225,7 @@ class PartTable:
                 save=self.saved.step_id.save,
                 host=holder.host,
                 contents=self.saved.contents,
-                fragments=table._fragments(slice(first, end)),
+                fragments=table._fragments(range(first, end), named=named),
                 component_files=tuple(files),
             )
             for holder, files, (first, end) in zip(
@@ -232,16 +236,13 @@ class PartTable:
             )
         ]
 
-    def offers(self) -> list[Offer]:
+    def offers(self, *, named: bool = False) -> list[Offer]:
         """The offer of each holder, in their order, as `manifests`."""
+        manifests = self.manifests(named=named)
         return [
             Offer(tier=holder.tier, manifest=manifest)
-            for holder, manifest in zip(self.holders, self.manifests(), strict=True)
+            for holder, manifest in zip(self.holders, manifests, strict=True)
         ]
-
-    def with_files(self) -> PartTable:
-        """The same; `manifests` of it name the files of boxes."""
-        return _Named(**vars(self))
 
     def _by_holder(self) -> tuple[np.ndarray, np.ndarray]:
         order = columns.order(self.holder)
@@ -253,36 +254,24 @@ class PartTable:
         ordered = {name: getattr(self, name).take(order, axis=0) for name in names}
         return dataclasses.replace(self, boxes=self.boxes.take(order), **ordered)
 
-    def _fragments(self, rows: slice) -> Fragments:
+    def _fragments(self, rows: range, *, named: bool) -> Fragments:
         # Decisions need no files, whose names would take more memory than all the rest.
-        num_rows = rows.stop - rows.start
+        part = slice(rows.start, rows.stop)
+        number = np.arange(len(rows), dtype=np.int32)
         return Fragments(
-            leaf=self.leaf[rows],
-            boxes=boxes.Boxes(start=self.boxes.start[rows], stop=self.boxes.stop[rows]),
-            digest=self.digest[rows],
-            file=np.zeros(num_rows, np.int32),
-            offset=np.zeros(num_rows, np.int64),
-            stored_bytes=self.stored_bytes[rows],
-            files=("",),
+            leaf=self.leaf[part],
+            boxes=boxes.Boxes(start=self.boxes.start[part], stop=self.boxes.stop[part]),
+            digest=self.digest[part],
+            file=number if named else np.zeros_like(number),
+            offset=np.zeros(len(rows), np.int64),
+            stored_bytes=self.stored_bytes[part],
+            files=tuple(map(self._file, rows)) if named else ("",),
         )
 
-
-class _Named(PartTable):
-    # A table of few parts, which are read.
-
-    def _fragments(self, rows: slice) -> Fragments:
-        unnamed = super()._fragments(rows)
-        leaves = self.saved.contents.leaves
-        files = []
-        for row in range(len(unnamed)):
-            leaf = leaves[unnamed.leaf[row]]
-            box = unnamed.boxes.box(row, rank=len(leaf.shape))
-            files.append(layout.chunk_file(leaf.path, box, box.shape))
-        return dataclasses.replace(
-            unnamed,
-            file=np.arange(len(files), dtype=np.int32),
-            files=tuple(files),
-        )
+    def _file(self, row: int) -> str:
+        leaf = self.saved.contents.leaves[self.leaf[row]]
+        box = self.boxes.box(row, rank=len(leaf.shape))
+        return layout.chunk_file(leaf.path, box, box.shape)
 
 
 def joined(tables: Sequence[PartTable]) -> list[PartTable]:

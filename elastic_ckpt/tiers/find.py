@@ -20,8 +20,9 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.steps import search
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
+from elastic_ckpt.steps.manifest import LaterManifest
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.source import LaterManifest, Offered, Source, Tier, merged
+from elastic_ckpt.tiers.source import Offered, Source, Tier, merged
 
 _UNKNOWN = Line(save="", parents=())
 # A broken peer may list hundreds of saves that it does not have.

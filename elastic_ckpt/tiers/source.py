@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from etils import epath
 
 from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.manifest import LaterManifest
 from elastic_ckpt.steps.step_id import StepId
 
 # A piece of this size fits into a processor's cache: processing it directly after the
@@ -118,20 +119,6 @@ class Leftover:
     step: int
     save: str | None
     path: epath.Path
-
-
-class LaterManifest(NamedTuple):
-    """A manifest of a later version of the format, which a newer program wrote.
-
-    Attributes:
-      problem: a sentence that names the file and its version.
-      save: that it is of; None if that is unknown.
-      is_stored: whether it is in persistent storage.
-    """
-
-    problem: str
-    save: str | None
-    is_stored: bool
 
 
 class Offered(NamedTuple):

@@ -13,7 +13,6 @@ from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable, joined
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import (
-    LaterManifest,
     Offered,
     OnPiece,
     ReadError,
@@ -80,10 +79,7 @@ class SurveyedRam:
         self._of_step[step] = Offered(
             sources,
             problems=(*self._message.problems, *message.problems),
-            later=tuple(
-                LaterManifest(each.problem, each.save, is_stored=False)
-                for each in message.later
-            ),
+            later=message.later,
         )
 
     def table(self, offers: Sequence[Offer]) -> PartTable:

@@ -12,13 +12,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import tensorstore as ts
 
-from elastic_ckpt.core import boxes, storage
+from elastic_ckpt.core import boxes
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import Leaf
+from elastic_ckpt.tiers import stored_part
 
 METADATA = "zarr.json"
 # Larger chunks are encoded by TensorStore, in its threads.
@@ -39,19 +39,17 @@ class ArrayWriter:
         store: Mapping[str, Any],
         *,
         context: ts.Context,
-        transaction: ts.Transaction | None = None,
+        transaction: ts.Transaction,
     ) -> None:
         self._spec = store
         self._context = context
         self._transaction = transaction
         opened = ts.KvStore.open(dict(store), context=context).result()
-        self._store = opened
-        if transaction is not None:
-            self._store = opened.with_transaction(transaction)
         self._path = opened.path
+        self._store = opened.with_transaction(transaction)
 
-    def describe(self, prefix: str, leaf: Leaf, chunk: tuple[int, ...]) -> ts.Future:
-        """Begins to write the metadata of an array.
+    def describe(self, prefix: str, leaf: Leaf, chunk: tuple[int, ...]) -> None:
+        """Writes the metadata of an array.
 
         Args:
           prefix: what the keys of the array begin with.
@@ -59,8 +57,7 @@ class ArrayWriter:
           chunk: the shape of its chunks.
         """
         content = metadata_file(leaf.shape, leaf.dtype, chunk)
-        self._before(prefix + METADATA)
-        return self._store.write(prefix + METADATA, content)
+        self._store.write(prefix + METADATA, content)
 
     def write(
         self,
@@ -69,20 +66,20 @@ class ArrayWriter:
         chunk: tuple[int, ...],
         box: boxes.Box,
         values: np.ndarray,
-    ) -> ts.Future:
-        """Begins to write a chunk of an array.
+    ) -> None:
+        """Writes a chunk of an array.
 
         Args:
           prefix: what the keys of the array begin with.
           leaf: that it holds.
           chunk: the shape of its chunks.
           box: that is one of them.
-          values: which must not change before the write is done, or committed.
+          values: which must not change before the commit.
         """
-        key = prefix + layout.chunk_key(box, chunk)
-        self._before(key)
         if values.nbytes <= _SMALL_BYTES:
-            return self._store.write(key, _encoded(values))
+            key = prefix + layout.chunk_key(box, chunk)
+            self._store.write(key, stored_part.chunk_content(values))
+            return
         array = ts.open(
             {
                 "driver": "zarr3",
@@ -100,20 +97,7 @@ class ArrayWriter:
         writing = array[place].write(
             values, can_reference_source_data_indefinitely=True
         )
-        if self._transaction is not None:
-            writing.copy.result()
-        return writing.commit
-
-    def _before(self, key: str) -> None:
-        # A transaction changes files when it is committed.
-        if self._transaction is None:
-            storage.before("write", self._path + key)
-
-
-def _encoded(values: np.ndarray) -> bytes:
-    # Little-endian in C order, as they lie in memory here.
-    content = values.tobytes()
-    return content + google_crc32c.value(content).to_bytes(4, "little")
+        writing.copy.result()
 
 
 @functools.lru_cache(maxsize=2**14)

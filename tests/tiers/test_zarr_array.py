@@ -17,12 +17,14 @@ def stored(dtype, shape, chunk, values):
     """The content that an `ArrayWriter` stores for an array, by key."""
     context = ts.Context()
     spec = {"driver": "memory", "path": "below/"}
-    writer = zarr_array.ArrayWriter(spec, context=context)
+    writes = ts.Transaction(atomic=False)
+    writer = zarr_array.ArrayWriter(spec, context=context, transaction=writes)
     leaf = manifest.Leaf(path="w", shape=shape, dtype=dtype)
-    writer.describe("w/", leaf, chunk).result()
+    writer.describe("w/", leaf, chunk)
     for box in layout.cut(boxes.whole(shape), chunk):
         part = values[tuple(map(slice, box.start, box.stop))]
-        writer.write("w/", leaf, chunk, box, part).result()
+        writer.write("w/", leaf, chunk, box, part)
+    writes.commit_sync()
     return content(context, "below/w/")
 
 

@@ -118,16 +118,17 @@ class Replicated:
     Attributes:
       copies: how many.
       num_bytes: of them.
-      problems: copies that could not be taken, a sentence each.
+      problems: copies that could not be fetched, or are bad at a holder, a sentence
+        each with the reason.
       preserved: the steps that are preserved by hand on this machine.
       failed: whether copies were not made that could have been.
     """
 
-    copies: int
-    num_bytes: int
-    problems: tuple[str, ...]
-    preserved: tuple[int, ...]
-    failed: bool
+    copies: int = 0
+    num_bytes: int = 0
+    problems: tuple[str, ...] = ()
+    preserved: tuple[int, ...] = ()
+    failed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from elastic_ckpt.checkpoint.host import (
-    backlog,
-    backup_collector,
     part_offers,
     repairs,
     upload_share,
@@ -20,17 +18,19 @@ from elastic_ckpt.checkpoint.host import (
 )
 from elastic_ckpt.checkpoint.host.answers import BackedUp, StepInRam
 from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
-from elastic_ckpt.core import calls, errors
-from elastic_ckpt.steps import part_choices, search, uploads
+from elastic_ckpt.core import bucket_clients, calls, clock, errors, storage
+from elastic_ckpt.steps import part_choices, retention, search, uploads
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.persistent import (
     arrange,
     claims,
     commit,
     evaluations,
+    leases,
     ocdbt,
     persistent_root,
     run_agents,
@@ -38,9 +38,10 @@ from elastic_ckpt.tiers.persistent import (
     writers,
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.persistent.progress import Part
 from elastic_ckpt.tiers.persistent.retries import PATIENT
-from elastic_ckpt.tiers.source import Source
+from elastic_ckpt.tiers.source import Leftover, Source
 
 # By the path of a leaf, the checkpointable and name that Orbax uses.
 Names = Mapping[str, tuple[str, str]]
@@ -61,6 +62,7 @@ class HostBackup:
         self._claim: claims.Claim | None = None
         # On host 0, the holdings of the step that is being backed up.
         self._holdings: Holdings | None = None
+        self._leases = leases.Watch()
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def clean(self, save: str) -> tuple[tuple[int, str], ...]:
@@ -78,7 +80,7 @@ class HostBackup:
             (each.step, str(each.path))
             for each in self._writing.discard_dead(
                 before=save,
-                is_needed=functools.partial(backlog.is_held, self._world),
+                is_needed=self._is_held,
                 is_claimed=self._claim is not None,
             )
             if each.save != persistent_root.REMOVED
@@ -238,13 +240,35 @@ class HostBackup:
     def collect(self, line: Line, step: int, overwrite: bool) -> None:
         """Removes steps that are no longer kept, after a commit; host 0 does it.
 
+        Also finishes the removals of worlds that were killed meanwhile. Keeps the
+        newest complete step, those that are preserved by hand or leased, and those that
+        plain Orbax or another run saved.
+
         Args:
           line: of the save that was committed.
           step: the training step.
           overwrite: whether older saves of the step that were set aside go too.
         """
-        self._writing.discard_own(StepId(step, line.save))
-        self._collector.collect(line, step, overwrite=overwrite)
+        root, step_id = self._root(), StepId(step, line.save)
+        self._writing.discard_own(step_id)
+        evaluations.settle(root, line, run=self._world.run)
+        gone = self._replaced(step_id) if overwrite else []
+        gone += self._not_kept()
+        if not gone:
+            return
+        numbers = {each.step for each in gone}
+        with leases.announced(root, numbers, by=line.save) as cut_short:
+            for number in cut_short:
+                if not root.is_committed(number):
+                    storage.remove(root.final(number))
+            leased = self._leases.leased(root)
+            for each in dict.fromkeys(gone):
+                if each.step in leased:
+                    continue
+                if each.save:
+                    root.discard_aside(each)
+                else:
+                    self._tier().remove(each.step)
 
     @calls.call()
     def holds(self, step_id: StepId) -> bool:
@@ -270,9 +294,7 @@ class HostBackup:
 
         A step that Orbax alone saved stays.
         """
-        tier = self._world.persistent
-        assert tier is not None
-        return tier.remove_all(step)
+        return self._tier().remove_all(step)
 
     @calls.call()
     def record_metrics(self, step_id: StepId, metrics: str) -> None:
@@ -297,13 +319,40 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def steps_in_ram(self, line: Line) -> tuple[StepInRam, ...]:
-        """The steps of a line that are whole in RAM; see `backlog.steps_in_ram`."""
-        return tuple(backlog.steps_in_ram(self._world, line))
+        """The steps of a line that are whole in RAM, ascending.
+
+        Args:
+          line: newer than all others; steps that it abandons are left out.
+        """
+        looking = find.Search(self._world.ram_tiers, lines=[line])
+        held = [each.step for each in looking.complete_steps()]
+        owed = self._owed(held)
+        return tuple(
+            StepInRam(step_id=each.step_id, is_owed=each.step_id in owed)
+            for each in held
+        )
 
     @calls.call()
     def secs_since_backup(self) -> float:
-        """How long ago a step was stored; see `backlog.secs_since_backup`."""
-        return backlog.secs_since_backup(self._world)
+        """The time since the newest step was committed in storage, in seconds.
+
+        Before the first one it is that since the first world of the run was claimed; 0
+        if neither is known, or storage is out of reach.
+        """
+        root, tier = self._world.root, self._world.persistent
+        if root is None or tier is None:
+            return 0.0
+        try:
+            steps = root.steps()
+            if steps:
+                noted = tier.notes(steps[-1])["commit_timestamp_nsecs"]
+                nsecs = noted or clock.time_ns()
+            else:
+                first = claims.first(root.path)
+                nsecs = clock.time_ns() if first is None else first.time_ms * 10**6
+        except (errors.CheckpointError, *bucket_clients.failures()):
+            return 0.0
+        return max(0.0, (clock.time_ns() - nsecs) / 10**9)
 
     def close(self) -> None:
         """Removes this world's mark from storage: it writes no more."""
@@ -359,6 +408,102 @@ class HostBackup:
             lambda: upload_share.parts_of(self._read(step_id)[1]),
         )
 
+    def _is_held(self, leftover: Leftover) -> bool:
+        # Whether the step of an upload that was cut short is whole in RAM.
+        if leftover.save is None:
+            return False
+        try:
+            return search.Step.from_offers(
+                list(self._world.in_ram(StepId(leftover.step, leftover.save)))
+            ).complete
+        except errors.CheckpointError:
+            return False
+
+    def _owed(self, held: Sequence[search.Step]) -> set[StepId]:
+        # Those of the steps in RAM that are to be backed up; none if storage is out of
+        # reach, as the search of the restore has reported.
+        root = self._world.root
+        if root is None:
+            return set()
+        try:
+            stored = set(root.steps())
+        except (errors.CheckpointError, *bucket_clients.failures()):
+            return set()
+        late = {
+            each.step: retention.HeldStep.from_contents(
+                each.step_id, each.holdings.contents
+            )
+            for each in held
+            if self._is_owed(each, stored)
+        }
+        gone = self._gone_at_once(late)
+        return {each.step_id for step, each in late.items() if step not in gone}
+
+    def _is_owed(self, held: search.Step, stored: Set[int]) -> bool:
+        is_due = held.holdings.contents.is_due
+        if held.step in stored:
+            run = self._world.run
+            there = arrange.save_of(self._root(), held.step, run=run)
+            # A later save of the step may not have fitted into RAM.
+            return is_due and (there is None or there < held.save)
+        # One that was due by the clock alone has no mark.
+        return is_due or self._root().unfinished(held.step_id).exists()
+
+    def _gone_at_once(self, late: Mapping[int, retention.HeldStep]) -> Sequence[int]:
+        # The steps that retention would remove from storage as soon as they are there,
+        # which has mostly been done before.
+        keep = self._keep()
+        if keep is None or not late:
+            return ()
+        try:
+            stored = {each.step: each for each in self._tier().held()}
+        except (errors.CheckpointError, *bucket_clients.failures()):
+            return ()
+        together = {**stored, **late}
+        return retention.steps_to_delete(
+            list(together.values()),
+            keep,
+            newest_complete=max(together),
+            in_flight=(),
+            preserved=self._tier().preserved(),
+        )
+
+    def _replaced(self, step_id: StepId) -> list[StepId]:
+        # Older saves of a step that were set aside.
+        if step_id.step in self._tier().preserved_aside():
+            return []
+        aside = self._root().set_aside_steps()
+        return [
+            each
+            for each in aside
+            if each.step == step_id.step and each.save < step_id.save
+        ]
+
+    def _not_kept(self) -> list[StepId]:
+        # Those that are set aside with their saves, others without.
+        keep, tier = self._keep(), self._tier()
+        if keep is None:
+            return []
+        held, aside = tier.held(), tier.preserved_aside()
+        removed = retention.steps_to_delete(
+            held,
+            keep,
+            newest_complete=max(
+                (each.step for each in held if each.complete), default=None
+            ),
+            # Uploads lie elsewhere until they are committed.
+            in_flight=(),
+            # A preserved step that was saved again is preserved in its new save, too.
+            preserved=[*tier.preserved(), *aside],
+        )
+        abandoned = retention.abandoned_to_delete(
+            tier.abandoned(), held, keep, preserved=aside
+        )
+        return [
+            *(StepId(step, "") for step in removed),
+            *(each.step_id for each in abandoned),
+        ]
+
     def _make_way(self, contents: Contents, step_id: StepId) -> None:
         self._check_claim()
         self._arrange(contents, step_id)
@@ -381,9 +526,12 @@ class HostBackup:
         assert self._world.root is not None
         return self._world.root
 
-    @functools.cached_property
-    def _collector(self) -> backup_collector.BackupCollector:
-        return backup_collector.BackupCollector(self._world)
+    def _tier(self) -> PersistentTier:
+        assert self._world.persistent is not None
+        return self._world.persistent
+
+    def _keep(self) -> retention.PreservationPolicy | None:
+        return None if self._world.storage is None else self._world.storage.keep
 
     @functools.cached_property
     def _writing(self) -> writers.WritingWorld:

@@ -6,6 +6,7 @@ and `take`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from elastic_ckpt.checkpoint.host import (
@@ -65,24 +66,21 @@ class HostCopies:
         Raises:
           CheckpointError: if copies do not fit.
         """
-        taken = replication.Taken(copies=0, num_bytes=0, problems=())
-        problems: tuple[str, ...] = ()
         try:
             tables = part_offers.received(self._part_exchange, step_id)
         except errors.CheckpointError as error:
-            problems = (str(error),)
+            taken = Replicated(problems=(str(error),))
         else:
             taken = self.fetch(tables)
-        problems += tuple(self._backups.await_taken(step_id))
-        return Replicated(
-            copies=taken.copies,
-            num_bytes=taken.num_bytes,
-            problems=(*problems, *taken.problems),
+        problems = (*self._backups.await_taken(step_id), *taken.problems)
+        return dataclasses.replace(
+            taken,
+            problems=problems,
             preserved=tuple(self._world.disk.preserved()),
-            failed=bool(problems or taken.problems),
+            failed=bool(problems),
         )
 
-    def fetch(self, tables: Sequence[PartTable]) -> replication.Taken:
+    def fetch(self, tables: Sequence[PartTable]) -> Replicated:
         """Fetches copies of parts, and writes them to this host's RAM disk.
 
         Args:
@@ -92,7 +90,7 @@ class HostCopies:
           CheckpointError: if they do not fit.
         """
         sources = part_offers.sources(self._world, tables)
-        return replication.fetch_all(self._world.own, sources)
+        return replication.fetch(self._world.own, sources)
 
 
 def placed_parts(

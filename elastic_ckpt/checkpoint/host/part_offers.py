@@ -15,8 +15,8 @@ from elastic_ckpt.checkpoint.host.part_exchange import PartExchange
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import checked_json, errors
 from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import Host
-from elastic_ckpt.steps.part_message import LaterSave, PartMessage
+from elastic_ckpt.steps.manifest import Host, LaterManifest
+from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import Holder, PartTable, joined
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import ReadError, Source
@@ -35,7 +35,7 @@ def of_step(world: HostWorld, step: int) -> PartMessage:
     """The parts of all saves of a step for which a host answers."""
     tables: list[PartTable] = []
     problems: list[str] = []
-    later: list[LaterSave] = []
+    later: list[LaterManifest] = []
     own = world.disk.offers(step, slots=_slots(world))
     for url, offered in [
         ("", own),
@@ -43,7 +43,7 @@ def of_step(world: HostWorld, step: int) -> PartMessage:
     ]:
         tables += [PartTable.from_offer(offer, url=url) for offer in offered.sources]
         problems += offered.problems
-        later += [LaterSave(step, each.save, each.problem) for each in offered.later]
+        later += offered.later
     return PartMessage(
         tables=tuple(joined(tables)), problems=tuple(problems), later=tuple(later)
     )
@@ -85,13 +85,11 @@ def sources(world: HostWorld, tables: Sequence[PartTable]) -> dict[Offer, Source
     Raises:
       CheckpointError: if the address of a holder is unknown.
     """
-    by_offer: dict[Offer, Source] = {}
-    for table in tables:
-        saved = table.saved
-        offers = table.with_files().offers()
-        for holder, offer in zip(table.holders, offers, strict=True):
-            by_offer[offer] = world.source(holder.host, holder.url, saved.step_id)
-    return by_offer
+    return {
+        offer: world.source(holder.host, holder.url, table.saved.step_id)
+        for table in tables
+        for holder, offer in zip(table.holders, table.offers(named=True), strict=True)
+    }
 
 
 def nothing(host: Host, tables: Sequence[PartTable]) -> Offer:

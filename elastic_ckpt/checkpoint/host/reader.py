@@ -145,25 +145,20 @@ class HostReader:
     def read_some(self, paths: Collection[str] | None) -> dict[str, int]:
         """As `read`, of the leaves with these paths; None for all that is selected."""
         restoring = self._opened()
-        if restoring.step_read is None:
-            restoring.step_read = self._received(restoring)
+        is_dealt = restoring.whole is None and not restoring.others
         try:
-            return self._read(restoring, restoring.step_read, paths)
+            if restoring.step_read is None and is_dealt:
+                # What host 0 has passed down of the open step.
+                step_id = restoring.saved.step_id
+                restoring.step_read = self.sharing.parts(step_id)
+            if restoring.step_read is not None:
+                return self._read(restoring, restoring.step_read, paths)
         except errors.CheckpointError as error:
-            if restoring.step_read is restoring.whole:
+            if restoring.step_read and restoring.step_read is restoring.whole:
                 raise
             logging.warning("%s; this host reads the manifests of all", error)
         restoring.step_read = self._whole(restoring)
         return self._read(restoring, restoring.step_read, paths)
-
-    def _received(self, restoring: _Restoring) -> FoundStep:
-        # What host 0 has passed down of the open step, or else all of it.
-        if restoring.whole is None and not restoring.others:
-            try:
-                return self.sharing.parts(restoring.saved.step_id)
-            except errors.CheckpointError as error:
-                logging.warning("%s; this host reads the manifests of all", error)
-        return self._whole(restoring)
 
     def _whole(self, restoring: _Restoring) -> FoundStep:
         # The open step with all of its holders, which most hosts do not need.

@@ -23,11 +23,11 @@ import sys
 from collections.abc import Sequence
 
 from elastic_ckpt.checkpoint.host import replication
+from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.core import checked_json, errors
 from elastic_ckpt.steps import part_message, placement
-from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.manifest import Host
-from elastic_ckpt.steps.part_table import PartTable
+from elastic_ckpt.steps.part_table import Holder
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers import (
@@ -51,7 +51,7 @@ MOST_AGENTS = 256
 KIND = "backup"
 
 
-def refill(root: str) -> tuple[StepId, replication.Taken] | None:
+def refill(root: str) -> tuple[StepId, Replicated] | None:
     """Brings the parts that a RAM disk is to hold and does not.
 
     Args:
@@ -107,7 +107,7 @@ def order(saved: StepId) -> tuple[str, int]:
     return saved.save, saved.step
 
 
-def _placed(root: str) -> tuple[StepId, replication.Taken] | None:
+def _placed(root: str) -> tuple[StepId, Replicated] | None:
     record = world_record.read(root)
     if record is None or not record.policy.copies:
         return None
@@ -148,13 +148,14 @@ def _placed(root: str) -> tuple[StepId, replication.Taken] | None:
         )
         with contextlib.closing(own):
             # As much again has to be free for the copies that the hosts will make.
-            taken = replication.fetch(own, step_found.sources, holdings, items, spare=1)
+            sources = {each: step_found.sources[each] for each in holdings.offers}
+            taken = replication.fetch(own, sources, items, spare=1)
     return step_found.step.step_id, taken
 
 
 def _requested(
     root: str, content: bytes, client: peer_client.PeerClient
-) -> tuple[StepId, replication.Taken]:
+) -> tuple[StepId, Replicated]:
     try:
         message = part_message.parse(content)
     except checked_json.UnreadableError as error:
@@ -171,23 +172,22 @@ def _requested(
             own.clean()
             for each in set(held) - {saved.step_id, *newest, *message.saves}:
                 own.remove(each)
-        sources = _sources(message.tables, client)
-        taken = replication.fetch_all(own, sources, is_partial=False)
+        sources = {
+            offer: _source(holder, saved.step_id, client)
+            for table in message.tables
+            for holder, offer in zip(
+                table.holders, table.offers(named=True), strict=True
+            )
+        }
+        taken = replication.fetch(own, sources, is_partial=False)
     return saved.step_id, taken
 
 
-def _sources(
-    tables: Sequence[PartTable], client: peer_client.PeerClient
-) -> dict[Offer, Source]:
-    sources: dict[Offer, Source] = {}
-    for table in tables:
-        offers = table.with_files().offers()
-        for holder, offer in zip(table.holders, offers, strict=True):
-            slot = holder.host.id.rpartition(".")[2]
-            url, certificate = agent_url.unpinned(holder.url)
-            endpoint = client.endpoint(url, certificate_sha256=certificate)
-            sources[offer] = peer.PeerSource(endpoint, f"{slot}/{table.saved.step_id}")
-    return sources
+def _source(holder: Holder, step_id: StepId, client: peer_client.PeerClient) -> Source:
+    url, certificate = agent_url.unpinned(holder.url)
+    endpoint = client.endpoint(url, certificate_sha256=certificate)
+    slot = holder.host.id.rpartition(".")[2]
+    return peer.PeerSource(endpoint, f"{slot}/{step_id}")
 
 
 if __name__ == "__main__":

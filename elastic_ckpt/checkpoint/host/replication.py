@@ -6,13 +6,13 @@ continues where it stopped.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 
 import numpy as np
 
 from elastic_ckpt.checkpoint.host import verified_read
+from elastic_ckpt.checkpoint.host.answers import Replicated
 from elastic_ckpt.core import background, errors
 from elastic_ckpt.steps import layout, placement
 from elastic_ckpt.steps.holdings import Holdings, Offer
@@ -24,22 +24,6 @@ from elastic_ckpt.tiers.source import Source
 _THREADS = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Taken:
-    """The copies that a host took.
-
-    Attributes:
-      copies: how many.
-      num_bytes: of them.
-      problems: copies that could not be fetched, or are bad at a holder, a sentence
-        each with the reason.
-    """
-
-    copies: int
-    num_bytes: int
-    problems: tuple[str, ...]
-
-
 def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
     """Returns the items that `host` takes, each with the holder that sends it."""
     numbers = [n for n, each in enumerate(placed.hosts) if each.id == host.id]
@@ -49,51 +33,33 @@ def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
     ]
 
 
-def fetch_all(
-    own: LocalHost, sources: Mapping[Offer, Source], *, is_partial: bool = True
-) -> Taken:
-    """Fetches all parts of some offers of one step; see `fetch`.
-
-    Args:
-      own: the host.
-      sources: where to read each offer, those of the senders first.
-      is_partial: as `fetch`.
-
-    Raises:
-      CheckpointError: as `fetch`.
-    """
-    if not sources:
-        return Taken(copies=0, num_bytes=0, problems=())
-    holdings = Holdings.from_offers(list(sources))
-    senders = holdings.holder[holdings.first_row[:-1]].tolist()
-    items = [
-        (item, holdings.offers[sender].host) for item, sender in enumerate(senders)
-    ]
-    return fetch(own, sources, holdings, items, is_partial=is_partial)
-
-
 def fetch(
     own: LocalHost,
     sources: Mapping[Offer, Source],
-    holdings: Holdings,
-    items: Sequence[tuple[int, Host]],
+    items: Sequence[tuple[int, Host]] | None = None,
     *,
     spare: int = 0,
     is_partial: bool = True,
-) -> Taken:
-    """Fetches copies, and writes them to a host's RAM disk.
+) -> Replicated:
+    """Fetches copies of parts of one step, and writes them to a host's RAM disk.
 
     Args:
       own: the host.
       sources: where to read what each holder offers.
-      holdings: of the step.
-      items: as `incoming` gives them.
+      items: as `incoming` gives them; by default all that are offered, each sent by its
+        first holder.
       spare: how many times as much has to be free besides.
       is_partial: whether copies are committed if others cannot be fetched.
 
     Raises:
       CheckpointError: if they do not fit, or cannot be fetched and are not partial.
     """
+    if not sources:
+        return Replicated()
+    holdings = Holdings.from_offers(list(sources))
+    if items is None:
+        senders = holdings.holder[holdings.first_row[:-1]].tolist()
+        items = [(item, holdings.offers[n].host) for item, n in enumerate(senders)]
     num_bytes = int(holdings.stored_bytes[[item for item, _ in items]].sum())
     writer = own.copy_writer(
         holdings.offers[0].manifest.step_id,
@@ -101,12 +67,12 @@ def fetch(
         num_bytes=(1 + spare) * num_bytes,
     )
     taken = take(holdings, items, verified_read.VerifiedReader(sources), writer)
-    is_whole = taken.copies == len(items)
-    if taken.copies and (is_partial or is_whole):
+    is_enough = is_partial or taken.copies == len(items)
+    if taken.copies and is_enough:
         writer.commit()
     else:
         writer.abandon()
-    if not (is_partial or is_whole):
+    if not is_enough:
         raise errors.CheckpointError("; ".join(taken.problems))
     return taken
 
@@ -116,7 +82,7 @@ def take(
     items: Sequence[tuple[int, Host]],
     reader: verified_read.VerifiedReader,
     writer: StepWriter,
-) -> Taken:
+) -> Replicated:
     """Fetches copies, a few at a time, each from its sender or else another holder.
 
     Args:
@@ -148,4 +114,4 @@ def take(
             except errors.CheckpointError as error:
                 problems.append(str(error))
     problems += map(str, reader.bad)
-    return Taken(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))
+    return Replicated(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))

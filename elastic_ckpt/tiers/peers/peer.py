@@ -169,7 +169,7 @@ class Peer:
         """See `source.Tier`."""
         sources: dict[Offer, source.Source] = {}
         problems = list(self._listing.problems)
-        later: list[source.LaterManifest] = []
+        later: list[manifest.LaterManifest] = []
         listed_manifests = self._listing.of_step.get(step, [])
         if len(listed_manifests) > MOST_MANIFESTS:
             problems.append(
@@ -194,7 +194,7 @@ class Peer:
                 problems.append(problem)
                 if isinstance(error, checked_json.LaterVersionError):
                     later.append(
-                        source.LaterManifest(problem, listed.save, is_stored=False)
+                        manifest.LaterManifest(listed.step, listed.save, problem)
                     )
             else:
                 sources[offer] = PeerSource(self._endpoint, listed.directory)

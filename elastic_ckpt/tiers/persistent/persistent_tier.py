@@ -21,7 +21,7 @@ from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.steps import manifest_file, retention, search
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
-from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps.manifest import LaterManifest, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt, persistent_root
@@ -32,7 +32,6 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_manifests,
 )
 from elastic_ckpt.tiers.source import (
-    LaterManifest,
     Leftover,
     Offered,
     OnPiece,
@@ -293,7 +292,7 @@ def offers_in(
         },
         problems=[str(each) for each in manifests if not isinstance(each, Manifest)],
         later=tuple(
-            LaterManifest(str(each), _save_of(directory), is_stored=True)
+            LaterManifest(step, _save_of(directory), str(each), is_stored=True)
             for each in manifests
             if isinstance(each, manifest_file.LaterVersionError)
         ),

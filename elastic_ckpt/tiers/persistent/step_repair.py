@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from etils import epath
@@ -26,18 +25,9 @@ from elastic_ckpt.tiers.persistent import leases, ocdbt
 _COMMIT_BYTES = 2**28
 
 
-class Values(NamedTuple):
-    """The values of a bad chunk, which the caller has verified.
-
-    Attributes:
-      fragment: as the manifest in storage lists it.
-      leaf: that it is of.
-      values: of its box, and of the leaf's dtype.
-    """
-
-    fragment: Fragment
-    leaf: Leaf
-    values: np.ndarray
+# A bad chunk as the manifest in storage lists it, and its verified values, which are of
+# its box and of the leaf's dtype.
+Values = tuple[Fragment, np.ndarray]
 
 
 class StepRepair:
@@ -99,14 +89,28 @@ class StepRepair:
         if storage.is_local(directory):
             ocdbt.remove_stale_lock(directory)
         try:
-            _write(directory, values())
+            self._write(directory, values())
         except ValueError:
             if not is_all:
                 raise
             # Its index cannot be read, so none of its values can.
             storage.remove(directory / ocdbt.MANIFEST)
-            _write(directory, values())
+            self._write(directory, values())
         self._merge(store.rpartition("/")[0])
+
+    def _write(self, directory: epath.Path, values: Iterable[Values]) -> None:
+        context = ocdbt.new_context()
+        chunks: list[ocdbt.Chunk] = []
+        num_bytes = 0
+        for fragment, part in values:
+            leaf = self._contents.leaves[fragment.leaf]
+            chunks.append(_chunk(fragment, leaf, part))
+            num_bytes += part.nbytes
+            if num_bytes >= _COMMIT_BYTES:
+                ocdbt.write(directory, chunks, context)
+                chunks, num_bytes = [], 0
+        if chunks:
+            ocdbt.write(directory, chunks, context)
 
     def _merge(self, checkpointable: str) -> None:
         directory = self._directory / checkpointable
@@ -133,22 +137,7 @@ class StepRepair:
             ocdbt.write(directory, empty, ocdbt.new_context())
 
 
-def _write(directory: epath.Path, values: Iterable[Values]) -> None:
-    context = ocdbt.new_context()
-    chunks: list[ocdbt.Chunk] = []
-    num_bytes = 0
-    for each in values:
-        chunks.append(_chunk(each))
-        num_bytes += each.values.nbytes
-        if num_bytes >= _COMMIT_BYTES:
-            ocdbt.write(directory, chunks, context)
-            chunks, num_bytes = [], 0
-    if chunks:
-        ocdbt.write(directory, chunks, context)
-
-
-def _chunk(values: Values) -> ocdbt.Chunk:
-    fragment, leaf = values.fragment, values.leaf
+def _chunk(fragment: Fragment, leaf: Leaf, values: np.ndarray) -> ocdbt.Chunk:
     store, _, key = fragment.file.partition("//")
     # Behind the prefix of the array, a `c` and a number for each dim.
     name = "/".join(key.split("/")[: -len(leaf.shape) - 1])
@@ -161,7 +150,7 @@ def _chunk(values: Values) -> ocdbt.Chunk:
             chunk=fragment.box.shape,
         ),
         box=fragment.box,
-        values=values.values,
+        values=values,
     )
 
 

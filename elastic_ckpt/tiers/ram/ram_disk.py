@@ -26,14 +26,13 @@ from etils import epath
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import Manifest
+from elastic_ckpt.steps.manifest import LaterManifest, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import no_follow, preserved
 from elastic_ckpt.tiers.ram import file_repair
 from elastic_ckpt.tiers.ram.machine import FILE, machine_id
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,
-    LaterManifest,
     Leftover,
     Offered,
     OnPiece,
@@ -155,9 +154,7 @@ class RamDisk:
                 manifest = self.manifest(slot, step_id)
             except errors.CheckpointError as problem:
                 if isinstance(problem, manifest_file.LaterVersionError):
-                    later.append(
-                        LaterManifest(str(problem), step_id.save, is_stored=False)
-                    )
+                    later.append(LaterManifest(*step_id, str(problem)))
                 problems.append(str(problem))
                 continue
             sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
