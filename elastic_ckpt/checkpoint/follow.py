@@ -41,7 +41,7 @@ from elastic_ckpt.steps.manifest import Contents, Host, Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.peers import agent_url, peer, peer_client, secret
+from elastic_ckpt.tiers.peers import peer, peer_client, secret
 from elastic_ckpt.tiers.persistent import (
     arrange,
     evaluations,
@@ -614,15 +614,8 @@ class _Newest:
         self._last, self._unreadable = step_id, set()
         return found
 
-    def _peer(self, pinned: str) -> peer.Peer:
-        url, certificate_sha256 = agent_url.unpinned(pinned)
-        return peer.Peer(
-            url,
-            self._client,
-            self._agents.run,
-            certificate_sha256=certificate_sha256,
-            known=self._manifests,
-        )
+    def _peer(self, url: str) -> peer.Peer:
+        return peer.Peer(url, self._client, self._agents.run, known=self._manifests)
 
     def _in_storage(self) -> int | None:
         root = self._root

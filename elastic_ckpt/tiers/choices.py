@@ -19,6 +19,7 @@ from elastic_ckpt.tiers.peers import agent_url
 T = TypeVar("T")
 
 CaptureIn = Literal["auto", "host", "device", "wait"]
+_KEEP = "one of Orbax's preservation_policies, such as LatestN(3)"
 
 
 class SaveDecisionPolicy(Protocol):
@@ -47,8 +48,8 @@ class TlsFiles:
     authority: str
 
     def __post_init__(self) -> None:
-        for name in ("certificate", "key", "authority"):
-            _check_path(self, name, "/etc/tls/agent.pem")
+        example = (_path, "/etc/tls/agent.pem")
+        _check(self, certificate=example, key=example, authority=example)
 
 
 class Tier:
@@ -82,11 +83,13 @@ class Local(Tier):
     limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_path(self, "directory", "/dev/shm/run")
-        _check_count(self, "every", 1)
-        if self.limit_bytes is not None:
-            _check_count(self, "limit_bytes", 1)
-        _check_keep(self)
+        _check(
+            self,
+            directory=(_path, "/dev/shm/run"),
+            every=(_count, 1),
+            limit_bytes=(_count, 1),
+            keep=(_policy, "should_preserve", _KEEP),
+        )
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
                 f"Local({os.fspath(self.directory)!r}) is not a directory of this"
@@ -145,20 +148,19 @@ class Peers(Tier):
     tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
-        _check_count(self, "copies", 0)
-        _check_count(self, "port", 0, most=65535)
-        _check_kind(self, "assume_data_parallelism", bool, "True or False")
-        _check_kind(self, "domain", str, 'a text such as "zone;rack"')
-        _check_kind(self, "domains", Mapping, 'a mapping such as {"rack": "r7"}')
-        if self.interface is not None:
-            _check_path(self, "interface", "10.0.0.7")
-        if self.secret_file is not None:
-            _check_path(self, "secret_file", "/etc/secrets/run")
-        if self.max_bytes_per_sec is not None:
-            _check_positive(self, "max_bytes_per_sec")
-        _check_positive(self, "timeout_secs")
-        if self.tls is not None:
-            _check_kind(self, "tls", TlsFiles, "TlsFiles(certificate, key, authority)")
+        _check(
+            self,
+            copies=(_count, 0),
+            port=(_count, 0, 65535),
+            assume_data_parallelism=(_kind, bool, "True or False"),
+            domain=(_kind, str, 'a text such as "zone;rack"'),
+            domains=(_kind, Mapping, 'a mapping such as {"rack": "r7"}'),
+            interface=(_path, "10.0.0.7"),
+            secret_file=(_path, "/etc/secrets/run"),
+            max_bytes_per_sec=(_positive,),
+            timeout_secs=(_positive,),
+            tls=(_kind, TlsFiles, "TlsFiles(certificate, key, authority)"),
+        )
         for name, urls in (("known", self.known), ("backups", self.backups)):
             if isinstance(urls, str) or not isinstance(urls, Sequence):
                 raise errors.ConfigError(
@@ -211,20 +213,20 @@ class Persistent(Tier):
     capture: CaptureIn = "auto"
 
     def __post_init__(self) -> None:
-        _check_path(self, "directory", "gs://bucket/run")
-        if self.capture not in get_args(CaptureIn):
-            raise _refused(self, "capture", f"one of {list(get_args(CaptureIn))}")
-        _check_keep(self)
+        _check(
+            self,
+            directory=(_path, "gs://bucket/run"),
+            capture=(_one_of, list(get_args(CaptureIn))),
+            keep=(_policy, "should_preserve", _KEEP),
+        )
         if len(_intervals(self)) > 1:
             raise _not_one_interval(self)
-        if self.every is not None:
-            _check_count(self, "every", 1)
-        if self.every_minutes is not None:
-            _check_positive(self, "every_minutes")
-        if self.save_decision_policy is not None and not callable(
-            getattr(self.save_decision_policy, "should_save", None)
-        ):
-            raise _refused(self, "save_decision_policy", "one of Orbax's")
+        _check(
+            self,
+            every=(_count, 1),
+            every_minutes=(_positive,),
+            save_decision_policy=(_policy, "should_save", "one of Orbax's"),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -341,56 +343,67 @@ def _not_one_interval(persistent: Persistent) -> errors.ConfigError:
     )
 
 
-def _refused(choice: Any, name: str, wanted: str) -> errors.ConfigError:
-    kind, value = type(choice).__name__, getattr(choice, name)
-    return errors.ConfigError(f"{kind}({name}={value!r}): give {wanted}")
+def _check(choice: Any, **checks: tuple[Any, ...]) -> None:
+    # Checks settings by their names, each by a function and its arguments. None is
+    # right where it is the default.
+    for name, (check, *arguments) in checks.items():
+        value = getattr(choice, name)
+        if value is None and getattr(type(choice), name, choice) is None:
+            continue
+        try:
+            checked = check(value, *arguments)
+        except ValueError as wanted:
+            raise errors.ConfigError(
+                f"{type(choice).__name__}({name}={value!r}): give {wanted}"
+            ) from None
+        object.__setattr__(choice, name, checked)
 
 
-def _check_path(choice: Any, name: str, example: str) -> None:
-    value = getattr(choice, name)
+def _path(value: Any, example: str) -> Any:
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not (isinstance(path, str) and path.strip()):
-        raise _refused(choice, name, f"one such as {example}")
+        raise ValueError(f"one such as {example}")
+    return value
 
 
-def _check_count(
-    choice: Any, name: str, least: int, *, most: int | None = None
-) -> None:
+def _count(value: Any, least: int, most: float = math.inf) -> int:
     # An integer of any type becomes an int.
-    value = getattr(choice, name)
     try:
         count = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         count = least - 1
-    if count < least or (most is not None and count > most):
-        wanted = f"an integer from {least}" + ("" if most is None else f" to {most}")
-        raise _refused(choice, name, wanted)
-    object.__setattr__(choice, name, count)
+    if not least <= count <= most:
+        to = "" if most == math.inf else f" to {most}"
+        raise ValueError(f"an integer from {least}{to}")
+    return count
 
 
-def _check_positive(choice: Any, name: str) -> None:
-    value = getattr(choice, name)
+def _positive(value: Any) -> Any:
     try:
         is_positive = not isinstance(value, bool | str) and 0 < float(value) < math.inf
     except (TypeError, ValueError):
         is_positive = False
     if not is_positive:
-        raise _refused(choice, name, "a positive number")
+        raise ValueError("a positive number")
+    return value
 
 
-def _check_kind(choice: Any, name: str, kind: type, wanted: str) -> None:
-    if not isinstance(getattr(choice, name), kind):
-        raise _refused(choice, name, wanted)
+def _kind(value: Any, kind: type, wanted: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(wanted)
+    return value
 
 
-def _check_keep(choice: Local | Persistent) -> None:
-    keep = choice.keep
-    if keep is not None and not callable(getattr(keep, "should_preserve", None)):
-        raise _refused(
-            choice,
-            "keep",
-            "one of Orbax's preservation_policies, such as LatestN(3)",
-        )
+def _one_of(value: Any, values: list[str]) -> Any:
+    if value not in values:
+        raise ValueError(f"one of {values}")
+    return value
+
+
+def _policy(value: Any, method: str, wanted: str) -> Any:
+    if not callable(getattr(value, method, None)):
+        raise ValueError(wanted)
+    return value
 
 
 def _check_apart(local: Local, persistent: Persistent) -> None:

@@ -265,7 +265,7 @@ class _Agent:
 class _Client:
     network: SimulatedNetwork
 
-    def endpoint(self, url, *, certificate_sha256=None):
+    def endpoint(self, url):
         number = int(url.rpartition(".")[2].partition(":")[0])
         return _Endpoint(self.network, number, url)
 

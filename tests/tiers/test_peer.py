@@ -18,6 +18,7 @@ from elastic_ckpt.tiers import find, source
 from elastic_ckpt.tiers.peers import (
     agent,
     agent_connections,
+    agent_url,
     bandwidth,
     peer,
     peer_client,
@@ -751,7 +752,7 @@ class TestTls:
     def content(address, ca, certificate_sha256=None):
         with contextlib.closing(peer_client.PeerClient(SECRET, tls_ca=ca)) as client:
             endpoint = client.endpoint(
-                address.url, certificate_sha256=certificate_sha256
+                agent_url.pinned(address.url, certificate_sha256)
             )
             into = bytearray(len(CONTENT))
             endpoint.read_into(PATH, 0, memoryview(into))
@@ -794,8 +795,8 @@ class TestTls:
                 peer_client.PeerClient(SECRET, tls_ca=authority / "ca.pem")
             ) as client,
         ):
-            announced = {"certificate_sha256": address.certificate_sha256}
-            endpoint = client.endpoint(address.url, **announced)
+            pinned = agent_url.pinned(address.url, address.certificate_sha256)
+            endpoint = client.endpoint(pinned)
             assert endpoint.read(PATH, most_bytes=len(CONTENT)) == CONTENT
             with pytest.raises(source.ReadError, match=r"doesn.t match"):
                 client.endpoint(address.url).size(PATH)

@@ -96,7 +96,7 @@ class BackupCopies:
         # The backup hosts that can be reached, by url.
         hosts = {}
         for url in self._world.peers.backups:
-            endpoint = self._world.endpoint(url)
+            endpoint = self._world.client.endpoint(url)
             # One that was started again has the same address.
             endpoint.retry_refused()
             try:
@@ -119,7 +119,7 @@ class BackupCopies:
     def _request(self, url: str, message: PartMessage) -> None:
         content = part_message.to_bytes(message)
         try:
-            self._world.endpoint(url).put(backup_directory.URL_PATH, content)
+            self._world.client.endpoint(url).put(backup_directory.URL_PATH, content)
         except RepairError as error:
             self._problems.append(f"the backup host at {url} takes no request: {error}")
             return

@@ -19,6 +19,7 @@ from elastic_ckpt.steps.manifest import Host, LaterManifest
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import Holder, PartTable, joined
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.peers.peer import Peers
 from elastic_ckpt.tiers.source import ReadError, Source
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -57,7 +58,7 @@ def of_all(world: HostWorld) -> PartMessage:
         saves.update(peer.known_saves())
     return PartMessage(
         saves=tuple(saves),
-        refusing=tuple(peer.url for peer in peers if peer.is_refused),
+        refusing=tuple(Peers(peers).refusing()),
     )
 
 

@@ -31,7 +31,6 @@ from elastic_ckpt.steps.part_table import Holder
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.peers import (
-    agent_url,
     backup_directory,
     known_agents,
     peer,
@@ -123,15 +122,8 @@ def _placed(root: str) -> tuple[StepId, Replicated] | None:
         max_bytes_per_sec=record.max_bytes_per_sec,
     )
     with contextlib.closing(client):
-        peers = [
-            peer.Peer(
-                each["url"],
-                client,
-                record.run,
-                certificate_sha256=each.get("certificate_sha256"),
-            )
-            for each in agents.values()
-        ]
+        urls = known_agents.urls(agents).values()
+        peers = [peer.Peer(each, client, record.run) for each in urls]
         step_found = find.Search([peer.Peers(peers)]).newest().found_step
         if step_found is None:
             return None
@@ -184,10 +176,8 @@ def _requested(
 
 
 def _source(holder: Holder, step_id: StepId, client: peer_client.PeerClient) -> Source:
-    url, certificate = agent_url.unpinned(holder.url)
-    endpoint = client.endpoint(url, certificate_sha256=certificate)
     slot = holder.host.id.rpartition(".")[2]
-    return peer.PeerSource(endpoint, f"{slot}/{step_id}")
+    return peer.PeerSource(client.endpoint(holder.url), f"{slot}/{step_id}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,
     agent_url,
+    known_agents,
     mailbox,
     network,
     peer,
@@ -146,22 +147,16 @@ class HostWorld:
             self._read_disk = ram_disk.RamDisk(read_ram, run=self.run)
         self.captured: dict[StepId, CapturedStep] = {}
         self.client = client
-        self.agent_urls = {
-            machine: agent_url.pinned(each["url"], each.get("certificate_sha256"))
-            for machine, each in agents.items()
-        }
-        self._urls = {
-            machine: each["url"]
-            for machine, each in agents.items()
+        self.agent_urls = known_agents.urls(agents)
+        announced = [
+            url
+            for machine, url in self.agent_urls.items()
             if machine != own.disk.machine
-        }
-        # By url, the certificate that the agent announced.
-        self._agents: dict[str, str | None] = {
-            agents[machine]["url"]: agents[machine].get("certificate_sha256")
-            for machine in self._urls
-        }
-        for url in (*config.peer_tier.known, *config.peer_tier.backups):
-            self._agents.setdefault(url, None)
+        ]
+        bare = {agent_url.unpinned(url)[0] for url in announced}
+        given = dict.fromkeys([*config.peer_tier.known, *config.peer_tier.backups])
+        # The agents of all other machines that are known.
+        self._agents = [*announced, *(url for url in given if url not in bare)]
         self.mail = mailbox.Mailbox(
             own.disk,
             slot=own.slot,
@@ -211,7 +206,7 @@ class HostWorld:
         Hosts that keep nothing in RAM have none.
         """
         machines = {host.id.rpartition(".")[0] for host in self.hosts}
-        return machines <= {self.disk.machine, *self._urls}
+        return machines <= {self.disk.machine, *self.agent_urls}
 
     @property
     def idle_peers(self) -> list[peer.Peer]:
@@ -219,11 +214,9 @@ class HostWorld:
 
         As `tiers`: ask again for what is new.
         """
-        if not self._agents:
-            return []
         machines = {host.id.rpartition(".")[0] for host in self.hosts}
-        present = {url for machine, url in self._urls.items() if machine in machines}
-        idle = sorted(self._agents.keys() - present)
+        present = {self.agent_urls.get(machine) for machine in machines}
+        idle = sorted(set(self._agents) - present)
         return [self.peer_at(url) for url in idle[self.number :: len(self.hosts)]]
 
     def source(self, host: Host, url: str, step_id: StepId) -> Source:
@@ -241,13 +234,13 @@ class HostWorld:
         if not url and machine == self.disk.machine and slot.isdecimal():
             directory = self.disk.step_directory(int(slot), step_id)
             return ram_disk.StepFiles(directory)
-        url = url or self._urls.get(machine, "")
+        url = url or self.agent_urls.get(machine, "")
         if not url:
             raise errors.CheckpointError(
                 f"host {host.id}, which holds parts of step {step_id.step}, has"
                 " announced no agent that serves them; start the run again"
             )
-        return peer.PeerSource(self.endpoint(url), f"{slot}/{step_id}")
+        return peer.PeerSource(self.client.endpoint(url), f"{slot}/{step_id}")
 
     def in_ram(self, step_id: StepId) -> dict[Offer, Source]:
         """Returns the offers in RAM of one save of a step, with their sources.
@@ -283,14 +276,7 @@ class HostWorld:
 
     def peer_at(self, url: str) -> peer.Peer:
         """The RAM disk of a machine whose agent is known, as it is now."""
-        certificate = self._agents[url]
-        return peer.Peer(
-            url,
-            self.client,
-            self.run,
-            certificate_sha256=certificate,
-            is_patient=True,
-        )
+        return peer.Peer(url, self.client, self.run, is_patient=True)
 
     def _serve_beside(self) -> str | None:
         # Serves this machine's RAM by another agent: the present one does not answer,
@@ -308,16 +294,14 @@ class HostWorld:
     def _use_agents(self, urls: Mapping[str, str]) -> None:
         # Asks other agents from now on, by the ids of their machines.
         for machine, url in urls.items():
-            before = self._urls.get(machine)
-            if before is not None and before != url:
-                certificate = self._agents.get(before)
-                self._urls = {**self._urls, machine: url}
-                self._agents = {
-                    each: known
-                    for each, known in self._agents.items()
-                    if each != before
-                } | {url: certificate}
-                self.agent_urls[machine] = agent_url.pinned(url, certificate)
+            before = self.agent_urls.get(machine)
+            if before in self._agents:
+                _, certificate = agent_url.unpinned(before)
+                now = agent_url.pinned(url, certificate)
+                self.agent_urls = {**self.agent_urls, machine: now}
+                self._agents = [
+                    now if each == before else each for each in self._agents
+                ]
 
     @calls.call(channel="kind")
     def merge_parts(self, kind: Kind, level: int) -> tuple[Letter, ...]:
@@ -387,15 +371,9 @@ class HostWorld:
             self._beside.close()
 
     def _endpoint_of(self, machine: str) -> peer_client.Endpoint:
-        if machine not in self._urls:
+        if machine not in self.agent_urls:
             raise ReadError(f"cannot be read: no agent is known of machine {machine}")
-        return self.endpoint(self._urls[machine])
-
-    def endpoint(self, url: str) -> peer_client.Endpoint:
-        """The agent at an address."""
-        # Agents of idle machines that others have asked may be unknown here.
-        certificate = self._agents.get(url)
-        return self.client.endpoint(url, certificate_sha256=certificate)
+        return self.client.endpoint(self.agent_urls[machine])
 
     def _newest_save(self) -> int:
         saves = [

@@ -26,6 +26,12 @@ def unpinned(url: str) -> tuple[str, str | None]:
     return url, certificate_sha256 or None
 
 
+def is_url(url: object) -> bool:
+    """Whether `url` is the URL of an agent, without a certificate."""
+    match = _URL.fullmatch(url) if isinstance(url, str) else None
+    return match is not None and 0 < int(match[1] or 80) <= _MOST_PORT
+
+
 def check(url: object, *, what: str, needs_tls: bool = False) -> None:
     """Checks that `url` is the URL of an agent, as an agent prints it.
 
@@ -37,13 +43,12 @@ def check(url: object, *, what: str, needs_tls: bool = False) -> None:
     Raises:
       ConfigError: if it is not.
     """
-    match = _URL.fullmatch(url) if isinstance(url, str) else None
-    if match is None or not 0 < int(match[1] or 80) <= _MOST_PORT:
+    if not is_url(url):
         raise errors.ConfigError(
             f"{what} has {url!r}, which is not the URL of an agent; give it as the"
             " agent prints it, such as http://10.0.0.7:8470"
         )
-    if needs_tls and not match[0].startswith("https://"):
+    if needs_tls and not str(url).startswith("https://"):
         raise errors.ConfigError(
             f"{what} has {url!r}, which does not encrypt, and this run does; give the"
             " https:// URL of an agent that was started with a certificate"

@@ -11,7 +11,6 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.peers import agent_url, records
 
 FILE = "agents.json"
@@ -33,6 +32,14 @@ def read(root: epath.PathLike) -> dict[str, dict[str, Any]]:
 def write(root: epath.PathLike, agents: Mapping[str, Mapping[str, Any]]) -> None:
     """Notes `agents`, for the next world."""
     records.write(root, FILE, {machine: {**each} for machine, each in agents.items()})
+
+
+def urls(agents: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The URLs of agents with their certificates (`agent_url.pinned`), by machine."""
+    return {
+        machine: agent_url.pinned(each["url"], each.get("certificate_sha256"))
+        for machine, each in agents.items()
+    }
 
 
 def forget(root: epath.PathLike, url: str) -> None:
@@ -68,8 +75,5 @@ def joined(
 def _is_agent(agent: Any) -> bool:
     if not isinstance(agent, dict) or not isinstance(agent.get("seen"), int | float):
         return False
-    try:
-        agent_url.check(agent.get("url"), what=FILE)
-    except errors.ConfigError:
-        return False
-    return isinstance(agent.get("certificate_sha256"), str | None)
+    is_certificate = isinstance(agent.get("certificate_sha256"), str | None)
+    return is_certificate and agent_url.is_url(agent.get("url"))

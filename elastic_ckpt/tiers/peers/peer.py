@@ -17,7 +17,7 @@ from elastic_ckpt.steps import manifest, manifest_file
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import peer_client
+from elastic_ckpt.tiers.peers import agent_url, peer_client
 from elastic_ckpt.tiers.peers.peer_client import Endpoint
 
 MOST_LISTING_BYTES = 4 * 2**20
@@ -106,18 +106,16 @@ class Peer:
     steps it lists. Another object asks again. Not to be called from several threads.
 
     Args:
-      url: of its agent.
+      url: of its agent, with the certificate that it announced.
       client: of this process.
       run: whose steps are wanted.
-      certificate_sha256: that its agent announced; None for any certificate that is
-        valid for the url's host.
       is_patient: whether to wait for its agent if that is slow, because nobody else can
         tell what is in its memory.
       known: manifests that were read by other objects, which are not read again; what
         this one reads is added.
 
     Attributes:
-      url: of its agent.
+      url: as given.
     """
 
     def __init__(
@@ -126,14 +124,13 @@ class Peer:
         client: peer_client.PeerClient,
         run: str,
         *,
-        certificate_sha256: str | None = None,
         is_patient: bool = False,
         known: MutableMapping[ManifestKey, manifest.Manifest] | None = None,
     ) -> None:
         self.url = url
         self._known = {} if known is None else known
         self._is_patient = is_patient
-        self._endpoint = client.endpoint(url, certificate_sha256=certificate_sha256)
+        self._endpoint = client.endpoint(url)
         self._run = run
         self._num_unreadable = 0
 
@@ -294,7 +291,8 @@ class Peers:
 
     def refusing(self) -> list[str]:
         """The urls of agents that do not take the secret that this process has."""
-        return [peer.url for peer in self._peers if peer.is_refused]
+        urls = (peer.url for peer in self._peers if peer.is_refused)
+        return [agent_url.unpinned(url)[0] for url in urls]
 
     def _of_each(self, ask: Callable[[Peer], Result]) -> Iterable[Result]:
         num_threads = max(1, min(_MOST_THREADS, len(self._peers)))

@@ -35,7 +35,7 @@ from urllib3 import connection, exceptions
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import bandwidth, protocol
+from elastic_ckpt.tiers.peers import agent_url, bandwidth, protocol
 
 # The waits before a transfer without any progress is tried again. Not before the first:
 # a connection that was kept may have been closed long ago.
@@ -102,21 +102,20 @@ class PeerClient:
         if max_bytes_per_sec:
             self.bound = bandwidth.Bandwidth(max_bytes_per_sec)
         self._tls = None if tls_ca is None else _tls(tls_ca)
-        self._endpoints: dict[tuple[str, str | None], Endpoint] = {}
+        self._endpoints: dict[str, Endpoint] = {}
 
-    def endpoint(self, url: str, *, certificate_sha256: str | None = None) -> Endpoint:
+    def endpoint(self, url: str) -> Endpoint:
         """The agent at `url`, one object however often it is asked for.
 
         Args:
-          url: of an agent.
-          certificate_sha256: that the agent announced: no other is then taken, and the
-            name in it does not matter.
+          url: of an agent, with the certificate that it announced (`agent_url.pinned`):
+            no other is then taken, and the name in it does not matter.
         """
         if self._tls is None and url.startswith("https://"):
             # Made once: to read the system's authorities takes longer than a request.
             self._tls = _tls(None)
-        made = Endpoint(url, self, tls=self._tls, certificate_sha256=certificate_sha256)
-        return self._endpoints.setdefault((url, certificate_sha256), made)
+        made = Endpoint(url, self, tls=self._tls)
+        return self._endpoints.setdefault(url, made)
 
     def left_skipped_secs(self) -> float:
         """How long until all peers that have failed are asked again."""
@@ -143,26 +142,23 @@ class Endpoint:
     """Reads from the agent at `url`; any number of threads may call it.
 
     Args:
-      url: of the agent.
+      url: of the agent; without a certificate, any that is valid for its name is taken.
       client: of this process, with what holds for all agents.
       tls: how its certificate is verified.
-      certificate_sha256: of its certificate; None for any that is valid for its name.
+
+    Attributes:
+      url: of the agent, without a certificate.
     """
 
     def __init__(
-        self,
-        url: str,
-        client: PeerClient,
-        *,
-        tls: ssl.SSLContext | None,
-        certificate_sha256: str | None,
+        self, url: str, client: PeerClient, *, tls: ssl.SSLContext | None
     ) -> None:
-        self.url = url
+        self.url, certificate_sha256 = agent_url.unpinned(url)
         self._client = client
         self._skipped_secs = _SKIPPED_TIMEOUTS * client.timeout_secs
         self._free = threading.BoundedSemaphore(client.max_connections)
         self._skipped: _Skipped | None = None
-        parsed = urllib.parse.urlsplit(url)
+        parsed = urllib.parse.urlsplit(self.url)
         host, port = parsed.hostname or "", parsed.port
         self._pool: urllib3.HTTPConnectionPool
         if parsed.scheme == "https":

@@ -81,7 +81,7 @@ def read(steps: epath.PathLike) -> RunAgents | None:
     urls = {
         machine: url
         for machine, url in fields["urls"].items()
-        if _is_url(agent_url.unpinned(url)[0])
+        if agent_url.is_url(agent_url.unpinned(url)[0])
     }
     return RunAgents(run=fields["run"], urls=urls)
 
@@ -97,16 +97,8 @@ def of_ram_disk(root: epath.PathLike) -> RunAgents | None:
         return None
     machines = {host.id.rpartition(".")[0] for host in world.hosts}
     urls = {
-        machine: agent_url.pinned(each["url"], each.get("certificate_sha256"))
-        for machine, each in known_agents.read(root).items()
+        machine: url
+        for machine, url in known_agents.urls(known_agents.read(root)).items()
         if machine in machines
     }
     return RunAgents(run=world.run, urls=urls)
-
-
-def _is_url(url: str) -> bool:
-    try:
-        agent_url.check(url, what=FILE)
-    except errors.ConfigError:
-        return False
-    return True
