@@ -205,7 +205,7 @@ class TestOffers:
         file.write_bytes(checked_json.to_bytes(fields, version=2))
         sources, problems, later = peer.Peer(url, client, served.RUN).offers(30)
         assert [offer.host.id for offer in sources] == [f"{served.MACHINE}.0"]
-        assert later == (source.LaterManifest(problems[0], "0", is_stored=False),)
+        assert later == (manifest.LaterManifest(30, "0", problems[0]),)
         assert "has version 2" in problems[0]
 
     def test_a_giant_manifest_is_a_problem_and_is_not_read(

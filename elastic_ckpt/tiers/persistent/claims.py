@@ -10,11 +10,13 @@ its claimant, so that a replaced start stops before it commits a step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import secrets
 import socket
+from collections.abc import Iterator
 
 from etils import epath
 
@@ -83,18 +85,22 @@ def newest(steps: epath.PathLike) -> Claim | None:
     Raises:
       CheckpointError: if the storage is out of reach, or the record cannot be read.
     """
-    directory, numbers = _numbers(steps)
-    number = max(numbers, default=0)
-    # The list of an object store may lag behind its objects.
-    while not storage.is_local(directory) and _is_claimed(directory, number + 1):
-        number += 1
+    directory = storage.absolute(steps) / DIRECTORY
+    with _within_reach(directory):
+        number = max(numbers(directory), default=0)
+        if not storage.is_local(directory):
+            # The list of an object store may lag behind its objects.
+            while _path(steps, number + 1).exists():
+                number += 1
     return _read(directory, number) if number else None
 
 
 def first(steps: epath.PathLike) -> Claim | None:
     """The claim of the first world, likewise."""
-    directory, numbers = _numbers(steps)
-    return _read(directory, min(numbers)) if numbers else None
+    directory = storage.absolute(steps) / DIRECTORY
+    with _within_reach(directory):
+        claimed = numbers(directory)
+    return _read(directory, claimed[0]) if claimed else None
 
 
 def claim(steps: epath.PathLike, line: Line, *, run: str, claimant: Claimant) -> Claim:
@@ -119,11 +125,9 @@ def claim(steps: epath.PathLike, line: Line, *, run: str, claimant: Claimant) ->
     number = 1 if before is None else before.number + 1
     made = Claim(run=run, number=number, claimant=claimant.name, line=line)
     path = _path(steps, number)
-    try:
+    with _within_reach(path.parent):
         storage.make_directory(path.parent)
         is_created = storage.create(path, _to_bytes(made))
-    except bucket_clients.failures() as error:
-        raise _out_of_reach(path.parent, error) from error
     if not is_created:
         # A client of an object store may have repeated its request after a timeout.
         there = _read(path.parent, number)
@@ -169,21 +173,10 @@ def replaced(by: Claim) -> errors.ReplacedError:
     )
 
 
-def _numbers(steps: epath.PathLike) -> tuple[epath.Path, list[int]]:
-    directory = storage.absolute(steps) / DIRECTORY
-    try:
-        there = directory.iterdir() if directory.exists() else ()
-        names = [each.name for each in there]
-    except bucket_clients.failures() as error:
-        raise _out_of_reach(directory, error) from error
-    return directory, [int(m[1]) for m in map(_NAME.fullmatch, names) if m]
-
-
-def _is_claimed(directory: epath.Path, number: int) -> bool:
-    try:
-        return (directory / f"{number}.json").exists()
-    except bucket_clients.failures() as error:
-        raise _out_of_reach(directory, error) from error
+def numbers(directory: epath.Path) -> list[int]:
+    """The numbers of the records in a directory, `<number>.json`, ascending."""
+    names = [each.name for each in directory.iterdir()] if directory.exists() else []
+    return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
 
 
 def _path(steps: epath.PathLike, number: int) -> epath.Path:
@@ -223,11 +216,13 @@ def _read(directory: epath.Path, number: int) -> Claim:
     )
 
 
-def _out_of_reach(
-    directory: epath.Path, error: BaseException
-) -> errors.CheckpointError:
-    return errors.CheckpointError(
-        f"the claims of the run's worlds, {directory}, are out of reach ({error}), and"
-        " so is whether another start has continued the run; bring the storage back,"
-        " and start the run again if it has ended"
-    )
+@contextlib.contextmanager
+def _within_reach(directory: epath.Path) -> Iterator[None]:
+    try:
+        yield
+    except bucket_clients.failures() as error:
+        raise errors.CheckpointError(
+            f"the claims of the run's worlds, {directory}, are out of reach ({error}),"
+            " and so is whether another start has continued the run; bring the storage"
+            " back, and start the run again if it has ended"
+        ) from error

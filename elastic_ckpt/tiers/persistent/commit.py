@@ -8,7 +8,6 @@ end the step does not exist, for us or for Orbax, and from then on it is whole.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
@@ -17,12 +16,7 @@ from etils import epath
 from elastic_ckpt.core import boxes, errors, storage
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.steps.manifest import (
-    ComponentFile,
-    Fragment,
-    Fragments,
-    Manifest,
-)
+from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.search import Step
 from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, progress
 from elastic_ckpt.tiers.persistent.persistent_root import (
@@ -189,7 +183,9 @@ def _earlier(
 ) -> list[Manifest]:
     # Manifests of the parts that hosts of earlier worlds have uploaded, and the present
     # ones have not.
-    covered = {_place(part) for each in manifests for part in progress.listed(each)}
+    covered = {
+        progress.place_of(part) for each in manifests for part in progress.listed(each)
+    }
     hosts = {each.host.id for each in manifests}
     earlier: list[Manifest] = []
     for each in progress.read(
@@ -198,24 +194,16 @@ def _earlier(
         step_id=saved.step_id,
         contents=saved.contents,
     ):
-        parts = [p for p in progress.listed(each) if _place(p) not in covered]
+        listed = {progress.place_of(part): part for part in progress.listed(each)}
+        parts = {place: part for place, part in listed.items() if place not in covered}
         if each.host.id in hosts or not parts:
             continue
         hosts.add(each.host.id)
-        covered.update(map(_place, parts))
-        rows = [part for part in parts if isinstance(part, Fragment)]
-        files = [part for part in parts if isinstance(part, ComponentFile)]
-        fragments = Fragments.from_rows(rows, contents=saved.contents)
-        manifest = dataclasses.replace(
-            each, fragments=fragments, component_files=tuple(files)
-        )
+        covered |= parts.keys()
+        manifest = progress.listing(each, list(parts.values()))
         earlier.append(manifest)
         manifest_file.write(unfinished, manifest)
     return earlier
-
-
-def _place(part: Fragment | ComponentFile) -> tuple[int, boxes.Box] | str:
-    return part.path if isinstance(part, ComponentFile) else (part.leaf, part.box)
 
 
 def _rename(unfinished: epath.Path, final: epath.Path) -> None:

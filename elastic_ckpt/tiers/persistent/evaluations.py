@@ -128,18 +128,14 @@ def settle(root: PersistentRoot, line: Line, *, run: str) -> None:
         if each.save > line.save:
             # Another world recorded it, and has replaced this one.
             continue
-        if line.abandons(each.step_id):
-            _forget(root, each)
-            continue
-        number = saved_step(each.step, steps)
-        if number is None:
-            _forget(root, each)
-            continue
-        if number == steps[-1] and each.step > number:
+        is_abandoned = line.abandons(each.step_id)
+        number = None if is_abandoned else saved_step(each.step, steps)
+        if number is not None and number == steps[-1] < each.step:
             # A step that is being saved may be nearer.
             continue
-        _settle(root.final(number), each)
-        _forget(root, each)
+        if number is not None:
+            _settle(root.final(number), each)
+        storage.remove(_path(root, each.step_id))
 
 
 def saved_step(evaluated: int, steps: Sequence[int]) -> int | None:
@@ -155,21 +151,13 @@ def saved_step(evaluated: int, steps: Sequence[int]) -> int | None:
     return max((step for step in steps if step <= evaluated), default=None)
 
 
-def is_nearer(new: Evaluation, old: Evaluation | None) -> bool:
-    """Whether an evaluation counts for a saved step in the place of another.
-
-    Args:
-      new: recorded later.
-      old: that counts so far; None if there is none.
-    """
-    return old is None or new.step <= old.step
-
-
 def _settle(directory: epath.Path, evaluation: Evaluation) -> None:
     save = persistent_root.committed_save(directory)
     # A step that was saved again since is another state.
     is_same = save is None or save <= evaluation.save
-    if is_same and is_nearer(evaluation, _read(directory / FILE)):
+    before = _read(directory / FILE)
+    # The nearest counts, and of two of one training step the later.
+    if is_same and (before is None or evaluation.step <= before.step):
         storage.write_atomic(directory / FILE, _to_bytes(evaluation))
 
 
@@ -191,10 +179,6 @@ def _recorded(root: PersistentRoot) -> list[Evaluation]:
     ]
     evaluations = [_read(path) for _, path in sorted(names, key=lambda each: each[0])]
     return [each for each in evaluations if each is not None]
-
-
-def _forget(root: PersistentRoot, evaluation: Evaluation) -> None:
-    storage.remove(_path(root, evaluation.step_id))
 
 
 def _path(root: PersistentRoot, step_id: StepId) -> epath.Path:

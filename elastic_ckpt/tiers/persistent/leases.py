@@ -341,27 +341,26 @@ def _duration_secs(content: bytes) -> float:
 
 def _names(root: PersistentRoot) -> list[str]:
     directory = root.path / DIRECTORY
-    try:
+    with _within_reach(directory):
         there = directory.iterdir() if directory.exists() else ()
         names = [each.name for each in there]
-    except bucket_clients.failures() as error:
-        raise _out_of_reach(directory, error) from error
     # Others are temporary names.
     return sorted(name for name in names if name[0] != "." and name.endswith(_SUFFIX))
 
 
 def _content(root: PersistentRoot, name: str) -> bytes | None:
     path = root.path / DIRECTORY / name
-    try:
+    with _within_reach(path), contextlib.suppress(FileNotFoundError):
         return path.read_bytes()
-    except FileNotFoundError:
-        return None
+    return None
+
+
+@contextlib.contextmanager
+def _within_reach(path: epath.Path) -> Iterator[None]:
+    try:
+        yield
     except bucket_clients.failures() as error:
-        raise _out_of_reach(path, error) from error
-
-
-def _out_of_reach(path: epath.Path, error: BaseException) -> errors.CheckpointError:
-    return errors.CheckpointError(
-        f"the leases of steps, {path}, are out of reach ({error}); try again when the"
-        " storage is back"
-    )
+        raise errors.CheckpointError(
+            f"the leases of steps, {path}, are out of reach ({error}); try again when"
+            " the storage is back"
+        ) from error

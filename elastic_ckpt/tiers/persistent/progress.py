@@ -8,20 +8,27 @@ it has finished; readers of checkpoints ignore it, and a commit removes it.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
+
 from etils import epath
 
-from elastic_ckpt.core import checked_json, storage
+from elastic_ckpt.core import boxes, checked_json, storage
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.manifest import (
     ComponentFile,
     Contents,
     Fragment,
+    Fragments,
     Manifest,
 )
 from elastic_ckpt.steps.step_id import StepId
 
+Listed = Fragment | ComponentFile
 # A part of a step, wherever it lies: the leaf, box and digest of a fragment, or a file.
 Part = tuple[int, object, bytes] | ComponentFile
+# What one part alone can be at: a leaf and a box, or the path of a file.
+Place = tuple[int, boxes.Box] | str
 _PREFIX = "progress-"
 
 
@@ -62,13 +69,30 @@ def read(
     return uploads
 
 
-def listed(manifest: Manifest) -> list[Fragment | ComponentFile]:
+def listed(manifest: Manifest) -> list[Listed]:
     """The fragments and files of a manifest."""
     return [*manifest.rows, *manifest.component_files]
 
 
-def part_of(held: Fragment | ComponentFile) -> Part:
+def listing(manifest: Manifest, parts: Collection[Listed]) -> Manifest:
+    """A manifest of the same host and step, of other parts."""
+    rows = [each for each in parts if isinstance(each, Fragment)]
+    return dataclasses.replace(
+        manifest,
+        fragments=Fragments.from_rows(rows, contents=manifest.contents),
+        component_files=tuple(
+            each for each in parts if isinstance(each, ComponentFile)
+        ),
+    )
+
+
+def part_of(held: Listed) -> Part:
     """The identity of a fragment or file, without its place."""
     if isinstance(held, ComponentFile):
         return held
     return held.leaf, held.box, held.digest
+
+
+def place_of(held: Listed) -> Place:
+    """The place of a fragment or file in the step, whatever its values."""
+    return held.path if isinstance(held, ComponentFile) else (held.leaf, held.box)

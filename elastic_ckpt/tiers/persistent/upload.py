@@ -113,10 +113,9 @@ class Upload:
         # By checkpointable.
         self._stores: dict[str, ocdbt.Store] = {}
         self._lock = threading.Lock()
-        # By leaf and box, and by path, what this host has written; and what other hosts
-        # wrote before, in an upload cut short.
-        self._fragments: dict[tuple[int, boxes.Box], Fragment] = {}
-        self._files: dict[str, ComponentFile] = {}
+        # What this host has written, and what other hosts wrote before, in an upload
+        # cut short.
+        self._parts: dict[progress.Place, progress.Listed] = {}
         self._others: set[Part] = set()
         self._noting = threading.Lock()
         self._next_note_secs = 0.0
@@ -154,7 +153,7 @@ class Upload:
             )
         stores = {array.checkpointable for array in saved.arrays.values()}
         old = [self._directory / s / self._store for s in stores]
-        if self._fragments or self._files:
+        if self._parts:
             for store in old:
                 self._retries.call(
                     f"continuing {store}",
@@ -176,12 +175,9 @@ class Upload:
 
     def has(self, part: Fragment | ComponentFile) -> bool:
         """Whether a part is in storage already, with these values."""
-        if isinstance(part, ComponentFile):
-            return self._files.get(part.path) == part or part in self._others
-        own = self._fragments.get((part.leaf, part.box))
-        return progress.part_of(part) in self._others or (
-            own is not None and own.digest == part.digest
-        )
+        own, asked = self._parts.get(progress.place_of(part)), progress.part_of(part)
+        is_own = own is not None and progress.part_of(own) == asked
+        return is_own or asked in self._others
 
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Writes chunks, durably, in one commit of the host's store.
@@ -214,9 +210,7 @@ class Upload:
             )
         for checkpointable, some in stored.items():
             self._write(checkpointable, some)
-        with self._lock:
-            self._fragments.update({(each.leaf, each.box): each for each in fragments})
-        self._note_progress()
+        self._list(fragments)
 
     def write_file(self, file: ComponentFile, content: bytes | memoryview) -> None:
         """Writes a file of a component, durably; `content` was verified by the caller.
@@ -227,9 +221,7 @@ class Upload:
         """
         path = self._directory / file.path
         self._retries.call(f"writing {path}", lambda: self._put(path, content))
-        with self._lock:
-            self._files[file.path] = file
-        self._note_progress()
+        self._list([file])
 
     def finish(self) -> Manifest:
         """Writes the manifest of all that was written, and returns it.
@@ -271,16 +263,15 @@ class Upload:
         for manifest in uploads:
             for each in progress.listed(manifest):
                 part = progress.part_of(each)
-                if part not in parts:
-                    continue
-                if manifest.host.id != self._host.id:
+                if part in parts and manifest.host.id == self._host.id:
+                    self._parts[progress.place_of(each)] = each
+                elif part in parts:
                     self._others.add(part)
-                elif isinstance(each, ComponentFile):
-                    self._files[each.path] = each
-                else:
-                    self._fragments[each.leaf, each.box] = each
 
-    def _note_progress(self) -> None:
+    def _list(self, written: Sequence[progress.Listed]) -> None:
+        # Notes what is durable now.
+        with self._lock:
+            self._parts |= {progress.place_of(each): each for each in written}
         is_time = clock.monotonic() >= self._next_note_secs
         if not (is_time and self._noting.acquire(blocking=False)):
             return
@@ -304,24 +295,20 @@ class Upload:
         # Lists the parts so far; all are durable when it returns.
         saved = self._saved
         with self._lock:
-            fragments, files = (
-                list(self._fragments.values()),
-                list(self._files.values()),
-            )
-        with self._lock:
-            stores = dict(self._stores)
+            parts, stores = list(self._parts.values()), dict(self._stores)
         for checkpointable, store in stores.items():
             path = self._directory / checkpointable / self._store
             self._retries.call(f"committing {path}", store.commit)
-        return Manifest(
+        nothing = Manifest(
             run=saved.run,
             step=saved.step_id.step,
             save=saved.step_id.save,
             host=self._host,
             contents=saved.contents,
-            fragments=Fragments.from_rows(fragments, contents=saved.contents),
-            component_files=tuple(files),
+            fragments=Fragments.from_rows([], contents=saved.contents),
+            component_files=(),
         )
+        return progress.listing(nothing, parts)
 
     def _write(self, checkpointable: str, chunks: Sequence[ocdbt.Chunk]) -> None:
         path = self._directory / checkpointable / self._store

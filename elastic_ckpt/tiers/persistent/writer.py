@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import re
 import threading
 from multiprocessing import util
 from typing import Any
@@ -45,7 +44,6 @@ DURATION_SECS = 60.0
 _VERSION = 1
 _RENEWALS = 4
 _LOOKS = 4 * _RENEWALS
-_NAME = re.compile(r"([1-9][0-9]*)\.json")
 _ADVICE = (
     "wait for it or stop it, save to another directory, or open it with read_only=True"
     " to read beside it"
@@ -128,7 +126,7 @@ class Writer:
                     f" program, {there.process}, since {_time(there)}; {self._advice}"
                 )
             # Others may have come and gone while this one waited.
-            if _numbers(renewed.directory)[-1:] == ([number] if number else []):
+            if claims.numbers(renewed.directory)[-1:] == ([number] if number else []):
                 renewed.create(number + 1)
 
     def check(self) -> None:
@@ -194,7 +192,7 @@ class _Renewed:
             if there is None or there.name != self.record.name or there.count:
                 return
         self.number = number
-        for older in _numbers(self.directory):
+        for older in claims.numbers(self.directory):
             if older < number:
                 storage.remove(self._path(older))
         background.in_thread(self._renew, name="writer")
@@ -276,16 +274,11 @@ def _time(record: Record) -> str:
 
 def _newest(directory: epath.Path) -> tuple[int, Record | None]:
     while True:
-        number = max(_numbers(directory), default=0)
+        number = max(claims.numbers(directory), default=0)
         record = _read(directory, number) if number else None
         # It may have been removed meanwhile.
         if record is not None or not number:
             return number, record
-
-
-def _numbers(directory: epath.Path) -> list[int]:
-    names = [each.name for each in directory.iterdir()] if directory.exists() else []
-    return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
 
 
 def _read(directory: epath.Path, number: int) -> Record | None:
