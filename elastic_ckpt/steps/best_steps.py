@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_ckpt.core import errors
 
@@ -68,38 +68,16 @@ class BestN:
         return -value if self.higher_is_better else value
 
 
-class Ranked(Protocol):
-    """A saved step that has metrics."""
-
-    @property
-    def step(self) -> int:
-        """The training step."""
-        ...
-
-    @property
-    def metrics(self) -> Any:
-        """By name; None if there are none."""
-        ...
-
-
-class Source(Protocol):
-    """A checkpointer, ours or Orbax's."""
-
-    @property
-    def checkpoints(self) -> Sequence[Ranked]:
-        """The complete steps, ascending."""
-        ...
-
-
 def best_step(
-    checkpointer: Source, *, metric: str = "eval_loss", higher_is_better: bool = False
+    checkpointer: Any, *, metric: str = "eval_loss", higher_is_better: bool = False
 ) -> int | None:
     """The best complete step by a metric that was saved with it or recorded later.
 
     Every process of the run calls it.
 
     Args:
-      checkpointer: ours or Orbax's, whose `checkpoints` are ranked.
+      checkpointer: ours or Orbax's: its `checkpoints`, ascending, have a `step` and
+        `metrics`, and are ranked.
       metric: the name of the metric.
       higher_is_better: True for an accuracy, False for a loss.
 

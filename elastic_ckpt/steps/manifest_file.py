@@ -37,7 +37,7 @@ _DIGEST_BYTES = 16
 # Fields that the first manifests of this version lack.
 _ADDED = ("trees", "custom_metadata")
 # Errors that content of another kind raises when it is parsed as a manifest.
-_NOT_A_MANIFEST = (
+NOT_A_MANIFEST = (
     AttributeError,
     KeyError,
     OverflowError,
@@ -124,7 +124,7 @@ def parse(text: bytes, *, stores: bool = False) -> Manifest:
     content = checked_json.parse(text, what="manifest", version=VERSION, exact=True)
     try:
         return _manifest(content, stores=stores)
-    except _NOT_A_MANIFEST as error:
+    except NOT_A_MANIFEST as error:
         raise checked_json.UnreadableError(f"is not a manifest ({error!r})") from None
 
 
@@ -193,8 +193,8 @@ def _fragments_to_json(
 
 def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
     host = content["host"]
-    _require(is_host_id(host["id"]), "the host's id")
-    _require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
+    require(is_host_id(host["id"]), "the host's id")
+    require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
     listed = [content["leaves"], content["components"]]
     # The first manifests lack the time: the save is named after it.
     listed.append(content["time_ms"] if "time_ms" in content else int(content["save"]))
@@ -225,18 +225,18 @@ def _contents(listed: bytes) -> Contents:
         for path, shape, dtype in leaves
     )
     paths = [leaf.path for leaf in made]
-    _require(paths == sorted(set(paths)), "the order of the leaves")
+    require(paths == sorted(set(paths)), "the order of the leaves")
     counts = {name: int(fields["num_parts"]) for name, fields in components.items()}
-    _require(isinstance(time_ms, int), "the time")
-    _require(metrics is None or isinstance(json.loads(metrics), dict), "the metrics")
+    require(isinstance(time_ms, int), "the time")
+    require(metrics is None or isinstance(json.loads(metrics), dict), "the metrics")
     line = tuple(StepId(step, save) for step, save in parents)
-    _require(
+    require(
         all(isinstance(step, int) and isinstance(save, str) for step, save in line),
         "the parents",
     )
-    _require(isinstance(due, bool), "whether it is due")
+    require(isinstance(due, bool), "whether it is due")
     for name, text in added.items():
-        _require(isinstance(json.loads(text), dict), f"the {name}")
+        require(isinstance(json.loads(text), dict), f"the {name}")
     return Contents(
         leaves=made,
         components=counts,
@@ -252,19 +252,19 @@ def _fragments(
     columns: Mapping[str, Any], contents: Contents, *, stores: bool
 ) -> Fragments:
     leaf = np.array(columns["leaf"], np.int32)
-    _require(_within(leaf, len(contents.leaves)), "the numbers of the leaves")
+    require(within(leaf, len(contents.leaves)), "the numbers of the leaves")
     real = contents.has_dim[leaf]
     start = np.zeros(real.shape, np.int64)
     stop = np.ones(real.shape, np.int64)
     num_bounds = (len(columns["start"]), len(columns["stop"]))
-    _require(num_bounds == (real.sum(),) * 2, "the number of bounds")
+    require(num_bounds == (real.sum(),) * 2, "the number of bounds")
     start[real], stop[real] = columns["start"], columns["stop"]
     inside = (start >= 0) & (start <= stop) & (stop <= contents.shapes[leaf])
-    _require(bool(inside.all()), "a box inside of its leaf")
+    require(bool(inside.all()), "a box inside of its leaf")
     files = tuple(columns["files"])
     file = np.array(columns["file"], np.int32)
     paths = [each.partition("//")[0] for each in files] if stores else files
-    _require(_within(file, len(files)) and all(map(_is_below, paths)), "the files")
+    require(within(file, len(files)) and all(map(_is_below, paths)), "the files")
     digests = bytes.fromhex("".join(columns["digest"]))
     fragments = Fragments(
         leaf=leaf,
@@ -276,11 +276,11 @@ def _fragments(
         files=files,
     )
     lengths = {len(fragments.digest), len(file), len(fragments.offset)}
-    _require(
+    require(
         lengths == {len(leaf)} == {len(fragments.stored_bytes)}, "columns of a length"
     )
     sizes = np.concatenate([fragments.offset, fragments.stored_bytes])
-    _require(bool((sizes >= 0).all()), "sizes and offsets")
+    require(bool((sizes >= 0).all()), "sizes and offsets")
     return fragments
 
 
@@ -293,10 +293,10 @@ def component_file(each: Mapping[str, Any], contents: Contents) -> ComponentFile
     """
     first, end = each["parts"]
     num_parts = contents.components[each["component"]]
-    _require(0 <= first <= end <= num_parts, "the parts of a component")
-    _require(_is_below(each["path"]), "the files")
+    require(0 <= first <= end <= num_parts, "the parts of a component")
+    require(_is_below(each["path"]), "the files")
     digest = bytes.fromhex(each["digest"])
-    _require(len(digest) == _DIGEST_BYTES and each["stored_bytes"] >= 0, "a digest")
+    require(len(digest) == _DIGEST_BYTES and each["stored_bytes"] >= 0, "a digest")
     return ComponentFile(
         component=each["component"],
         parts=(first, end),
@@ -306,7 +306,8 @@ def component_file(each: Mapping[str, Any], contents: Contents) -> ComponentFile
     )
 
 
-def _within(numbers: np.ndarray, count: int) -> bool:
+def within(numbers: np.ndarray, count: int) -> bool:
+    """Whether all numbers are below a count, and none is negative."""
     return bool(((numbers >= 0) & (numbers < count)).all())
 
 
@@ -315,6 +316,7 @@ def _is_below(path: str) -> bool:
     return not path.startswith("/") and ".." not in path.split("/")
 
 
-def _require(holds: bool, what: str) -> None:
+def require(holds: bool, what: str) -> None:
+    """Raises a ValueError that names what is wrong unless something holds."""
     if not holds:
         raise ValueError(f"{what} cannot be right")

@@ -42,15 +42,7 @@ _DIGEST_BYTES = 16
 _TIERS: dict[str, Tier] = {"local": "local", "persistent": "persistent"}
 _NO_HOST = Host(id="none", number=0, domains={})
 # Errors that other content raises when it is decoded.
-_NOT_A_MESSAGE = (
-    AttributeError,
-    IndexError,
-    KeyError,
-    OverflowError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_NOT_A_MESSAGE = (*manifest_file.NOT_A_MANIFEST, IndexError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -226,13 +218,19 @@ def _from_json(
 
 def _check(table: PartTable) -> None:
     contents = table.saved.contents
-    _require(_within(table.leaf, len(contents.leaves)), "the numbers of the leaves")
-    _require(_within(table.holder, len(table.holders)), "the numbers of the holders")
+    manifest_file.require(
+        manifest_file.within(table.leaf, len(contents.leaves)),
+        "the numbers of the leaves",
+    )
+    manifest_file.require(
+        manifest_file.within(table.holder, len(table.holders)),
+        "the numbers of the holders",
+    )
     held = table.boxes
     bounds = contents.shapes[table.leaf]
     inside = (held.start >= 0) & (held.start <= held.stop) & (held.stop <= bounds)
-    _require(bool(inside.all()), "a box inside of its leaf")
-    _require(bool((table.stored_bytes >= 0).all()), "the sizes")
+    manifest_file.require(bool(inside.all()), "a box inside of its leaf")
+    manifest_file.require(bool((table.stored_bytes >= 0).all()), "the sizes")
 
 
 def _files(
@@ -250,20 +248,11 @@ def _files(
             },
             contents,
         )
-        _require(0 <= holder < num_holders, "the numbers of the holders")
+        manifest_file.require(0 <= holder < num_holders, "the numbers of the holders")
         files.append(HeldFile(holder, int(target), file))
     return tuple(files)
 
 
 def _host(host_id: str, number: int, domains: Mapping[str, str]) -> Host:
-    _require(manifest_file.is_host_id(host_id), "the host's id")
+    manifest_file.require(manifest_file.is_host_id(host_id), "the host's id")
     return Host(id=host_id, number=int(number), domains=domains)
-
-
-def _within(numbers: np.ndarray, count: int) -> bool:
-    return bool(((numbers >= 0) & (numbers < count)).all())
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(f"{what} cannot be right")

@@ -153,7 +153,7 @@ def test_settling_again_after_a_crash_changes_nothing(root, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluations, "_forget", killed)
+    monkeypatch.setattr(storage, "remove", killed)
     with pytest.raises(KeyboardInterrupt):
         settle(root)
     monkeypatch.undo()

@@ -51,16 +51,22 @@ class KeptValues:
         )
         keys = [(leaf.path, box) for leaf in wanted for box in leaf.boxes]
         origins = dict(zip(keys, _origins(plan), strict=True))
+        nothing = (None, None)
         changed = [
             dataclasses.replace(
-                leaf, boxes=tuple(those), place=_stay, join=list, is_moved=False
+                leaf,
+                boxes=tuple(those),
+                place=lambda _, values: values,
+                join=list,
+                is_moved=False,
             )
             for leaf in wanted
             if (
                 those := [
                     box
                     for box in leaf.boxes
-                    if self._origin(leaf.path, box) != origins[leaf.path, box]
+                    if self._kept.get((leaf.path, box), nothing)[0]
+                    != origins[leaf.path, box]
                 ]
             )
         ]
@@ -79,15 +85,6 @@ class KeptValues:
             leaf.path: [self._kept[leaf.path, box][1] for box in leaf.boxes]
             for leaf in wanted
         }
-
-    def _origin(self, path: str, box: boxes.Box) -> _Origin | None:
-        kept = self._kept.get((path, box))
-        return None if kept is None else kept[0]
-
-
-def _stay(number: int, values: np.ndarray) -> np.ndarray:
-    del number
-    return values
 
 
 def _origins(plan: read_plan.ReadPlan) -> list[_Origin]:

@@ -228,7 +228,8 @@ class HostSaver:
         held = self._world.own.retained()
         of_line = [each for each in held if not line.abandons(each.step_id)]
         # Of a step that was saved again the newest save counts.
-        newest = {each.step: each.save for each in sorted(of_line, key=_by_save)}
+        ascending = sorted(of_line, key=lambda each: each.save)
+        newest = {each.step: each.save for each in ascending}
         of_line = [each for each in of_line if each.save == newest[each.step]]
         abandoned = [each for each in held if each not in of_line]
         removed = retention.steps_to_delete(
@@ -316,10 +317,6 @@ class _Saving:
         if self.staging is not None:
             # Only one step is saved at a time.
             storage.remove(self.staging.parent)
-
-
-def _by_save(held: retention.HeldStep) -> str:
-    return held.save
 
 
 def _contents(saving: _Saving, written: WrittenStep) -> Contents:

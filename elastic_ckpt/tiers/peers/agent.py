@@ -32,7 +32,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from etils import epath
 
@@ -192,7 +192,15 @@ async def serving(service: Service) -> AsyncIterator[Address]:
     machine_id = machine.machine_id(root)
     with contextlib.ExitStack() as stack:
         if not service.is_beside:
-            stack.enter_context(_locked(root))
+            try:
+                lock = os.path.join(root, _LOCK_FILE)
+                stack.enter_context(storage.exclusive_lock(lock))
+            except errors.RunError:
+                raise errors.RunError(
+                    f"another agent serves {root}"
+                    f" ({find(root) or 'it is just beginning'}); use it, or end it"
+                    " first"
+                ) from None
         if service.secret_file is None:
             secret.read_or_create(root)
         secret_file = service.secret_file or secret.path(root)
@@ -228,20 +236,6 @@ async def serving(service: Service) -> AsyncIterator[Address]:
                 path = os.path.join(root, ADDRESS_FILE)
                 stack.callback(storage.remove, path)
             yield address
-
-
-@contextlib.contextmanager
-def _locked(root: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        try:
-            lock = os.path.join(root, _LOCK_FILE)
-            stack.enter_context(storage.exclusive_lock(lock))
-        except errors.RunError:
-            raise errors.RunError(
-                f"another agent serves {root} ({find(root) or 'it is just beginning'});"
-                " use it, or end it first"
-            ) from None
-        yield
 
 
 def _bound(service: Service) -> socket.socket:

@@ -10,10 +10,10 @@ to repair its slot from: it lets others do so while it lives (`held_off`).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from etils import epath
@@ -29,8 +29,7 @@ from elastic_ckpt.tiers.source import RepairError
 _REPAIRS = "repairs.lock"
 
 
-@contextlib.contextmanager
-def held_off(slot: epath.PathLike) -> Iterator[None]:
+def held_off(slot: epath.PathLike) -> AbstractContextManager[None]:
     """Keeps others from repairing files of a slot, and lets them do so afterwards.
 
     The process of the slot calls it at its start, and to remove steps.
@@ -38,8 +37,7 @@ def held_off(slot: epath.PathLike) -> Iterator[None]:
     Args:
       slot: its directory.
     """
-    with storage.exclusive_lock(os.path.join(slot, _REPAIRS), waits=True):
-        yield
+    return storage.exclusive_lock(os.path.join(slot, _REPAIRS), waits=True)
 
 
 def replace(directory: epath.PathLike, file: str, content: bytes) -> None:
@@ -79,15 +77,11 @@ def replace(directory: epath.PathLike, file: str, content: bytes) -> None:
         raise RepairError(f"cannot be written ({error.strerror})") from None
 
 
-@contextlib.contextmanager
-def _unremoved(slot: str) -> Iterator[None]:
+def _unremoved(slot: str) -> AbstractContextManager[None]:
     # Meanwhile no process removes steps of the slot.
-    with contextlib.ExitStack() as locks:
-        if os.path.exists(os.path.join(slot, _REPAIRS)):
-            locks.enter_context(held_off(slot))
-        else:
-            locks.enter_context(storage.exclusive_lock(os.path.join(slot, "lock")))
-        yield
+    if os.path.exists(os.path.join(slot, _REPAIRS)):
+        return held_off(slot)
+    return storage.exclusive_lock(os.path.join(slot, "lock"))
 
 
 def _manifest(root: str, names: Sequence[str]) -> Manifest:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import retention
@@ -80,22 +80,17 @@ class LocalHost:
 
     def held(self) -> list[StepId]:
         """The steps and saves that are committed, ascending."""
-        return [
-            each
-            for each in self.disk.saves(self.slot)
-            if self.disk.manifest_path(self.slot, each).exists()
-        ]
+        return self.disk.committed(self.slot)
 
     def retained(self) -> list[retention.HeldStep]:
         """The committed saves as retention requires them, from the manifests."""
-        return [self._retained(each) for each in self.held()]
-
-    def _retained(self, step_id: StepId) -> retention.HeldStep:
-        try:
-            contents = self.disk.manifest(self.slot, step_id).contents
-        except errors.CheckpointError:
+        retained = []
+        for each in self.held():
             contents = None
-        return retention.HeldStep.from_contents(step_id, contents)
+            with contextlib.suppress(errors.CheckpointError):
+                contents = self.disk.manifest(self.slot, each).contents
+            retained.append(retention.HeldStep.from_contents(each, contents))
+        return retained
 
     def begin(
         self, step_id: StepId, contents: Contents, *, num_bytes: int | None
@@ -284,8 +279,5 @@ class LocalHost:
                 " or the size of the file system, or keep fewer steps"
             )
 
-    @contextlib.contextmanager
-    def _locked(self, slot: int) -> Iterator[None]:
-        path = self.disk.host_directory(slot) / "lock"
-        with storage.exclusive_lock(path):
-            yield
+    def _locked(self, slot: int) -> contextlib.AbstractContextManager[None]:
+        return storage.exclusive_lock(self.disk.host_directory(slot) / "lock")

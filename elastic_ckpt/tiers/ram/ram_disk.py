@@ -110,13 +110,12 @@ class RamDisk:
 
     def known_saves(self) -> Sequence[StepId]:
         """The steps and saves that are committed, ascending."""
-        return sorted(
-            {
-                each
-                for slot, each in self.all_saves()
-                if self.manifest_path(slot, each).exists()
-            }
-        )
+        return sorted({each for slot in self.slots() for each in self.committed(slot)})
+
+    def committed(self, slot: int) -> list[StepId]:
+        """The steps and saves of a slot that are committed, ascending."""
+        saves = self.saves(slot)
+        return [each for each in saves if self.manifest_path(slot, each).exists()]
 
     def listed_saves(self, slots: Collection[int]) -> set[StepId]:
         """The steps and saves of some slots that have a manifest, readable or not."""
