@@ -99,7 +99,8 @@ class Host:
     """A machine, or its agent, that holds parts of steps.
 
     Attributes:
-      id: lasts as long as its memory does; letters, digits and `._-`.
+      id: lasts as long as its memory does; letters, digits and `._-`. In a RAM disk it
+        is that of the machine's memory and a slot, `<machine>.<slot>`.
       number: that of its process when it saved; for people only.
       domains: the failure domains that it is in, by kind: `host` (the machine, if
         several agents share one), `rack`, `slice`, `zone`.
@@ -108,6 +109,16 @@ class Host:
     id: str
     number: int
     domains: Mapping[str, str]
+
+    @property
+    def machine(self) -> str:
+        """The id of the machine's memory."""
+        return self.id.rpartition(".")[0]
+
+    @property
+    def slot(self) -> str:
+        """The slot that it has in the machine's RAM disk."""
+        return self.id.rpartition(".")[2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

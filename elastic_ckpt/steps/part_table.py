@@ -190,7 +190,7 @@ class PartTable:
           urls: of the agents of machines that are known, by machine.
         """
         holders = tuple(
-            each._replace(url=urls.get(each.host.id.rpartition(".")[0], each.url))
+            each._replace(url=urls.get(each.host.machine, each.url))
             for each in self.holders
         )
         return dataclasses.replace(self, holders=holders)

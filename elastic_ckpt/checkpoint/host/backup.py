@@ -132,7 +132,7 @@ class HostBackup:
           CheckpointError: if storage is out of reach.
         """
         world = self._world
-        machines = {host.id.rpartition(".")[0] for host in world.hosts}
+        machines = {host.machine for host in world.hosts}
         urls = {
             machine: url
             for machine, url in world.agent_urls.items()

@@ -11,7 +11,7 @@ An agent runs this for a directory whose needs are new (`tiers.peers.refills`):
   the world ends before one does. The hosts write their slots themselves, so the copies
   are in slot `SLOT`; they are removed like those of any slot without a process.
 * A backup host: a machine without accelerators, in no world, that holds copies for the
-  others. Host 0 of the world sends it a request after each save (`backup_copies`), with
+  others. Host 0 of the world sends it a request after each save (`HostCopies`), with
   the parts to fetch and their holders. They are committed when all are there. Besides
   the newest step it keeps the newest one of which all backup hosts have their parts.
 """
@@ -129,9 +129,7 @@ def _placed(root: str) -> tuple[StepId, Replicated] | None:
             return None
         holdings = step_found.step.holdings
         placed = placement.place(holdings, record.hosts, record.policy)
-        hosts = [
-            host for host in record.hosts if host.id.rpartition(".")[0] == disk.machine
-        ]
+        hosts = [host for host in record.hosts if host.machine == disk.machine]
         items = [each for host in hosts for each in replication.incoming(placed, host)]
         if not items:
             return None
@@ -176,8 +174,8 @@ def _requested(
 
 
 def _source(holder: Holder, step_id: StepId, client: peer_client.PeerClient) -> Source:
-    slot = holder.host.id.rpartition(".")[2]
-    return peer.PeerSource(client.endpoint(holder.url), f"{slot}/{step_id}")
+    endpoint = client.endpoint(holder.url)
+    return peer.PeerSource(endpoint, f"{holder.host.slot}/{step_id}")
 
 
 if __name__ == "__main__":

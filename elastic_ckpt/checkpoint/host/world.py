@@ -205,7 +205,7 @@ class HostWorld:
 
         Hosts that keep nothing in RAM have none.
         """
-        machines = {host.id.rpartition(".")[0] for host in self.hosts}
+        machines = {host.machine for host in self.hosts}
         return machines <= {self.disk.machine, *self.agent_urls}
 
     @property
@@ -214,7 +214,7 @@ class HostWorld:
 
         As `tiers`: ask again for what is new.
         """
-        machines = {host.id.rpartition(".")[0] for host in self.hosts}
+        machines = {host.machine for host in self.hosts}
         present = {self.agent_urls.get(machine) for machine in machines}
         idle = sorted(set(self._agents) - present)
         return [self.peer_at(url) for url in idle[self.number :: len(self.hosts)]]
@@ -230,7 +230,7 @@ class HostWorld:
         Raises:
           CheckpointError: if nothing is known of its machine.
         """
-        machine, _, slot = host.id.rpartition(".")
+        machine, slot = host.machine, host.slot
         if not url and machine == self.disk.machine and slot.isdecimal():
             directory = self.disk.step_directory(int(slot), step_id)
             return ram_disk.StepFiles(directory)
@@ -330,11 +330,9 @@ class HostWorld:
                 with contextlib.suppress(ReadError):
                     content = self.mail.read(self.number, letter.name)
                     messages[letter.name] = zlib.compress(content, _COMPRESSION)
-        writers = {self.hosts[letter.writer].id for letter in letters}
+        writers = {self.hosts[letter.writer].machine for letter in letters}
         machine = self.disk.machine
-        url: str | None = None
-        if machine in {i.rpartition(".")[0] for i in writers}:
-            url = self._serve_beside()
+        url = self._serve_beside() if machine in writers else None
         return Forwarded(messages=messages, urls={} if url is None else {machine: url})
 
     @calls.call(channel="kind")

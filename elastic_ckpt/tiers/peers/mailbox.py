@@ -57,11 +57,11 @@ class Mailbox:
         delivered = self._delivered.pop((host, name), None)
         if delivered is not None:
             return delivered
-        machine, _, slot = self._hosts[host].id.rpartition(".")
-        if machine != self._disk.machine:
-            path = f"/v1/hosts/{slot}/{MESSAGES}/{name}"
-            return self._endpoint(machine).read(path, most_bytes=MOST_BYTES)
-        path = self._disk.host_directory(int(slot)) / MESSAGES / name
+        there = self._hosts[host]
+        if there.machine != self._disk.machine:
+            path = f"/v1/hosts/{there.slot}/{MESSAGES}/{name}"
+            return self._endpoint(there.machine).read(path, most_bytes=MOST_BYTES)
+        path = self._disk.host_directory(int(there.slot)) / MESSAGES / name
         try:
             return path.read_bytes()
         except FileNotFoundError:

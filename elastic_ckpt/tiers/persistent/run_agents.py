@@ -95,7 +95,7 @@ def of_ram_disk(root: epath.PathLike) -> RunAgents | None:
     world = world_record.read(root)
     if world is None:
         return None
-    machines = {host.id.rpartition(".")[0] for host in world.hosts}
+    machines = {host.machine for host in world.hosts}
     urls = {
         machine: url
         for machine, url in known_agents.urls(known_agents.read(root)).items()

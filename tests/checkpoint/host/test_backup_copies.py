@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.checkpoint.host import backup_copies, refill
+from elastic_ckpt.checkpoint.host import copies, refill
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import part_message, part_table
 from elastic_ckpt.steps.holdings import Holdings, Offer
@@ -33,7 +33,7 @@ def placed(offers, num_backups):
         for number in range(num_backups)
     ]
     (table,) = part_table.joined([PartTable.from_offer(offer) for offer in offers])
-    tables = backup_copies.placed(table, hosts, backups)
+    tables = copies.on_backups(table, hosts, backups)
     group = np.maximum(np.arange(-len(hosts), num_backups), -1)
     of_groups = [each.for_groups(group, num_backups) for each in tables]
     parts = []
