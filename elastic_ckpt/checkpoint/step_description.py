@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -211,16 +210,27 @@ def _parsed(text: str | None) -> Any:
     return None if text is None else json.loads(text)
 
 
-@functools.lru_cache(maxsize=2**14)
-def _struct(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: Any
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+# What describes an array, by its shape, its dtype, and the identity of its sharding,
+# which is kept with it. From step to step an array mostly has the same one, and a
+# comparison of shardings takes longer than all the rest.
+_structs: dict[tuple[Any, ...], jax.ShapeDtypeStruct] = {}
+_MOST_STRUCTS = 2**17
+
+
+def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+    key = array.shape, array.dtype, id(array.sharding)
+    known = _structs.get(key)
+    if known is None:
+        if len(_structs) >= _MOST_STRUCTS:
+            _structs.clear()
+        known = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        _structs[key] = known
+    return known
 
 
 def _abstract(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return _struct(leaf.shape, leaf.dtype, leaf.sharding)
+        return _struct(leaf)
     if isinstance(leaf, np.ndarray):
         return AbstractArray(shape=leaf.shape, dtype=leaf.dtype)
     for kind in (bool, int, float):

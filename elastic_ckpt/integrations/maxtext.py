@@ -25,6 +25,7 @@ import logging
 import os
 import sys
 import time
+import types
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -86,7 +87,8 @@ def run(
         train = importlib.import_module(maxtext_seams.MAIN.module)
         not_restored: errors.OtherModelError | None = None
         try:
-            app.run(train.main, argv=[str(train.__file__), *arguments])
+            while _goes_back(train, arguments):
+                taken.begin_again()
         except SystemExit as ended:
             if ended.code:
                 raise
@@ -103,6 +105,16 @@ def run(
             raise not_restored
         # Only here: after an error other hosts may be gone, and closing waits for them.
         taken.close()
+
+
+def _goes_back(train: types.ModuleType, arguments: Sequence[str]) -> bool:
+    # Runs MaxText until its end, which app.run raises as a SystemExit, or until it has
+    # to begin again. Then its frames hold the state, which must go before the next.
+    try:
+        app.run(train.main, argv=[str(train.__file__), *arguments])
+    except maxtext_record.GoneBack:
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -181,6 +193,9 @@ class Taken:
         self._own = maxtext_config.Own(values={})
         self._made: dict[maxtext_seams.Seam, MaxTextIterator] = {}
         self._manager: maxtext_tiers.TieredManager | None = None
+        self._distrust_steps = 0
+        # Whether MaxText goes back with the checkpointer that it has.
+        self._is_again = False
         # Saves the state after the last step that was trained.
         self._save_last: Callable[[], object] | None = None
         self._num_steps = 0
@@ -265,6 +280,9 @@ class Taken:
                 maxtext_config.global_batch_size(
                     config, num_devices=mesh.size, evaluation=True
                 )
+        if self._is_again:
+            self._is_again = False
+            return self._manager
         if not (config.enable_multi_tier_checkpointing and config.enable_checkpointing):
             return self._originals[maxtext_seams.MAKE_CHECKPOINTER](
                 config, mesh, init_state_fn
@@ -293,6 +311,7 @@ class Taken:
             guard=functools.partial(_past_maxtext, except_for=(FileExistsError,)),
         )
         self._manager.validate(chosen.validation, self._recorded(config).emit)
+        self._distrust_steps = chosen.divergence.distrust_steps
         return self._manager
 
     def save_step(
@@ -340,9 +359,24 @@ class Taken:
         if self.leaving is not None:
             self.leaving.last_step = config.steps - 1
         make = maxtext_record.reporting_logger(
-            self._originals[maxtext_seams.MAKE_LOGGER], self._recorded(config)
+            self._originals[maxtext_seams.MAKE_LOGGER],
+            self._recorded(config),
+            diverged=self._distrust,
         )
         return make(config, learning_rate_schedule, start_step)
+
+    def begin_again(self) -> None:
+        """Makes ready for MaxText to load the step that the run has gone back to."""
+        self._save_last, self._is_again = None, True
+        for made in self._made.values():
+            made.close()
+        self._made.clear()
+        gc.collect()
+
+    def _distrust(self, step: int, why: str) -> bool:
+        return self._manager is not None and self._manager.distrust(
+            step, within=self._distrust_steps, why=why
+        )
 
     def close(self) -> None:
         """Closes the iterators that MaxText had last, and a checkpointer of ours."""

@@ -48,6 +48,8 @@ OWN_TIER_KEYS = (
     "replica_validation",
     "replica_validation_tolerance",
     "replica_validation_action",
+    # The loss after a restore from them.
+    "distrust_steps",
 )
 # Keys of MaxText's elastic training, which mean the same here.
 ELASTIC_KEYS = (

@@ -154,6 +154,12 @@ class TieredManager:
             # MaxText's own context asks Orbax for partial loads, too.
             return self._checkpointer.load_checkpointables(step, wanted, partial=True)
 
+    def distrust(self, step: int, *, within: int, why: str) -> bool:
+        """Whether the run goes back to storage; see `Checkpointer.distrust`."""
+        with self._guard():
+            older = self._checkpointer.distrust(step, within=within, why=why)
+        return older is not None
+
     def wait(self) -> None:
         """Returns when all that was begun is done, in every tier.
 

@@ -158,10 +158,9 @@ class TreeHandler(_ItemHandler):
         description = StepDescription.from_trees(
             {name: item}, {}, metrics=None, custom_metadata=None
         )
-        values = trees.arrays({name: item})
+        captured = capture.capture(trees.arrays({name: item}), self._memory)
         number, num_hosts = self._messages.host, self._messages.num_hosts
-        owners = captured_step.Owners(values, number=number, num_hosts=num_hosts)
-        captured = capture.capture(values, self._memory)
+        owners = captured_step.Owners(captured, number=number, num_hosts=num_hosts)
 
         def write() -> upload.UploadedStep:
             try:

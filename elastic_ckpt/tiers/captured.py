@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,8 +35,7 @@ def fetched(values: Values) -> np.ndarray:
     return values if isinstance(values, np.ndarray) else values.fetch()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class CapturedLeaf:
+class CapturedLeaf(NamedTuple):
     """The part of an array that this process holds.
 
     Attributes:
@@ -45,12 +44,15 @@ class CapturedLeaf:
       boxes: each chunk that is here, once, with its values; an array without elements
         has none.
       files: of chunks whose values lie in a file of the RAM disk already.
+      place: of the array that it was captured of: which processes hold what of it; see
+        `host.captured_step.Owners`.
     """
 
     leaf: Leaf
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[boxes.Box, Values], ...]
-    files: Mapping[boxes.Box, ChunkFile] = dataclasses.field(default_factory=dict)
+    files: Mapping[boxes.Box, ChunkFile] = types.MappingProxyType({})
+    place: object = None
 
     @property
     def chunk(self) -> tuple[int, ...]:

@@ -88,15 +88,10 @@ class HostArrays:
     def capture(self, step_id: StepId, layout: int) -> str:
         """Begins to save what was held; see `Hosts.capture`."""
         groups = self._layouts[layout]
-        shards = {
-            leaf.path: self._shards(layout, group, leaf, None, kept=True)
-            for group in groups
-            for leaf in group.leaves
-        }
         held, self._captured = self._captured, {}
         # This host knows of what is on others alone, too.
         elsewhere = {
-            leaf.path: shards[leaf.path]
+            leaf.path: self._shards(layout, group, leaf, None, kept=True)
             for number, group in enumerate(groups)
             if (layout, number) not in held
             for leaf in group.leaves
@@ -105,7 +100,7 @@ class HostArrays:
             self._release(held.pop(key))
         several = [*held.values(), self._saver.captured(elsewhere)]
         captured = Captured.joined(several)
-        return self._saver.begin(step_id, captured, shards).directory
+        return self._saver.begin(step_id, captured).directory
 
     def _release(self, captured: Captured | None) -> None:
         if captured is not None:

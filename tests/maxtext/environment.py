@@ -103,15 +103,9 @@ class Hosts:
             text=True,
         )
 
-    def run(self, *, program, num_hosts, directory, arguments, dies_before_step=None):
-        """Runs MaxText on some hosts; their exit codes."""
-        line = {
-            "program": program,
-            "num_hosts": num_hosts,
-            "directory": str(directory),
-            "arguments": arguments,
-            "dies_before_step": dies_before_step,
-        }
+    def run(self, *, directory, **run):
+        """Runs MaxText on some hosts, as a `hosts.Run` says; their exit codes."""
+        line = {"directory": str(directory), **run}
         self._server.stdin.write(json.dumps(line) + "\n")
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())

@@ -36,6 +36,8 @@ class Run:
       directory: of the logs and batches, `HOST.log` and `HOST.jsonl`.
       arguments: MaxText's, with keys of ours for ours.
       dies_before_step: all hosts are killed when this step would be committed.
+      spoils_step: the parameters of this step are saved as NaN, as if memory had failed
+        before the digests were computed.
     """
 
     program: str
@@ -43,6 +45,7 @@ class Run:
     directory: str
     arguments: list[str]
     dies_before_step: int | None = None
+    spoils_step: int | None = None
 
 
 def serve():
@@ -115,6 +118,8 @@ def host(run, number, port):
     note_batches(pathlib.Path(run.directory, f"{number}.jsonl"))
     if run.dies_before_step is not None and number == 0:
         kill_all_before_commit(run.dies_before_step)
+    if run.spoils_step is not None:
+        spoil_save(run.spoils_step)
     if run.program == "ours":
         return main.main(["maxtext", *run.arguments])
     return stock(run.arguments)
@@ -169,6 +174,28 @@ def row_digests(batch):
                 digest = hashes.setdefault(begin + offset, hashlib.blake2b())
                 digest.update(name.encode() + row.tobytes())
     return {row: digest.hexdigest()[:32] for row, digest in sorted(hashes.items())}
+
+
+def spoil_save(step):
+    """Has a step saved with parameters that are NaN."""
+    import jax
+    import jax.numpy as jnp
+
+    from elastic_ckpt.integrations import maxtext_tiers
+
+    save = maxtext_tiers.TieredManager.save_checkpointables_async
+
+    def spoilt(value):
+        is_float = jnp.issubdtype(value.dtype, jnp.floating)
+        return value * jnp.nan if is_float else value
+
+    def saved(self, number, checkpointables, **options):
+        if number == step:
+            items = jax.tree.map(spoilt, checkpointables[maxtext_tiers.ITEMS])
+            checkpointables = {**checkpointables, maxtext_tiers.ITEMS: items}
+        return save(self, number, checkpointables, **options)
+
+    maxtext_tiers.TieredManager.save_checkpointables_async = saved
 
 
 def kill_all_before_commit(step):

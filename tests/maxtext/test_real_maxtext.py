@@ -143,6 +143,7 @@ class MaxText:
         program="ours",
         codes=None,
         dies=None,
+        spoils=None,
         **settings,
     ):
         """A run to a number of steps; the directory of its logs and batches."""
@@ -163,6 +164,7 @@ class MaxText:
             program=program,
             arguments=written,
             dies_before_step=dies,
+            spoils_step=spoils,
         )
         wanted = codes or [0] * num_hosts
         assert lines == wanted, (logs / "0.log").read_text()[-5000:]
@@ -280,6 +282,38 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
                 assert numbers & {4, 8}
             begin = steps
         check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in STAGES])
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_it_goes_back_to_storage_if_the_copy_in_ram_was_corrupt(maxtext, num_hosts):
+    case, name = "packed_parquet", f"corrupt-{num_hosts}"
+    whole = maxtext.uninterrupted(case)
+    with shared_memory.directory("maxtext") as ram:
+        settings = {
+            "enable_multi_tier_checkpointing": True,
+            "local_checkpoint_directory": ram,
+            "local_checkpoint_period": 1,
+            "local_checkpoint_size_limit": "64Mi",
+            "multi_tier_checkpointing_backup_interval_steps": 4,
+        }
+        maxtext.run(case, name, steps=10, num_hosts=num_hosts, spoils=9, **settings)
+        logs = maxtext.run(case, name, steps=STEPS, num_hosts=num_hosts, **settings)
+        log = (logs / "0.log").read_text()
+        (back,) = re.findall(r"after step 9 .* goes back to step (\d+) in", log)
+        back = int(back)
+        assert back in (4, 8)
+        expected, actual = environment.batches(whole), environment.batches(logs)
+        # One step is trained, or two, until MaxText sees the loss.
+        begin = len(actual["train"]) - (STEPS - 1 - back)
+        assert begin in (1, 2)
+        assert actual["train"][:begin] == expected["train"][10 : 10 + begin]
+        assert actual["train"][begin:] == expected["train"][back + 1 :]
+        losses = environment.losses(whole)["train"]
+        assert environment.losses(logs)["train"] == {
+            step: losses[step] for step in range(back + 1, STEPS)
+        }
+        # The other run has two parts: from step 9, and from the step in storage.
+        check_verbs(maxtext, name, hosts=[num_hosts] * 3)
 
 
 @pytest.mark.parametrize(("num_batches", "in_ram"), [(1, False), (5, True)])

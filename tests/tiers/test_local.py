@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -396,13 +397,32 @@ def test_what_a_restore_unpacked_is_a_leftover(disk, host):
     assert not unpacked.exists()
 
 
-def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
+def no_room(change, path):
+    if change == "create":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host, is_full):
     own = local_steps.save(host, 3, only={"params/b"})
     directory = pathlib.Path(disk.step_directory(0, StepId(3, "0")))
     values = local_steps.state(3)["params/w"]
     writer = host.copy_writer(StepId(3, "0"), own.contents, num_bytes=99)
     local_steps.put(writer, 0, values[:1])
-    writer.abandon()
+    if is_full:
+        # The copy before is dropped, too, and none after it is taken.
+        file, content = local_steps.file_of_peer(3), local_steps.cursors(3)
+        with (
+            storage.watched(no_room),
+            pytest.raises(errors.CheckpointError, match="No space"),
+        ):
+            writer.put_file(file, content)
+        with pytest.raises(errors.CheckpointError, match="No space"):
+            local_steps.put(writer, 1, values[1:2])
+        with pytest.raises(errors.CheckpointError, match="No space"):
+            writer.commit()
+    else:
+        writer.abandon()
     ((offer, _),) = offered(disk, 3).items()
     assert fragments(offer.manifest) == fragments(own)
     left = {path.name for path in directory.rglob("*") if path.is_file()}

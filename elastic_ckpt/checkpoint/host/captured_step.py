@@ -7,15 +7,11 @@ boxes are compared between all of them before.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
-from elastic_ckpt.checkpoint.host.capture import Shards, Value
+from elastic_ckpt.checkpoint.host.capture import ArrayPlace, Shards
 from elastic_ckpt.core import boxes, digest, errors, storage
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.holdings import Offer
@@ -184,19 +180,15 @@ class Owners:
     """The process that uploads each box of a captured state.
 
     Args:
-      values: of the state, by path.
+      captured: of the state; not released.
       number: of this process.
       num_hosts: processes of the world.
     """
 
-    def __init__(
-        self, values: Mapping[str, Value], *, number: int, num_hosts: int
-    ) -> None:
+    def __init__(self, captured: Captured, *, number: int, num_hosts: int) -> None:
         self._number = number
         self._num_hosts = num_hosts
-        # By number; whole ones are in every process. No array is kept, which may be
-        # donated.
-        self._leaves = [_placed(values[path]) for path in sorted(values)]
+        self._places = [part.place for part in captured.parts]
         self._owners: dict[int, dict[boxes.Box, tuple[int, str]]] = {}
 
     def is_own(self, leaf: int, box: boxes.Box) -> bool:
@@ -205,56 +197,41 @@ class Owners:
         Other processes may hold the same boxes of random keys, so each holder uploads
         those.
         """
-        placed = self._leaves[leaf]
-        if placed == "whole":
+        place = self._places[leaf]
+        if isinstance(place, Shards):
+            return place.is_own is None or place.is_own(box)
+        if not isinstance(place, ArrayPlace):
+            # In every process.
             return leaf % self._num_hosts == self._number
-        if isinstance(placed, Shards):
-            return placed.is_own is None or placed.is_own(box)
-        if placed.is_key:
+        if place.is_key:
             return True
-        return self._held(leaf, placed, box)[0] == self._number
+        return self._held(leaf, place, box)[0] == self._number
 
     def group_of(self, leaf: int, box: boxes.Box) -> str:
         """The name of the hosts that hold a box; empty if this one alone does."""
-        placed = self._leaves[leaf]
+        place = self._places[leaf]
         if self._num_hosts == 1:
             return ""
-        if placed == "whole":
+        if isinstance(place, Shards):
+            return "" if place.group_of is None else place.group_of(box)
+        if not isinstance(place, ArrayPlace):
             return "all"
-        if isinstance(placed, Shards):
-            return "" if placed.group_of is None else placed.group_of(box)
-        return self._held(leaf, placed, box)[1]
+        return self._held(leaf, place, box)[1]
 
-    def _held(self, leaf: int, placed: _Placed, box: boxes.Box) -> tuple[int, str]:
+    def _held(self, leaf: int, place: ArrayPlace, box: boxes.Box) -> tuple[int, str]:
         if leaf not in self._owners:
-            self._owners[leaf] = _owners(placed)
+            self._owners[leaf] = _owners(place)
         # The numbers of a random key are its last dimension.
-        rank = len(placed.shape)
+        rank = len(place.shape)
         return self._owners[leaf][
             boxes.Box(start=box.start[:rank], stop=box.stop[:rank])
         ]
 
 
-class _Placed(NamedTuple):
-    sharding: Sharding
-    shape: tuple[int, ...]
-    is_key: bool
-
-
-def _placed(value: Value) -> _Placed | Shards | Literal["whole"]:
-    if isinstance(value, Shards):
-        # Without its values.
-        return dataclasses.replace(value, boxes=())
-    if not isinstance(value, jax.Array):
-        return "whole"
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return _Placed(value.sharding, value.shape, is_key)
-
-
-def _owners(placed: _Placed) -> dict[boxes.Box, tuple[int, str]]:
+def _owners(place: ArrayPlace) -> dict[boxes.Box, tuple[int, str]]:
     # By box, the process that uploads it, and the name of those that hold it.
-    sharding, owners = placed.sharding, {}
-    held = boxes.holders(sharding, placed.shape)
+    sharding, owners = place.sharding, {}
+    held = boxes.holders(sharding, place.shape)
     for number, (box, devices) in enumerate(held.items()):
         processes = sorted({device.process_index for device in devices})
         group = ",".join(map(str, processes)) if len(processes) > 1 else ""

@@ -114,4 +114,9 @@ def take(
             except errors.CheckpointError as error:
                 problems.append(str(error))
     problems += map(str, reader.bad)
-    return Replicated(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))
+    return Replicated(
+        copies=len(sizes),
+        num_bytes=sum(sizes),
+        # What fails one write fails those after it.
+        problems=tuple(dict.fromkeys(problems)),
+    )

@@ -57,30 +57,18 @@ class HostSaver:
         Raises:
           CheckpointError: if a leaf cannot be saved.
         """
-        values = trees.arrays(of_trees)
-        return self.begin(step_id, self.captured(values), values)
+        return self.begin(step_id, self.captured(trees.arrays(of_trees)))
 
     def captured(self, values: Mapping[str, Value]) -> Captured:
         """Copies what this host holds of some leaves, by their paths."""
         return capture.capture(values, self._memory)
 
-    def begin(
-        self,
-        step_id: StepId,
-        captured: Captured,
-        values: Mapping[str, Value],
-    ) -> CapturedIn:
-        """Begins to save what was captured.
-
-        Args:
-          step_id: the step.
-          captured: of all leaves.
-          values: they were captured of, or shards without theirs.
-        """
+    def begin(self, step_id: StepId, captured: Captured) -> CapturedIn:
+        """Begins to save what was captured of all leaves."""
         saving = _Saving(
             captured=captured,
             owners=captured_step.Owners(
-                values, number=self._world.number, num_hosts=len(self._world.hosts)
+                captured, number=self._world.number, num_hosts=len(self._world.hosts)
             ),
             directory=self._world.disk.step_directory(self._world.own.slot, step_id),
         )

@@ -47,7 +47,8 @@ class WrittenFile(NamedTuple):
 class StepWriter:
     """Writes what a host holds of one save of a step; any thread may put copies.
 
-    It ends with `commit` or `abandon`. A write that fails abandons it.
+    It ends with `commit` or `abandon`. A write that fails abandons it. If it is one of
+    several copies, `commit` does so: other threads may still be writing.
 
     Attributes:
       directory: of the step.
@@ -72,6 +73,8 @@ class StepWriter:
         rows = [listed.row(n, contents=contents) for n in range(len(listed))]
         self._fragments = {(each.leaf, each.box): each for each in rows}
         self._files = {each.path: each for each in manifest.component_files}
+        # Why a copy could not be written.
+        self._failure: errors.CheckpointError | None = None
 
     def write(self, captured: Captured) -> None:
         """Writes the values of all boxes; `captured` may be released then.
@@ -100,18 +103,20 @@ class StepWriter:
           read: fills memory, uint8, with its values, and compares their digest.
 
         Raises:
-          CheckpointError: as `write`; or of `read`, after which the writer goes on.
+          CheckpointError: if it cannot be written; then no more copies are taken, and
+            `commit` fails. Or of `read`, after which the writer goes on.
         """
+        self._check_copies()
         leaf = self.manifest.contents.leaves[fragment.leaf]
         box, dtype = fragment.box, np.dtype(leaf.dtype)
         num_bytes, file = layout.num_bytes(box, leaf.dtype), None
         if num_bytes >= LEAST_BYTES:
-            with self._abandoned_on_failure():
+            with self._failing():
                 file = self._chunk_files.take(num_bytes)
         memory = np.empty(num_bytes, np.uint8) if file is None else file.memory
         try:
             read(memory[:num_bytes])
-            with self._abandoned_on_failure():
+            with self._failing():
                 self._chunks.describe(leaf, box.shape)
                 values = np.ndarray(box.shape, dtype, memory)
                 written = self._chunks.write(
@@ -126,9 +131,10 @@ class StepWriter:
         """Writes a copy of another host's file, whose digest the caller has compared.
 
         Raises:
-          CheckpointError: as `write`.
+          CheckpointError: as `put`.
         """
-        with self._abandoned_on_failure():
+        self._check_copies()
+        with self._failing():
             storage.write_atomic(self.directory / file.path, content)
         self._files[file.path] = file
 
@@ -156,8 +162,11 @@ class StepWriter:
             begun; the leaves are the same.
 
         Raises:
-          CheckpointError: as `write`.
+          CheckpointError: as `write`; or if a copy could not be written.
         """
+        if self._failure is not None:
+            self.abandon()
+            raise self._failure
         self._files |= {file.path: file for file in component_files}
         manifest = dataclasses.replace(
             self.manifest,
@@ -182,6 +191,18 @@ class StepWriter:
     def _list(self, *fragments: Fragment) -> None:
         self._fragments |= {(each.leaf, each.box): each for each in fragments}
 
+    def _check_copies(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failure = self._not_written(error)
+            raise self._failure from error
+
     @contextlib.contextmanager
     def _abandoned_on_failure(self) -> Iterator[None]:
         try:
@@ -190,14 +211,18 @@ class StepWriter:
             self.abandon()
             raise
         except OSError as error:
-            system = os.statvfs(self.directory)
-            free = system.f_bavail * system.f_frsize
+            failure = self._not_written(error)
             self.abandon()
-            raise errors.CheckpointError(
-                f"step {self.manifest.step} could not be written to {self.directory}"
-                f" ({error}), where {free} bytes were free; give it more space, or keep"
-                " fewer steps"
-            ) from error
+            raise failure from error
+
+    def _not_written(self, error: OSError) -> errors.CheckpointError:
+        system = os.statvfs(self.directory)
+        free = system.f_bavail * system.f_frsize
+        return errors.CheckpointError(
+            f"step {self.manifest.step} could not be written to {self.directory}"
+            f" ({error}), where {free} bytes were free; give it more space, or keep"
+            " fewer steps"
+        )
 
 
 def written_files(root: epath.Path, components: Iterable[str]) -> list[WrittenFile]:

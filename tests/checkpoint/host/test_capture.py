@@ -1,4 +1,5 @@
 import gc
+import math
 
 import jax
 import jax.numpy as jnp
@@ -143,15 +144,41 @@ def test_arrays_that_are_donated_afterwards_leave_the_capture_as_it_was(num_devi
     assert joined(only(captured)).tobytes() == (values + 1).tobytes()
 
 
-def test_what_devices_send_is_captured_as_well(monkeypatch):
-    # Devices that are not the host's are asked to send everything first.
-    placement = capture._placement
-    monkeypatch.setattr(
-        capture, "_placement", lambda *each: placement(*each)._replace(is_far=True)
-    )
+def test_small_arrays_have_the_bits_that_their_program_computes():
+    @jax.jit
+    def later(values):
+        # It runs on while the capture begins.
+        busy = jax.lax.fori_loop(0, 200, lambda _, x: x @ x, jnp.eye(256))
+        is_done = busy[0, 0] == 1
+        return jax.tree.map(lambda x: jnp.where(is_done, x, jnp.zeros_like(x)), values)
+
+    values = {
+        f"{dtype}-{'x'.join(map(str, shape))}": jnp.asarray(
+            np.arange(math.prod(shape)).reshape(shape) % 2, dtype
+        )
+        for dtype in sorted(capture.STORABLE - {"float64", "complex128"})
+        for shape in [(), (5,), (2, 3)]
+        if "64" not in dtype or "complex" in dtype
+    }
+    for _ in range(2):
+        captured = capture.capture(later(values), capture.Memory())
+        for part in captured.parts:
+            expected = np.asarray(values[part.leaf.path])
+            assert joined(part).tobytes() == expected.tobytes()
+            assert joined(part).dtype == expected.dtype
+
+
+class FarMemory(capture.Memory):
+    """Memory of a host whose devices send everything first."""
+
+    def place(self, path, array):
+        return super().place(path, array)._replace(is_far=True, is_direct=False)
+
+
+def test_what_devices_send_is_captured_as_well():
     values = random_bits("float32", 64).reshape(8, 8)
     array = sharded(values, mesh(2, 4), "a", "b")
-    part = only(capture.capture({"w": array}, capture.Memory()))
+    part = only(capture.capture({"w": array}, FarMemory()))
     assert joined(part).tobytes() == values.tobytes()
 
 
@@ -175,14 +202,10 @@ def test_what_is_in_pinned_host_memory_is_captured_as_well():
 @pytest.mark.parametrize(
     "num_bytes", [2**12, 2**20, 2**27, pytest.param(2**29, marks=pytest.mark.slow)]
 )
-def test_what_devices_send_comes_in_waves(monkeypatch, num_bytes):
-    placement = capture._placement
-    monkeypatch.setattr(
-        capture, "_placement", lambda *each: placement(*each)._replace(is_far=True)
-    )
+def test_what_devices_send_comes_in_waves(num_bytes):
     values = random_bits("uint8", num_bytes).reshape(64, -1)
     leaves = {"first": sharded(values[:8], mesh(8), "a"), "w": jnp.asarray(values)}
-    captured = capture.capture(leaves, capture.Memory())
+    captured = capture.capture(leaves, FarMemory())
     for part, expected in zip(captured.parts, (values[:8], values), strict=True):
         for box, copy in part.boxes:
             place = (*map(slice, box.start, box.stop),)
