@@ -57,12 +57,10 @@ class SurveyedRam:
       message: with the steps that hosts have.
 
     Attributes:
-      refusing: the urls of agents that do not take the run's secret.
       is_partial: whether the report of a host is missing.
     """
 
     def __init__(self, message: PartMessage) -> None:
-        self.refusing = message.refusing
         self.is_partial = message.is_partial
         self._message = message
         self._of_step: dict[int, Offered] = {}
@@ -95,6 +93,10 @@ class SurveyedRam:
         )
         (table,) = joined(list(tables))
         return table
+
+    def refusing(self) -> Sequence[str]:
+        """The urls of agents that do not take the run's secret."""
+        return self._message.refusing
 
     def steps(self) -> Sequence[int]:
         """See `source.Tier`."""

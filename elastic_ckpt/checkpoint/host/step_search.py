@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from etils import epath
@@ -390,16 +389,21 @@ class StepSearch:
             )
         return chosen.step
 
-    def _within_reach(self, ram_tiers: Sequence[Tier]) -> _Reach:
+    def _within_reach(
+        self, ram_tiers: Sequence[Tier]
+    ) -> tuple[list[Tier], dict[int, str], list[line.Line], str | None]:
+        # The tiers that answer; the steps that Orbax alone saved, with the saves that
+        # they count as; lines that are recorded in storage; and why storage does not
+        # answer, None if it does or there is none.
         storage_tier = self._world.persistent
         if storage_tier is None:
-            return _Reach(list(ram_tiers), {}, [], None)
+            return list(ram_tiers), {}, [], None
         try:
             foreign = storage_tier.foreign_saves()
         except errors.CheckpointError as error:
-            return _Reach(list(ram_tiers), {}, [], str(error))
+            return list(ram_tiers), {}, [], str(error)
         recorded = storage_tier.recorded_lines()
-        return _Reach([*ram_tiers, storage_tier], foreign, recorded, None)
+        return [*ram_tiers, storage_tier], foreign, recorded, None
 
     def _refusing(self, tiers: Sequence[Tier]) -> list[str]:
         known = secret.path(self._world.disk.root)
@@ -408,7 +412,8 @@ class StepSearch:
             " this run is restored; copy that file from a machine of the run, for"
             " example the agent's, and start again"
             for tier in tiers
-            for url in _refusing(tier)
+            if isinstance(tier, peer.Peers | SurveyedRam)
+            for url in tier.refusing()
         ]
 
     def _foreign_step(
@@ -439,28 +444,6 @@ class StepSearch:
     def _path(self, step: int) -> epath.Path | None:
         root = self._world.root
         return None if root is None else root.final(step)
-
-
-class _Reach(NamedTuple):
-    """The tiers and steps that can be searched.
-
-    Attributes:
-      tiers: those that answer.
-      foreign: the steps that Orbax alone saved, with the saves that they count as.
-      recorded: lines that are recorded in storage.
-      out_of_reach: why storage does not answer; None if it does, or there is none.
-    """
-
-    tiers: list[Tier]
-    foreign: dict[int, str]
-    recorded: list[line.Line]
-    out_of_reach: str | None
-
-
-def _refusing(tier: Tier) -> Sequence[str]:
-    if isinstance(tier, peer.Peers):
-        return tier.refusing()
-    return tier.refusing if isinstance(tier, SurveyedRam) else ()
 
 
 def _counted(looking: tier_search.Search, foreign: Mapping[int, str]) -> list[int]:
