@@ -153,7 +153,7 @@ class HostWorld:
             for machine, url in self.agent_urls.items()
             if machine != own.disk.machine
         ]
-        bare = {agent_url.unpinned(url)[0] for url in announced}
+        bare = {agent_url.unpinned(url)[0] for url in self.agent_urls.values()}
         given = dict.fromkeys([*config.peer_tier.known, *config.peer_tier.backups])
         # The agents of all other machines that are known.
         self._agents = [*announced, *(url for url in given if url not in bare)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import retention
@@ -161,16 +161,12 @@ class LocalHost:
           before: the first step that stays.
           preserved: steps that stay whatever they are.
         """
-        for slot in self.disk.slots():
-            if slot == self.slot:
-                continue
-            # A slot in use is cleaned by its own process.
-            with contextlib.suppress(errors.RunError), self._locked(slot):
-                for each in self.disk.saves(slot):
-                    is_old = each.step < before or line.abandons(each)
-                    if is_old and each.step not in preserved:
-                        storage.remove(self.disk.manifest_path(slot, each))
-                        storage.remove(self.disk.step_directory(slot, each))
+        for slot in self._idle_slots():
+            for each in self.disk.saves(slot):
+                is_old = each.step < before or line.abandons(each)
+                if is_old and each.step not in preserved:
+                    storage.remove(self.disk.manifest_path(slot, each))
+                    storage.remove(self.disk.step_directory(slot, each))
 
     def clean(self) -> list[str]:
         """Removes leftovers of dead processes of the machine.
@@ -182,14 +178,17 @@ class LocalHost:
         Returns:
           The paths that were removed.
         """
-        removed = []
-        for slot in self.disk.slots():
-            if slot == self.slot:
-                removed += self._clean(slot)
-                continue
-            with contextlib.suppress(errors.RunError), self._locked(slot):
-                removed += self._clean(slot)
+        removed = self._clean(self.slot)
+        for slot in self._idle_slots():
+            removed += self._clean(slot)
         return removed
+
+    def _idle_slots(self) -> Iterator[int]:
+        # The slots of this machine whose process is gone, each locked meanwhile.
+        for slot in self.disk.slots():
+            if slot != self.slot:
+                with contextlib.suppress(errors.RunError), self._locked(slot):
+                    yield slot
 
     def _clean(self, slot: int) -> list[str]:
         removed = []
