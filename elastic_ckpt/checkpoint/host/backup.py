@@ -1,7 +1,8 @@
 """A host's share of a checkpoint in persistent storage, from what is in RAM.
 
-A backup goes through `offer`, `chunk_shapes`, `back_up`, `commit` and `collect`. Before
-the first one of a world comes `clean`.
+A backup goes through `offer`, `chunk_shapes`, `back_up`, `commit` and `collect`, which
+removes the steps that are no longer kept there. Before the first one of a world comes
+`clean`; `steps_in_ram` names the steps that earlier worlds could not back up.
 """
 
 from __future__ import annotations
@@ -413,9 +414,8 @@ class HostBackup:
         if leftover.save is None:
             return False
         try:
-            return search.Step.from_offers(
-                list(self._world.in_ram(StepId(leftover.step, leftover.save)))
-            ).complete
+            sources = self._world.in_ram(StepId(leftover.step, leftover.save))
+            return search.Step.from_offers(list(sources)).complete
         except errors.CheckpointError:
             return False
 
