@@ -332,7 +332,9 @@ def boxes_of(name, host, num_hosts):
     shape = SHAPES[name]
     parts, number = 1, 0
     if name == "w":
-        parts, number = num_hosts, host
+        # Those that are too many have what others have.
+        parts = max(n for n in range(1, num_hosts + 1) if shape[0] % n == 0)
+        number = host % parts
     elif name == "v" and num_hosts in (2, 4):
         parts, number = num_hosts // 2, host % (num_hosts // 2)
     rows = shape[0] // parts

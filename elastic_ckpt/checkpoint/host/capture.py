@@ -306,7 +306,10 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
                 values: Values
                 if file is None and stays and not part.kept:
                     shard = part.shard
-                    if where == "device":
+                    if part.is_direct:
+                        shard = np.asarray(shard.addressable_data(0))
+                        shard = _duplicate(shard) if where == "device" else shard
+                    elif where == "device":
                         if id(shard) not in duplicates:
                             duplicates[id(shard)] = _duplicate(shard)
                         shard = duplicates[id(shard)]
@@ -437,10 +440,9 @@ def _end_computations(parts: Iterable[_Part]) -> None:
 def _copied(part: _Part, piece: np.ndarray, address: int, offset: int) -> np.ndarray:
     # As a copy of `np.asarray(array)`, in a fifth of the time, of which small arrays
     # take most.
-    array = part.shard
-    pointer = array.unsafe_buffer_pointer()
+    pointer = part.shard.unsafe_buffer_pointer()
     ctypes.memmove(address + offset, pointer, part.num_bytes)
-    return np.ndarray(array.shape, array.dtype, piece, offset)
+    return np.ndarray(part.box.shape, part.shard.dtype, piece, offset)
 
 
 def _duplicate(shard: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
@@ -454,7 +456,7 @@ def _fit(parts: Sequence[_Part]) -> bool:
     # Whether devices tell that they have room for a copy. Those of the host do not.
     of_devices: collections.Counter[jax.Device] = collections.Counter()
     for part in parts:
-        if isinstance(part.shard, jax.Array):
+        if part.is_far:
             (device,) = part.shard.devices()
             of_devices[device] += part.num_bytes
     for device, num_bytes in of_devices.items():
@@ -472,7 +474,8 @@ def _aligned(num_bytes: int) -> int:
 class _Part(NamedTuple):
     # A chunk of a shard: the shard, and where the chunk lies in it; whether it needs no
     # copy in memory, whether it has to be fetched, whether it goes into a file, and
-    # whether it is a small array as a whole, whose memory is copied as it is.
+    # whether its memory is copied as it is: then the shard is the whole array, of which
+    # this process has just that one.
     box: boxes.Box
     shard: Any
     within: tuple[slice, ...] | None
