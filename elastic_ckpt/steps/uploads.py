@@ -1,12 +1,12 @@
 """Uploads: which host writes which item to the persistent tier, each one once.
 
-Every host computes the same result from the same manifests, so no coordination is
-needed. Items that only one host has are uploaded by it; the others are assigned to the
-least loaded of their holders, the most constrained and then the largest first. That is
-greedy list scheduling: where all hosts hold all, no host has more than the mean and the
-largest item (Graham 1969), and for any distribution of the holders, no host has more
-than `ceil(log2 hosts) + 1` times what the best assignment gives its most loaded host
-(Azar, Naor and Rom 1995, "The competitiveness of on-line assignments",
+The result depends on the manifests alone, whatever their order. Items that only one
+host has are uploaded by it; the others are assigned to the least loaded of their
+holders, the most constrained and then the largest first. That is greedy list
+scheduling: where all hosts hold all, no host has more than the mean and the largest
+item (Graham 1969), and for any distribution of the holders, no host has more than
+`ceil(log2 hosts) + 1` times what the best assignment gives its most loaded host (Azar,
+Naor and Rom 1995, "The competitiveness of on-line assignments",
 doi:10.1006/jagm.1995.1008).
 
 Glossary: items as in `holdings`, i of them.
