@@ -159,6 +159,8 @@ class HostsCheckpointer:
         )
         # The line that was saved to last, by this process.
         self._own_line: Line | None = None
+        # The saves that were begun since the newest step.
+        self._begun: set[StepId] = set()
         # Whether this process has a state to go on with: it has loaded or saved one.
         self._is_placed = False
         # An older step that was loaded since then; the next save shows whether the
@@ -903,6 +905,7 @@ class HostsCheckpointer:
         self._emit("save_started", step=step)
         began_secs = clock.monotonic()
         step_id = StepId(step, line.save)
+        self._begun.add(step_id)
         trees, stateful = component_io.split(checkpointables)
         self._report_unloaded(stateful)
         description = StepDescription.from_trees(
@@ -1127,8 +1130,18 @@ class HostsCheckpointer:
     def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
         # The line that a step is saved to; None if it is behind the latest.
         latest = self._newest
-        if latest is None or step > latest.step:
-            return self._line
+        newest_step = -1 if latest is None else latest.step
+        self._begun = {each for each in self._begun if each.step > newest_step}
+        if latest is None or step > newest_step:
+            line = self._line
+            if StepId(step, line.save) not in self._begun:
+                return line
+            # It was given up, and some hosts may have it all the same. What is saved
+            # now must not be mixed with that.
+            after = max(each.save for each in self._begun)
+            save = self._hosts.first(HostWorld.new_save, after)
+            parents = line.parents if latest is None else latest.line
+            return Line(save=save, parents=parents)
         if not overwrite:
             if step == latest.step or step in [each.step for each in self._complete()]:
                 raise restore.StepAlreadyExistsError(

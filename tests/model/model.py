@@ -61,6 +61,7 @@ class Model:
 
     def begin(self, step_id, values, parent, *, replaces=None):
         """Notes a save; what it leaves behind counts no more."""
+        assert step_id not in self.saves
         save = Save(step=step_id.step, values=values, parent=parent)
         line = set(save.line())
         for each in self.saves.values():

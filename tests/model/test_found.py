@@ -8,6 +8,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.host.answers import HostsFailedError
+from elastic_ckpt.core import errors
 from tests import shared_memory
 from tests.model import simulated_world
 from tests.model.checked_run import CheckedRun
@@ -94,3 +95,33 @@ def test_a_step_that_retention_removed_is_not_stored_again():
         run.sim.world.load_checkpointables(2, like)
         run.sim.world.wait()
         assert "backed_up" not in [name for name, _ in run.sim.events]
+
+
+def test_a_step_that_was_given_up_is_saved_again_under_another_id():
+    given_up = 0
+    for number in range(1, 40, 3):
+        with run_on((0, 1), store_every=1000) as run:
+            run.save(1)
+            run.wait()
+            run.sim.files.full_at = run.sim.files.count + number
+            ids = []
+            run.sim.hosts.on_capture = ids.append
+            world, seeds = run.sim.world, iter((7, 8))
+            while not ids or world.latest.step < 2:
+                given_up += len(ids)
+                state, position = simulated_world.state_of(next(seeds)), len(ids)
+                parts = {"state": state, "data": simulated_world.Position(position)}
+                with contextlib.suppress(errors.CheckpointError):
+                    world.save_checkpointables(2, parts)
+                run.sim.files.full_at = None
+            assert len(set(ids)) == len(ids)
+            run.sim.end()
+            run.sim.open((0, 1), store_every=1000)
+            found = simulated_world.Position()
+            restored = run.sim.world.load_checkpointables(
+                2, {"state": simulated_world.abstract(), "data": found}
+            )
+            assert found.value == position
+            for name, leaf in restored["state"].items():
+                assert leaf.tobytes() == state[name].tobytes()
+    assert given_up
