@@ -12,6 +12,7 @@ import numpy as np
 from elastic_ckpt.core import digest
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import ComponentFile, Contents, Fragment
+from elastic_ckpt.tiers.source import ReadError, Source
 
 Part = Fragment | ComponentFile
 
@@ -51,6 +52,18 @@ def damage(stored: np.ndarray, part: Part) -> str | None:
             "has right values, and a wrong CRC-32C behind them: zarr readers refuse it"
         )
     return None
+
+
+def why_differs(source: Source, file: str) -> str:
+    """The problem of a file that was read, and had other bytes than were saved.
+
+    While a step is read it may be removed, and its files be written anew for another.
+    """
+    try:
+        source.size(file)
+    except ReadError as error:
+        return str(error)
+    return DIFFERS
 
 
 def chunk_content(values: np.ndarray) -> bytes:

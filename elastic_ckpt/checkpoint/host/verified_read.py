@@ -20,6 +20,7 @@ from elastic_ckpt.core import background, boxes, digest, errors, host_memory
 from elastic_ckpt.steps import layout, read_plan
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.manifest import ComponentFile, Fragment, Leaf
+from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.source import ReadError, RemoteSource, SlowError, Source
 
 _REMEDY = (
@@ -146,7 +147,7 @@ class VerifiedReader:
                             self._read_bytes[offer] += into.nbytes
                             self._bad += tried.values()
                         return
-                    why = "is not what was saved: its digest differs"
+                    why = stored_part.why_differs(source, file)
                 tried[offer] = BadCopy(
                     host=offer.host.id, tier=offer.tier, file=file, name=name, why=why
                 )

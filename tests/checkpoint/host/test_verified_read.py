@@ -34,6 +34,9 @@ class Memory:
         into[:] = part[: len(into)]
         on_piece(into)
 
+    def size(self, file):
+        return sum(len(part) for (name, _), part in self.parts.items() if name == file)
+
 
 SHAPE = (8, 6)
 
@@ -188,3 +191,19 @@ def test_a_slow_holder_is_waited_for_where_nobody_else_has_a_part():
     assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
     assert {bad.host for bad in reader.bad} == {slow.host.id}
     assert slow not in reader.read_bytes
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_missing_not_damaged():
+    contents, sources = saved(1)
+    (memory,) = sources.values()
+
+    def size(file):
+        raise source.ReadError(f"{file} is missing")
+
+    # Its files are taken for a later step, and those who have opened them read that.
+    memory.size = size
+    for part in memory.parts.values():
+        part[:] = bytes(len(part))
+    with pytest.raises(errors.CheckpointError, match="is missing") as raised:
+        read(contents, sources, [("w", boxes.whole(SHAPE))])
+    assert "digest" not in str(raised.value)
