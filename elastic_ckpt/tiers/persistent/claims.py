@@ -172,8 +172,7 @@ def replaced(by: Claim) -> errors.ReplacedError:
 def _numbers(steps: epath.PathLike) -> tuple[epath.Path, list[int]]:
     directory = storage.absolute(steps) / DIRECTORY
     try:
-        there = directory.iterdir() if directory.exists() else ()
-        names = [each.name for each in there]
+        names = storage.names(directory) if directory.exists() else []
     except bucket_clients.failures() as error:
         raise _out_of_reach(directory, error) from error
     return directory, [int(m[1]) for m in map(_NAME.fullmatch, names) if m]

@@ -342,8 +342,7 @@ def _duration_secs(content: bytes) -> float:
 def _names(root: PersistentRoot) -> list[str]:
     directory = root.path / DIRECTORY
     try:
-        there = directory.iterdir() if directory.exists() else ()
-        names = [each.name for each in there]
+        names = storage.names(directory) if directory.exists() else []
     except bucket_clients.failures() as error:
         raise _out_of_reach(directory, error) from error
     # Others are temporary names.

@@ -284,7 +284,7 @@ def _newest(directory: epath.Path) -> tuple[int, Record | None]:
 
 
 def _numbers(directory: epath.Path) -> list[int]:
-    names = [each.name for each in directory.iterdir()] if directory.exists() else []
+    names = storage.names(directory) if directory.exists() else []
     return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
 
 
