@@ -15,6 +15,7 @@ from elastic_ckpt.core import digest, errors, storage
 
 # The end of each file that `to_bytes` makes; no field ends with it.
 _END = b"\n}\n"
+_text = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class UnreadableError(ValueError):
@@ -130,8 +131,5 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
 
 def _laid_out(content: dict[str, Any]) -> bytes:
     # One line for each field.
-    lines = [
-        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
-        for name, value in content.items()
-    ]
+    lines = [f"{_text(name)}: {_text(value)}" for name, value in content.items()]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()

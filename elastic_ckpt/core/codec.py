@@ -66,6 +66,10 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
     """
     if kind is Any:
         return encoded
+    if kind is float and type(encoded) is int:
+        return float(encoded)
+    if kind in _SCALARS:
+        return _checked(kind, encoded, name)
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return _decode_union(typing.get_args(kind), encoded, name)
@@ -85,14 +89,9 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, encoded, name)
     if isinstance(kind, type) and issubclass(kind, tuple):
-        hints = typing.get_type_hints(kind)
-        return kind(*_decode_tuple(tuple(hints.values()), encoded, name))
-    if kind is float and type(encoded) is int:
-        return float(encoded)
+        return kind(*_decode_tuple(_elements(kind), encoded, name))
     if kind is epath.Path:
         return epath.Path(_checked(str, encoded, name))
-    if kind in _SCALARS:
-        return _checked(kind, encoded, name)
     try:
         if kind is bytes:
             return base64.b64decode(str(encoded), validate=True)
@@ -107,6 +106,11 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
 def _fields(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+@functools.cache
+def _elements(kind: type) -> tuple[Any, ...]:
+    return tuple(typing.get_type_hints(kind).values())
 
 
 def _decode_dataclass(kind: type, encoded: storage.Json, name: str) -> Any:

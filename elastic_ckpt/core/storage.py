@@ -14,6 +14,7 @@ import mmap
 import os
 import pathlib
 import secrets
+import shutil
 import socket
 import struct
 import tempfile
@@ -85,15 +86,19 @@ def absolute(path: epath.PathLike) -> epath.Path:
     Raises:
       ConfigError: if it is in an object store whose client is not installed.
     """
-    if is_local(path):
-        return epath.Path(os.path.abspath(path))
-    bucket_clients.prepare(os.fspath(path))
+    name = os.fspath(path)
+    if is_local(name):
+        return epath.Path(os.path.abspath(name))
+    bucket_clients.prepare(name)
     return epath.Path(path)
+
+
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def canonical_json(value: Json) -> bytes:
     """`value` as canonical JSON: keys sorted, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return _canonical(value).encode()
 
 
 @contextlib.contextmanager
@@ -107,19 +112,12 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
       path: the final path, on this machine; its directory is created.
       mode: the file's permissions, before the umask and the directory's ACL apply.
     """
-    final = pathlib.Path(os.fspath(path))
-    handle, temporary = _temporary_file(final, mode)
-    os.close(handle)
-    try:
+    final = os.fspath(path)
+    descriptor, temporary = _temporary_file(final, mode)
+    os.close(descriptor)
+    with _becomes(final, temporary):
         yield temporary
         sync(temporary)
-        before("rename", final)
-        os.replace(temporary, final)
-        sync(final.parent)
-    except BaseException:
-        before("remove", temporary)
-        pathlib.Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def write_atomic(
@@ -132,13 +130,16 @@ def write_atomic(
       content: the new content of the file.
       mode: as for `atomic_path`; ignored in object stores.
     """
-    if not is_local(path):
-        before("write", path)
-        absolute(path).write_bytes(bytes(content))
+    final = os.fspath(path)
+    if not is_local(final):
+        before("write", final)
+        absolute(final).write_bytes(bytes(content))
         return
-    with atomic_path(path, mode=mode) as temporary:
+    descriptor, temporary = _temporary_file(final, mode)
+    with _becomes(final, temporary), _closing(descriptor):
         before("write", temporary)
-        pathlib.Path(temporary).write_bytes(content)
+        _write(descriptor, content)
+        os.fsync(descriptor)
 
 
 def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
@@ -154,32 +155,31 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
     Raises:
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.
     """
-    if not is_local(path):
+    final = os.fspath(path)
+    if not is_local(final):
         import fsspec
 
-        bucket_clients.prepare(os.fspath(path))
-        filesystem, name = fsspec.url_to_fs(os.fspath(path))
-        before("create", path)
+        bucket_clients.prepare(final)
+        filesystem, name = fsspec.url_to_fs(final)
+        before("create", final)
         try:
             filesystem.pipe_file(name, content, mode="create")
         except FileExistsError:
             return False
         return True
-    final = pathlib.Path(os.fspath(path))
-    handle, temporary = _temporary_file(final, mode)
+    descriptor, temporary = _temporary_file(final, mode)
     try:
-        with open(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        with _closing(descriptor):
+            _write(descriptor, content)
+            os.fsync(descriptor)
         before("link", final)
         os.link(temporary, final)
-        sync(final.parent)
+        sync(_directory_of(final))
     except FileExistsError:
         return False
     finally:
         before("remove", temporary)
-        pathlib.Path(temporary).unlink()
+        os.unlink(temporary)
     return True
 
 
@@ -190,14 +190,10 @@ def write_in_place(path: epath.PathLike, *content: bytes | memoryview) -> None:
     """
     before("write", path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _MODE)
-    try:
+    with _closing(descriptor):
         for each in content:
-            rest = memoryview(each)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            _write(descriptor, each)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
@@ -307,13 +303,42 @@ def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> N
 
 def remove(path: epath.PathLike) -> None:
     """Removes a file, or a directory and its content, if it exists."""
-    target = epath.Path(path)
-    before("remove", target)
+    name = os.fspath(path)
+    before("remove", name)
     with contextlib.suppress(FileNotFoundError):
+        if is_local(name):
+            shutil.rmtree(name) if os.path.isdir(name) else os.unlink(name)
+            return
+        target = epath.Path(path)
         if target.is_dir():
             target.rmtree()
         else:
             target.unlink(missing_ok=True)
+
+
+def read_bytes(path: epath.PathLike) -> bytes:
+    """The content of a file.
+
+    Raises:
+      FileNotFoundError: if there is none.
+    """
+    name = os.fspath(path)
+    if not is_local(name):
+        return epath.Path(path).read_bytes()
+    with open(name, "rb") as file:
+        return file.read()
+
+
+def names(directory: epath.PathLike) -> list[str]:
+    """The names in a directory, in any order.
+
+    Raises:
+      FileNotFoundError: if it does not exist; a bucket's may be empty instead.
+    """
+    path = os.fspath(directory)
+    if is_local(path):
+        return os.listdir(path)
+    return [child.name for child in epath.Path(directory).iterdir()]
 
 
 def make_unique_directory(parent: epath.PathLike) -> str:
@@ -410,12 +435,48 @@ class Presence:
         self._file.close()
 
 
-def _temporary_file(final: pathlib.Path, mode: int) -> tuple[int, str]:
+def _temporary_file(final: str, mode: int) -> tuple[int, str]:
     # A new file beside `final`, open for writing, and its path.
     before("create", final)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    path = final.with_name(f".{final.name}.{secrets.token_hex(8)}")
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), str(path)
+    directory = _directory_of(final)
+    os.makedirs(directory, exist_ok=True)
+    name = f".{os.path.basename(final)}.{secrets.token_hex(8)}"
+    path = os.path.join(directory, name)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), path
+
+
+@contextlib.contextmanager
+def _becomes(final: str, temporary: str) -> Iterator[None]:
+    # The file that the block completes gets its name; none is left if it fails.
+    try:
+        yield
+        before("rename", final)
+        os.replace(temporary, final)
+        sync(_directory_of(final))
+    except BaseException:
+        before("remove", temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, content: bytes | memoryview) -> None:
+    view = memoryview(content)
+    rest = view.cast("B") if view.nbytes else b""
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _directory_of(path: str) -> str:
+    return os.path.dirname(path) or os.curdir
 
 
 def sync(path: epath.PathLike) -> None:

@@ -8,6 +8,7 @@ seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -34,6 +35,9 @@ VALUES_DIGEST = "xxh3-128"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(rf"manifest-{_ID.pattern}\.json")
 _DIGEST_BYTES = 16
+# A host reads the manifests of its newest steps several times in each save; large ones
+# are not kept.
+_KEPT_BYTES = 2**20
 # Fields that the first manifests of this version lack.
 _ADDED = ("trees", "custom_metadata")
 # Errors that content of another kind raises when it is parsed as a manifest.
@@ -121,11 +125,21 @@ def parse(text: bytes, *, stores: bool = False) -> Manifest:
       UnreadableError: if it is cut short, altered, of another version, or not a
         manifest.
     """
+    if len(text) > _KEPT_BYTES:
+        return _parsed(text, stores)
+    # Offers of the same bytes are two.
+    return dataclasses.replace(_kept(text, stores))
+
+
+def _parsed(text: bytes, stores: bool) -> Manifest:
     content = checked_json.parse(text, what="manifest", version=VERSION, exact=True)
     try:
         return _manifest(content, stores=stores)
     except NOT_A_MANIFEST as error:
         raise checked_json.UnreadableError(f"is not a manifest ({error!r})") from None
+
+
+_kept = functools.lru_cache(maxsize=16)(_parsed)
 
 
 def write(step_directory: epath.PathLike, manifest: Manifest) -> None:
@@ -150,8 +164,9 @@ def read(
       CheckpointError: if it is missing, `parse` refuses it, or it is of another run,
         step or host; what it lists then does not exist.
     """
+    path = os.fspath(path)
     try:
-        manifest = parse(epath.Path(path).read_bytes(), stores=stores)
+        manifest = parse(storage.read_bytes(path), stores=stores)
     except FileNotFoundError:
         problem = "is missing"
     except checked_json.LaterVersionError as error:
@@ -159,7 +174,7 @@ def read(
     except checked_json.UnreadableError as error:
         problem = str(error)
     else:
-        expected = (run, step, os.path.basename(os.fspath(path)))
+        expected = (run, step, os.path.basename(path))
         if (manifest.run, manifest.step, file_name(manifest.host.id)) == expected:
             return manifest
         problem = (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -197,7 +198,7 @@ def _from_json(
     contents = nothing.contents
     columns = {}
     for name, (dtype, shape) in _columns(fields["num_rows"], contents.rank).items():
-        end = begin + int(np.prod(shape)) * np.dtype(dtype).itemsize
+        end = begin + math.prod(shape) * np.dtype(dtype).itemsize
         columns[name] = np.frombuffer(body[begin:end], dtype).reshape(shape)
         begin = end
     start, stop = columns.pop("start"), columns.pop("stop")

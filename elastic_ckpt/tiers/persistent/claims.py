@@ -175,7 +175,7 @@ def replaced(by: Claim) -> errors.ReplacedError:
 
 def numbers(directory: epath.Path) -> list[int]:
     """The numbers of the records in a directory, `<number>.json`, ascending."""
-    names = [each.name for each in directory.iterdir()] if directory.exists() else []
+    names = storage.names(directory) if directory.exists() else []
     return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
 
 

@@ -342,8 +342,7 @@ def _duration_secs(content: bytes) -> float:
 def _names(root: PersistentRoot) -> list[str]:
     directory = root.path / DIRECTORY
     with _within_reach(directory):
-        there = directory.iterdir() if directory.exists() else ()
-        names = [each.name for each in there]
+        names = storage.names(directory) if directory.exists() else []
     # Others are temporary names.
     return sorted(name for name in names if name[0] != "." and name.endswith(_SUFFIX))
 

@@ -222,7 +222,7 @@ class PersistentRoot:
         try:
             if not directory.exists():
                 return []
-            return [child.name for child in directory.iterdir()]
+            return storage.names(directory)
         except bucket_clients.failures() as error:
             raise errors.CheckpointError(
                 f"the steps in {directory} cannot be listed ({error}); check the path"
@@ -284,8 +284,7 @@ def read_json(path: epath.Path) -> dict[str, Any]:
 
 def manifest_names(directory: epath.Path) -> list[str]:
     """The names of the manifests in the directory of a step, ordered."""
-    names = (child.name for child in directory.iterdir())
-    return sorted(name for name in names if manifest_file.is_file_name(name))
+    return sorted(filter(manifest_file.is_file_name, storage.names(directory)))
 
 
 def read_manifests(

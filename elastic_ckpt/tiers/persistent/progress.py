@@ -53,9 +53,8 @@ def read(
     """
     if not directory.exists():
         return []
-    names = sorted(child.name for child in directory.iterdir())
     uploads = []
-    for name in names:
+    for name in sorted(storage.names(directory)):
         if not (name.startswith(_PREFIX) or manifest_file.is_file_name(name)):
             continue
         try:

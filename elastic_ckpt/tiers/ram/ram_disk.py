@@ -79,7 +79,7 @@ class RamDisk:
 
     def host_directory(self, slot: int) -> epath.Path:
         """The directory of the steps of one process."""
-        return self.root / "hosts" / str(slot)
+        return self.root.joinpath("hosts", str(slot))
 
     def slots(self) -> list[int]:
         """Those that have a directory, ascending."""
@@ -97,7 +97,7 @@ class RamDisk:
 
     def step_directory(self, slot: int, step_id: StepId) -> epath.Path:
         """The directory of one save of a step in a slot."""
-        return self.host_directory(slot) / str(step_id)
+        return self.root.joinpath("hosts", str(slot), str(step_id))
 
     def manifest_path(self, slot: int, step_id: StepId) -> epath.Path:
         """The path of the manifest of a committed save."""
