@@ -76,24 +76,36 @@ class Histories(stateful.RuleBasedStateMachine):
     def overwrite(self):
         self.run.save(self.run.head.step, overwrite=True)
 
+    def sure_steps(self):
+        # What was begun may remove some of them.
+        if self.run.is_open:
+            self.run.wait()
+        return self.run.sure_steps()
+
     @precondition(lambda self: self.run.is_open and self.run.sure_steps())
     @rule(data=st.data(), go_back=st.sampled_from([None, True, False]))
     def load(self, data, go_back):
-        save = data.draw(st.sampled_from(self.run.sure_steps()))
-        self.run.load(save.step, go_back=go_back)
+        sure = self.sure_steps()
+        if sure and self.run.is_open:
+            save = data.draw(st.sampled_from(sure))
+            self.run.load(save.step, go_back=go_back)
 
     @precondition(lambda self: self.run.is_open and self.run.sure_steps()[1:])
     @rule(data=st.data())
     def roll_back(self, data):
-        older = self.run.sure_steps()[:-1]
-        self.run.load(data.draw(st.sampled_from(older)).step, go_back=True)
+        older = self.sure_steps()[:-1]
+        if older and self.run.is_open:
+            self.run.load(data.draw(st.sampled_from(older)).step, go_back=True)
         if self.run.is_open:
             self.run.save(self.next_step())
 
     @precondition(lambda self: self.run.sure_steps())
     @rule(data=st.data(), is_pinned=st.booleans())
     def keep(self, data, is_pinned):
-        save = data.draw(st.sampled_from(self.run.sure_steps()))
+        sure = self.sure_steps()
+        if not sure:
+            return
+        save = data.draw(st.sampled_from(sure))
         if is_pinned:
             self.run.pin(save)
         else:
