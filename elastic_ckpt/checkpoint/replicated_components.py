@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ckpt.checkpoint.components import (
-    state_leaves,
+    encoding,
     validation,
     validation_schedule,
 )
@@ -67,4 +67,4 @@ def _leaves(encoded: Encoded | None) -> dict[str, Any]:
     if encoded is None:
         # The save fails with it, on all hosts.
         return {"problem": "its state could not be taken"}
-    return state_leaves.leaves(encoded)
+    return encoding.leaves(encoded)
