@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as v0
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
@@ -346,13 +347,5 @@ def _sharding(leaf: Any) -> dict[str, Any] | None:
 
 def sharding_metadata(sharding: NamedSharding) -> dict[str, Any]:
     """A sharding as Orbax describes it."""
-    mesh = sharding.mesh
-    ids = np.vectorize(lambda device: {"id": device.id}, otypes=[object])
-    return {
-        "sharding_type": "NamedSharding",
-        "shape": list(mesh.shape.values()),
-        "axis_names": list(mesh.axis_names),
-        "axis_types": [str(each) for each in mesh.axis_types],
-        "partition_spec": list(sharding.spec),
-        "device_mesh": {"mesh": ids(mesh.devices).tolist()},
-    }
+    metadata = v0.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    return json.loads(metadata.to_serialized_string())
