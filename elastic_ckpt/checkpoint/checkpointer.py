@@ -27,9 +27,9 @@ from elastic_ckpt.checkpoint import (
     component_io,
     orbax_context,
     rendezvous,
-    replicated_components,
     restore,
 )
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
@@ -927,7 +927,7 @@ class HostsCheckpointer:
             )
 
         write_components, problem = component_io.fail_later(begin)
-        comparison = replicated_components.Comparison(step, stateful, emit=self._emit)
+        compare = validation_schedule.comparison(step, stateful, emit=self._emit)
         saving = Saving(
             step_id=step_id,
             write_components=write_components,
@@ -937,7 +937,7 @@ class HostsCheckpointer:
             is_copied_at_once=is_last_of_world and self._world.loses_memory(),
             description=description,
             component_kinds=component_io.kinds(stateful),
-            compare=comparison.run,
+            compare=compare,
             optional=component_io.optional(stateful),
             parents=line.parents,
             path=current.path,
