@@ -362,10 +362,7 @@ class HostsCheckpointer:
                 )
             except HostsFailedError as error:
                 why = f"its metrics were not recorded: {error}"
-                cause = storage_cause.of_message(why).name
-                self._emit(
-                    "degraded", tier="persistent", step=number, cause=cause, why=why
-                )
+                storage_cause.report(self._emit, "persistent", number, why)
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The recorded metrics by step, of steps that are kept or not saved yet."""
@@ -1052,8 +1049,7 @@ class HostsCheckpointer:
             self._stages.claim(line, is_uncommitted=True)
         except HostsFailedError as error:
             why = f"the run does not go back to storage: {error}"
-            cause = storage_cause.of_message(why).name
-            self._emit("degraded", tier="persistent", step=before, cause=cause, why=why)
+            storage_cause.report(self._emit, "persistent", before, why)
             return None
         self._trusted_step = older.step
         self._own_line, self._looked_at, self._left_step = None, None, None

@@ -320,25 +320,20 @@ def _array(name: str, leaf: Any, chunk: list[int]) -> dict[str, Any]:
 
 def _sharding(leaf: Any) -> dict[str, Any] | None:
     # None of shardings that Orbax notes nothing of.
-    sharding = leaf.sharding
-    metadata = None
+    sharding, described = leaf.sharding, None
     if isinstance(leaf, SavedArray):
-        metadata = leaf.saved_sharding
+        described = leaf.saved_sharding
         sharding = SingleDeviceSharding(jax.local_devices()[0])
     elif isinstance(sharding, NamedSharding):
-        metadata = sharding_metadata(sharding)
-    if metadata is not None:
-        encoded_metadata = {
-            **metadata,
-            "partition_spec": list(metadata["partition_spec"]),
-        }
-        spec = encoded_metadata["partition_spec"]
+        described = sharding_metadata(sharding)
+    if described is not None:
+        spec = list(described["partition_spec"])
         if is_random_key(leaf):
             # Its data has one more dim, which is whole everywhere.
             while spec and spec[-1] is None:
                 spec.pop()
             spec.append(None)
-        return encoded_metadata
+        return {**described, "partition_spec": spec}
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         return {"sharding_type": "SingleDeviceSharding", "device_str": str(device)}

@@ -70,10 +70,12 @@ def look(
     groups: dict[tuple[Mesh, int | None], list[tuple[int, Any]]] = {}
     for number, array in enumerate(arrays):
         on_mesh, is_replica = _on_mesh(array)
-        mesh, spec = on_mesh.sharding.mesh, on_mesh.sharding.spec
-        compared = kind == "full" and is_replica and bool(_replica_axes(mesh, spec))
+        compared = kind == "full" and is_replica
+        compared = compared and bool(topology.replica_axes(on_mesh.sharding))
         # Comparisons need memory of the size of an array: one at a time.
-        group = groups.setdefault((mesh, number if compared else None), [])
+        group = groups.setdefault(
+            (on_mesh.sharding.mesh, number if compared else None), []
+        )
         group.append((number, on_mesh))
     for (mesh, compared), members in groups.items():
         specs = tuple(array.sharding.spec for _, array in members)
@@ -110,12 +112,6 @@ def _on_mesh(array: jax.Array) -> tuple[Any, bool]:
     return together, False
 
 
-def _replica_axes(mesh: Mesh, spec: PartitionSpec) -> tuple[Any, ...]:
-    # The axes over which an array is replicated.
-    used = {axis for entry in spec for axis in topology.axes_of(entry)}
-    return tuple(a for a, size in mesh.shape.items() if size > 1 and a not in used)
-
-
 @functools.lru_cache(maxsize=2**12)
 def _compiled(
     mesh: Mesh, specs: tuple[PartitionSpec, ...], kind: Kind, tolerance: float
@@ -129,7 +125,8 @@ def _compiled(
         digest = part_digest(part)
         if kind != "full":
             return digest[None]
-        differing = _differing(part, _replica_axes(mesh, spec), tolerance)
+        axes = topology.replica_axes(NamedSharding(mesh, spec))
+        differing = _differing(part, axes, tolerance)
         return jnp.stack([digest, differing])
 
     def of_device(parts: list[jax.Array]) -> jax.Array:
