@@ -61,7 +61,7 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
     read = _read(mesh)
     sides: dict[str, Callable[[], Any]] = {
         "read": lambda: np.asarray(read(leaves)),
-        "digest": lambda: device_digests.look(leaves, "digest"),
+        "digest": lambda: device_digests.look(leaves, "tensor"),
         "quick": lambda: ec.components.validate(leaves, level="quick"),
         "tensor": lambda: ec.components.validate(leaves, level="tensor"),
         "full": lambda: ec.components.validate(leaves, level="full"),

@@ -27,9 +27,9 @@ from elastic_ckpt.checkpoint import (
     component_io,
     orbax_context,
     rendezvous,
-    replicated_components,
     restore,
 )
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host.answers import (
     CheckpointMetadata,
     HostsFailedError,
@@ -364,10 +364,7 @@ class HostsCheckpointer:
                 )
             except HostsFailedError as error:
                 why = f"its metrics were not recorded: {error}"
-                cause = storage_cause.of_message(why).name
-                self._emit(
-                    "degraded", tier="persistent", step=number, cause=cause, why=why
-                )
+                storage_cause.report(self._emit, "persistent", number, why)
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The recorded metrics by step, of steps that are kept or not saved yet."""
@@ -930,7 +927,7 @@ class HostsCheckpointer:
             )
 
         write_components, problem = component_io.fail_later(begin)
-        comparison = replicated_components.Comparison(step, stateful, emit=self._emit)
+        compare = validation_schedule.comparison(step, stateful, emit=self._emit)
         saving = Saving(
             step_id=step_id,
             write_components=write_components,
@@ -940,7 +937,7 @@ class HostsCheckpointer:
             is_copied_at_once=is_last_of_world and self._world.loses_memory(),
             description=description,
             component_kinds=component_io.kinds(stateful),
-            compare=comparison.run,
+            compare=compare,
             optional=component_io.optional(stateful),
             parents=line.parents,
             path=current.path,
@@ -1055,8 +1052,7 @@ class HostsCheckpointer:
             self._stages.claim(line, is_uncommitted=True)
         except HostsFailedError as error:
             why = f"the run does not go back to storage: {error}"
-            cause = storage_cause.of_message(why).name
-            self._emit("degraded", tier="persistent", step=before, cause=cause, why=why)
+            storage_cause.report(self._emit, "persistent", before, why)
             return None
         self._trusted_step = older.step
         self._own_line, self._looked_at, self._left_step = None, None, None

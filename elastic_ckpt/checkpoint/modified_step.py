@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.checkpoint import component_states, number_edit
-from elastic_ckpt.checkpoint.components import state_numbers
+from elastic_ckpt.checkpoint import number_edit
+from elastic_ckpt.checkpoint.components import encoding
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.checkpoint.host.upload_share import chunk_shapes
 from elastic_ckpt.checkpoint.number_edit import Change, Edit
@@ -113,8 +113,12 @@ class ModifiedStep:
         holdings, reader = self._read()
         holder = f"step {self._step} in {self._root.path}"
         if component in holdings.contents.components:
-            states = component_states.read(holdings, reader, component)
-            return component_states.changes(states, component, edits)
+            states = number_edit.states_of(holdings, reader, component)
+            return [
+                number_edit.change_in_state(encoded, file, component, each)
+                for each in edits
+                for file, encoded in states.items()
+            ]
         return [
             number_edit.change(
                 _number(
@@ -257,7 +261,7 @@ def _write(
             if item >= num_chunks:
                 file = holdings.files[item - num_chunks]
                 content = reader.file(file, holdings.holders(item))
-                uploading.write_file(*component_states.edited(file, content, changes))
+                uploading.write_file(*number_edit.edited_file(file, content, changes))
                 continue
             fragment = holdings.fragment(int(holdings.first_row[item]))
             values = verified_read.read_item(holdings, item, reader)
@@ -271,7 +275,7 @@ def _write(
 
 def _number(
     holdings: Holdings, reader: verified_read.VerifiedReader, path: str, holder: str
-) -> number_edit.Number:
+) -> encoding.Number:
     leaves = {leaf.path: n for n, leaf in enumerate(holdings.contents.leaves)}
     if path not in leaves:
         numbers = [each.path for each in holdings.contents.leaves if _is_number(each)]
@@ -284,9 +288,9 @@ def _number(
         )
     item = int(np.searchsorted(holdings.leaf, leaves[path]))
     values = verified_read.read_item(holdings, item, reader)
-    return number_edit.Number(path, leaf.dtype, values.reshape(()))
+    return encoding.Number(path, leaf.dtype, values.reshape(()))
 
 
 def _is_number(leaf: Leaf) -> bool:
     dtype = np.dtype(leaf.dtype)
-    return all(size == 1 for size in leaf.shape) and dtype.kind in state_numbers.KINDS
+    return all(size == 1 for size in leaf.shape) and dtype.kind in encoding.NUMBER_KINDS

@@ -1,7 +1,11 @@
-"""Edits of single numbers: how one is given, checked against a type, and computed.
+"""Edits of single numbers of a step: in its trees, and in the states of components.
 
 A result is exact or refused: an integer does not become a fraction, and nothing is cut
 to fit.
+
+A component has one state, or one for each host, node or group, and an edit is made in
+all of them. Each is a file, whose digest changes with the state; all other files of the
+component stay as they are.
 """
 
 from __future__ import annotations
@@ -9,12 +13,16 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.checkpoint.components import description, encoding, state_file
+from elastic_ckpt.checkpoint.components.encoding import Encoded, Number
+from elastic_ckpt.checkpoint.host import verified_read
+from elastic_ckpt.core import checked_json, digest, errors
+from elastic_ckpt.steps.holdings import Holdings
+from elastic_ckpt.steps.manifest import ComponentFile
 
 # Stands for the whole tree or state that is a number itself.
 WHOLE = "."
@@ -35,22 +43,6 @@ class Edit:
     path: str
     value: str | None = None
     factor: str | None = None
-
-
-class Number(NamedTuple):
-    """A number that can be edited.
-
-    Attributes:
-      path: with its component.
-      dtype: of its leaf, or the class of a number of Python.
-      value: an array without dims.
-      file: of a component, that has it; empty for the leaf of a tree.
-    """
-
-    path: str
-    dtype: str
-    value: np.ndarray
-    file: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +73,13 @@ def full_path(component: str, edit: Edit) -> str:
     return component if edit.path == WHOLE else f"{component}/{edit.path}"
 
 
-def change(number: Number, edit: Edit) -> Change:
+def change(number: Number, edit: Edit, *, file: str = "") -> Change:
     """The change that an edit makes.
+
+    Args:
+      number: whose path has its component.
+      edit: of it.
+      file: see `Change`.
 
     Raises:
       CheckpointError: if the new value is none of the number's type.
@@ -114,11 +111,7 @@ def change(number: Number, edit: Edit) -> Change:
         wanted = float(wanted) if is_exact else after
         raise _refused(number, edit, f"{wanted} is not a number of {number.dtype}")
     return Change(
-        path=number.path,
-        dtype=number.dtype,
-        before=before,
-        after=after,
-        file=number.file,
+        path=number.path, dtype=number.dtype, before=before, after=after, file=file
     )
 
 
@@ -134,6 +127,75 @@ def missing(path: str, holder: str, numbers: Iterable[str]) -> errors.Checkpoint
         f"{holder} has no number {path!r}; its numbers are"
         f" {errors.first_of(each or WHOLE for each in numbers) or 'none'}"
     )
+
+
+def states_of(
+    holdings: Holdings, reader: verified_read.VerifiedReader, component: str
+) -> dict[str, Encoded]:
+    """The states of a component of a step, by the paths of their files.
+
+    Raises:
+      CheckpointError: if it is none of `ec.components`, or a file cannot be read.
+    """
+    items = {file.path: n for n, file in enumerate(holdings.files)}
+
+    def content(path: str) -> bytes:
+        item = items[path]
+        offers = holdings.holders(len(holdings.leaf) + item)
+        return reader.file(holdings.files[item], offers)
+
+    own_description = f"{component}/{description.FILE}"
+    if own_description not in items:
+        raise errors.CheckpointError(
+            f"component {component!r} has a file format of its own; only numbers in"
+            " pytrees and in components of ec.components can be edited"
+        )
+    try:
+        names = description.from_bytes(content(own_description)).states
+        paths = [f"{component}/{description.state_name(name)}" for name in names]
+        return {path: state_file.from_bytes(content(path)) for path in paths}
+    except (KeyError, checked_json.UnreadableError, errors.CheckpointError) as error:
+        raise errors.CheckpointError(
+            f"component {component!r} cannot be read: {error}; run elastic-ckpt verify"
+        ) from None
+
+
+def change_in_state(encoded: Encoded, file: str, component: str, edit: Edit) -> Change:
+    """The change that an edit makes in the state in a file of a component.
+
+    Raises:
+      CheckpointError: if the state lacks the number, or as `change`.
+    """
+    listed = encoding.numbers(encoded)
+    path = "" if edit.path == WHOLE else edit.path
+    equal = [each for each in listed if each.path == path]
+    if not equal:
+        raise missing(edit.path, file, [each.path for each in listed])
+    if len(equal) > 1:
+        raise errors.CheckpointError(
+            f"{file} has {len(equal)} numbers with the path {path!r} (keys differ in"
+            " their type, or contain slashes), so none of them is edited"
+        )
+    number = equal[0]._replace(path=full_path(component, edit))
+    return change(number, edit, file=file)
+
+
+def edited_file(
+    file: ComponentFile, content: bytes, changes: Sequence[Change]
+) -> tuple[ComponentFile, bytes]:
+    """A file of a step and its content, with those changes that are in it."""
+    after: Mapping[str, bool | int | float] = {
+        each.path.partition("/")[2]: each.after
+        for each in changes
+        if each.file == file.path
+    }
+    if not after:
+        return file, content
+    encoded = encoding.replaced(state_file.from_bytes(content), after)
+    content = state_file.to_bytes(encoded)
+    checksum = digest.values_digest(np.frombuffer(content, np.uint8))
+    file = dataclasses.replace(file, digest=checksum, stored_bytes=len(content))
+    return file, content
 
 
 def _plain(values: np.ndarray) -> bool | int | float:

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as v0
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
@@ -319,25 +320,20 @@ def _array(name: str, leaf: Any, chunk: list[int]) -> dict[str, Any]:
 
 def _sharding(leaf: Any) -> dict[str, Any] | None:
     # None of shardings that Orbax notes nothing of.
-    sharding = leaf.sharding
-    metadata = None
+    sharding, described = leaf.sharding, None
     if isinstance(leaf, SavedArray):
-        metadata = leaf.saved_sharding
+        described = leaf.saved_sharding
         sharding = SingleDeviceSharding(jax.local_devices()[0])
     elif isinstance(sharding, NamedSharding):
-        metadata = sharding_metadata(sharding)
-    if metadata is not None:
-        encoded_metadata = {
-            **metadata,
-            "partition_spec": list(metadata["partition_spec"]),
-        }
-        spec = encoded_metadata["partition_spec"]
+        described = sharding_metadata(sharding)
+    if described is not None:
+        spec = list(described["partition_spec"])
         if is_random_key(leaf):
             # Its data has one more dim, which is whole everywhere.
             while spec and spec[-1] is None:
                 spec.pop()
             spec.append(None)
-        return encoded_metadata
+        return {**described, "partition_spec": spec}
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         return {"sharding_type": "SingleDeviceSharding", "device_str": str(device)}
@@ -346,13 +342,5 @@ def _sharding(leaf: Any) -> dict[str, Any] | None:
 
 def sharding_metadata(sharding: NamedSharding) -> dict[str, Any]:
     """A sharding as Orbax describes it."""
-    mesh = sharding.mesh
-    ids = np.vectorize(lambda device: {"id": device.id}, otypes=[object])
-    return {
-        "sharding_type": "NamedSharding",
-        "shape": list(mesh.shape.values()),
-        "axis_names": list(mesh.axis_names),
-        "axis_types": [str(each) for each in mesh.axis_types],
-        "partition_spec": list(sharding.spec),
-        "device_mesh": {"mesh": ids(mesh.devices).tolist()},
-    }
+    metadata = v0.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    return json.loads(metadata.to_serialized_string())

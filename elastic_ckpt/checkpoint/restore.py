@@ -139,13 +139,13 @@ def find(
     newest = 0 if outcome.checkpoint is None else outcome.checkpoint.step
     for why in outcome.refusing:
         logging.warning("%s", why)
-        _degraded(emit, "peer", newest, why)
+        storage_cause.report(emit, "peer", newest, why)
     if outcome.out_of_reach is not None:
         if outcome.checkpoint is None:
             raise errors.CheckpointError(
                 f"no step is complete in RAM, and {outcome.out_of_reach}"
             )
-        _degraded(emit, "persistent", newest, outcome.out_of_reach)
+        storage_cause.report(emit, "persistent", newest, outcome.out_of_reach)
     return outcome
 
 
@@ -593,7 +593,7 @@ class Restorer:
         # Steps that Orbax alone saved have no digests.
         assert checkpoint.path is not None
         why = "plain Orbax saved it, and its values cannot be verified"
-        _degraded(self.emit, "persistent", checkpoint.step, why)
+        storage_cause.report(self.emit, "persistent", checkpoint.step, why)
         others: Mapping[str, Any] = {}
         if requested.layout is not None:
             others = self._of_orbax(checkpoint.path, requested)
@@ -683,8 +683,3 @@ def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
         metric.record(read_bytes[f"{near}_bytes"])
     metrics.CHECKPOINT_BAD_COPIES.record(bad["bad_copies"])
     metrics.CHECKPOINT_REPAIRED.record(bad["repaired"])
-
-
-def _degraded(emit: events.Emit, tier: str, step: int, why: str) -> None:
-    cause = storage_cause.of_message(why).name
-    emit("degraded", tier=tier, step=step, cause=cause, why=why)

@@ -163,9 +163,10 @@ class SaveStages:
         # A separate stage: the first save does not wait for it.
         self._clean_stage = Stage("clean")
         self._cleaned: list[futures.Future[None]] = []
-        # Finishes the work of the worlds before.
+        # Finishes the work of the worlds before: none, until a step is restored.
         self._catch_up_stage = Stage("catch-up")
-        self._catch_up: _CatchUp | None = None
+        self._catch_up = _CatchUp()
+        self._catch_up.end()
         self._due = DueSteps(emit, is_first=hosts.own == 0)
         # What copies lacked, as it was reported.
         self._lacking: set[str] = set()
@@ -518,8 +519,7 @@ class SaveStages:
 
     def _make_room(self) -> None:
         # Removes an older step that was kept because newer ones lack copies.
-        if self._catch_up is not None:
-            self._catch_up.is_short = True
+        self._catch_up.is_short = True
         can_copy = all(each.can_copy for each in self._share_readiness())
         if self.committed is not None and can_copy:
             self._covered = None
@@ -527,17 +527,15 @@ class SaveStages:
             self._start(self._copy_stage, "local", self.committed.step, collect)
 
     def _share_readiness(self) -> list[Readiness]:
-        is_late = self._catch_up is not None and self._catch_up.is_backing_up
         readiness = Readiness(
             can_copy=self._copy_stage.idle,
-            can_back_up=self._backup_stage.idle and not is_late,
+            can_back_up=self._backup_stage.idle and not self._catch_up.is_backing_up,
             is_time=self._clock.left_secs() <= 0,
         )
         return self._hosts.share("readiness", readiness)
 
     def _replicate(self, committed: CheckpointMetadata) -> None:
-        if self._catch_up is not None:
-            self._catch_up.copied.wait()
+        self._catch_up.copied.wait()
         copies = self.replicate(committed)
         if copies is not None:
             self._preserved = copies.preserved
@@ -607,11 +605,9 @@ class SaveStages:
     def _collect(self, committed: CheckpointMetadata) -> None:
         # Removes older steps if this one has its copies; otherwise keeps the newest of
         # them that has.
-        in_flight = self._due.in_flight()
+        in_flight = [*self._due.in_flight(), *self._catch_up.in_flight]
         if self._covered is not None:
             in_flight.append(self._covered)
-        if self._catch_up is not None:
-            in_flight += self._catch_up.in_flight
         try:
             self._hosts.all(
                 HostSaver.collect,
@@ -673,10 +669,8 @@ class SaveStages:
         self, owed: _CatchUp, restored: CheckpointMetadata, line: Line
     ) -> None:
         try:
-            try:
-                held = self._look_for_owed(owed, restored, line)
-            finally:
-                owed.looked.set()
+            held = self._look_for_owed(owed, restored, line)
+            owed.looked.set()
             if restored.step_id in [each.step_id for each in held]:
                 self.replicate(restored, is_late=True)
             owed.copied.set()
@@ -684,8 +678,7 @@ class SaveStages:
                 background.wait(self._cleaned)
                 self._back_up_owed(owed)
         finally:
-            owed.copied.set()
-            owed.ended.set()
+            owed.end()
 
     def _look_for_owed(
         self, owed: _CatchUp, restored: CheckpointMetadata, line: Line
@@ -736,9 +729,8 @@ class SaveStages:
     def _degraded(self, tier: str, step: int, why: str) -> None:
         # Reports a failure that the run survives.
         logging.warning("step %d, %s tier: %s", step, tier, why)
-        cause = storage_cause.of_message(why).name
         self._record(metrics.CHECKPOINT_FAILURES, 1)
-        self._emit("degraded", tier=tier, step=step, cause=cause, why=why)
+        storage_cause.report(self._emit, tier, step, why)
 
     def _record(self, metric: metrics.Metric, value: float) -> None:
         # Values of all hosts are recorded once.
@@ -762,6 +754,11 @@ class _CatchUp:
         self.ended = threading.Event()
         self.is_short = False
         self.steps: list[StepId] = []
+
+    def end(self) -> None:
+        """Lets all go on that wait for it: it is done, or has failed."""
+        for each in (self.looked, self.copied, self.ended):
+            each.set()
 
     @property
     def in_flight(self) -> list[int]:

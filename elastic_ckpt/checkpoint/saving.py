@@ -129,20 +129,16 @@ class Saving:
           The notes of the step; or the problem that all hosts fail the step with.
         """
         # Any error is reported to all hosts, which would wait for this one.
+        problem = "components were not written"
         try:
             self.write_components()
-        except (errors.ElasticCkptError, OSError) as error:
-            return None, f"components were not written: {error}"
-        except Exception as error:
-            logging.exception("components were not written")
-            return None, f"components were not written: {error!r}"
-        try:
+            problem = "the step was not described"
             notes = self.description.notes(self.parents)
-        except errors.ElasticCkptError as error:
-            return None, str(error)
+        except (errors.ElasticCkptError, OSError) as error:
+            return None, f"{problem}: {error}"
         except Exception as error:
-            logging.exception("the step was not described")
-            return None, f"the step was not described: {error!r}"
+            logging.exception(problem)
+            return None, f"{problem}: {error!r}"
         return dataclasses.replace(notes, is_due=self.back_up), None
 
     def written(

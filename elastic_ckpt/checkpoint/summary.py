@@ -137,14 +137,7 @@ def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
         except (OSError, checked_json.UnreadableError):
             continue
         return [
-            LeafSummary(
-                path=leaf.path.removeprefix(f"{name}/"),
-                shape=leaf.shape,
-                dtype=leaf.dtype,
-                sharding="sharding not read",
-                num_bytes=int(np.prod(leaf.shape, dtype=np.int64))
-                * np.dtype(leaf.dtype).itemsize,
-            )
+            _line(leaf.path.removeprefix(f"{name}/"), leaf, "sharding not read")
             for leaf in manifest.contents.leaves
             if leaf.path.startswith(f"{name}/")
         ]
@@ -154,13 +147,17 @@ def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
 def _summary(path: str, leaf: Any) -> LeafSummary:
     # The metadata of numbers and texts are the values themselves.
     array = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
+    return _line(path, array, _sharding(leaf))
+
+
+def _line(path: str, array: Any, sharding: str) -> LeafSummary:
+    num_elements = int(np.prod(array.shape, dtype=np.int64))
     return LeafSummary(
         path=path,
         shape=tuple(array.shape),
         dtype=str(array.dtype),
-        sharding=_sharding(leaf),
-        num_bytes=int(np.prod(array.shape, dtype=np.int64))
-        * np.dtype(array.dtype).itemsize,
+        sharding=sharding,
+        num_bytes=num_elements * np.dtype(array.dtype).itemsize,
     )
 
 

@@ -20,17 +20,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+import orbax.checkpoint as v0
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors, storage, topology
-from elastic_ckpt.steps.manifest import Contents, Leaf, escaped
+from elastic_ckpt.steps.manifest import Contents, Leaf
+
+T = TypeVar("T")
 
 _NUMBERS = {"bool": bool, "int": int, "float": float}
 _EMPTY_TUPLE = "()"
@@ -92,7 +95,8 @@ def joined(structures: Iterable[str]) -> str:
     for text in structures:
         structure = json.loads(text)
         for name, node in structure["trees"].items():
-            structure_of[name] = _renumbered(node, len(shardings))
+            renumbered = functools.partial(_renumbered, offset=len(shardings))
+            structure_of[name] = jax.tree.map(renumbered, node)
         shardings += structure["shardings"]
     return storage.canonical_json(
         {"shardings": shardings, "trees": structure_of}
@@ -109,7 +113,7 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
     Raises:
       CheckpointError: if the manifests describe them in an unsupported way.
     """
-    return _trees(contents, lambda listed: _OnDevices(map(_sharding, listed)))
+    return _trees(contents, _sharding, _on_devices)
 
 
 def described_trees(contents: Contents) -> dict[str, Any]:
@@ -118,50 +122,44 @@ def described_trees(contents: Contents) -> dict[str, Any]:
     Raises:
       CheckpointError: likewise.
     """
-    trees = _trees(contents, _AsSaved)
-    return jax.tree.map(_unwrapped, trees)
-
-
-class _OnDevices:
-    """Makes abstract arrays on devices that exist."""
-
-    def __init__(self, shardings: Iterable[Sharding | None]) -> None:
-        self._shardings = list(shardings)
-
-    def array(self, shape: tuple[int, ...], dtype: Any, number: int | None) -> Any:
-        """An array under the sharding of a number, if there is one."""
-        sharding = None if number is None else self._shardings[number]
-        if sharding is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-            sharding = _of_keys(sharding, len(shape))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-class _AsSaved:
-    """Makes abstract arrays with the description of their sharding."""
-
-    def __init__(self, shardings: Sequence[Mapping[str, Any]]) -> None:
-        self._shardings = shardings
-
-    def array(self, shape: tuple[int, ...], dtype: Any, number: int | None) -> Any:
-        """An array with the sharding of a number, if there is one."""
-        sharding = None if number is None else self._shardings[number]
-        return orbax_format.SavedArray(shape, dtype, sharding)
+    trees = _trees(contents, lambda described: described, orbax_format.SavedArray)
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, Text) else leaf, trees
+    )
 
 
 def _trees(
     contents: Contents,
-    arrays: Callable[[Sequence[Mapping[str, Any]]], _OnDevices | _AsSaved],
+    sharding: Callable[[Mapping[str, Any]], T],
+    array: Callable[[tuple[int, ...], Any, T | None], Any],
 ) -> dict[str, Any]:
+    # Makes the trees, and arrays in them under what `sharding` makes of descriptions.
     if contents.trees is None:
         return _nested(contents)
-    leaves = {leaf.path: leaf for leaf in contents.leaves}
+    saved = {leaf.path: leaf for leaf in contents.leaves}
     try:
         structure = json.loads(contents.trees)
-        made = arrays(structure["shardings"])
-        return {
-            name: _tree(node, name, leaves, made)
-            for name, node in structure["trees"].items()
-        }
+        shardings = [sharding(each) for each in structure["shardings"]]
+
+        def made(key_path: trees.KeyPath, node: str) -> Any:
+            if node == _EMPTY_TUPLE:
+                return ()
+            kind, *words = node.split(" ")
+            if kind == "text":
+                return Text(node.removeprefix("text "))
+            if kind in _NUMBERS:
+                return _NUMBERS[kind](0)
+            name, *keys = key_path
+            leaf = saved[trees.leaf_path(name.key, tuple(keys))]
+            shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+            if kind == "numpy":
+                return trees.AbstractArray(shape=shape, dtype=dtype)
+            if kind == "key":
+                shape, dtype = _key(leaf, words.pop(0))
+            return array(shape, dtype, shardings[int(words[0])] if words else None)
+
+        of_name = structure["trees"].items()
+        return jax.tree_util.tree_map_with_path(made, dict(of_name))
     except _NO_STRUCTURE as error:
         raise errors.CheckpointError(
             "the manifest of a step has trees that cannot be read"
@@ -170,51 +168,45 @@ def _trees(
         ) from error
 
 
-def _structure(tree: Any, shardings: dict[NamedSharding, int]) -> Any:
-    # Node by node, as Orbax names its keys.
-    entries = orbax_format.entries(tree)
-    # Nodes with a key that is not an index. An `nnx.List` has keys of both kinds.
-    objects = {
-        key_path[:depth]
-        for key_path, _ in entries
-        for depth, key in enumerate(key_path)
-        if not orbax_format.key_name(key)[0]
+def _on_devices(
+    shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None
+) -> jax.ShapeDtypeStruct:
+    if sharding is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        # The numbers that a key consists of have one more dim.
+        spec = PartitionSpec(*sharding.spec[: len(shape)])
+        sharding = NamedSharding(sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _sharding(described: Mapping[str, Any]) -> NamedSharding | None:
+    # None if a device of it does not exist any more.
+    metadata = v0.metadata.NamedShardingMetadata.from_deserialized_dict(dict(described))
+    try:
+        return metadata.to_jax_sharding()
+    except ValueError:
+        return None
+
+
+def _structure(node: Any, shardings: dict[NamedSharding, int]) -> Any:
+    # Node by node, as Orbax names its keys. The numbers of shardings are noted.
+    below = jax.tree.leaves_with_path(node, is_leaf=lambda each: each is not node)
+    if not below or not below[0][0]:
+        return _leaf(node, shardings)
+    children = {key: _structure(child, shardings) for (key,), child in below}
+    names = [orbax_format.key_name(key) for key in children]
+    # An `nnx.List` has keys of both kinds.
+    if all(is_item for is_item, _ in names):
+        return list(children.values())
+    return {
+        name: child for (_, name), child in zip(names, children.values(), strict=True)
     }
-    root: list[Any] = [None]
-    made: dict[tuple[Any, ...], Any] = {}
-    for key_path, leaf in entries:
-        parent: Any = root
-        place: Any = 0
-        for depth, key in enumerate(key_path):
-            _, name = orbax_format.key_name(key)
-            at = key_path[:depth]
-            if at not in made:
-                made[at] = {} if at in objects else []
-                _put(parent, place, made[at])
-            parent, place = made[at], name
-        _put(parent, place, _leaf(leaf, shardings))
-    return root[0]
 
 
-def _renumbered(node: Any, offset: int) -> Any:
-    # The structure of a tree, with `offset` added to the numbers of its shardings.
-    if isinstance(node, dict):
-        return {key: _renumbered(child, offset) for key, child in node.items()}
-    if isinstance(node, list):
-        return [_renumbered(child, offset) for child in node]
-    if node is None or not node.startswith(("array ", "key ")):
-        return node
+def _renumbered(node: str, offset: int) -> str:
+    # A leaf with `offset` added to the number of its sharding.
     above, _, last = node.rpartition(" ")
-    return f"{above} {int(last) + offset}" if last.isdecimal() else node
-
-
-def _put(parent: Any, place: Any, node: Any) -> None:
-    if isinstance(parent, list) and int(place) == len(parent):
-        parent.append(node)
-    elif isinstance(parent, list):
-        parent[int(place)] = node
-    else:
-        parent[place] = node
+    has_sharding = node.startswith(("array ", "key ")) and last.isdecimal()
+    return f"{above} {int(last) + offset}" if has_sharding else node
 
 
 def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
@@ -246,67 +238,11 @@ def _is_of_all_hosts(sharding: Any) -> bool:
     )
 
 
-def _tree(
-    node: Any, path: str, leaves: Mapping[str, Leaf], arrays: _OnDevices | _AsSaved
-) -> Any:
-    if isinstance(node, dict):
-        return {
-            key: _tree(child, f"{path}/{escaped(key)}", leaves, arrays)
-            for key, child in node.items()
-        }
-    if isinstance(node, list):
-        return [
-            _tree(child, f"{path}/{n}", leaves, arrays) for n, child in enumerate(node)
-        ]
-    if node is None:
-        return None
-    if node == _EMPTY_TUPLE:
-        return ()
-    kind, *words = node.split(" ")
-    if kind == "text":
-        return Text(node.removeprefix("text "))
-    if kind in _NUMBERS:
-        return _NUMBERS[kind](0)
-    leaf = leaves[path]
-    if kind == "numpy":
-        return trees.AbstractArray(shape=leaf.shape, dtype=np.dtype(leaf.dtype))
-    if kind == "key":
-        shape, dtype = _key(leaf, words.pop(0))
-    else:
-        shape, dtype = leaf.shape, np.dtype(leaf.dtype)
-    return arrays.array(shape, dtype, int(words[0]) if words else None)
-
-
 def _key(leaf: Leaf, impl: str) -> tuple[tuple[int, ...], Any]:
     # The last dims are the numbers of which a key consists.
     one = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     numbers = jax.eval_shape(jax.random.key_data, one)
     return leaf.shape[: len(leaf.shape) - len(numbers.shape)], one.dtype
-
-
-def _of_keys(sharding: Sharding, rank: int) -> Sharding:
-    assert isinstance(sharding, NamedSharding)
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rank]))
-
-
-def _sharding(metadata: Mapping[str, Any]) -> Sharding | None:
-    devices = {device.id: device for device in jax.devices()}
-    mesh = np.array(metadata["device_mesh"]["mesh"], object)
-    ids = [each["id"] for each in mesh.flat]
-    if not devices.keys() >= set(ids):
-        return None
-    grid = np.array([devices[each] for each in ids], object).reshape(metadata["shape"])
-    axes = [
-        tuple(each) if isinstance(each, list) else each
-        for each in metadata["partition_spec"]
-    ]
-    types = tuple(AxisType[each.rpartition(".")[2]] for each in metadata["axis_types"])
-    named = Mesh(grid, metadata["axis_names"], axis_types=types)
-    return NamedSharding(named, PartitionSpec(*axes))
-
-
-def _unwrapped(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, Text) else leaf
 
 
 def _nested(contents: Contents) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from etils import epath
@@ -14,19 +13,6 @@ from elastic_ckpt.core import bucket_clients, errors
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.writer import Writer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WriterOutcome:
-    """Whether this program is the writer of storage.
-
-    Attributes:
-      problem: why not; None if it is.
-      kind: of the error.
-    """
-
-    problem: str | None = None
-    kind: str = ""
 
 
 class Writing:
@@ -64,12 +50,9 @@ class Writing:
           CheckpointError: if a record of writers, or of the run, cannot be read.
         """
         self._identity = identity
-        if self._is_needed:
-            outcome = self._agreed(self._begin)
-            if outcome.kind == errors.RunError.__name__:
-                raise errors.RunError(outcome.problem)
-            if outcome.kind == errors.CheckpointError.__name__:
-                raise errors.CheckpointError(outcome.problem)
+        kind, problem = self._agreed(self._begin)
+        if kind in (errors.RunError.__name__, errors.CheckpointError.__name__):
+            raise getattr(errors, kind)(problem)
 
     def check(self) -> None:
         """Checks, before storage is written to, that it is still this run's.
@@ -78,13 +61,11 @@ class Writing:
           ReplacedError: if another program writes now, or the directory was removed.
           HostsFailedError: if storage is out of reach.
         """
-        if not self._is_needed:
-            return
-        outcome = self._agreed(self._check)
-        if outcome.kind == errors.ReplacedError.__name__:
-            raise errors.ReplacedError(outcome.problem)
-        if outcome.problem is not None:
-            raise HostsFailedError({0: outcome.problem})
+        kind, problem = self._agreed(self._check)
+        if kind == errors.ReplacedError.__name__:
+            raise errors.ReplacedError(problem)
+        if kind:
+            raise HostsFailedError({0: problem})
 
     def close(self) -> None:
         """Lets other programs write."""
@@ -105,14 +86,15 @@ class Writing:
         if not self._has_claims:
             writer.check()
 
-    def _agreed(self, act: Callable[[Writer], None]) -> WriterOutcome:
-        return self._hosts.share("writer", self._outcome(act))[0]
-
-    def _outcome(self, act: Callable[[Writer], None]) -> WriterOutcome:
-        if self._writer is None:
-            return WriterOutcome()
-        try:
-            act(self._writer)
-        except (errors.ElasticCkptError, *bucket_clients.failures()) as error:
-            return WriterOutcome(problem=str(error), kind=type(error).__name__)
-        return WriterOutcome()
+    def _agreed(self, act: Callable[[Writer], None]) -> tuple[str, str]:
+        # The class of the error that host 0 has met, and the problem; empty if none.
+        if not self._is_needed:
+            return "", ""
+        kind = problem = ""
+        if self._writer is not None:
+            try:
+                act(self._writer)
+            except (errors.ElasticCkptError, *bucket_clients.failures()) as error:
+                kind, problem = type(error).__name__, str(error)
+        kind, problem = self._hosts.share("writer", [kind, problem])[0]
+        return kind, problem

@@ -11,7 +11,7 @@ import os
 import re
 from typing import NamedTuple
 
-from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.core import bucket_clients, errors, events
 
 
 class Cause(NamedTuple):
@@ -84,6 +84,19 @@ _SIGNS = tuple(
 def of_message(message: str) -> Cause:
     """The cause that the message of a failure shows; `OTHER` if it shows none."""
     return next((cause for cause, signs in _SIGNS if signs.search(message)), OTHER)
+
+
+def report(emit: events.Emit, tier: str, step: int, why: str) -> None:
+    """Emits `degraded`, with the cause that `why` shows: a failure that a run survives.
+
+    Args:
+      emit: called with the event.
+      tier: that has failed.
+      step: with which it has.
+      why: the message of the failure.
+    """
+    cause = of_message(why).name
+    emit("degraded", tier=tier, step=step, cause=cause, why=why)
 
 
 # The roles and permissions that a run needs in a bucket, by its protocol.

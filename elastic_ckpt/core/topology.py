@@ -185,6 +185,13 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
+def replica_axes(sharding: NamedSharding) -> tuple[Any, ...]:
+    """The axes of a mesh, of several devices, over which an array is replicated."""
+    used = {axis for entry in sharding.spec for axis in axes_of(entry)}
+    sizes = sharding.mesh.shape.items()
+    return tuple(axis for axis, size in sizes if size > 1 and axis not in used)
+
+
 def over_all_devices(mesh: Mesh) -> NamedSharding:
     """The sharding of an array with a row for each device, in mesh order."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))

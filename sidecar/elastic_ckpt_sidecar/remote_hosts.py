@@ -43,7 +43,7 @@ from elastic_ckpt_sidecar import (
     worker,
 )
 from elastic_ckpt_sidecar.array_layout import Group
-from elastic_ckpt_sidecar.file_copies import FileCopies
+from elastic_ckpt_sidecar.component_files import FileCopies
 from elastic_ckpt_sidecar.head_arrays import HostDevices
 from elastic_ckpt_sidecar.host_agent import HostChoice
 from elastic_ckpt_sidecar.host_arrays import HostArrays

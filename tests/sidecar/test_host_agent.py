@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import (
     component_files,
-    file_copies,
     head_arrays,
     messages,
     remote_hosts,
@@ -441,8 +440,7 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
 
     # Records the removals of the head alone.
     spied = types.SimpleNamespace(**{**vars(storage), "remove": remove})
-    for module in (component_files, file_copies):
-        monkeypatch.setattr(module, "storage", spied)
+    monkeypatch.setattr(component_files, "storage", spied)
     monkeypatch.setattr(machine, "find", lambda _: None)
     with simulated_hosts.world(machines, 2) as (checkpointer, _, _):
         parts = {"data": tier_worlds.Counter(5)}

@@ -7,10 +7,8 @@ any other mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding
 
 from elastic_ckpt.checkpoint.components import sharing
@@ -39,36 +37,11 @@ def pattern_of(array: Any) -> str:
         return UNDECLARED
     if topology.num_hosts() > 1 and layout.is_fully_addressable:
         return sharing.PER_HOST
-    if isinstance(layout, NamedSharding):
-        return pattern_of_spec(layout.spec, layout.mesh.shape)
-    if len(layout.device_set) == 1:
-        return sharing.GLOBAL
-    return sharing.REPLICATED if layout.is_fully_replicated else SHARDED
-
-
-def patterns_of(tree: Any) -> dict[str, str]:
-    """The pattern of each leaf of a tree, by its path such as `params/w`."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): pattern_of(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def pattern_of_spec(spec: Iterable[Any], axes: Mapping[str, int]) -> str:
-    """As `pattern_of`, of a partition spec over a mesh, as checkpoints describe them.
-
-    Args:
-      spec: for each dim of the array, the axes that shard it.
-      axes: the sizes of the axes of the mesh.
-    """
-    used = {axis for entry in spec for axis in topology.axes_of(_tuple(entry))}
-    used = {axis for axis in used if axes[axis] > 1}
-    shared = [axis for axis, size in axes.items() if size > 1 and axis not in used]
-    if not used:
+    if not isinstance(layout, NamedSharding):
+        if len(layout.device_set) == 1:
+            return sharing.GLOBAL
+        return sharing.REPLICATED if layout.is_fully_replicated else SHARDED
+    shared = topology.replica_axes(layout)
+    if len(shared) == sum(size > 1 for size in layout.mesh.shape.values()):
         return sharing.REPLICATED if shared else sharing.GLOBAL
     return f"{sharing.PER_GROUP}({', '.join(shared)})" if shared else SHARDED
-
-
-def _tuple(entry: Any) -> Any:
-    # JSON has lists.
-    return tuple(entry) if isinstance(entry, list) else entry

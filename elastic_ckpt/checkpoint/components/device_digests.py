@@ -14,10 +14,9 @@ digest; changes of several words, as of a swap, are missed with a probability of
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import topology
 
-Kind: TypeAlias = Literal["sample", "digest", "compare"]
+# What to compute of each part: a digest of about a thousand elements; a digest of all;
+# or that and a comparison with the first replica, element by element.
+Kind = Literal["quick", "tensor", "full"]
 
 _SAMPLE = 1024
 # Odd numbers: the second is a multiplier of MurmurHash3's finaliser (Appleby 2008).
@@ -35,8 +36,7 @@ _STRIDE = 0x9E3779B1
 _MULTIPLIER = 0x85EBCA6B
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Looked:
+class Looked(NamedTuple):
     """The digest of the part of an array that a device holds.
 
     Attributes:
@@ -49,14 +49,6 @@ class Looked:
     differing: int | None = None
 
 
-class _Program(NamedTuple):
-    # For the arrays of one mesh, each with its spec.
-    mesh: Mesh
-    specs: tuple[PartitionSpec, ...]
-    kind: Kind
-    tolerance: float
-
-
 def look(
     arrays: Sequence[jax.Array], kind: Kind, *, tolerance: float = 0.0
 ) -> list[Mapping[jax.Device, Looked]]:
@@ -66,56 +58,39 @@ def look(
 
     Args:
       arrays: of any dtypes and shardings.
-      kind: of what to compute: a digest of about a thousand elements of each part, or
-        of all; or `compare`, which digests and compares the replicas of an array
-        elementwise with the first one, over the network between the devices.
-      tolerance: the largest difference between elements of floating point that
-        `compare` takes as equal, absolute, and relative to the first replica's.
+      kind: of what to compute. Replicas are compared over the network between the
+        devices.
+      tolerance: the largest difference between elements of floating point that a
+        comparison takes as equal, absolute, and relative to the first replica's.
 
     Returns:
       For each array, by device.
     """
     looked: list[Mapping[jax.Device, Looked]] = [{}] * len(arrays)
-    groups: dict[Any, list[int]] = {}
-    placed = []
+    groups: dict[tuple[Mesh, int | None], list[tuple[int, Any]]] = {}
     for number, array in enumerate(arrays):
         on_mesh, is_replica = _on_mesh(array)
-        placed.append(on_mesh)
-        compared = kind == "compare" and is_replica and bool(replica_axes(on_mesh))
+        compared = kind == "full" and is_replica
+        compared = compared and bool(topology.replica_axes(on_mesh.sharding))
         # Comparisons need memory of the size of an array: one at a time.
-        group = (on_mesh.sharding.mesh, number if compared else None)
-        groups.setdefault(group, []).append(number)
-    for (mesh, compared), numbers in groups.items():
-        program = _Program(
-            mesh=mesh,
-            specs=tuple(placed[number].sharding.spec for number in numbers),
-            kind="compare" if compared is not None else _digest_kind(kind),
-            tolerance=tolerance,
+        group = groups.setdefault(
+            (on_mesh.sharding.mesh, number if compared else None), []
         )
-        words = _compiled(program)([placed[number] for number in numbers])
-        for shard in words.addressable_shards:
+        group.append((number, on_mesh))
+    for (mesh, compared), members in groups.items():
+        specs = tuple(array.sharding.spec for _, array in members)
+        of_group = "tensor" if kind == "full" and compared is None else kind
+        program = _compiled(mesh, specs, of_group, tolerance)
+        shards = program([array for _, array in members]).addressable_shards
+        for shard in shards:
             shard.data.copy_to_host_async()
-        on_devices = {
-            shard.device: np.asarray(shard.data)[0]
-            for shard in words.addressable_shards
-        }
-        for column, number in enumerate(numbers):
+        rows = {shard.device: np.asarray(shard.data)[0] for shard in shards}
+        for column, (number, _) in enumerate(members):
             looked[number] = {
-                device: _looked(rows[column]) for device, rows in on_devices.items()
+                device: Looked(f"{words[0]:08x}", *map(int, words[1:]))
+                for device, words in ((each, rows[each][column]) for each in rows)
             }
     return looked
-
-
-def replica_axes(array: jax.Array) -> tuple[Any, ...]:
-    """The axes of the mesh of an array over which it is replicated."""
-    sharding = array.sharding
-    assert isinstance(sharding, NamedSharding)
-    used = {axis for entry in sharding.spec for axis in topology.axes_of(entry)}
-    return tuple(
-        axis
-        for axis, size in sharding.mesh.shape.items()
-        if size > 1 and axis not in used
-    )
 
 
 def host_sample(values: np.ndarray) -> np.ndarray:
@@ -137,48 +112,35 @@ def _on_mesh(array: jax.Array) -> tuple[Any, bool]:
     return together, False
 
 
-def _digest_kind(kind: Kind) -> Kind:
-    return "digest" if kind == "compare" else kind
-
-
-def _looked(words: np.ndarray) -> Looked:
-    differing = int(words[1]) if len(words) > 1 else None
-    return Looked(digest=f"{words[0]:08x}", differing=differing)
-
-
 @functools.lru_cache(maxsize=2**12)
-def _compiled(program: _Program) -> Callable[[list[jax.Array]], jax.Array]:
+def _compiled(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], kind: Kind, tolerance: float
+) -> Callable[[list[jax.Array]], jax.Array]:
     # Returns uint32 `[devices, arrays, words]`.
+    def words(part: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
+            part = jax.random.key_data(part)
+        if kind == "quick":
+            part = part[_sample(part.shape)]
+        digest = part_digest(part)
+        if kind != "full":
+            return digest[None]
+        axes = topology.replica_axes(NamedSharding(mesh, spec))
+        differing = _differing(part, axes, tolerance)
+        return jnp.stack([digest, differing])
+
     def of_device(parts: list[jax.Array]) -> jax.Array:
-        words = [
-            _words(part, spec, program)
-            for part, spec in zip(parts, program.specs, strict=True)
-        ]
-        return jnp.stack(words)[None]
+        return jnp.stack([*map(words, parts, specs)])[None]
 
     return jax.jit(
         jax.shard_map(
             of_device,
-            mesh=program.mesh,
-            in_specs=(list(program.specs),),
-            out_specs=PartitionSpec(program.mesh.axis_names),
+            mesh=mesh,
+            in_specs=(list(specs),),
+            out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,
         )
     )
-
-
-def _words(part: jax.Array, spec: PartitionSpec, program: _Program) -> jax.Array:
-    if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
-        part = jax.random.key_data(part)
-    if program.kind == "sample":
-        part = part[_sample(part.shape)]
-    digest = part_digest(part)
-    if program.kind != "compare":
-        return digest[None]
-    used = {axis for entry in spec for axis in topology.axes_of(entry)}
-    axes = tuple(axis for axis in program.mesh.axis_names if axis not in used)
-    differing = _differing(part, axes, program.tolerance)
-    return jnp.stack([digest, differing])
 
 
 def part_digest(part: jax.Array) -> jax.Array:

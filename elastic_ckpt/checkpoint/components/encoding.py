@@ -14,15 +14,20 @@
 The numbers are those of the arrays. A node of another class, such as a named tuple of
 optax, is made of the node that the current state has in its place: nothing is imported
 or unpickled by its name.
+
+An encoded state can also be looked into, without its classes: `leaves` are all of it
+for a comparison, and `numbers` can be edited. A path joins keys, indices and fields
+from the top of the state, `groups/0/lr`; that of the state itself is `""`.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import dataclasses
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,6 +35,11 @@ from jax.sharding import SingleDeviceSharding
 
 from elastic_ckpt.core import errors, storage
 
+# Kinds of arrays of numbers: those of NumPy, and of ml_dtypes such as bfloat16.
+NUMBER_KINDS = "iufbV"
+# Nodes with an array that may be a number.
+_ARRAYS = ("numpy", "scalar", "array")
+Leaf = bool | int | float | str | bytes | np.ndarray
 # Stands for the current state where it lacks the place of a saved value.
 _NOTHING = object()
 
@@ -45,6 +55,20 @@ class Encoded:
 
     tree: storage.Json
     arrays: Sequence[np.ndarray]
+
+
+class Number(NamedTuple):
+    """A number of Python, or an array or scalar with a single element.
+
+    Attributes:
+      path: where it is.
+      dtype: of its array, or the class of a number of Python, such as `float`.
+      value: as an array without dims.
+    """
+
+    path: str
+    dtype: str
+    value: np.ndarray
 
 
 def encode(state: Any) -> Encoded:
@@ -70,6 +94,116 @@ def decode(encoded: Encoded, current: Any = None, *, is_last: bool = False) -> A
       CheckpointError: if `current` does not have a node that is needed.
     """
     return _Decoder(encoded.arrays, copies=not is_last).value(encoded.tree, current, "")
+
+
+def leaves(encoded: Encoded) -> dict[str, Leaf]:
+    """The leaves of a state by path.
+
+    Two states have equal leaves if they are equal. The class and length of a container
+    are a leaf too, under its path.
+    """
+    by_path: dict[str, Leaf] = {}
+
+    def add(names: tuple[str, ...], leaf: Leaf) -> None:
+        path = "/".join(names)
+        while path in by_path:
+            # Keys of a dict may differ in their type alone, or contain slashes.
+            path += "'"
+        by_path[path] = leaf
+
+    for names, holder, place in _places([encoded.tree], 0, ()):
+        node = holder[place]
+        kind, content = _kind(node)
+        if kind == "itself":
+            add(names, b"null" if node is None else node)
+        elif kind == "node":
+            add(names, content)
+        elif kind in ("list", "tuple", "dict"):
+            add(names, f"a {kind} of {len(content)}")
+        elif kind in ("float", "bytes"):
+            add(names, f"{kind} {content}")
+        else:
+            add((*names, "kind"), f"{kind} {node.get('impl', '')}")
+            add(names, encoded.arrays[content])
+    return by_path
+
+
+def numbers(encoded: Encoded) -> list[Number]:
+    """The numbers of a state, in its order; several may have one path.
+
+    A dict may have the keys `1` and `"1"`, or a key with a slash.
+    """
+    listed = [
+        _number("/".join(names), holder[place], encoded.arrays)
+        for names, holder, place in _places([encoded.tree], 0, ())
+    ]
+    return [number for number in listed if number is not None]
+
+
+def replaced(encoded: Encoded, values: Mapping[str, Any]) -> Encoded:
+    """The state with other values of some numbers, of the same types.
+
+    Args:
+      encoded: the state, which stays as it is.
+      values: by path; others stay.
+    """
+    top = [copy.deepcopy(encoded.tree)]
+    arrays = list(encoded.arrays)
+    for names, holder, place in _places(top, 0, ()):
+        path = "/".join(names)
+        number = _number(path, holder[place], arrays)
+        if number is None or path not in values:
+            continue
+        kind, content = _kind(holder[place])
+        if kind in _ARRAYS:
+            array = arrays[content]
+            arrays[content] = np.full(array.shape, values[path], array.dtype)
+        else:
+            value = np.asarray(values[path], object).item()
+            holder[place] = encode(type(number.value.item())(value)).tree
+    return Encoded(top[0], arrays)
+
+
+def _places(
+    holder: list[Any], place: int, names: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], list[Any], int]]:
+    # A node and all below it: the names on its path, and its place in a list.
+    yield names, holder, place
+    node = holder[place]
+    kind, content = _kind(node)
+    below: list[tuple[Any, list[Any], int]] = []
+    if kind in ("list", "tuple"):
+        below = [(number, content, number) for number in range(len(content))]
+    elif kind == "dict":
+        below = [(pair[0], pair, 1) for pair in content]
+    elif kind == "node":
+        # JAX names fields `.count`, `['lr']`, `[0]`.
+        below = [(pair[0].strip(".[]'"), pair, 1) for pair in node["children"]]
+    for name, at, number in below:
+        yield from _places(at, number, (*names, str(name)))
+
+
+def _kind(node: Any) -> tuple[str, Any]:
+    if isinstance(node, list):
+        return "list", node
+    return next(iter(node.items())) if isinstance(node, dict) else ("itself", node)
+
+
+def _number(path: str, node: Any, arrays: Sequence[np.ndarray]) -> Number | None:
+    kind, content = _kind(node)
+    if kind in _ARRAYS:
+        array = arrays[content]
+        if array.size == 1 and array.dtype.kind in NUMBER_KINDS:
+            return Number(path, array.dtype.name, array.reshape(()))
+        return None
+    value = _float(content) if kind == "float" else node
+    if not isinstance(value, bool | int | float):
+        return None
+    return Number(path, type(value).__name__, np.array(value, object))
+
+
+def _float(bits: str) -> float:
+    return struct.unpack(">d", bytes.fromhex(bits))[0]
 
 
 def type_name(value: Any) -> str:
@@ -155,13 +289,10 @@ def _node(value: Any, path: str, arrays: list[np.ndarray]) -> storage.Json:
 
 def _children(value: Any) -> dict[str, Any] | None:
     # One level of a pytree; None if the value is a leaf.
-    def is_child(node: Any) -> bool:
-        return node is not value
-
-    leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_child)
-    if leaves and not leaves[0][0]:
+    below = jax.tree.leaves_with_path(value, is_leaf=lambda node: node is not value)
+    if below and not below[0][0]:
         return None
-    return {jax.tree_util.keystr(keys): child for keys, child in leaves}
+    return {jax.tree_util.keystr(keys): child for keys, child in below}
 
 
 def _refused(path: str, what: str) -> errors.CheckpointError:
@@ -174,49 +305,42 @@ def _refused(path: str, what: str) -> errors.CheckpointError:
 
 class _Decoder:
     def __init__(self, arrays: Sequence[np.ndarray], *, copies: bool) -> None:
-        self._arrays = list(arrays)
+        self._arrays = arrays
         self._copies = copies
 
     def value(self, node: Any, current: Any, path: str) -> Any:
-        if isinstance(node, list):
-            return self._items(node, current, path)
-        if not isinstance(node, dict):
+        kind, content = _kind(node)
+        if kind == "itself":
             return node
-        kind = next(iter(node))
         if kind == "float":
-            return struct.unpack(">d", bytes.fromhex(node["float"]))[0]
+            return _float(content)
         if kind == "bytes":
-            return base64.b64decode(node["bytes"], validate=True)
-        if kind == "tuple":
-            return tuple(self._items(node["tuple"], current, path))
+            return base64.b64decode(content, validate=True)
+        if kind in ("list", "tuple"):
+            of_current = current if isinstance(current, list | tuple) else ()
+            places = dict(enumerate(of_current))
+            items = [
+                self.value(each, places.get(number, _NOTHING), f"{path}[{number}]")
+                for number, each in enumerate(content)
+            ]
+            return items if kind == "list" else tuple(items)
         if kind == "dict":
-            of_current = current if isinstance(current, Mapping) else {}
+            places = current if isinstance(current, Mapping) else {}
             return {
-                key: self.value(each, of_current.get(key, _NOTHING), f"{path}[{key!r}]")
-                for key, each in node["dict"]
+                key: self.value(each, places.get(key, _NOTHING), f"{path}[{key!r}]")
+                for key, each in content
             }
         if kind == "node":
             return self._node(node, current, path)
-        array = self._arrays[node[kind]]
+        array = self._arrays[content]
         if kind == "numpy":
             return np.array(array) if self._copies else array
         if kind == "scalar":
             return array[()]
+        placed = _placed(array, current, path, is_key=kind == "key")
         if kind == "key":
-            data = _placed(array, current, path, is_key=True)
-            return jax.random.wrap_key_data(data, impl=node["impl"])
-        return _placed(array, current, path, is_key=False)
-
-    def _items(self, nodes: Sequence[Any], current: Any, path: str) -> list[Any]:
-        of_current = current if isinstance(current, list | tuple) else ()
-        return [
-            self.value(
-                node,
-                of_current[number] if number < len(of_current) else _NOTHING,
-                f"{path}[{number}]",
-            )
-            for number, node in enumerate(nodes)
-        ]
+            return jax.random.wrap_key_data(placed, impl=node["impl"])
+        return placed
 
     def _node(self, node: Mapping[str, Any], current: Any, path: str) -> Any:
         of_current = None if current is _NOTHING else _children(current)
@@ -233,11 +357,7 @@ class _Decoder:
             self.value(child, of_current[name], f"{path}{name}")
             for name, child in node["children"]
         ]
-
-        def is_child(each: Any) -> bool:
-            return each is not current
-
-        structure = jax.tree.structure(current, is_leaf=is_child)
+        structure = jax.tree.structure(current, is_leaf=lambda n: n is not current)
         return jax.tree.unflatten(structure, children)
 
 

@@ -122,17 +122,14 @@ def load(
     """
     wanted = named(components)
     held = checkpointer.checkpointables_metadata(step)
-    readers = {
-        name: _Reader(value) if isinstance(value, ocp.StatefulCheckpointable) else value
-        for name, value in wanted.items()
-        if name in held.metadata
-    }
-    # Which of them set themselves when they are read.
-    direct = {
-        name: each
-        for name, each in readers.items()
-        if isinstance(each, _Reader) and not each.is_component
-    }
+    there = {name: each for name, each in wanted.items() if name in held.metadata}
+    readers: dict[str, _Reader] = {}
+    # Objects that set themselves when they are read.
+    direct: dict[str, _Reader] = {}
+    for name, each in there.items():
+        if isinstance(each, ocp.StatefulCheckpointable):
+            of_kind = readers if isinstance(each, Component) else direct
+            of_kind[name] = _Reader(each)
     unknown = [
         name
         for name, tree in held.metadata.items()
@@ -140,75 +137,57 @@ def load(
     ]
     skipped = dict.fromkeys(unknown, "the step has it, and it was not asked for")
     failed: dict[str, str] = {}
-    for name in [name for name in wanted if name not in readers]:
+    for name in [name for name in wanted if name not in there]:
         why = f"step {held.step} has no such part; it has {sorted(held.metadata)}"
         (failed if _is_required(wanted[name]) else skipped)[name] = why
     if strict:
         # Before anything is read.
         _check(held.step, failed, unknown)
-    first = {name: each for name, each in readers.items() if name not in direct}
+    first = {n: readers.get(n, each) for n, each in there.items() if n not in direct}
     loaded = checkpointer.load_checkpointables(step, first) if first else {}
     # Ours may have gone back to an earlier step.
     reached = checkpointer.latest if first and step is None else held
     reached_step = reached.step if strict else None
-    failed |= _finished(first, wanted, reached_step)
-    if direct:
-        at = reached.step if first and step is None else step
-        try:
-            checkpointer.load_checkpointables(at, direct)
-            failed |= _problems(direct, wanted, reached_step)
-        except Exception:
-            if strict:
-                _undo(first)
-            raise
-        # Of these alone it may be an earlier step still.
-        reached = checkpointer.latest if step is None else held
-    restored = {
-        name: wanted[name] if isinstance(readers[name], _Reader) else loaded[name]
-        for name in wanted
-        if name in readers and name not in failed
-    }
-    return Summary(step=reached.step, loaded=restored, skipped=skipped, failed=failed)
-
-
-def _finished(
-    readers: Mapping[str, Any], wanted: Mapping[str, Any], strict_step: int | None
-) -> dict[str, str]:
-    # Sets the components that were read; returns the problems of the others. A strict
-    # call sets none unless all required ones were read and set, on all hosts.
-    _problems(readers, wanted, strict_step)
+    _problems(readers, reached_step)
     for each in readers.values():
-        if isinstance(each, _Reader) and each.problem is None:
-            each.finish(can_undo=strict_step is not None)
+        each.finish(can_undo=strict)
     try:
-        return _problems(readers, wanted, strict_step)
+        failed |= _problems(readers, reached_step)
+        if direct:
+            at = reached.step if first and step is None else step
+            checkpointer.load_checkpointables(at, direct)
+            failed |= _problems(direct, reached_step)
+            # Of these alone it may be an earlier step still.
+            reached = checkpointer.latest if step is None else held
     except Exception:
-        _undo(readers)
-        raise
-
-
-def _problems(
-    readers: Mapping[str, Any], wanted: Mapping[str, Any], strict_step: int | None
-) -> dict[str, str]:
-    # By name, why components failed; a strict call checks the required ones.
-    failed = {
-        name: each.problem
-        for name, each in readers.items()
-        if isinstance(each, _Reader) and each.problem is not None
-    }
-    if strict_step is not None:
-        required = {n: why for n, why in failed.items() if _is_required(wanted[n])}
-        _check(strict_step, required)
-    return failed
-
-
-def _undo(readers: Mapping[str, Any]) -> None:
-    for name, each in readers.items():
-        if isinstance(each, _Reader):
+        for name, each in readers.items():
             try:
                 each.undo()
             except Exception:
                 logging.exception("component %r has not its values from before", name)
+        raise
+    restored = {
+        name: each if name in readers or name in direct else loaded[name]
+        for name, each in there.items()
+        if name not in failed
+    }
+    return Summary(step=reached.step, loaded=restored, skipped=skipped, failed=failed)
+
+
+def _problems(
+    readers: Mapping[str, _Reader], strict_step: int | None
+) -> dict[str, str]:
+    # By name, why components failed; a strict call fails with those of required ones,
+    # on all hosts.
+    failed = {
+        n: each.problem for n, each in readers.items() if each.problem is not None
+    }
+    if strict_step is not None:
+        required = {
+            n: why for n, why in failed.items() if _is_required(readers[n].component)
+        }
+        _check(strict_step, required)
+    return failed
 
 
 def _is_required(value: Any) -> bool:
@@ -248,15 +227,10 @@ class _Reader:
     # are read all the same.
 
     def __init__(self, component: ocp.StatefulCheckpointable) -> None:
-        self._component = component
+        self.component = component
+        self.problem: str | None = None
         self._values: Any = None
         self._undo: Callable[[], None] | None = None
-        self.problem: str | None = None
-
-    @property
-    def is_component(self) -> bool:
-        """Whether it is one of ours, which is set in a step of its own."""
-        return isinstance(self._component, Component)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Never called; Orbax recognizes a checkpointable by this method too."""
@@ -264,7 +238,7 @@ class _Reader:
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Reads the component in `directory`."""
-        limit_secs = getattr(self._component, "save_timeout_secs", _MOST_SECS)
+        limit_secs = getattr(self.component, "save_timeout_secs", _MOST_SECS)
         limit = asyncio.timeout(min(limit_secs, _MOST_SECS))
         # Not asyncio's threads, for which a program waits at its end.
         reading = background.in_thread(lambda: self._read(directory), name="component")
@@ -283,22 +257,23 @@ class _Reader:
         return done
 
     def _read(self, directory: epath.Path) -> Any:
-        if isinstance(self._component, Component):
-            return self._component.read(directory)
+        if isinstance(self.component, Component):
+            return self.component.read(directory)
 
         async def load() -> None:
-            await (await self._component.load(directory))
+            await (await self.component.load(directory))
 
         return asyncio.run(load())
 
     def finish(self, *, can_undo: bool) -> None:
         """Sets the component to what was read."""
-        if not isinstance(self._component, Component):
+        assert isinstance(self.component, Component)
+        if self.problem is not None:
             return
         try:
             if can_undo:
-                self._undo = self._component.undo()
-            self._component.put(self._values)
+                self._undo = self.component.undo()
+            self.component.put(self._values)
         except Exception as error:
             self._note(error)
         self._values = None

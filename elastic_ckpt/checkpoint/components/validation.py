@@ -17,8 +17,9 @@ A box with a single holder is compared with nothing, and not read.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -26,9 +27,17 @@ import numpy as np
 from absl import logging
 from jax.sharding import Sharding
 
-from elastic_ckpt.checkpoint.components import device_digests, replicas
-from elastic_ckpt.checkpoint.components.replicas import Copies, Finding, Holder
-from elastic_ckpt.core import allgather, boxes, digest, errors, storage, topology
+from elastic_ckpt.checkpoint.components import device_digests
+from elastic_ckpt.checkpoint.validation import leaves as leaves_of
+from elastic_ckpt.core import (
+    allgather,
+    boxes,
+    codec,
+    digest,
+    errors,
+    storage,
+    topology,
+)
 
 Level: TypeAlias = Literal["none", "quick", "tensor", "full"]
 LEVELS = ("none", "quick", "tensor", "full")
@@ -36,12 +45,100 @@ LEVELS = ("none", "quick", "tensor", "full")
 # How many leaves hosts exchange digests of at a time, if some differ.
 _LEAVES_A_TURN = 256
 _MOST_FINDINGS = 100
-_KINDS: Mapping[str, device_digests.Kind] = {
-    "quick": "sample",
-    "tensor": "digest",
-    "full": "compare",
-}
 _EQUAL = "equal"
+
+
+class Holder(NamedTuple):
+    """The memory that a copy is in.
+
+    Attributes:
+      host: the number of the host.
+      device: the id of the device in JAX; -1 for the memory of the host.
+    """
+
+    host: int
+    device: int
+
+    def __str__(self) -> str:
+        if self.device < 0:
+            return f"host {self.host}"
+        return f"device {self.device} of host {self.host}"
+
+
+class Copies(NamedTuple):
+    """Copies of a box of a leaf that one host has found to be equal.
+
+    Attributes:
+      leaf: the number of the leaf in the tree.
+      box: the part of it.
+      content: equal for copies that are equal.
+      holders: of the copies.
+      differing: elements that differ from the first replica; None if not compared.
+    """
+
+    leaf: int
+    box: boxes.Box
+    content: str
+    holders: tuple[Holder, ...]
+    differing: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A part of a leaf whose copies should be equal and are not.
+
+    Attributes:
+      leaf: the path of the leaf, such as `opt_state/1/0/mu/embedding`; empty if the
+        trees of the hosts differ in more than one leaf.
+      box: the part of the leaf, such as `[0:64, 0:32]`; empty for the whole value.
+      groups: hosts and devices by the copy that they hold, those with equal copies
+        together; the largest group comes first.
+      differing: the number of elements in which the copy that differs most differs from
+        the first replica; None if elements were not compared.
+      why: in what the copies differ, if not in their values.
+    """
+
+    leaf: str
+    box: str = ""
+    groups: tuple[tuple[Holder, ...], ...]
+    differing: int | None = None
+    why: str = ""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether one group is the largest, so that the others are the suspects."""
+        first, second, *_ = map(len, self.groups)
+        return first > second
+
+    @property
+    def suspects(self) -> tuple[Holder, ...]:
+        """The holders outside of the largest group; all if no group is the largest."""
+        groups = self.groups[1:] if self.is_certain else self.groups
+        return tuple(sorted(holder for group in groups for holder in group))
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The hosts of the suspects."""
+        return tuple(sorted({holder.host for holder in self.suspects}))
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The ids of the suspects' devices."""
+        return tuple(sorted(h.device for h in self.suspects if h.device >= 0))
+
+    def __str__(self) -> str:
+        part = f"{self.leaf}{self.box}"
+        who = errors.first_of(map(str, self.suspects))
+        elements = (
+            f", in {self.differing} element{'s' * (self.differing != 1)}"
+            if self.differing
+            else ""
+        )
+        why = f": {self.why}" if self.why else ""
+        if self.is_certain:
+            others = len(self.groups[0])
+            return f"{part} of {who} differs from {others} equal copies{elements}{why}"
+        return f"{part} differs between {who}{elements}, and either may be right{why}"
 
 
 def validate(
@@ -105,28 +202,41 @@ def compared(
       tolerance: see `validate`.
       timeout_secs: see `validate`.
     """
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    leaves = leaves_of(tree)
     structure = {path: _kind(path, leaf) for path, leaf in leaves.items()}
     gather = functools.partial(
         allgather.shared().gather, kind, timeout_secs=timeout_secs
     )
     if len(set(gather(digest.json_digest(structure)))) > 1:
-        finding = replicas.structure_finding(gather(structure))
-        return [] if finding is None else [finding]
-    by_group = _copies(list(leaves.values()), _KINDS[level], tolerance)
-    digests = {group: _group_digest(copies) for group, copies in by_group.items()}
-    groups = _differing(gather(digests))
-    own = [each for group in groups for each in by_group.get(group, [])]
-    return _findings(own, list(leaves), gather) if groups else []
+        return _structure_findings(gather(structure))
+    assert level != "none"
+    by_group = _copies(list(leaves.values()), level, tolerance)
+    digests: dict[str, set[str | None]] = {}
+    for of_host in gather({group: _digest(each) for group, each in by_group.items()}):
+        for group, value in of_host.items():
+            digests.setdefault(group, set()).add(value)
+    differ = {g for g, values in digests.items() if None in values or len(values) > 1}
+    own = [each for group in sorted(differ) for each in by_group.get(group, [])]
+    return _findings(own, list(leaves), gather) if differ else []
 
 
 def check_level(level: str) -> None:
     """Raises a ConfigError unless it is a level of `validate`."""
     if level not in LEVELS:
         raise errors.ConfigError(f"level={level!r}; choose one of {', '.join(LEVELS)}")
+
+
+def _structure_findings(structures: Sequence[Mapping[str, str]]) -> list[Finding]:
+    # The first leaf that only some hosts have, or have as another kind: by path, the
+    # type, shape and dtype at each host.
+    for path in sorted(set().union(*structures)):
+        kinds = [structure.get(path, "missing") for structure in structures]
+        if len(set(kinds)) > 1:
+            each = ", ".join(f"host {n}: {kind}" for n, kind in enumerate(kinds))
+            groups = _groups((kind, (Holder(n, -1),)) for n, kind in enumerate(kinds))
+            why = f"the trees differ ({each})"
+            return [Finding(leaf=path, groups=groups, why=why)]
+    return []
 
 
 def _findings(
@@ -138,15 +248,38 @@ def _findings(
     findings: list[Finding] = []
     for first in range(0, len(paths), _LEAVES_A_TURN):
         turn = range(first, first + _LEAVES_A_TURN)
-        sent = gather([each.to_json() for each in own if each.leaf in turn])
-        copies = [Copies.from_json(each) for of_host in sent for each in of_host]
-        findings += replicas.findings(copies, paths)
+        by_box: dict[tuple[int, boxes.Box], list[Copies]] = {}
+        for sent in gather(codec.encode([each for each in own if each.leaf in turn])):
+            for copies in codec.decode(tuple[Copies, ...], sent, name="copies"):
+                by_box.setdefault((copies.leaf, copies.box), []).append(copies)
+        for (leaf, box), of_box in sorted(by_box.items(), key=lambda item: item[0]):
+            groups = _groups((each.content, each.holders) for each in of_box)
+            if len(groups) > 1:
+                counts = [c.differing for c in of_box if c.differing is not None]
+                differing = max(counts, default=None)
+                part = str(box) if box.start else ""
+                findings.append(
+                    Finding(
+                        leaf=paths[leaf], box=part, groups=groups, differing=differing
+                    )
+                )
         if len(findings) >= _MOST_FINDINGS:
             logging.warning(
                 "more leaves may differ than the %d reported", len(findings)
             )
             break
     return findings[:_MOST_FINDINGS]
+
+
+def _groups(
+    contents: Iterable[tuple[str, tuple[Holder, ...]]],
+) -> tuple[tuple[Holder, ...], ...]:
+    # Holders of equal contents; the largest group first.
+    groups: dict[str, list[Holder]] = {}
+    for content, holders in contents:
+        groups.setdefault(content, []).extend(holders)
+    ordered = [tuple(sorted(group)) for group in groups.values()]
+    return tuple(sorted(ordered, key=lambda group: (-len(group), group)))
 
 
 def _kind(path: str, leaf: Any) -> str:
@@ -218,25 +351,13 @@ def _add(
         )
 
 
-def _group_digest(copies: list[Copies]) -> list[storage.Json]:
-    # The digest of the boxes with their contents, and whether copies of one differ.
+def _digest(copies: list[Copies]) -> str | None:
+    # Of the boxes with their contents; None if copies of a box differ here already.
+    if len({(each.leaf, each.box) for each in copies}) < len(copies):
+        return None
     ordered = sorted((each.leaf, each.box, each.content) for each in copies)
     rows = [[leaf, box.start, box.stop, content] for leaf, box, content in ordered]
-    boxes_held = {(each.leaf, each.box) for each in copies}
-    return [digest.json_digest(rows), len(boxes_held) < len(copies)]
-
-
-def _differing(answers: list[dict[str, list[Any]]]) -> list[str]:
-    # The groups of which the hosts have different digests, or one different copies.
-    digests: dict[str, set[str]] = {}
-    differing = set()
-    for answer in answers:
-        for group, (value, differs) in answer.items():
-            digests.setdefault(group, set()).add(value)
-            if differs:
-                differing.add(group)
-    differing |= {group for group, values in digests.items() if len(values) > 1}
-    return sorted(differing)
+    return digest.json_digest(rows)
 
 
 class _Held(NamedTuple):
@@ -270,11 +391,10 @@ def _is_in_device_memory(sharding: Sharding) -> bool:
 def _of_host(value: Any, kind: device_digests.Kind) -> device_digests.Looked:
     if isinstance(value, np.ndarray | np.generic):
         values = np.asarray(value)
-        if kind == "sample":
+        if kind == "quick":
             values = device_digests.host_sample(values)
-        return device_digests.Looked(digest=digest.values_digest(values).hex())
-    content = value.encode() if isinstance(value, str) else value
-    content = content if isinstance(content, bytes) else repr(content).encode()
-    return device_digests.Looked(
-        digest=digest.values_digest(np.frombuffer(content, np.uint8)).hex()
-    )
+    else:
+        content = value.encode() if isinstance(value, str) else value
+        content = content if isinstance(content, bytes) else repr(content).encode()
+        values = np.frombuffer(content, np.uint8)
+    return device_digests.Looked(digest=digest.values_digest(values).hex())

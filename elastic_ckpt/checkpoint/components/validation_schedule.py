@@ -1,14 +1,21 @@
-"""Validation of the state of a run: before saves, at intervals, and what follows."""
+"""When copies are compared, and what follows: before saves, at intervals, in saves.
+
+The state of a run is validated as it is configured. Replicated components are compared
+when a step is saved: host 0 writes the state for all, so a host whose state differs
+would lose it without a word, and all hosts would continue from a state that perhaps no
+other one had.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.components import validation
+from elastic_ckpt.checkpoint.components import encoding, validation
+from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import errors, events, metrics, topology
 
@@ -132,6 +139,51 @@ def report(
             is_certain=finding.is_certain,
             why=str(finding),
         )
+
+
+def comparison(
+    step: int, stateful: Mapping[str, Any], *, emit: events.Emit
+) -> Callable[[], None]:
+    """The comparison of the states that a save has taken of replicated components.
+
+    Args:
+      step: that is saved.
+      stateful: the components of the step, by name, once their states were taken.
+      emit: called on the first host, for each difference.
+
+    Returns:
+      A function that all hosts call once, with the same components; a RunError if a
+      host did not answer in time.
+    """
+    compared = {
+        name: each
+        for name, each in stateful.items()
+        if isinstance(each, Component) and each.is_compared
+    }
+    taken = {name: each.taken for name, each in compared.items()}
+    for component in compared.values():
+        component.taken = None
+
+    def compare() -> None:
+        if not taken:
+            return
+        # Without its state the save fails, on all hosts.
+        lacking = {"problem": "its state could not be taken"}
+        states = {
+            name: lacking if encoded is None else encoding.leaves(encoded)
+            for name, encoded in taken.items()
+        }
+        taken.clear()
+        levels = (each.validation for each in compared.values())
+        findings = validation.compared(
+            states,
+            level=max(levels, key=validation.LEVELS.index),
+            kind="replicated components",
+        )
+        if topology.is_primary():
+            report(step, findings, emit=emit)
+
+    return compare
 
 
 def configured(

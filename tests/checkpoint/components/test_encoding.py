@@ -15,12 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint.components import (
-    encoding,
-    state_file,
-    state_leaves,
-    state_numbers,
-)
+from elastic_ckpt.checkpoint.components import encoding, state_file
 from elastic_ckpt.core import errors
 
 Point = collections.namedtuple("Point", "x y")
@@ -182,11 +177,11 @@ def test_an_array_that_jax_would_narrow_is_refused():
 
 def test_numbers_have_paths_and_all_else_stays_as_it_was():
     encoded = encoding.encode(LEAVES)
-    listed = state_numbers.numbers(encoded)
+    listed = encoding.numbers(encoded)
     paths = [number.path for number in listed]
     assert len(set(paths)) == len(paths)
     assert all(number.value.size == 1 for number in listed)
-    same = state_numbers.replaced(encoded, {n.path: n.value for n in listed})
+    same = encoding.replaced(encoded, {n.path: n.value for n in listed})
     assert state_file.to_bytes(same) == state_file.to_bytes(encoded)
 
 
@@ -212,7 +207,7 @@ def test_states_have_equal_leaves_only_if_they_are_equal():
         "",
     ]
     texts = [
-        repr(sorted(state_leaves.leaves(encoding.encode(state)).items(), key=str))
+        repr(sorted(encoding.leaves(encoding.encode(state)).items(), key=str))
         for state in states
     ]
     assert len(set(texts)) == len(states)
@@ -224,9 +219,9 @@ def test_fields_of_nodes_are_in_paths():
         Point(1.5, Params(2, [True])),
     ]
     encoded = encoding.encode(state)
-    paths = [number.path for number in state_numbers.numbers(encoded)]
+    paths = [number.path for number in encoding.numbers(encoded)]
     assert paths == ["0/count", "1/x", "1/y/w", "1/y/b/0"]
-    edited = state_numbers.replaced(encoded, {"0/count": 4, "1/y/w": 5})
+    edited = encoding.replaced(encoded, {"0/count": 4, "1/y/w": 5})
     count, point = encoding.decode(edited, state)
     assert (count.count, point.x, point.y.w, point.y.b) == (4, 1.5, 5, [True])
     assert type(count.count) is np.int32
