@@ -1,14 +1,13 @@
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import resource
 import shutil
-import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -22,10 +21,9 @@ from elastic_ckpt.tiers import source
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
 from tests.checkpoint.host.test_capture import random_bits
-from tests.tiers import local_steps
 
 ROOT = pathlib.Path(__file__).parents[2]
-RUN = local_steps.RUN
+RUN = "run-7"
 
 
 @pytest.fixture
@@ -57,6 +55,56 @@ def save(host, state, *, step=3, slot_of=None):
     writer = host.begin(StepId(step, "0"), contents, num_bytes=captured.num_bytes)
     writer.write(captured)
     return writer.commit()
+
+
+def state(step):
+    """The state at a step: three leaves."""
+    return {
+        "params/b": np.full(3, step, np.int8),
+        "params/w": np.arange(24, dtype=np.float32).reshape(4, 6) * step,
+        "step": step,
+    }
+
+
+def cursors(step):
+    """The file of the component `data`."""
+    return f'{{"row": {step}}}'.encode()
+
+
+def save_all(host, step, *, save="0"):
+    """Saves the state, and the component."""
+    captured = capture.capture(state(step), capture.Memory())
+    contents = manifest.Contents(leaves=captured.leaves, components={"data": 1})
+    writer = host.begin(StepId(step, save), contents, num_bytes=captured.num_bytes)
+    writer.write(captured)
+    storage.write_atomic(writer.directory / "data" / "0.json", cursors(step))
+    (file,) = step_writer.written_files(writer.directory, ["data"])
+    files = [manifest.ComponentFile(component="data", parts=(0, 1), **file._asdict())]
+    return writer.commit(files)
+
+
+def take_copies(host, step):
+    """Adds copies of the leaf `params/w`, a row each, as from a peer."""
+    captured = capture.capture(state(step), capture.Memory())
+    contents = manifest.Contents(leaves=captured.leaves, components={"data": 1})
+    writer = host.copy_writer(StepId(step, "0"), contents, num_bytes=1000)
+    for row in range(4):
+        values = state(step)["params/w"][row : row + 1]
+        fragment = manifest.Fragment(
+            leaf=1,
+            box=boxes.Box(start=(row, 0), stop=(row + 1, 6)),
+            digest=digest.values_digest(values),
+            file="wherever",
+            offset=0,
+            stored_bytes=values.nbytes,
+        )
+        content = values.reshape(-1).view(np.uint8)
+        writer.put(fragment, functools.partial(_copy, content))
+    return writer.commit()
+
+
+def _copy(content, into):
+    np.copyto(into, content)
 
 
 def offered(disk, step):
@@ -110,17 +158,6 @@ def open_array(directory, path):
     return ts.open(spec, open=True, read=True).result().read().result()
 
 
-@pytest.mark.parametrize("spec", [("a", "b"), ("b", None), (None, ("a", "b")), ()])
-def test_a_step_is_read_as_it_was_saved_under_any_sharding(disk, host, spec):
-    values = random_bits("float32", 512).reshape(16, 32)
-    state = {"w": sharded(values, *spec), "zero": jnp.zeros((4, 4)), "n": np.int32(-1)}
-    save(host, state)
-    tree = restored(disk, 3)
-    assert tree["w"].tobytes() == values.tobytes()
-    assert tree["zero"].tobytes() == bytes(64)
-    assert tree["n"] == -1
-
-
 def test_every_storable_dtype_is_read_bit_by_bit_by_us_and_by_tensorstore(disk, host):
     values = {name: random_bits(name, 48) for name in sorted(capture.STORABLE)}
     save(host, values)
@@ -131,23 +168,16 @@ def test_every_storable_dtype_is_read_bit_by_bit_by_us_and_by_tensorstore(disk, 
         assert np.asarray(open_array(directory, name)).tobytes() == each.tobytes()
 
 
-def test_large_shards_are_cut_into_chunks_that_tensorstore_joins(
-    disk, host, monkeypatch
+def test_shards_of_two_hosts_are_cut_into_chunks_that_tensorstore_joins(
+    disk, host, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(layout.chunk_shape, "__kwdefaults__", {"chunk_bytes": 100})
     values = random_bits("bfloat16", 1024).reshape(32, 32)
-    saved = save(host, {"w": sharded(values, "a", "b")})
-    assert len(saved.fragments) > 8
-    assert max(saved.fragments.stored_bytes) <= 100 + layout.CHECKSUM_BYTES
-    assert restored(disk, 3)["w"].tobytes() == values.tobytes()
-    joined = open_array(disk.step_directory(0, StepId(3, "0")), "w")
-    assert joined.tobytes() == values.tobytes()
-
-
-def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_path):
-    values = random_bits("float32", 512).reshape(16, 32)
     array = {"params/w": sharded(values, "a", "b")}
-    save(host, array, slot_of=lambda n: n % 2 == 0)
+    saved = save(host, array, slot_of=lambda n: n % 2 == 0)
+    assert len(saved.fragments) > 4
+    assert max(saved.fragments.stored_bytes) <= 100 + layout.CHECKSUM_BYTES
+    # The directories of two hosts together are one array.
     with contextlib.closing(
         local.LocalHost(disk, slot=1, domains={}, number=1)
     ) as other:
@@ -160,37 +190,6 @@ def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_pat
     assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
 
 
-def test_files_have_the_bytes_that_the_manifest_says(disk, host):
-    saved = save(host, {"w": sharded(np.arange(64.0).reshape(8, 8), "a", "b")})
-    directory = disk.step_directory(0, StepId(3, "0"))
-    for fragment in fragments(saved):
-        assert (directory / fragment.file).stat().length == fragment.stored_bytes
-
-
-def test_a_step_that_is_not_committed_is_not_offered(disk, host):
-    captured = capture.capture({"w": np.ones(8)}, capture.Memory())
-    contents = manifest.Contents(leaves=captured.leaves, components={})
-    writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
-    writer.write(captured)
-    assert host.in_flight == {(3, "0")}
-    assert not offered(disk, 3)
-    assert host.held() == []
-    writer.abandon()
-    assert host.in_flight == set()
-    assert disk.steps() == []
-
-
-def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
-    first = local_steps.save(host, 3, save="0")
-    second = local_steps.save(host, 3, save="1")
-    saves = [offer.manifest.save for offer in offered(disk, 3)]
-    assert sorted(saves) == [first.save, second.save]
-    assert host.held() == [(3, "0"), (3, "1")]
-    assert disk.steps() == [3]
-    host.remove(StepId(3, "0"))
-    assert host.held() == [(3, "1")]
-
-
 def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     captured = capture.capture({"w": np.ones(8)}, capture.Memory())
     contents = manifest.Contents(leaves=captured.leaves, components={})
@@ -198,7 +197,7 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
     writer.write(captured)
     known = dataclasses.replace(contents, time_ms=1500, metrics='{"loss":NaN}')
     writer.commit(contents=known)
-    local_steps.save(host, 4)
+    save_all(host, 4)
     disk.manifest_path(0, StepId(4, "0")).write_text("{}")
     first, spoilt = host.retained()
     assert (first.step, first.time.timestamp(), first.complete) == (3, 1.5, True)
@@ -207,45 +206,32 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
 
 
 def test_a_committed_step_is_not_saved_over(host):
-    local_steps.save(host, 3)
+    save_all(host, 3)
     with pytest.raises(errors.CheckpointError, match=r"step 3, save '0', is in .*/3-0"):
-        local_steps.save(host, 3)
+        save_all(host, 3)
     assert host.in_flight == set()
 
 
-def test_a_leftover_of_the_same_step_is_removed_before_it_is_written(disk, host):
-    junk = disk.step_directory(0, StepId(3, "0")) / "junk" / "c"
-    storage.write_atomic(junk / "0", b"of a dead process")
-    local_steps.save(host, 3)
-    assert not junk.exists()
-
-
-def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
-    values = random_bits("float32", 6).reshape(3, 2)
-    save(host, {"w": values})
-    ((offer, files),) = offered(disk, 3).items()
-    (fragment,) = fragments(offer.manifest)
-    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / fragment.file)
-    sound = path.read_bytes()
-    for bit in range(8 * values.nbytes):
-        spoilt = bytearray(sound)
-        spoilt[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(spoilt)
-        assert not read(files, offer.manifest, fragment)[1]
-    # Damaged metadata does not prevent the repair.
-    (path.parents[2] / "zarr.json").write_bytes(b"{")
-    host.put_right(offer.manifest, fragment, values)
-    assert path.read_bytes() == sound
-    assert read(files, offer.manifest, fragment)[1]
-
-
-def test_a_file_of_a_component_is_put_right(disk, host):
-    saved = local_steps.save(host, 3)
+def test_bad_files_are_put_right(disk, host):
+    saved = save_all(host, 3)
+    ((_, files),) = offered(disk, 3).items()
+    directory = pathlib.Path(disk.step_directory(0, StepId(3, "0")))
+    for fragment in fragments(saved):
+        values, right = read(files, saved, fragment)
+        assert right
+        path = directory / fragment.file
+        sound = path.read_bytes()
+        path.write_bytes(bytes([sound[0] ^ 1]) + sound[1:])
+        assert not read(files, saved, fragment)[1]
+        # Damaged metadata does not prevent the repair.
+        metadata = directory / saved.contents.leaves[fragment.leaf].path / "zarr.json"
+        metadata.write_bytes(b"{")
+        host.put_right(saved, fragment, values)
+        assert path.read_bytes() == sound
     (file,) = saved.component_files
-    path = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / file.path)
-    path.unlink()
-    host.put_right_file(saved, file, local_steps.cursors(3))
-    assert path.read_bytes() == local_steps.cursors(3)
+    (directory / file.path).unlink()
+    host.put_right_file(saved, file, cursors(3))
+    assert (directory / file.path).read_bytes() == cursors(3)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +242,13 @@ def test_a_file_of_a_component_is_put_right(disk, host):
         (lambda path: os.truncate(path, 0), "ends after 0 bytes"),
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
         (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "behind a link"),
+        (
+            lambda path: (
+                path.parent.rename(path.parents[2] / "outside"),
+                path.parent.symlink_to(path.parents[2] / "outside"),
+            ),
+            "behind a link",
+        ),
     ],
 )
 def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, spoil, message):
@@ -267,20 +260,9 @@ def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, spoil, me
         read(files, offer.manifest, fragment)
 
 
-def test_a_directory_that_is_a_link_is_not_followed(disk, host, tmp_path):
-    save(host, {"w": np.arange(12.0)})
-    ((offer, files),) = offered(disk, 3).items()
-    (fragment,) = fragments(offer.manifest)
-    inside = pathlib.Path(disk.step_directory(0, StepId(3, "0")) / "w")
-    inside.rename(tmp_path / "outside")
-    inside.symlink_to(tmp_path / "outside")
-    with pytest.raises(source.ReadError, match="behind a link"):
-        read(files, offer.manifest, fragment)
-
-
 def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, host):
-    local_steps.save(host, 3, save="0")
-    local_steps.save(host, 3, save="1")
+    save_all(host, 3, save="0")
+    save_all(host, 3, save="1")
     path = pathlib.Path(disk.manifest_path(0, StepId(3, "0")))
     path.write_bytes(path.read_bytes()[:-9])
     offered = disk.offers(3)
@@ -291,9 +273,9 @@ def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, ho
 
 
 def test_a_manifest_of_another_step_or_save_is_not_taken(disk, host):
-    local_steps.save(host, 3, save="0")
-    local_steps.save(host, 3, save="1")
-    local_steps.save(host, 4)
+    save_all(host, 3, save="0")
+    save_all(host, 3, save="1")
+    save_all(host, 4)
     name = disk.manifest_path(0, StepId(3, "0")).name
     for other, message in (("4-0", "step 4"), ("3-1", "save '1'")):
         shutil.copy(
@@ -332,11 +314,7 @@ def test_what_the_file_system_cannot_take_is_refused_at_once(disk, host):
     contents = manifest.Contents(leaves=(), components={})
     with pytest.raises(errors.CheckpointError, match="without a limit"):
         host.begin(StepId(3, "0"), contents, num_bytes=2**60)
-    assert disk.steps() == []
-
-
-def test_room_that_is_looked_for_later_is_refused_alike(disk, host):
-    contents = manifest.Contents(leaves=(), components={})
+    # Room that is looked for later is refused alike.
     writer = host.begin(StepId(3, "0"), contents, num_bytes=None)
     assert host.in_flight == {(3, "0")}
     with pytest.raises(errors.CheckpointError, match="without a limit"):
@@ -346,7 +324,7 @@ def test_room_that_is_looked_for_later_is_refused_alike(disk, host):
 
 
 def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, host):
-    local_steps.save(host, 2)
+    save_all(host, 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # The kernel refuses what is longer, as a full file system does.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
@@ -361,27 +339,10 @@ def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, ho
     assert host.in_flight == set()
 
 
-def test_copies_are_listed_beside_what_the_host_saved(disk, host):
-    own = local_steps.save(host, 3, only={"params/b"})
-    values = local_steps.state(3)["params/w"]
-    held = local_steps.copies(host, 3, values)
-    assert len(held.fragments) == len(own.fragments) + 4
-    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-    assert len(offered(disk, 3)) == 1
-    assert held.host == host.host
-
-
-def test_a_host_that_saved_nothing_holds_copies(disk, host):
-    values = local_steps.state(3)["params/w"]
-    held = local_steps.copies(host, 3, values)
-    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-    assert held.component_files == (local_steps.file_of_peer(3),)
-
-
 def test_copies_take_the_place_of_what_a_spoilt_manifest_listed(disk, host):
-    local_steps.save(host, 3)
+    save_all(host, 3)
     pathlib.Path(disk.manifest_path(0, StepId(3, "0"))).write_bytes(b"{}")
-    held = local_steps.copies(host, 3, local_steps.state(3)["params/w"])
+    held = take_copies(host, 3)
     assert len(held.fragments) == 4
     ((offer, _),) = offered(disk, 3).items()
     assert fragments(offer.manifest) == fragments(held)
@@ -395,41 +356,6 @@ def test_what_a_restore_unpacked_is_a_leftover(disk, host):
     assert not unpacked.exists()
 
 
-def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
-    own = local_steps.save(host, 3, only={"params/b"})
-    directory = pathlib.Path(disk.step_directory(0, StepId(3, "0")))
-    values = local_steps.state(3)["params/w"]
-    writer = host.copy_writer(StepId(3, "0"), own.contents, num_bytes=99)
-    local_steps.put(writer, 0, values[:1])
-    writer.abandon()
-    ((offer, _),) = offered(disk, 3).items()
-    assert fragments(offer.manifest) == fragments(own)
-    left = {path.name for path in directory.rglob("*") if path.is_file()}
-    assert left == {
-        "0",
-        "0.json",
-        "zarr.json",
-        disk.manifest_path(0, StepId(3, "0")).name,
-    }
-
-
-def test_what_a_component_wrote_is_listed_with_its_digest(host):
-    contents = manifest.Contents(leaves=(), components={"data": 2})
-    writer = host.begin(StepId(3, "0"), contents, num_bytes=9)
-    directory = writer.directory / "data"
-    storage.write_atomic(directory / "b.json", b"bb")
-    storage.write_atomic(directory / "below" / "a.json", b"")
-    assert step_writer.written_files(writer.directory, ["data"]) == [
-        step_writer.WrittenFile(
-            path=path,
-            digest=digest.values_digest(np.frombuffer(content, np.uint8)),
-            stored_bytes=len(content),
-        )
-        for path, content in (("data/b.json", b"bb"), ("data/below/a.json", b""))
-    ]
-    writer.abandon()
-
-
 def test_a_slot_has_one_live_process(disk, host):
     with pytest.raises(errors.RunError, match="another live"):
         local.LocalHost(disk, slot=host.disk.slots()[0], domains={}, number=1)
@@ -437,25 +363,8 @@ def test_a_slot_has_one_live_process(disk, host):
     local.LocalHost(disk, slot=0, domains={}, number=1).close()
 
 
-def test_a_machine_gets_one_id_however_many_processes_ask(disk):
-    ids = []
-    threads = [
-        threading.Thread(
-            target=lambda: ids.append(ram_disk.RamDisk(disk.root, run=RUN).machine)
-        )
-        for _ in range(16)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(ids) == {disk.machine}
-    assert len(disk.machine) == 16
-    assert os.listdir(disk.root) == ["machine"]
-
-
 def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
-    local_steps.save(host, 3)
+    save_all(host, 3)
     contents = manifest.Contents(leaves=(), components={})
     writer = host.begin(StepId(4, "0"), contents, num_bytes=9)
     with contextlib.closing(
@@ -464,7 +373,7 @@ def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
         alive.begin(StepId(4, "0"), contents, num_bytes=9)
         dead = local.LocalHost(disk, slot=2, domains={}, number=2)
         dead.begin(StepId(4, "0"), contents, num_bytes=9)
-        local_steps.save(dead, 3)
+        save_all(dead, 3)
         dead.close()
         extra = (
             disk.step_directory(2, StepId(3, "0")) / "params" / "b" / "c" / "0.__lock"
@@ -480,7 +389,7 @@ def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
 
 def test_a_spoilt_manifest_is_cleaned_but_not_that_of_another_version(disk, host):
     for step in (3, 4):
-        local_steps.save(host, step)
+        save_all(host, step)
         path = pathlib.Path(disk.manifest_path(0, StepId(step, "0")))
         content = json.loads(path.read_bytes())
         content["version" if step == 4 else "step"] = 77
