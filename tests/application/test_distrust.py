@@ -14,7 +14,7 @@ from elastic_ckpt.core import topology
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.callbacks import Action, Finding
 from tests import runs
-from tests.multiprocess.stateless import Stateless
+from tests.multiprocess.callbacks import Stateless
 from tests.recorded_events import RecordedEvents
 
 DEVICES = 4

@@ -25,12 +25,21 @@ class CheckedRun:
       directory: in memory.
       num_machines: how many there are.
       stored_steps: how many steps storage keeps; None for all.
+      in_place: whether storage is as a bucket is.
       **tiers: see `Simulation.open`.
     """
 
-    def __init__(self, directory, *, num_machines=4, stored_steps=None, **tiers):
+    def __init__(
+        self,
+        directory,
+        *,
+        num_machines=4,
+        stored_steps=None,
+        in_place=False,
+        **tiers,
+    ):
         self.sim = simulated_world.Simulation(
-            pathlib.Path(directory), num_machines=num_machines
+            pathlib.Path(directory), num_machines=num_machines, in_place=in_place
         )
         self.model = Model(stored_steps=stored_steps)
         self._tiers = tiers

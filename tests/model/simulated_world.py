@@ -31,6 +31,7 @@ import pathlib
 import shutil
 import traceback
 from concurrent import futures
+from unittest import mock
 
 import numpy as np
 from absl import logging
@@ -53,6 +54,7 @@ from elastic_ckpt.core import (
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import choices, run_identity, source
 from elastic_ckpt.tiers.peers import agent, agent_tree, network
+from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.ram import file_repair, machine
 
 RUN = "run"
@@ -595,6 +597,7 @@ class Simulation:
     Args:
       directory: in memory.
       num_machines: how many there are.
+      in_place: whether storage commits a step by a file, as a bucket does.
 
     Attributes:
       files: counts changes, and ends hosts.
@@ -608,7 +611,8 @@ class Simulation:
       order: returns the order in which hosts run a call.
     """
 
-    def __init__(self, directory, *, num_machines=4):
+    def __init__(self, directory, *, num_machines=4, in_place=False):
+        self._in_place = in_place
         self.files = Files()
         self.threads = ScriptedThreads()
         self.clock = VirtualClock()
@@ -629,6 +633,15 @@ class Simulation:
         self._resources.enter_context(storage.watched(self.files))
         self._resources.enter_context(background.made_by(self.threads))
         self._resources.enter_context(clock.replaced(self.clock))
+        if self._in_place:
+            in_place = mock.patch.object(
+                persistent_root.PersistentRoot,
+                "from_path",
+                lambda path: persistent_root.PersistentRoot(
+                    path=storage.absolute(path), in_place=True
+                ),
+            )
+            self._resources.enter_context(in_place)
         self._resources.callback(logging.set_verbosity, logging.get_verbosity())
         # Thousands of histories fail on purpose.
         logging.set_verbosity(logging.FATAL)

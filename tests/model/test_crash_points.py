@@ -34,6 +34,11 @@ HISTORIES = {
         {"store_every": 1, "stored_steps": 1},
     ),
 }
+HISTORIES |= {
+    f"{name}, in place": (*history, {**tiers, "in_place": True})
+    for name, (*history, tiers) in HISTORIES.items()
+    if name in ("back up", "clean", "retention")
+}
 
 
 def _sampled(fast):
@@ -94,7 +99,9 @@ def crash_at(name, victims, number, *, torn):
         yield run
 
 
-@pytest.mark.parametrize(("name", "victims"), _sampled({"save", "overwrite"}))
+@pytest.mark.parametrize(
+    ("name", "victims"), _sampled({"save", "overwrite", "back up, in place"})
+)
 def test_a_crash_at_any_change_loses_nothing_that_is_sure(name, victims):
     for number in range(1, num_changes(*HISTORIES[name]) + 1):
         with crash_at(name, victims, number, torn=bool(number % 2)) as run:

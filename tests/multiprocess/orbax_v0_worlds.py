@@ -18,7 +18,7 @@ from elastic_ckpt.core import topology
 from elastic_ckpt.data import sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.integrations import orbax_v0_steps
-from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, upload
+from elastic_ckpt.tiers.persistent import ocdbt, upload
 from tests import pipelines
 from tests.multiprocess import tier_worlds
 
@@ -26,10 +26,7 @@ NUM_SHARDS = 12
 SIZE = 24
 # A host is killed before or after it calls a function of this holder and name.
 POINTS = {
-    "before its values are written": (ocdbt, "write", True),
     "before its manifest is written": (upload.Upload, "finish", True),
-    "before the stores are merged": (ocdbt, "merge", True),
-    "before Orbax's files are listed": (orbax_digests, "add", True),
     "before the commit": (orbax_v0_steps, "add_tree", False),
 }
 

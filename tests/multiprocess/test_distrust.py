@@ -9,7 +9,7 @@ import pytest
 import elastic_ckpt as ec
 from elastic_ckpt.training import step_log
 from tests import runs
-from tests.multiprocess import poisoned, test_elastic_run
+from tests.multiprocess import callbacks, test_elastic_run
 from tests.multiprocess.test_elastic_run import ram  # noqa: F401
 
 STEPS = 16
@@ -51,7 +51,7 @@ def test_the_hosts_of_a_run_go_back_to_storage_together_and_repeat_its_rows(
         corpus,
         f"{ram}/disturbed",
         faults=[{"kill_host": 1, "at_step": 11}],
-        training_callbacks=f"{poisoned.__name__}:callbacks",
+        training_callbacks=callbacks.named(callbacks.poisoned),
     )
     (event,) = runs.events(run, "restore_distrusted")
     assert (event["step"], event["restored_step"]) == (11, 10)

@@ -32,28 +32,6 @@ def partitioned(tmp_path, corpus):
 
 @pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
-def test_a_leader_without_enough_slices_is_replaced_and_later_taken_in_again(
-    partitioned,
-):
-    network, machines = partitioned(3, elastic_min_slice_count=2)
-    machines.train_on([0, 1, 2])
-    network.join([[0], [1, 2]])
-    machines.train_on([1, 2])
-    network.join([[0, 1, 2]])
-    machines.train_on([0, 1, 2])
-    machines.stop()
-    assert machines.leaders()[-2:] == [0, 1]
-    # No world began with the first step again.
-    starts = [attempt.start_step for attempt in step_log.read(machines.run)]
-    assert starts[0] == 0
-    assert all(starts[1:])
-    restored = runs.events(machines.run, "restored_from")
-    assert all(each["persistent_bytes"] == 0 for each in restored)
-    assert "PASSED" in runs.verb("audit", machines.run)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
 def test_nothing_counts_that_a_leader_writes_while_it_is_cut_off(partitioned):
     # The other machine is a spare, so that no step of the leader needs the network.
     network, machines = partitioned(2, elastic_max_slice_count=1)

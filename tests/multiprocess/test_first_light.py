@@ -9,7 +9,6 @@ import pytest
 
 from elastic_ckpt.core import append_log, metrics
 from tests import runs
-from tests.multiprocess import outer_launcher
 
 # The same float32 sums in another order: over hosts, devices and rows of a batch. Over
 # the 120 steps of the README's demo the largest relative difference was 9e-7.
@@ -91,40 +90,6 @@ def test_losses_are_those_of_the_one_host_run(resized, one_host):
     assert losses[0][-1] < losses[0][0] - 1
 
 
-def test_inspect_shows_arrays_and_data_of_every_step(resized):
-    run, _ = resized
-    content = json.loads(runs.verb("inspect", run, "--json"))
-    steps = {step["step"]: step for step in content["steps"]}
-    assert list(steps) == [4, 8, 12, 16, 20, 24, 28, 32, 36]
-    assert content["interrupted"] == []
-    for number, step in steps.items():
-        assert step["data"]["position"] == {"global_next_index": 8 * number}
-        leaves = {leaf["path"]: leaf for leaf in step["state"]}
-        assert leaves["params/mlp_in"]["shape"] == [1, 16, 64]
-        assert leaves["params/mlp_in"]["dtype"] == "float32"
-        assert leaves["params/mlp_in"]["num_bytes"] == 4 * 16 * 64
-        assert step["num_bytes"] == sum(leaf["num_bytes"] for leaf in step["state"])
-    sharding = {
-        step: next(
-            leaf["sharding"]
-            for leaf in steps[step]["state"]
-            if leaf["path"] == "params/mlp_in"
-        )
-        for step in (12, 24)
-    }
-    assert sharding == {
-        12: "[-, -, fsdp] over slice=2, fsdp=2",
-        24: "[whole] over slice=2, fsdp=1",
-    }
-    text = runs.verb("inspect", run)
-    assert "9 steps in storage: 4, 8, 12, 16, 20, 24, 28, 32, 36\n" in text
-    assert "configuration: digest " in text
-    assert "  data   its own files, version 1, " in text
-    assert "step 32" not in text
-    assert "params/mlp_in" not in text
-    assert '"global_next_index": 288' in text
-
-
 def test_every_host_leaves_its_metrics_of_every_start(resized):
     run, _ = resized
     # Three saves a start; the second and the third start restore.
@@ -138,18 +103,6 @@ def test_every_host_leaves_its_metrics_of_every_start(resized):
     files = {path.stem for path in (run / "metrics").iterdir()}
     # The supervisor has a file beside those of its hosts.
     assert files == {"run", *(f"host-{host:05d}" for host in range(4))}
-
-
-@pytest.mark.slow
-def test_the_same_program_runs_under_an_outer_launcher(tmp_path, corpus):
-    # The variables of `srun --ntasks=2` on one node; JAX itself detects Slurm.
-    config = runs.write_config(tmp_path, corpus, hosts=7)
-    with outer_launcher.tasks(config) as tasks:
-        outputs = [task.communicate(timeout=1800) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
-    assert "to step 12 on 2 hosts, 1 slice, 2 devices" in outputs[0][0]
-    assert "step" not in outputs[1][0]
-    assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
 
 
 @pytest.mark.slow

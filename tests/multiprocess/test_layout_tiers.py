@@ -13,10 +13,19 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.universal.rules.layout import Layout
 from tests.multiprocess import machines, tier_worlds
 from tests.multiprocess.test_elastic_ram import on, read_bytes, reasons, saved
-from tests.multiprocess.test_step_layouts import LAYOUT
-from tests.multiprocess.test_tier_tools import flip
 
 STEP = 4
+LAYOUT = Layout.parse("""
+version: 1
+rules:
+  - from: {"w": "x y"}
+    to: {"matrix": "y x"}
+  - from: {"m": "a b c"}
+    to: {"m": "b (c a)"}
+  - from: {"b": "dim"}
+    to: {"vectors/b": "1 dim"}
+drop: ["scale"]
+""")
 NUM_BYTES = 4 * (48 * 40 + 240 + 24 * 10 * 4)
 
 
@@ -26,23 +35,27 @@ def ram():
         yield started
 
 
-def load(checkpointer, mesh, *, expected_step=STEP):
-    """Loads the newest step transposed, beside its data, and compares each bit."""
+def wanted(mesh, step):
+    """The values of a step transposed, and how they are wanted on a mesh."""
     sharding = NamedSharding(mesh, PartitionSpec(None, ("slice", "fsdp")))
-    values = functools.partial(tier_worlds.values, step=expected_step)
+    values = functools.partial(tier_worlds.values, step=step)
     expected = {
         "matrix": values("w").T,
         "m": values("m").transpose(1, 2, 0).reshape(10, 96),
         "vectors": {"b": values("b")[None]},
     }
-    abstract = jax.tree.map(
+    return expected, jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
         expected,
     )
+
+
+def load(checkpointer, mesh, *, expected_step=STEP):
+    """Loads the newest step transposed, beside its data, and compares each bit."""
+    expected, abstract = wanted(mesh, expected_step)
     data = tier_worlds.Counter()
-    layout = Layout.parse(LAYOUT.replace('"vectors/b": "dim"', '"vectors/b": "1 dim"'))
     loaded = checkpointer.load_checkpointables(
-        None, {"state": abstract, "data": data}, layout=layout
+        None, {"state": abstract, "data": data}, layout=LAYOUT
     )
     assert (checkpointer.latest.step, data.step) == (expected_step, expected_step)
     for array, whole in zip(
@@ -57,7 +70,10 @@ def flip_first_box(ram, number, step):
     """Flips a bit of the first box of a matrix in the RAM of a machine."""
     (directory,) = pathlib.Path(ram.directory(number)).glob(f"hosts/0/{step}-*")
     files = (directory / "state/w/c").glob("*/*")
-    flip(min(each for each in files if each.is_file()))
+    path = min(each for each in files if each.is_file())
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 8
+    path.write_bytes(content)
 
 
 def restored(events):
@@ -71,7 +87,7 @@ def test_ram_alone_is_enough_on_any_number_of_hosts(ram, tmp_path):
     options = {"persistent": str(steps), "copies": 1}
     on(ram, range(3), saved([STEP], sharded=True), tmp_path, **options)
     shutil.rmtree(steps / str(STEP))
-    for num_hosts in (3, 1, 2, 4):
+    for num_hosts in (3, 1, 4):
         events = on(ram, range(num_hosts), load, tmp_path, **options)
         read = read_bytes(events)
         assert not reasons(events, "step_passed_over")
@@ -79,15 +95,6 @@ def test_ram_alone_is_enough_on_any_number_of_hosts(ram, tmp_path):
         assert read["local"] >= NUM_BYTES // 3
         # The columns of a matrix lie in the boxes of all hosts.
         assert read["close"] > 0
-
-
-@pytest.mark.slow(minutes=0.3)
-def test_a_host_that_lost_its_ram_reads_the_copies_of_its_peers(ram, tmp_path):
-    on(ram, range(3), saved([STEP], sharded=True), tmp_path)
-    ram.lose(1)
-    events = on(ram, range(3), load, tmp_path)
-    assert not reasons(events, "step_passed_over")
-    assert restored(events)["bad_copies"] == 0
 
 
 @pytest.mark.slow(minutes=0.4)
@@ -105,18 +112,6 @@ def test_a_flipped_bit_in_ram_is_replaced_from_a_peer_or_storage(ram, tmp_path, 
     assert (event["persistent_bytes"] > 0) == (not copies)
     event = restored(on(ram, range(2), load, tmp_path, **options))
     assert (event["bad_copies"], event["persistent_bytes"]) == (0, 0)
-
-
-@pytest.mark.slow(minutes=0.4)
-def test_storage_alone_is_enough_on_another_number_of_hosts(ram, tmp_path):
-    options = {"persistent": str(tmp_path / "steps")}
-    on(ram, range(2), saved([STEP], sharded=True), tmp_path, **options)
-    for number in range(2):
-        ram.lose(number)
-    events = on(ram, range(3), load, tmp_path, **options)
-    read = read_bytes(events)
-    assert read["persistent"] >= NUM_BYTES
-    assert read["local"] == read["close"] == read["distant"] == 0
 
 
 @pytest.mark.slow(minutes=0.3)

@@ -11,13 +11,7 @@ from elastic_ckpt.core import errors
 from tests import runs
 from tests.multiprocess import orbax_v0_worlds
 
-CASES = [
-    ("before its values are written", 1),
-    ("before its manifest is written", 3),
-    ("before the stores are merged", 0),
-    ("before Orbax's files are listed", 0),
-    ("before the commit", 0),
-]
+CASES = [("before its manifest is written", 3), ("before the commit", 0)]
 
 
 def expected(num_batches):
@@ -31,21 +25,21 @@ def expected(num_batches):
 
 
 @pytest.mark.slow(minutes=2)
-def test_four_hosts_save_and_two_and_one_continue_with_the_batches_of_one_host(
+def test_four_hosts_save_and_two_and_four_continue_with_the_batches_of_one_host(
     tmp_path,
 ):
     log, path = tmp_path / "batches", tmp_path / "steps"
-    for num_hosts, last in [(4, 4), (2, 6), (1, 8), (4, 10)]:
+    for num_hosts, last in [(4, 4), (2, 6), (4, 8)]:
         work = functools.partial(orbax_v0_worlds.train, last=last, log=str(log))
         orbax_v0_worlds.run(
             work, num_hosts=num_hosts, path=str(path), logs=tmp_path / "logs"
         )
-    assert log.read_text().splitlines() == expected(10)
+    assert log.read_text().splitlines() == expected(8)
     report = runs.verb("verify", path)
     assert "PASSED" in report, report
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow(minutes=0.6)
 @pytest.mark.parametrize(("point", "victim"), CASES)
 def test_a_host_that_is_killed_in_a_save_leaves_the_step_before(
     point, victim, tmp_path

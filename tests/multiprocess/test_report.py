@@ -7,7 +7,7 @@ import pytest
 
 from elastic_ckpt.core import append_log
 from tests import browser, corpora, runs, shared_memory
-from tests.multiprocess import held
+from tests.multiprocess import callbacks
 
 # Each plot's title, its size on the page, and those of what it draws.
 PLOTS = """
@@ -59,7 +59,7 @@ def run(tmp_path_factory):
             local_checkpoint_period=4,
             multi_tier_checkpointing_backup_interval_steps=8,
             faults=[{"kill_slice": 1, "at_step": 22}],
-            training_callbacks=f"{held.__name__}:callbacks",
+            training_callbacks=callbacks.named(callbacks.held),
         )
         ended = runs.cli("train", config)
         assert ended.returncode == 0, ended.stdout + ended.stderr

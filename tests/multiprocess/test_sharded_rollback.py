@@ -7,10 +7,10 @@ import pytest
 from elastic_ckpt.training import step_log
 from tests import runs
 from tests.faults.test_killed_mixture import NUM_SHARDS, mixture  # noqa: F401
-from tests.multiprocess import planted, test_divergence
+from tests.multiprocess import callbacks, test_divergence
 
 # The step that it goes back to, and those that it has read by then.
-TO, READ = 8, planted.STEP + 1
+TO, READ = 8, callbacks.PLANTED_STEP + 1
 
 
 def configured(directory, mixture, **settings):  # noqa: F811
@@ -26,7 +26,7 @@ def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
     mixture,  # noqa: F811
     tmp_path,
 ):
-    name = f"{planted.__name__}:callbacks"
+    name = callbacks.named(callbacks.planted)
     config = configured(tmp_path / "back", mixture, training_callbacks=name)
     for hosts, steps, colocated in ((4, 10, True), (3, 14, False), (6, 16, True)):
         test_divergence.trained(

@@ -9,7 +9,7 @@ import pytest
 
 from tests import runs, shared_memory
 from tests.deploy import fake_slurm
-from tests.multiprocess import outer_launcher
+from tests.multiprocess import callbacks, outer_launcher
 
 
 def start(config, *settings, leads_group=False):
@@ -85,7 +85,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus, hosts):
         tmp_path,
         corpus,
         checkpoint_period=1000,
-        training_callbacks="tests.multiprocess.stuck:callbacks",
+        training_callbacks=callbacks.named(callbacks.stuck),
     )
     output, at = "", "step "
     with start(config, f"hosts={hosts}", leads_group=True) as started:

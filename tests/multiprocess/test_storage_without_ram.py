@@ -14,8 +14,8 @@ def ram():
         yield started
 
 
-@pytest.mark.parametrize("sharded", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_each_value_is_uploaded_once_and_comes_back_elsewhere(ram, tmp_path, sharded):
+@pytest.mark.slow(minutes=0.1)
+def test_each_value_is_uploaded_once_and_comes_back_elsewhere(ram, tmp_path):
     def on(numbers, work, **options):
         ram.start_agents(numbers)
         return tier_worlds.run(
@@ -27,7 +27,7 @@ def test_each_value_is_uploaded_once_and_comes_back_elsewhere(ram, tmp_path, sha
             **options,
         )
 
-    saving = functools.partial(tier_worlds.save, steps=[1, 2], sharded=sharded)
+    saving = functools.partial(tier_worlds.save, steps=[1, 2], sharded=False)
     events = on(range(2), saving, limit_bytes=100)
     stored = [each for each in events if each["event"] == "backed_up"]
     assert [each["step"] for each in stored] == [1, 2]
@@ -36,5 +36,5 @@ def test_each_value_is_uploaded_once_and_comes_back_elsewhere(ram, tmp_path, sha
     assert stored[-1]["bytes"] == of_values + of_shards
     why = {each["why"] for each in events if each["event"] == "degraded"}
     assert all("it goes to storage without RAM" in each for each in why)
-    restoring = functools.partial(tier_worlds.restore, step=2, sharded=sharded)
+    restoring = functools.partial(tier_worlds.restore, step=2, sharded=False)
     on([2, 1, 3], restoring)

@@ -52,23 +52,6 @@ def test_a_run_whose_ram_is_too_small_is_stored_all_the_same(config, tmp_path):
     assert "checkpoint 12 was due in storage" in runs.verb("audit", run, code=1)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.9)
-def test_a_run_goes_on_from_ram_on_half_of_its_hosts(config, tmp_path, ram):
-    train(config, "hosts=4", "steps=12")
-    output = train(config, "hosts=2", "steps=20")
-    assert "from step 12 to step 20 on 2 hosts" in output
-    run = tmp_path / "tiny"
-    (event,) = events(run, "restored_from")
-    assert (event["step"], event["persistent_bytes"], event["bad_copies"]) == (12, 0, 0)
-    assert [each["step"] for each in events(run, "backed_up")][-1] == 20
-    assert "PASSED" in runs.verb("audit", run)
-    # Without the RAM there is the backup.
-    shutil.rmtree(os.path.join(ram, "tiny"))
-    assert "from persistent storage" in train(config, "hosts=2", "steps=22")
-    assert "PASSED" in runs.verb("audit", run)
-
-
 @pytest.mark.slow(minutes=0.9)
 def test_a_run_that_is_killed_goes_on_from_what_its_processes_left_in_ram(
     config, tmp_path

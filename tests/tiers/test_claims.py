@@ -1,11 +1,5 @@
 """Each world of a run belongs to one start: the first that creates its record."""
 
-import itertools
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from elastic_ckpt.core import errors, storage
@@ -57,12 +51,6 @@ def test_a_start_claims_each_of_its_worlds(tmp_path):
     assert claim(tmp_path, "95", B).number == 3
 
 
-def test_a_start_whose_search_was_before_another_claim_has_lost(tmp_path):
-    claim(tmp_path, "8", B)
-    with pytest.raises(errors.ReplacedError, match="b, has continued it as world 1"):
-        claim(tmp_path, "8", A)
-
-
 def test_one_of_two_simultaneous_claims_wins(tmp_path, monkeypatch):
     create = storage.create
 
@@ -86,53 +74,6 @@ def test_a_client_that_repeats_its_request_has_claimed_the_world(tmp_path, monke
 
     monkeypatch.setattr(storage, "create", twice)
     assert claim(tmp_path, "8") == claims.newest(tmp_path)
-
-
-CLAIMANT = """
-import sys
-from elastic_ckpt.core import errors
-from elastic_ckpt.steps import line
-from elastic_ckpt.tiers.persistent import claims
-print("ready", flush=True)
-sys.stdin.readline()
-won = []
-for number in range(1, 17):
-    of = line.Line(save=f"{number:03}{sys.argv[2]}", parents=())
-    try:
-        me = claims.Claimant(name=sys.argv[2])
-        won.append(claims.claim(sys.argv[1], of, run="tiny", claimant=me).number)
-    except errors.ReplacedError:
-        pass
-print(won)
-"""
-
-
-def test_of_processes_that_race_for_worlds_each_world_has_one_winner(tmp_path):
-    racing = [
-        subprocess.Popen(
-            [sys.executable, "-c", CLAIMANT, tmp_path, name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in "abc"
-    ]
-    for each in racing:
-        assert each.stdout.readline() == "ready\n"
-    won = [json.loads(each.communicate("go\n")[0]) for each in racing]
-    numbers = sorted(itertools.chain.from_iterable(won))
-    assert numbers == list(range(1, len(numbers) + 1))
-    records = os.listdir(tmp_path / claims.DIRECTORY)
-    assert sorted(records) == sorted(f"{number}.json" for number in numbers)
-    saves = []
-    for number in numbers:
-        record = json.loads(
-            (tmp_path / claims.DIRECTORY / f"{number}.json").read_text()
-        )
-        assert number in won["abc".index(record["claimant"])]
-        saves.append(record["save"])
-    # Readers take the newest save for the newest world.
-    assert saves == sorted(set(saves))
 
 
 def test_a_damaged_claim_is_an_error_that_names_it(tmp_path):

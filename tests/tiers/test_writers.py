@@ -50,17 +50,6 @@ def test_a_new_world_removes_the_uploads_of_older_ones_alone(root, world):
     uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 3)
 
 
-def test_nothing_is_removed_while_another_world_writes(root, world):
-    other = writers.WritingWorld(root, run=uploaded.RUN)
-    other.be_present()
-    upload(root, 4, OLD)
-    assert world.discard_dead(before=NOW) == []
-    assert left(root) == [4]
-    other.close()
-    assert len(world.discard_dead(before=NOW)) == 1
-    assert left(root) == []
-
-
 # A program that joins, prints a line, and waits.
 WRITER = (
     "import signal, sys\n"
@@ -79,16 +68,6 @@ def test_a_world_that_was_killed_writes_no_more(root, world):
         assert world.discard_dead(before=NOW) == []
         writer.kill()
     assert len(world.discard_dead(before=NOW)) == 1
-
-
-def test_a_step_whose_removal_was_cut_short_goes(tmp_path):
-    root = persistent_root.PersistentRoot.from_path(tmp_path)
-    upload(root, 4, OLD, commit=True)
-    root.uncommit(4)
-    world = writers.WritingWorld(root, run=uploaded.RUN)
-    world.discard_dead(before=OLD)
-    world.close()
-    assert left(root) == []
 
 
 def test_what_another_run_or_orbax_is_writing_stays(root, world):
