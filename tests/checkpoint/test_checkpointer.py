@@ -13,9 +13,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-import elastic_ckpt as ec
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import schedule, summary
 from elastic_ckpt.core import clock, errors, events
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.peers import agent
@@ -129,18 +127,6 @@ def test_a_step_comes_back_bit_equal_under_another_sharding(make):
     assert event["persistent_bytes"] == event["bad_copies"] == 0
 
 
-def test_saved_values_are_those_of_the_call(make):
-    checkpointer = make()
-    tree = {"w": jnp.arange(1024.0)}
-    step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
-    response = checkpointer.save_async(1, tree)
-    for _ in range(3):
-        tree = step(tree)
-    assert response.result()
-    restored = checkpointer.load(1, {"w": jnp.zeros(1024)})
-    assert bits(restored) == bits({"w": jnp.arange(1024.0)})
-
-
 def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
     checkpointer = make(storage(tmp_path, every=4), every=3)
     due = [step for step in range(1, 13) if checkpointer.should_save(step)]
@@ -149,23 +135,6 @@ def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
     assert checkpointer.save_async(2, {"n": 1}, force=True).result()
     assert not checkpointer.should_save(1)
     assert checkpointer.save_async(1, {"n": 1}, force=True) is None
-
-
-@pytest.mark.parametrize("has_ram", [True, False])
-def test_a_backup_that_is_due_is_made_at_the_first_step_that_is_saved(
-    make, tmp_path, has_ram
-):
-    if has_ram:
-        checkpointer = make(storage(tmp_path, every=6), every=4)
-    else:
-        checkpointer = ec.Checkpointer([ec.Persistent(tmp_path / "steps", every=6)])
-    with checkpointer:
-        # The loop saves no other step, as MaxText with its local_checkpoint_period.
-        for step in range(4, 41, 4):
-            checkpointer.save(step, {"n": step})
-            checkpointer.wait()
-    stored = [8, 12, 20, 24, 32, 36]
-    assert sorted(map(int, summary.steps(tmp_path / "steps"))) == stored
 
 
 def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
@@ -204,48 +173,6 @@ def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path, tiers):
         assert stored.steps() == ([1, 3] if step == 3 else [1])
 
 
-def test_without_ram_minutes_are_counted_from_the_begin_of_a_save(
-    tmp_path, monkeypatch
-):
-    begun = []
-    monkeypatch.setattr(
-        schedule.BackupClock, "begin_again", lambda clock: begun.append(clock)
-    )
-    stored = Persistent(tmp_path / "steps", every_minutes=60)
-    with frontend.Checkpointer([stored], run="run") as checkpointer:
-        response = checkpointer.save_async(1, state(1), force=True)
-        (clock,) = [each for each in begun if each.every_secs == 3600]
-        assert response.result()
-    # Not once more when its upload has ended.
-    assert begun.count(clock) == 1
-
-
-def test_a_forced_save_is_backed_up_before_close_returns(make, tmp_path):
-    checkpointer = make(storage(tmp_path, every=100))
-    checkpointer.save_async(7, state(7), force=True)
-    checkpointer.close()
-    assert ocp.training.Checkpointer(tmp_path / "steps").latest.step == 7
-
-
-def test_orbax_alone_loads_what_was_backed_up(make, tmp_path):
-    checkpointer = make(storage(tmp_path))
-    checkpointer.save_checkpointables(
-        2,
-        {"state": state(2), "data": Counter(4)},
-        metrics={"loss": 0.5},
-        custom_metadata={"note": "x"},
-    )
-    checkpointer.close()
-    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
-        assert stock.latest.step == 2
-        assert stock.latest.metrics == {"loss": 0.5}
-        other = abstract(state(0, PartitionSpec("b")))
-        restored = stock.load_checkpointables(2, {"state": other})["state"]
-        assert bits(restored) == bits(state(2))
-        metadata = stock.checkpointables_metadata(2)
-        assert metadata.custom_metadata == {"note": "x"}
-
-
 def test_thousands_of_small_leaves_are_backed_up_in_a_few_commits(make, tmp_path):
     tree = {f"{n:04d}": np.full(3, n, np.float32) for n in range(1000)}
     checkpointer = make(storage(tmp_path))
@@ -260,22 +187,6 @@ def test_thousands_of_small_leaves_are_backed_up_in_a_few_commits(make, tmp_path
     assert {name: values.tobytes() for name, values in loaded.items()} == {
         name: values.tobytes() for name, values in tree.items()
     }
-
-
-def test_without_ram_a_step_is_restored_from_storage(make, tmp_path):
-    checkpointer = make(storage(tmp_path))
-    parts = {"state": state(2), "data": Counter(4)}
-    checkpointer.save_checkpointables(2, parts)
-    checkpointer.close()
-    counter, recorded = Counter(), RecordedEvents()
-    restored = make(
-        storage(tmp_path), local="other", emit=recorded
-    ).load_checkpointables(None, {"state": abstract(state(0)), "data": counter})
-    assert bits(restored["state"]) == bits(state(2))
-    assert counter.count == 4
-    (event,) = recorded.named("restored_from")
-    assert event["local_bytes"] == 0
-    assert event["persistent_bytes"] > 0
 
 
 def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
@@ -312,65 +223,6 @@ def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
         checkpointer.metadata(checkpointable_name="opt")
 
 
-def test_of_nothing_nothing_is_told(make):
-    with pytest.raises(errors.CheckpointError, match="has no checkpoints yet"):
-        make().metadata()
-
-
-# Orbax warns about loads without a sharding.
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_what_a_step_of_orbax_alone_holds_is_told_too(make, tmp_path):
-    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
-        stock.save(9, {"w": jnp.arange(4.0)})
-    checkpointer = make(storage(tmp_path))
-    assert checkpointer.metadata().metadata["w"].shape == (4,)
-    assert bits(checkpointer.load()) == bits({"w": jnp.arange(4.0)})
-
-
-def test_a_part_is_restored_alone_only_if_that_is_said(make):
-    checkpointer = make()
-    checkpointer.save(1, state(1))
-    part = {"params": {"w": abstract(state(0))["params"]["w"]}}
-    with pytest.raises(errors.CheckpointError, match="state/n: saved"):
-        checkpointer.load(1, part)
-    restored = checkpointer.load(1, part, partial=True)
-    assert bits(restored) == bits({"params": {"w": state(1)["params"]["w"]}})
-
-
-def test_an_older_step_can_be_asked_for_and_one_that_is_not_there_is_named(
-    make, tmp_path
-):
-    checkpointer = make(storage(tmp_path, every=1))
-    for step in (1, 2):
-        checkpointer.save(step, state(step))
-        checkpointer.wait()
-    assert bits(checkpointer.load(1, abstract(state(0)))) == bits(state(1))
-    with pytest.raises(errors.CheckpointError, match="restore it with step=2"):
-        checkpointer.load(3, abstract(state(0)))
-
-
-def test_a_step_of_another_model_is_an_error_and_no_older_one_is_taken(make):
-    checkpointer = make()
-    checkpointer.save(1, {"w": jnp.zeros(4)})
-    with pytest.raises(
-        errors.CheckpointError, match="is a checkpoint of another model"
-    ):
-        checkpointer.load(None, {"w": jnp.zeros(5)})
-    with pytest.raises(errors.CheckpointError, match="contains no "):
-        checkpointer.load_checkpointables(None, {"data": Counter()})
-
-
-def test_what_was_saved_after_a_restore_is_not_mixed_with_what_was_before(make):
-    checkpointer = make(keep=ocp.training.preservation_policies.PreserveAll())
-    for step in (1, 2, 3):
-        checkpointer.save(step, {"w": jnp.full(4, step)})
-    checkpointer.load(1, {"w": jnp.zeros(4, jnp.int32)}, go_back=True)
-    assert checkpointer.latest.step == 1
-    assert checkpointer.save(2, {"w": jnp.full(4, 20)})
-    restored = checkpointer.load(2, {"w": jnp.zeros(4, jnp.int32)})
-    assert restored["w"].tolist() == [20] * 4
-
-
 def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
     recorded = RecordedEvents()
     checkpointer = make(limit_bytes=300_000, emit=recorded)
@@ -383,37 +235,6 @@ def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
     assert (event["tier"], event["step"]) == ("local", 2)
     assert "limit 300000 bytes" in event["why"]
     assert checkpointer.latest.step == 3
-
-
-def test_a_deleted_step_is_gone_from_every_tier(make, tmp_path):
-    checkpointer = make(storage(tmp_path))
-    for step in (1, 2):
-        checkpointer.save(step, {"n": step})
-        checkpointer.wait()
-    assert checkpointer.delete(checkpointer.latest)
-    assert checkpointer.latest.step == 1
-    assert checkpointer.load(None, {"n": 0}) == {"n": 1}
-    assert not checkpointer.delete(2, missing_ok=True)
-    with pytest.raises(errors.CheckpointError, match="step 2 is not in any tier"):
-        checkpointer.delete(2)
-    assert checkpointer.save(2, {"n": 20})
-
-
-def test_a_step_that_somebody_else_backed_up_is_found_by_looking_again(make, tmp_path):
-    checkpointer = make(storage(tmp_path))
-    assert checkpointer.latest is None
-    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
-        stock.save_checkpointables(4, {"state": {"n": jnp.ones(1)}})
-    assert checkpointer.latest is None
-    checkpointer.reload()
-    assert checkpointer.latest.step == 4
-
-
-def test_a_leaf_that_cannot_be_saved_is_an_error_of_the_call(make):
-    checkpointer = make()
-    with pytest.raises(errors.CheckpointError, match="state/name"):
-        checkpointer.save(1, {"name": object()})
-    assert checkpointer.save(1, {"w": 1})
 
 
 def test_what_is_in_ram_is_its_owners_alone(make):

@@ -49,21 +49,6 @@ def test_the_state_is_that_of_the_call_and_not_of_the_writing(tmp_path):
     assert other.count == 3
 
 
-def test_it_works_inside_of_a_running_event_loop(tmp_path):
-    async def inside():
-        component_io.begin_save({"c": Counter(5)}, lambda _: epath.Path(tmp_path))()
-
-    asyncio.run(inside())
-    assert (tmp_path / "sub" / "count").read_text() == "5"
-
-
-def test_an_error_of_the_writing_is_raised_by_it(tmp_path):
-    failing = {"c": Counter(error=OSError("full")), "d": Counter()}
-    write = component_io.begin_save(failing, lambda name: _made(tmp_path / name))
-    with pytest.raises(OSError, match="full"):
-        write()
-
-
 def test_the_components_that_hang_are_named(tmp_path):
     class Slow(Counter):
         save_timeout_secs = 0.1

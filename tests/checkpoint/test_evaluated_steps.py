@@ -12,7 +12,7 @@ from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.persistent import evaluations, leases
+from elastic_ckpt.tiers.persistent import evaluations
 from tests.checkpoint.test_tier_retention import in_ram, opened, stored
 from tests.tiers import tiered_steps
 
@@ -203,26 +203,6 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
     assert set_aside(tmp_path) == [2, 4]
     assert in_ram(tmp_path) == [6, 10]
     run.close()
-
-
-def test_a_step_that_is_read_is_not_removed_until_then(tmp_path):
-    with opened(tmp_path, keep=policies.LatestN(1)) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-        with ec.lease(tmp_path / "steps" / "1") as path:
-            tiered_steps.save(checkpointer, 2, 3)
-            assert stored(tmp_path) == [1, 3]
-            assert ocp.load_checkpointables(path, {"state": None})
-        tiered_steps.save(checkpointer, 4)
-        assert stored(tmp_path) == [4]
-        followed = ec.watch_steps(tmp_path / "steps", timeout_secs=0)
-        assert next(followed).step == 4
-        tiered_steps.save(checkpointer, 5)
-        assert stored(tmp_path) == [4, 5]
-        assert [each.step for each in followed] == [5]
-        tiered_steps.save(checkpointer, 6)
-        assert stored(tmp_path) == [6]
-        leases_left = list((tmp_path / "steps" / leases.DIRECTORY).iterdir())
-        assert leases_left == []
 
 
 def test_watching_ends_in_time_and_warns_of_a_directory_that_is_missing(

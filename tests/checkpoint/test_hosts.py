@@ -7,7 +7,6 @@ import threading
 import types
 from concurrent import futures
 
-import jax
 import numpy as np
 import pytest
 from elastic_ckpt_sidecar import remote_hosts
@@ -19,7 +18,6 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
-from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import checked_json, events, storage
 from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.step_id import StepId
@@ -117,12 +115,6 @@ def test_answers_of_all_hosts_come_in_their_order(drive):
     assert same(shared) == [readiness] * len(shared)
 
 
-def test_the_first_host_alone_answers(drive):
-    drive(join)
-    save = same(drive(lambda driver: driver.first(HostWorld.new_save, "1" * 20)))
-    assert save > "1" * 20
-
-
 @pytest.mark.parametrize(("call", "failed"), [("all", [0, 1]), ("first", [0])])
 def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive, call, failed):
     drive(join)
@@ -144,37 +136,6 @@ def test_a_bug_reaches_each_driver_as_a_failure(drive):
             driver.first(StepSearch.complete_steps)
 
     drive(fail)
-
-
-def test_what_is_captured_and_committed_is_found_and_read(drive):
-    trees = {"state": {"n": np.arange(6.0)}}
-    one = {"step_id": StepId(1, "5")}
-
-    def save(driver):
-        driver.capture(**one, trees=trees)
-        written = driver.all(HostSaver.write, **one, components=(), problem=None)
-        driver.all(HostSaver.commit, WrittenStep(**one, parts={}, notes=NOTES))
-        return [each.files for each in written]
-
-    def load(driver):
-        step = driver.first(StepSearch.find).checkpoint
-        driver.all(HostReader.open_step, step.step_id)
-        paths = [leaf.path for leaf in driver.opened().leaves]
-        with pytest.raises(HostsFailedError, match=r"contains no \['data'\]"):
-            driver.check(trees, ["data"], {})
-        driver.check(trees, [], {})
-        driver.read()
-        restored = driver.arrays(trees)
-        driver.all(HostReader.close_step)
-        return step, paths, restored
-
-    drive(join)
-    assert same(drive(save)) == [{}] * NUM_HOSTS
-    for step, paths, restored in drive(load):
-        assert (step.step, step.save) == (1, "5")
-        assert paths == ["state/n"]
-        assert jax.tree.structure(restored) == jax.tree.structure(trees)
-        np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
 
 
 @pytest.mark.parametrize("lost", [False, True])

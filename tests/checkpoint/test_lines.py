@@ -1,12 +1,14 @@
 """Runs that go back to an older step, or save one anew: which saves count then."""
 
 import contextlib
-import errno
 import os
+import pathlib
 import shutil
 
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import run_world
@@ -14,6 +16,8 @@ from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import claims, persistent_root
+from tests import shared_memory
+from tests.model import simulated_world, test_crash_points
 from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
@@ -89,52 +93,118 @@ def value(state):
     return number
 
 
+class Lines:
+    """A run in the simulation of `tests/model`, and the line of saves that counts.
+
+    Attributes:
+      line: the steps that count, each with the seed of its state.
+    """
+
+    def __init__(self, sim, store_every):
+        self._sim = sim
+        self._options = {"store_every": store_every}
+        self._seed = 0
+        self.line = []
+        self._stored = set()
+        # How many steps of the line the next save goes on from.
+        self._number = 0
+        sim.open((0, 1), **self._options)
+
+    def save(self, *, overwrite=False):
+        del self.line[self._number :]
+        step = self.line[-1][0] + 1 if self.line else 1
+        if overwrite and self.line:
+            step, _ = self.line.pop()
+        self._seed += 1
+        self.line.append((step, self._seed))
+        self._number = len(self.line)
+        self._sim.events.clear()
+        state = simulated_world.state_of(self._seed)
+        assert self._sim.world.save(step, state, overwrite=overwrite)
+        self._sim.world.wait()
+        if any(name == "backed_up" for name, _ in self._sim.events):
+            self._stored.add(self._seed)
+        # What stock Orbax finds, too.
+        root = persistent_root.PersistentRoot.from_path(self._sim.storage)
+        if self._seed in self._stored:
+            assert root.steps() == [s for s, seed in self.line if seed in self._stored]
+        self._check_list()
+
+    def go_back(self, number):
+        there = self._there()
+        save = there[number % len(there)]
+        self._check(save[0], save[1], go_back=True)
+        self._number = self.line.index(save) + 1
+
+    def begin_again(self, *, loses_memory):
+        self._sim.world.close()
+        if loses_memory:
+            for machine in (0, 1):
+                self._sim.evict(machine)
+            while self.line and self.line[-1][1] not in self._stored:
+                self.line.pop()
+        # A step that was loaded and not gone on from is forgotten.
+        self._number = len(self.line)
+        self._sim.open((0, 1), **self._options)
+        self._check_list()
+        if self.line:
+            self._check(None, self.line[-1][1])
+
+    def _there(self):
+        # The newest is in RAM.
+        newest = self.line[-1:]
+        return [each for each in self.line if each[1] in self._stored or each in newest]
+
+    def _check_list(self):
+        listed = [each.step for each in self._sim.world.checkpoints]
+        assert listed == [step for step, _ in self._there()]
+
+    def _check(self, step, seed, **options):
+        wanted = {"state": simulated_world.abstract()}
+        read = self._sim.world.load_checkpointables(step, wanted, **options)["state"]
+        for name, values in simulated_world.state_of(seed).items():
+            assert read[name].tobytes() == values.tobytes()
+
+
+ACTS = st.one_of(
+    st.sampled_from(["save", "save", "overwrite", "again", "memory is lost"]),
+    st.integers(0, 5),
+)
+
+
+@given(st.sampled_from([1, 2, 100]), st.lists(ACTS, max_size=8))
+def test_the_line_that_a_run_took_last_counts_and_no_other(store_every, acts):
+    with (
+        shared_memory.directory("lines") as directory,
+        simulated_world.Simulation(pathlib.Path(directory)) as sim,
+    ):
+        lines = Lines(sim, store_every)
+        for act in ["save"] * 3 + acts:
+            if act in ("save", "overwrite"):
+                lines.save(overwrite=act == "overwrite")
+            elif act in ("again", "memory is lost"):
+                lines.begin_again(loses_memory=act != "again")
+            elif lines.line:
+                lines.go_back(act)
+
+
+def test_a_run_that_is_killed_while_it_goes_back_has_one_line_without_memory_too():
+    history = test_crash_points.HISTORIES["go back"]
+    found = []
+    for number in range(1, test_crash_points.num_changes(*history) + 1, 6):
+        with test_crash_points.crash_at("go back", "all", number, torn=False) as run:
+            for machine in test_crash_points.WORLD:
+                run.evict(machine)
+            run.open(test_crash_points.WORLD)
+            found.append(run.head.step)
+    # The old line, then the new one: by its record alone, or by its first step.
+    assert {3, 1} <= {*found}
+    assert found == sorted(found, key=[3, 1, 2].index)
+
+
 @pytest.fixture
 def run(tmp_path):
     return Run(tmp_path)
-
-
-@pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("keep_in_ram", [None, ALL])
-def test_the_next_world_takes_the_new_line(run, stored, keep_in_ram):
-    options = {"stored": stored, "keep_in_ram": keep_in_ram}
-    with run.world(stored=stored, keep_in_ram=ALL) as opened:
-        run.save(opened, *range(1, 7), line=1)
-    with run.world(**options) as opened:
-        opened.load(4)
-        run.save(opened, 5, line=2)
-        assert opened.latest.step == 5
-    assert run.newest(**options) == (5, 205)
-    if stored:
-        assert run.stock()[-1] == (5, 205)
-        assert run.set_aside() == [5, 6]
-        run.lose_ram()
-        assert run.newest() == (5, 205)
-        assert run.steps() == [(1, 101), (2, 102), (3, 103), (4, 104), (5, 205)]
-
-
-@pytest.mark.parametrize("foreign", [False, True])
-def test_a_line_without_a_backup_outlasts_the_memory_of_all_hosts(run, foreign):
-    with run.world() as opened:
-        run.save(opened, *range(1, 7), line=1)
-    if foreign:
-        with ocp.training.Checkpointer(run.path / "steps") as stock:
-            stock.save(7, {"w": jnp.full(4, 107)})
-    with run.world(every=100) as opened:
-        opened.load(4)
-        run.save(opened, 5, line=2)
-    run.lose_ram()
-    # No step was moved, and all are found by name.
-    assert run.stock()[-1] == ((7, 107) if foreign else (6, 106))
-    assert run.newest() == (4, 104)
-    with run.world() as opened:
-        assert value(opened.load(6)) == 106
-    with run.world() as opened:
-        assert opened.latest.step == 4
-        run.save(opened, 5, line=3)
-    run.lose_ram()
-    assert run.stock()[-1] == (5, 305)
-    assert run.newest() == (5, 305)
 
 
 def test_the_record_of_a_line_that_was_damaged_is_named(run):
@@ -199,74 +269,6 @@ def test_saves_of_a_replaced_start_do_not_count(run, steps):
     assert run.stock() == [*((step, 100 + step) for step in steps), (4, 204)]
 
 
-def test_loading_alone_changes_nothing(run):
-    with run.world() as opened:
-        run.save(opened, *range(1, 7), line=1)
-    with run.world() as opened:
-        opened.load(4)
-    assert run.newest() == (6, 106)
-
-
-def test_a_step_that_only_storage_has_is_rolled_back_to(run):
-    with run.world(every=2) as opened:
-        run.save(opened, *range(1, 7), line=1)
-    with run.world(every=100) as opened:
-        assert value(opened.load(2)) == 102
-        run.save(opened, 3, line=2)
-    # Storage has the old line still, and RAM the new one.
-    assert [step for step, _ in run.stock()] == [2, 4, 6]
-    assert run.newest(every=100) == (3, 203)
-    assert run.steps(every=100) == [(2, 102), (3, 203)]
-    with run.world(every=4) as opened:
-        opened.load(None)
-        run.save(opened, 4, line=2)
-    assert run.stock() == [(2, 102), (4, 204)]
-    assert run.set_aside() == [4, 6]
-
-
-def test_later_backups_need_no_help(run):
-    with run.world() as opened:
-        run.save(opened, *range(1, 7), line=1)
-        opened.load(3)
-        run.save(opened, *range(4, 9), line=2)
-    old = [(step, 100 + step) for step in (1, 2, 3)]
-    new = [(step, 200 + step) for step in range(4, 9)]
-    assert run.stock() == run.steps() == [*old, *new]
-
-
-def test_two_rollbacks_in_a_row(run):
-    with run.world() as opened:
-        run.save(opened, *range(1, 7), line=1)
-    with run.world() as opened:
-        opened.load(4)
-        run.save(opened, 5, 6, 7, line=2)
-    with run.world() as opened:
-        opened.load(2)
-        run.save(opened, 3, line=3)
-    assert run.newest() == (3, 303)
-    assert run.stock() == [(1, 101), (2, 102), (3, 303)]
-    with run.world() as opened:
-        opened.load(None)
-        run.save(opened, 4, line=3)
-    run.lose_ram()
-    assert run.stock() == run.steps() == [(1, 101), (2, 102), (3, 303), (4, 304)]
-
-
-def test_rollbacks_that_only_ram_has_seen_count_when_storage_gets_a_step(run):
-    with run.world() as opened:
-        run.save(opened, *range(1, 7), line=1)
-    with run.world(every=100) as opened:
-        opened.load(4)
-        run.save(opened, 5, line=2)
-    with run.world(every=100) as opened:
-        opened.load(None)
-        run.save(opened, 6, line=2)
-    with run.world() as opened:
-        opened.load(None)
-        run.save(opened, 7, line=2)
-    assert [step for step, _ in run.stock()] == [1, 2, 3, 4, 7]
-
-
 def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(run):
     with run.world() as opened:
         run.save(opened, *range(1, 7), line=1)
@@ -314,17 +316,6 @@ def test_retention_prefers_what_it_promised_to_abandoned_steps(run):
     assert sorted(n.partition("-")[0] for n in names if n != "lock") == ["6", "7"]
 
 
-def test_a_deleted_step_does_not_bring_the_old_line_back(run):
-    with run.world() as opened:
-        run.save(opened, *range(1, 7), line=1)
-        opened.load(4)
-        run.save(opened, 5, line=2)
-        opened.delete(5)
-        assert opened.latest.step == 4
-        run.save(opened, 5, line=2)
-    assert run.newest() == (5, 205)
-
-
 def test_steps_of_plain_orbax_are_abandoned_too(run):
     with ocp.training.Checkpointer(run.path / "steps") as stock:
         for step in (1, 2, 3):
@@ -337,90 +328,7 @@ def test_steps_of_plain_orbax_are_abandoned_too(run):
     assert run.stock() == [(1, 101), (2, 202)]
 
 
-class KilledError(Exception):
-    """Stands for a kill."""
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_killed_between_set_aside_and_commit(run, monkeypatch, lost):
-    """The new line counts even if all that is left of it is its record."""
-    with run.world() as opened:
-        run.save(opened, *range(1, 7), line=1)
-    rename = storage.rename
-
-    def rename_aside(source, target):
-        if os.path.basename(target) == "5":
-            raise OSError(errno.EROFS, "killed")
-        rename(source, target)
-
-    monkeypatch.setattr(storage, "rename", rename_aside)
-    with contextlib.suppress(KilledError), run.world() as opened:
-        opened.load(4)
-        run.save(opened, 5, line=2)
-        raise KilledError
-    monkeypatch.undo()
-    assert run.set_aside() == [5, 6]
-    if lost:
-        run.lose_ram()
-        assert run.newest() == (4, 104)
-        with run.world() as opened:
-            opened.load(6)
-            run.save(opened, 7, line=1)
-        assert run.stock() == [(step, 100 + step) for step in range(1, 8)]
-    else:
-        assert run.newest() == (5, 205)
-        with run.world() as opened:
-            # The next world makes the backup that was interrupted.
-            opened.load(None)
-            run.save(opened, 6, line=2)
-        assert [step for step, _ in run.stock()] == [1, 2, 3, 4, 5, 6]
-
-
-def test_an_overwritten_step_is_replaced_everywhere(run):
-    with run.world() as opened:
-        run.save(opened, 1, 2, line=1)
-        run.overwrite(opened, 2, line=2)
-        assert opened.latest.step == 2
-        assert value(opened.load(None)) == 202
-        assert [each.step for each in opened.checkpoints] == [1, 2]
-    assert run.newest() == (2, 202)
-    assert run.stock() == run.steps() == [(1, 101), (2, 202)]
-    assert run.set_aside() == []
-    run.lose_ram()
-    assert run.newest() == (2, 202)
-
-
-def test_a_later_world_overwrites_and_goes_on(run):
-    with run.world() as opened:
-        run.save(opened, 1, 2, line=1)
-    with run.world() as opened:
-        run.overwrite(opened, 2, line=2)
-        run.overwrite(opened, 2, line=3)
-        run.save(opened, 3, line=3)
-    assert run.newest() == (3, 303)
-    assert run.stock() == run.steps() == [(1, 101), (2, 302), (3, 303)]
-
-
-def test_the_first_step_is_overwritten(run):
-    with run.world() as opened:
-        run.save(opened, 0, line=1)
-        run.overwrite(opened, 0, line=2)
-    assert run.newest() == (0, 200)
-    assert run.stock() == [(0, 200)]
-
-
 LARGE = {"w": jnp.full(100_000, 202)}
-
-
-def test_an_overwrite_that_does_not_fit_leaves_the_step_as_it_was(run):
-    options = {"stored": False, "limit_bytes": 300_000}
-    with run.world(**options) as opened:
-        run.save(opened, 2, line=1)
-        assert not opened.save(2, LARGE, overwrite=True)
-        assert opened.latest.step == 2
-        assert value(opened.load(None)) == 102
-        run.save(opened, 3, line=1)
-    assert run.newest(**options) == (3, 103)
 
 
 def test_an_overwrite_that_does_not_fit_into_ram_replaces_what_is_there(run):

@@ -137,14 +137,6 @@ def test_the_golden_identity_is_read(tmp_path):
         run_identity.create(tmp_path / "new", other)
 
 
-def test_an_identity_does_not_change(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"), 4)
-    content = (tmp_path / "a" / run_identity.FILE).read_bytes()
-    save(tiers(ram, tmp_path / "a"), 8)
-    assert (tmp_path / "a" / run_identity.FILE).read_bytes() == content
-    assert (ram / run_identity.FILE).read_bytes() == content
-
-
 def test_a_run_from_before_gets_its_identity_at_its_next_start(tmp_path, ram):
     save(tiers(ram, tmp_path / "a"), 4, 5)
     save(tiers(ram, tmp_path / "a"), 6)

@@ -103,21 +103,6 @@ def test_a_step_goes_to_ram_again_when_it_fits(make, tmp_path, monkeypatch):  # 
     assert list((tmp_path / "ram" / "hosts" / "0").glob("3-*"))
 
 
-def test_components_write_elsewhere_while_the_ram_disk_is_all_but_full(
-    make,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-):
-    monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    os.makedirs(tmp_path / "elsewhere")
-    checkpointer = make()
-    assert save(checkpointer, 1)
-    check(checkpointer, 1)
-    assert not list((tmp_path / "elsewhere").rglob("count"))
-
-
 class Witness:
     """A component that notes the directory of the host, and who may read it."""
 

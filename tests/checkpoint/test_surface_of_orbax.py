@@ -151,16 +151,6 @@ def test_orbax_s_own_entry_names_a_step(both):
     assert ours.metadata(theirs.latest).step == 1
 
 
-def test_listing_waits_for_nothing_and_starts_nothing(both, monkeypatch):
-    ours, _ = both
-    ours.save(1, {"n": 1})
-    ours.wait()
-    monkeypatch.setattr(ours._stages, "wait", pytest.fail)
-    monkeypatch.setattr(ours._stages, "wait_for_commit", pytest.fail)
-    assert [each.step for each in ours.checkpoints] == [1]
-    monkeypatch.undo()
-
-
 def test_former_names_do_what_the_present_ones_do(both):
     ours, _ = both
     assert ours.save_pytree(1, {"n": 1}, metrics={"loss": 0.5})

@@ -1,10 +1,9 @@
 """Which steps a checkpointer keeps in persistent storage and in RAM."""
 
-import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import storage
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.tiers import tiered_steps, uploaded
@@ -68,46 +67,6 @@ def test_policies_of_orbax_decide_what_stays_in_ram_over_a_new_world(
     assert in_ram(tmp_path) == kept
 
 
-def test_metrics_that_are_no_json_are_refused_before_anything_is_saved(tmp_path):
-    with opened(tmp_path) as checkpointer:
-        with pytest.raises(errors.CheckpointError, match=r"such as float\(loss\)"):
-            tiered_steps.save(checkpointer, 1, metrics={"loss": jax.numpy.ones(())})
-        assert checkpointer.latest is None
-        tiered_steps.save(checkpointer, 1, metrics={"loss": float("nan")})
-    assert in_ram(tmp_path) == [1]
-
-
-def test_what_is_preserved_by_hand_stays_in_storage_and_orbax_loads_it(tmp_path):
-    with opened(tmp_path, keep=policies.LatestN(1)) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-        preserved.pin(tmp_path / "steps" / "1")
-        tiered_steps.save(checkpointer, 2, 3)
-        assert stored(tmp_path) == [1, 3]
-        with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
-            assert [each.step for each in orbax.checkpoints] == [1, 3]
-            restored = orbax.load_checkpointables(1, {"state": None})["state"]
-        expected = tiered_steps.state(1)
-        assert jax.tree.all(
-            jax.tree.map(
-                lambda a, b: bool((a == b).all()), *_arrays(restored, expected)
-            )
-        )
-        preserved.unpin(tmp_path / "steps" / "1")
-        tiered_steps.save(checkpointer, 4)
-    assert stored(tmp_path) == [4]
-
-
-def _arrays(*trees):
-    return [
-        {
-            jax.tree_util.keystr(path): leaf
-            for path, leaf in jax.tree.leaves_with_path(tree)
-            if isinstance(leaf, jax.Array)
-        }
-        for tree in trees
-    ]
-
-
 def test_what_is_preserved_by_hand_stays_in_ram_over_a_new_world(tmp_path):
     with opened(tmp_path, every=100) as checkpointer:
         tiered_steps.save(checkpointer, 1)
@@ -138,16 +97,6 @@ def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
         assert persistent_tier.PersistentTier(root, run="x").steps() == [1]
         tiered_steps.save(checkpointer, 2, 3)
     assert stored(tmp_path) == [0, 1, 3]
-
-
-def test_a_world_that_begins_removes_what_a_dead_one_left(tmp_path):
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    dead = uploaded.saved_step(7, save=f"{7:015d}")
-    uploaded.write_all(root, dead, uploaded.hosts(2))
-    assert [each.step for each in root.leftovers()] == [7]
-    with opened(tmp_path) as checkpointer:
-        checkpointer.wait()
-        assert root.leftovers() == []
 
 
 def test_storage_that_is_away_when_a_world_begins_is_told_and_training_goes_on(

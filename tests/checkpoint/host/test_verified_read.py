@@ -128,15 +128,6 @@ def test_without_a_good_copy_the_error_names_leaf_box_and_every_holder():
     assert message.endswith("bring back a host that has it, or restore an older step")
 
 
-def test_a_part_that_is_cut_short_is_not_handed_out():
-    contents, sources = saved(1)
-    (memory,) = sources.values()
-    for part in memory.parts.values():
-        del part[-1:]
-    with pytest.raises(errors.CheckpointError, match="ends after"):
-        read(contents, sources, [("w", boxes.whole(SHAPE))])
-
-
 def test_bytes_are_counted_by_holder_each_chunk_once():
     contents, sources = saved(4)
     halves = saved_worlds.grid(SHAPE, (1, 2))
