@@ -17,7 +17,6 @@ import numpy as np
 
 from elastic_ckpt.checkpoint import tree_structure
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.checkpoint.tree_structure import Text
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Contents
 
@@ -136,13 +135,13 @@ def _resolved(
     if was is None:
         # `check` names it where that is an error.
         return (leaf, None) if partial else (_READ, leaf)
-    if isinstance(was, Text) != (leaf is str or isinstance(leaf, str | Text)):
+    if isinstance(was, str) != (leaf is str or isinstance(leaf, str)):
         raise errors.CheckpointError(
             f"{path} was saved as {was!r} and cannot be restored as {leaf!r}; request"
             " `str` for texts, and only for texts"
         )
-    if isinstance(was, Text):
-        return was.value, None
+    if isinstance(was, str):
+        return was, None
     if not isinstance(leaf, type):
         return _READ, _placed(leaf, was)
     if issubclass(leaf, bool | int | float):
@@ -183,7 +182,7 @@ def _of_type(path: str, kind: type, was: Any) -> Any:
 def _check_texts(
     saved: Mapping[str, Any], asked: Mapping[str, Any], *, step: int
 ) -> None:
-    texts = {path: "text" for path, leaf in saved.items() if isinstance(leaf, Text)}
+    texts = {path: "text" for path, leaf in saved.items() if isinstance(leaf, str)}
     trees.check_same_model(
         f"step {step}", texts, dict.fromkeys(texts.keys() & asked.keys(), "text")
     )

@@ -52,7 +52,6 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.tree_structure import Text
 from elastic_ckpt.core import errors, events, metrics, storage_cause
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
@@ -245,7 +244,7 @@ def _of_orbax(checkpoint: CheckpointMetadata) -> CheckpointMetadata:
 
 def _described(leaf: Any) -> Any:
     # Orbax's description of texts.
-    return "string" if isinstance(leaf, Text) else leaf
+    return "string" if isinstance(leaf, str) else leaf
 
 
 class Layouts(Protocol):

@@ -21,11 +21,12 @@ whatever depends on time, such as whether a stage is idle.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,6 +62,8 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.choices import Peers
 
 T = TypeVar("T")
+
+_NOT_REMOVED = "older steps were not removed"
 
 # A peer that fails is asked again later; what is said of it differs meanwhile.
 _UNLISTED = re.compile(r"the list of steps [^:]*: (https?://\S+) ")
@@ -236,22 +239,16 @@ class SaveStages:
         Args:
           step_id: the step.
         """
+        step = step_id.step
 
         def clean() -> None:
-            try:
-                removed = self._hosts.first(HostBackup.clean, step_id.save)
-            except HostsFailedError as error:
-                why = f"leftovers were not removed: {error}"
-                self._degraded("persistent", step_id.step, why)
-                return
-            for number, path in removed:
-                self._emit(
-                    "step_interrupted", step=number, path=path, resume_step=step_id.step
-                )
+            with self._surviving("persistent", step, "leftovers were not removed"):
+                for number, path in self._hosts.first(HostBackup.clean, step_id.save):
+                    self._emit(
+                        "step_interrupted", step=number, path=path, resume_step=step
+                    )
 
-        self._cleaned = [
-            self._start(self._clean_stage, "persistent", step_id.step, clean)
-        ]
+        self._cleaned = [self._start(self._clean_stage, "persistent", step, clean)]
 
     def catch_up(self, restored: CheckpointMetadata, *, line: Line) -> None:
         """Begins to finish what worlds before could not.
@@ -403,24 +400,16 @@ class SaveStages:
     def _begin_line(self, saving: Saving) -> None:
         # Then storage has the new line even if all memory is lost before its first
         # backup. An overwritten step stays valid until its own backup, due at once.
-        if not self._begins_line or saving.overwrite:
-            return
-        try:
-            line = Line(save=saving.step_id.save, parents=tuple(saving.parents))
-            self.claim(line)
-        except HostsFailedError as error:
-            why = f"old steps may count: {error}"
-            self._degraded("persistent", saving.step, why)
+        if self._begins_line and not saving.overwrite:
+            with self._surviving("persistent", saving.step, "old steps may count"):
+                self.claim(saving.line)
 
     def _record_agents(self, step: int) -> None:
         # Once: who follows the run finds its steps in storage meanwhile.
-        if not self._records_agents:
-            return
-        self._records_agents = False
-        try:
-            self._hosts.first(HostBackup.record_agents)
-        except HostsFailedError as error:
-            self._degraded("persistent", step, str(error))
+        if self._records_agents:
+            self._records_agents = False
+            with self._surviving("persistent", step):
+                self._hosts.first(HostBackup.record_agents)
 
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
         self.committed = saving.committed(notes.time_ms)
@@ -461,8 +450,7 @@ class SaveStages:
         except HostsFailedError as error:
             problem = str(error)
         if problem is not None:
-            why = f"it was not backed up: {problem}"
-            self._not_taken("persistent", saving.step, why)
+            self._not_taken(saving.step, f"it was not backed up: {problem}")
             return False
         if not self._upload(dataclasses.replace(saving, is_held=True)):
             return False
@@ -499,7 +487,7 @@ class SaveStages:
             self._due.keep(saving)
             why = "the backup of an earlier step is not done; it comes next"
             why += f"; {storage_cause.SLOW.advice}"
-            self._not_taken("persistent", saving.step, why)
+            self._not_taken(saving.step, why)
 
     def _report_uncopied(self, step: int, *, is_copied: bool) -> None:
         # Copies that are slower than saves are reported once until they keep up.
@@ -608,7 +596,7 @@ class SaveStages:
         in_flight = [*self._due.in_flight(), *self._catch_up.in_flight]
         if self._covered is not None:
             in_flight.append(self._covered)
-        try:
+        with self._surviving("local", committed.step, _NOT_REMOVED):
             self._hosts.all(
                 HostSaver.collect,
                 committed.step_id,
@@ -616,9 +604,6 @@ class SaveStages:
                 tuple(self._preserved),
                 committed.line[:-1],
             )
-        except HostsFailedError as error:
-            why = f"older steps were not removed: {error}"
-            self._degraded("local", committed.step, why)
 
     def _back_up(
         self, saving: Saving, *, after: Sequence[futures.Future[None]] = ()
@@ -640,7 +625,7 @@ class SaveStages:
         try:
             num_bytes, bad = saving.upload(self._hosts, check_writer=self._check_writer)
         except HostsFailedError as error:
-            self._not_taken("persistent", step, f"it was not backed up: {error}")
+            self._not_taken(step, f"it was not backed up: {error}")
             return False
         saving.stored.set()
         self._due.store(step)
@@ -658,12 +643,10 @@ class SaveStages:
 
     def _collect_backups(self, saving: Saving) -> None:
         # Removes what storage does not keep now that the step is there.
-        line = Line(save=saving.step_id.save, parents=tuple(saving.parents))
-        try:
-            self._hosts.first(HostBackup.collect, line, saving.step, saving.overwrite)
-        except HostsFailedError as error:
-            why = f"older steps were not removed: {error}"
-            self._degraded("persistent", saving.step, why)
+        with self._surviving("persistent", saving.step, _NOT_REMOVED):
+            self._hosts.first(
+                HostBackup.collect, saving.line, saving.step, saving.overwrite
+            )
 
     def _finish_earlier(
         self, owed: _CatchUp, restored: CheckpointMetadata, line: Line
@@ -708,8 +691,7 @@ class SaveStages:
                 contents = self._hosts.first(HostBackup.contents, step_id)
                 saving = Saving.from_contents(step_id, contents)
             except HostsFailedError as error:
-                why = f"it was not backed up: {error}"
-                self._not_taken("persistent", step_id.step, why)
+                self._not_taken(step_id.step, f"it was not backed up: {error}")
                 break
             if not self._upload(saving):
                 self._due.keep(saving)
@@ -720,11 +702,18 @@ class SaveStages:
         if newest is not None:
             self._collect_backups(newest)
 
-    def _not_taken(self, tier: str, step: int, why: str) -> None:
-        # A tier has not taken a step that is due there.
-        if tier == "persistent":
-            self._due.fail(step, why)
-        self._degraded(tier, step, why)
+    def _not_taken(self, step: int, why: str) -> None:
+        # Storage has not taken a step that is due there.
+        self._due.fail(step, why)
+        self._degraded("persistent", step, why)
+
+    @contextlib.contextmanager
+    def _surviving(self, tier: str, step: int, what: str = "") -> Iterator[None]:
+        # Goes on if hosts fail, and reports it.
+        try:
+            yield
+        except HostsFailedError as error:
+            self._degraded(tier, step, f"{what}: {error}" if what else str(error))
 
     def _degraded(self, tier: str, step: int, why: str) -> None:
         # Reports a failure that the run survives.

@@ -19,7 +19,8 @@ from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import clock, errors
-from elastic_ckpt.steps import line
+from elastic_ckpt.steps import line as line_of
+from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
 
@@ -86,6 +87,11 @@ class Saving:
     def step(self) -> int:
         """The number of the training step."""
         return self.step_id.step
+
+    @property
+    def line(self) -> Line:
+        """The line that it is saved to."""
+        return Line(save=self.step_id.save, parents=tuple(self.parents))
 
     def agreed(self, hosts: Hosts) -> tuple[Saving, str | None]:
         """Agrees with the other hosts on what is saved.
@@ -227,7 +233,7 @@ class Saving:
         return CheckpointMetadata(
             step=self.step_id.step,
             save=self.step_id.save,
-            line=line.after(self.step_id, self.parents),
+            line=line_of.after(self.step_id, self.parents),
             path=self.path,
             metrics=self.description.metrics,
             custom_metadata=self.description.custom_metadata,

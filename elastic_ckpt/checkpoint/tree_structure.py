@@ -17,7 +17,6 @@ FORMAT.md in `tiers` is the page of the format.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -46,17 +45,6 @@ _NO_STRUCTURE = (
     TypeError,
     ValueError,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A text among the leaves of a tree, which is in manifests as it is.
-
-    Attributes:
-      value: the text.
-    """
-
-    value: str
 
 
 def to_json(checkpointables: Mapping[str, Any]) -> str:
@@ -107,8 +95,8 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
     """The trees that were saved, by name, with abstract leaves.
 
     Arrays have the sharding that they were saved under, if all of its devices exist.
-    Texts are `Text`s. From manifests without structures all containers are dicts, and
-    all leaves arrays.
+    Texts are texts, and numbers any number of their type. From manifests without
+    structures all containers are dicts, and all leaves arrays.
 
     Raises:
       CheckpointError: if the manifests describe them in an unsupported way.
@@ -117,15 +105,12 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
 
 
 def described_trees(contents: Contents) -> dict[str, Any]:
-    """As `saved_trees`, for a backup: texts are texts, and arrays are `SavedArray`s.
+    """As `saved_trees`, for a backup: arrays are `SavedArray`s.
 
     Raises:
       CheckpointError: likewise.
     """
-    trees = _trees(contents, lambda described: described, orbax_format.SavedArray)
-    return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, Text) else leaf, trees
-    )
+    return _trees(contents, lambda described: described, orbax_format.SavedArray)
 
 
 def _trees(
@@ -146,7 +131,7 @@ def _trees(
                 return ()
             kind, *words = node.split(" ")
             if kind == "text":
-                return Text(node.removeprefix("text "))
+                return node.removeprefix("text ")
             if kind in _NUMBERS:
                 return _NUMBERS[kind](0)
             name, *keys = key_path
