@@ -23,13 +23,13 @@ def measure(num_histories: int = NUM_HISTORIES) -> dict[str, report.Figure]:
     """Checks so many histories, each of them another."""
     # What the tests leave in memory is named after their session.
     os.environ.setdefault("ELASTIC_CKPT_TEST_SESSION", str(os.getpid()))
-    from tests.model.test_histories import Histories
+    from tests.model.test_histories import SETTINGS, Histories
 
     began_secs = time.process_time()
     stateful.run_state_machine_as_test(
         Histories,
         settings=hypothesis.settings(
-            Histories.TestCase.settings, max_examples=num_histories, database=None
+            SETTINGS, max_examples=num_histories, derandomize=False
         ),
     )
     secs = time.process_time() - began_secs

@@ -34,6 +34,16 @@ HISTORIES = {
         {"store_every": 1, "stored_steps": 1},
     ),
 }
+HISTORIES["too little RAM"] = (
+    (1,),
+    lambda run: run.save(2),
+    {"store_every": 1, "limit_bytes": 100},
+)
+HISTORIES["storage alone"] = (
+    (1,),
+    lambda run: run.save(2),
+    {"store_every": 1, "local": False},
+)
 HISTORIES |= {
     f"{name}, in place": (*history, {**tiers, "in_place": True})
     for name, (*history, tiers) in HISTORIES.items()
