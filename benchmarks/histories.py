@@ -11,9 +11,6 @@ from __future__ import annotations
 import os
 import time
 
-import hypothesis
-from hypothesis import stateful
-
 from benchmarks import report
 
 NUM_HISTORIES = 50_000
@@ -23,15 +20,10 @@ def measure(num_histories: int = NUM_HISTORIES) -> dict[str, report.Figure]:
     """Checks so many histories, each of them another."""
     # What the tests leave in memory is named after their session.
     os.environ.setdefault("ELASTIC_CKPT_TEST_SESSION", str(os.getpid()))
-    from tests.model.test_histories import SETTINGS, Histories
+    from tests.model import histories
 
     began_secs = time.process_time()
-    stateful.run_state_machine_as_test(
-        Histories,
-        settings=hypothesis.settings(
-            SETTINGS, max_examples=num_histories, derandomize=False
-        ),
-    )
+    histories.run(num_histories, derandomize=False)
     secs = time.process_time() - began_secs
     return {
         "histories_per_cpu_sec": report.figure(

@@ -159,6 +159,7 @@ class CheckedRun:
                 step_id,
                 self.model.newest(out_of_reach),
             )
+            self.model.go_on_from(save)
         self.head = save
         self._by_step = {each.step: each for each in reversed(list(save.line()))}
 

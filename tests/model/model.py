@@ -27,6 +27,9 @@ class Save:
       stored: whether it is known to be in storage.
       kept: by whom storage has to keep it: `pin` and `lease`.
       lost: the machines that have lost it, or have a bad copy.
+      was_committed: whether it has been in RAM.
+      is_doubtful: whether a world that did not know of a later save went on from it.
+        For those who know of both the later one counts, until there is a new save.
     """
 
     step: int
@@ -38,11 +41,14 @@ class Save:
     stored: bool = False
     kept: set = dataclasses.field(default_factory=set)
     lost: set = dataclasses.field(default_factory=set)
+    was_committed: bool = False
+    is_doubtful: bool = False
 
     def is_sure(self, out_of_reach=frozenset()):
         """Whether it can be loaded by those who do not reach some machines."""
         lost = self.machines & (self.lost | out_of_reach)
-        return self.stored or (self.in_ram and len(lost) <= self.spare)
+        is_there = self.stored or (self.in_ram and len(lost) <= self.spare)
+        return is_there and not self.is_doubtful
 
     def line(self):
         """This save and all that led to it."""
@@ -64,6 +70,8 @@ class Model:
         assert step_id not in self.saves
         save = Save(step=step_id.step, values=values, parent=parent)
         line = set(save.line())
+        for each in line:
+            each.is_doubtful = False
         for each in self.saves.values():
             if each not in line and each is not replaces:
                 each.in_ram = each.stored = False
@@ -73,7 +81,16 @@ class Model:
     def commit(self, save, machines):
         """Notes that a save is in the RAM of machines."""
         save.machines, save.in_ram = frozenset(machines), True
+        save.was_committed = True
         self._drop(lambda each: each not in set(save.line()))
+
+    def go_on_from(self, save):
+        """Notes that a world has restored a save, and may not know of later ones."""
+        order = list(self.saves.values())
+        for later in order[order.index(save) + 1 :]:
+            if later.was_committed:
+                for each in set(save.line()) - set(later.line()):
+                    each.is_doubtful = True
 
     def copy(self, save, spare, machines):
         """Notes that machines have made copies; saves before it may leave RAM."""

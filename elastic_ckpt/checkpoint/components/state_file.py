@@ -8,6 +8,7 @@ before it. Nothing is pickled. FORMAT.md is the page of the format.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zipfile
@@ -24,6 +25,7 @@ _WHAT = "state of a component"
 _STATE = "state"
 _DIGEST_LENGTH = 32
 _PIECE_BYTES = 2**20
+_MOST_ATTEMPTS = 10
 
 
 def to_bytes(encoded: Encoded) -> bytes:
@@ -142,5 +144,10 @@ def _put(archive: zipfile.ZipFile, name: str, values: np.ndarray) -> None:
 
 
 def _get(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    # NumPy has Python parse the shape and the dtype, which CPython 3.11 now and then
+    # fails to do while another thread does it (python/cpython#106905).
+    for _ in range(_MOST_ATTEMPTS):
+        with contextlib.suppress(SystemError), archive.open(f"{name}.npy") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
     with archive.open(f"{name}.npy") as file:
         return np.lib.format.read_array(file, allow_pickle=False)
