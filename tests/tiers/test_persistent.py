@@ -162,6 +162,22 @@ def test_a_committed_step_is_replaced_by_a_newer_save_and_set_aside(root, tier, 
     assert not root.leftovers()
 
 
+def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
+    root, tier, world
+):
+    put(root, world, step=5)
+    put(root, world, step=6)
+    tier.remove(5)
+    assert tier.steps() == [6]
+    assert not root.leftovers()
+    root.uncommit(6)
+    assert tier.steps() == []
+    (leftover,) = root.leftovers()
+    assert leftover.step == 6
+    storage.remove(leftover.path)
+    assert not root.leftovers()
+
+
 def test_retention_hears_of_time_metrics_and_completeness(root, tier, world):
     saved = uploaded.saved_step()
     uploaded.write_all(root, saved, world)
