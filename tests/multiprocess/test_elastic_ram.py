@@ -72,6 +72,37 @@ def test_four_hosts_save_and_others_restore_without_a_machine_and_without_most(
     assert read_bytes(events)["persistent"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "step"), [((0, 1), 3), ((0, 2), 2)])
+def test_a_lost_slice_is_covered_and_more_falls_back_to_storage_and_says_why(
+    ram, tmp_path, lost, step
+):
+    options = {"copies": 1, "slices": 2, "persistent": str(tmp_path / "steps")}
+    on(ram, range(4), saved([2, 3], sharded=True), tmp_path, every=2, **options)
+    for number in lost:
+        ram.lose(number)
+    left = [number for number in range(4) if number not in lost]
+    events = on(ram, left, restored(step, sharded=True), tmp_path, every=2, **options)
+    whys = reasons(events, "step_passed_over")
+    # Between the two searches the answers of agents that are gone may differ.
+    lacks = "step 3 in local lacks parts of 2 of 4 leaves: [state/m["
+    assert all(why.startswith(lacks) for why in whys)
+    assert bool(whys) == (step == 2)
+    assert (read_bytes(events)["persistent"] > 0) == (step == 2)
+
+
+@pytest.mark.slow
+def test_assumed_data_parallelism_copies_nothing_and_says_what_that_risks(
+    ram, tmp_path
+):
+    options = {"assume_data_parallelism": True, "slices": 2}
+    events = on(ram, range(4), saved([1], sharded=True), tmp_path, **options)
+    (copied,) = (each for each in events if each["event"] == "replicated")
+    assert (copied["copies"], copied["bytes"]) == (0, 0)
+    # 24 files of data, and four parts of each leaf but the scalar.
+    assert "36 of 37 items lack copies" in " ".join(reasons(events, "degraded"))
+
+
 def test_a_world_with_tls_saves_and_restores(ram, tmp_path):
     ca = trustme.CA()
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")

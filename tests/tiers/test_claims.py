@@ -51,6 +51,12 @@ def test_a_start_claims_each_of_its_worlds(tmp_path):
     assert claim(tmp_path, "95", B).number == 3
 
 
+def test_a_start_whose_search_was_before_another_claim_has_lost(tmp_path):
+    claim(tmp_path, "8", B)
+    with pytest.raises(errors.ReplacedError, match="b, has continued it as world 1"):
+        claim(tmp_path, "8", A)
+
+
 def test_one_of_two_simultaneous_claims_wins(tmp_path, monkeypatch):
     create = storage.create
 

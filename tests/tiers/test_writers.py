@@ -65,8 +65,9 @@ def test_a_world_that_was_killed_writes_no_more(root, world):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout.readline() == "there\n"
         upload(root, 4, OLD)
-        assert world.discard_dead(before=NOW) == []
+        removed = world.discard_dead(before=NOW)
         writer.kill()
+    assert removed == []
     assert len(world.discard_dead(before=NOW)) == 1
 
 
