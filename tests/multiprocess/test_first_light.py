@@ -90,6 +90,29 @@ def test_losses_are_those_of_the_one_host_run(resized, one_host):
     assert losses[0][-1] < losses[0][0] - 1
 
 
+def test_inspect_shows_arrays_and_data_of_every_step(resized):
+    run, _ = resized
+    content = json.loads(runs.verb("inspect", run, "--json"))
+    steps = {step["step"]: step for step in content["steps"]}
+    assert list(steps) == [4, 8, 12, 16, 20, 24, 28, 32, 36]
+    shardings = {}
+    for number, step in steps.items():
+        assert step["data"]["position"] == {"global_next_index": 8 * number}
+        leaves = {leaf.pop("path"): leaf for leaf in step["state"]}
+        leaf = leaves["params/mlp_in"]
+        shardings[number] = leaf.pop("sharding")
+        assert leaf == {"shape": [1, 16, 64], "dtype": "float32", "num_bytes": 4096}
+        assert step["num_bytes"] == sum(each["num_bytes"] for each in step["state"])
+    assert shardings[12] == "[-, -, fsdp] over slice=2, fsdp=2"
+    assert shardings[24] == "[whole] over slice=2, fsdp=1"
+    text = runs.verb("inspect", run)
+    assert "9 steps in storage: 4, 8, 12, 16, 20, 24, 28, 32, 36\n" in text
+    assert "configuration: digest " in text
+    assert "  data   its own files, version 1, " in text
+    assert "params/mlp_in" not in text
+    assert '"global_next_index": 288' in text
+
+
 def test_every_host_leaves_its_metrics_of_every_start(resized):
     run, _ = resized
     # Three saves a start; the second and the third start restore.

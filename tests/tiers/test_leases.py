@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from elastic_ckpt.core import errors, storage
@@ -91,7 +93,9 @@ def test_a_lease_is_renewed_for_as_long_as_it_takes(root):
     with leases.lease(root.final(1), duration_secs=0.2):
         (name,) = files(root)
         # More often than it has to be, to last for another duration.
+        deadline = time.monotonic() + 600
         while len(contents) < 6:
+            assert time.monotonic() < deadline, "it is not renewed"
             contents.add((root.path / leases.DIRECTORY / name).read_bytes())
             assert watch.leased(root) == {1}
 

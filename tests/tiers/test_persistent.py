@@ -5,6 +5,7 @@ import errno
 import os
 import pathlib
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -108,6 +109,25 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
 
 
+def test_one_host_alone_may_repeat_its_part(root, tier, world):
+    saved = uploaded.saved_step()
+    uploaded.write_all(root, saved, world)
+    share = uploaded.items(saved)[1::3]
+    uploaded.write(root, saved, world[1], share, finish=False)
+    with pytest.raises(errors.CheckpointError, match=r"not finished.*m1\.0"):
+        uploaded.commit_all(root, saved, world)
+    uploaded.write(root, saved, world[1], share)
+    uploaded.commit_all(root, saved, world)
+    uploaded.read(tier, 5)
+
+
+def test_a_commit_may_be_repeated(root, world):
+    saved = put(root, world)
+    before = tree(root.final(5))
+    uploaded.commit_all(root, saved, world)
+    assert tree(root.final(5)) == before
+
+
 def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
     tmp_path, world, monkeypatch
 ):
@@ -160,6 +180,30 @@ def test_a_committed_step_is_replaced_by_a_newer_save_and_set_aside(root, tier, 
     root.discard_aside(StepId(5, "0"))
     uploaded.read(tier, 5, seed=3)
     assert not root.leftovers()
+
+
+def test_chunks_may_be_written_by_many_threads(root, tier, world):
+    saved = uploaded.saved_step()
+    ours = upload.Upload(root, saved, world[0])
+    ours.begin()
+
+    def one(item):
+        leaf, box = item
+        whole = uploaded.values(saved.contents.leaves[leaf].path)
+        part = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
+        ours.write_chunks([upload.Chunk(leaf, box, part, digest.values_digest(part))])
+
+    chunks = uploaded.items(saved)[:-2]
+    threads = [threading.Thread(target=one, args=[item]) for item in chunks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for file in uploaded.files():
+        ours.write_file(file, uploaded.COMPONENT[file.path])
+    ours.finish()
+    uploaded.commit_all(root, saved, world[:1])
+    uploaded.read(tier, 5)
 
 
 def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
