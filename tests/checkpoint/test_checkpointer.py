@@ -13,7 +13,9 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+import elastic_ckpt as ec
 from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import summary
 from elastic_ckpt.core import clock, errors, events
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.peers import agent
@@ -135,6 +137,23 @@ def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
     assert checkpointer.save_async(2, {"n": 1}, force=True).result()
     assert not checkpointer.should_save(1)
     assert checkpointer.save_async(1, {"n": 1}, force=True) is None
+
+
+@pytest.mark.parametrize("has_ram", [True, False])
+def test_a_backup_that_is_due_is_made_at_the_first_step_that_is_saved(
+    make, tmp_path, has_ram
+):
+    if has_ram:
+        checkpointer = make(storage(tmp_path, every=6), every=4)
+    else:
+        checkpointer = ec.Checkpointer([ec.Persistent(tmp_path / "steps", every=6)])
+    with checkpointer:
+        # The loop saves no other step, as MaxText with its local_checkpoint_period.
+        for step in range(4, 41, 4):
+            checkpointer.save(step, {"n": step})
+            checkpointer.wait()
+    stored = [8, 12, 20, 24, 32, 36]
+    assert sorted(map(int, summary.steps(tmp_path / "steps"))) == stored
 
 
 def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
@@ -296,3 +315,13 @@ def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tm
 def test_tiers_that_do_not_fit_together_are_refused(tiers, message):
     with pytest.raises(errors.ConfigError, match=message):
         frontend.Checkpointer(tiers)
+
+
+def test_a_step_that_somebody_else_backed_up_is_found_by_looking_again(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    assert checkpointer.latest is None
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save_checkpointables(4, {"state": {"n": jnp.ones(1)}})
+    assert checkpointer.latest is None
+    checkpointer.reload()
+    assert checkpointer.latest.step == 4

@@ -7,7 +7,7 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
@@ -166,13 +166,15 @@ class Lines:
             assert read[name].tobytes() == values.tobytes()
 
 
-ACTS = st.one_of(
-    st.sampled_from(["save", "save", "overwrite", "again", "memory is lost"]),
-    st.integers(0, 5),
-)
+# A number: a load of one of the steps that are there, to go on from.
+ACTS = st.sampled_from(["save", "overwrite", "again", "memory is lost", 0, 1, 2])
 
 
-@given(st.sampled_from([1, 2, 100]), st.lists(ACTS, max_size=8))
+@given(st.sampled_from([1, 1, 2, 100]), st.lists(ACTS, min_size=2, max_size=8))
+@example(1, [0, "save", 0, "save", "save", "memory is lost"])
+@example(1, [1, "overwrite", "again", "save", "overwrite"])
+@example(2, ["save", 0, "again", 0, "save", "memory is lost", "save"])
+@example(100, ["overwrite", "memory is lost", "save", "again", "save"])
 def test_the_line_that_a_run_took_last_counts_and_no_other(store_every, acts):
     with (
         shared_memory.directory("lines") as directory,

@@ -67,6 +67,9 @@ def check_all_or_nothing(root):
         uploaded.read(tier, 5)
         (held,) = tier.held()
         assert held.complete
+        # What Orbax reads: one store of all that hosts wrote.
+        for name in ("_CHECKPOINT_METADATA", "state/manifest.ocdbt"):
+            assert (root.final(5) / name).exists()
     return tier
 
 

@@ -194,11 +194,12 @@ def test_arrays_with_one_holder_and_arrays_on_other_meshes_are_taken(mesh):
     whole = Mesh(np.array(jax.devices()), ("x",))
     tree = {
         "sharded": placed(np.arange(8.0, dtype=np.float32), whole, "x"),
+        "empty": placed(np.ones((0, 3), np.float32), mesh),
         "single": jax.device_put(np.ones(3), SingleDeviceSharding(jax.devices()[3])),
         "a": flipped(placed(np.ones(3, np.int32), mesh), jax.devices()[0], 1),
         "b": flipped(placed(np.ones(3, np.int32), whole), jax.devices()[1], 1),
     }
-    for level in DIGESTS:
+    for level in ("quick", *DIGESTS):
         findings = ec.components.validate(tree, level=level)
         assert [(f.leaf, f.devices) for f in findings] == [("a", (0,)), ("b", (1,))]
 

@@ -235,3 +235,29 @@ def test_garbage_is_collected_again_after_a_capture_that_failed():
     with pytest.raises(errors.CheckpointError):
         capture.capture({"w": "text"}, capture.Memory())
     assert gc.isenabled()
+
+
+def test_memory_that_was_released_twice_is_given_back_once():
+    memory = capture.Memory()
+    captured = capture.capture({"w": np.ones(8)}, memory)
+    captured.release()
+    captured.release()
+    assert captured.parts == ()
+    assert memory.take(64) is not memory.take(64)
+
+
+def test_leaves_are_ordered_by_path_and_say_what_the_whole_array_is():
+    captured = capture.capture(
+        {
+            "w": sharded(np.zeros((8, 4), np.float32), mesh(8), "a"),
+            "b/c": np.float16(3),
+            "a": True,
+        },
+        capture.Memory(),
+    )
+    assert [(each.path, each.shape, each.dtype) for each in captured.leaves] == [
+        ("a", (), "bool"),
+        ("b/c", (), "float16"),
+        ("w", (8, 4), "float32"),
+    ]
+    assert captured.num_bytes == 1 + 2 + 128

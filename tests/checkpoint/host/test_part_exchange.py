@@ -114,3 +114,10 @@ def test_a_host_whose_offer_is_lost_is_named_and_the_rest_is_placed():
     assert placed.failed
     assert placed.problems[0].startswith("the parts of host 40: the list cannot be")
     assert sum(len(tables[0]) for tables in received) == 2 * 59
+
+
+def test_no_messages_are_left_but_those_that_hosts_below_have_read():
+    _, _, office = exchanged(530)
+    assert {name for _, name in office.posted} == {
+        f"copies-parts-{host}" for host in range(1, 530)
+    }
