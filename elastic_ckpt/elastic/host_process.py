@@ -102,9 +102,7 @@ class HostChannel:
     def _report_sigterm(self) -> None:
         # JAX handles the signal outside of Python, and does not name the host that got
         # it.
-        termination.call_after(
-            signal.SIGTERM, lambda: self.send({"sigterm": True}), chain=True
-        )
+        termination.call_beside(signal.SIGTERM, lambda: self.send({"sigterm": True}))
 
     @property
     def is_left(self) -> bool:
@@ -146,13 +144,13 @@ def run(
     channel = HostChannel(pipe)
     # The supervisor asks for the stacks of hosts that hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # A fault, see `faults`.
-    termination.call_after(signal.SIGUSR2, _cut_off, chain=False)
     threading.Thread(
         target=channel.send_heartbeats, name="heartbeats", daemon=True
     ).start()
     try:
-        program(member, channel)
+        # A fault, see `faults`.
+        with termination.calling(signal.SIGUSR2, _begin_to_cut_off):
+            program(member, channel)
     except BaseException as error:
         # The root of the process: the error is reported here or never.
         traceback.print_exc()
@@ -196,6 +194,10 @@ def detach(log: str) -> None:
     # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log)
+
+
+def _begin_to_cut_off() -> None:
+    threading.Thread(target=_cut_off, name="cut-off", daemon=True).start()
 
 
 def _cut_off() -> None:

@@ -33,6 +33,8 @@ INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 _BEGIN_OF_STACK = b"Stack (most recent call first):"
 # Set by the first Ctrl-C.
 _interrupted = threading.Event()
+# What `calling` calls, by the number of the signal.
+_calls: dict[int, Callable[[], object]] = {}
 
 
 def exit_code() -> int:
@@ -47,10 +49,7 @@ def cause() -> str:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Takes Ctrl-C while the block runs: the first as SIGTERM, the second at once.
-
-    It needs no turn of the main thread, which may compile or wait for a computation.
-    """
+    """Takes Ctrl-C while the block runs: the first as SIGTERM, the second at once."""
 
     def interrupted() -> None:
         if _interrupted.is_set():
@@ -62,26 +61,76 @@ def interruptible() -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGTERM)
 
     _interrupted.clear()
-    call_after(signal.SIGINT, interrupted, chain=False)
+    with calling(signal.SIGINT, interrupted):
+        yield
+
+
+@contextlib.contextmanager
+def calling(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
+    """Calls a function in a thread after each signal that arrives in the block.
+
+    The signal needs no turn of the main thread, which may compile or wait, and may be
+    delivered to a thread that is none of Python's. For the main thread.
+
+    Args:
+      number: of the signal, whose handler is not called meanwhile.
+      call: the function.
+    """
+    with contextlib.ExitStack() as stack:
+        if not _calls:
+            stack.enter_context(_dispatched())
+        before = _calls.get(number)
+        _calls[number] = call
+        # One that arrives here goes to the handler of before, not to none.
+        handler = signal.signal(number, _do_nothing)
+        try:
+            yield
+        finally:
+            signal.signal(number, handler)
+            if before is None:
+                del _calls[number]
+            else:
+                _calls[number] = before
+
+
+@contextlib.contextmanager
+def _dispatched() -> Iterator[None]:
+    # Python's handlers write into the descriptor at once, in whichever thread.
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def dispatch() -> None:
+        while numbers := reader.recv(4096):
+            for number in numbers:
+                if call := _calls.get(number):
+                    call()
+
+    thread = threading.Thread(target=dispatch, name="signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
-        faulthandler.unregister(signal.SIGINT)
+        signal.set_wakeup_fd(before)
+        writer.shutdown(socket.SHUT_WR)
+        thread.join()
+        writer.close()
+        reader.close()
 
 
-def call_after(
-    number: signal.Signals, call: Callable[[], object], *, chain: bool
-) -> None:
-    """Calls a function in a thread after each signal, whatever the main thread does.
+def call_beside(number: signal.Signals, call: Callable[[], object]) -> None:
+    """Calls a function in a thread after each signal, beside a handler of others.
+
+    Signals that are delivered to a thread that is none of Python's are missed; the main
+    thread gets them as long as it does not block them.
 
     Args:
-      number: of the signal.
+      number: of the signal, whose handler outside of Python stays in force.
       call: the function.
-      chain: whether the handler of before is called, too.
     """
-    # `faulthandler` runs before handlers outside of Python, and writes into a pipe.
+    # `faulthandler` writes into a pipe, and runs the handler of before.
     reader, writer = os.pipe()
-    faulthandler.register(number, file=writer, all_threads=False, chain=chain)
+    faulthandler.register(number, file=writer, all_threads=False, chain=True)
 
     def wait() -> None:
         text = b""
@@ -112,16 +161,12 @@ class Notice:
     def __enter__(self) -> Notice:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        # One that arrives between these two goes to the handler of before, not to none.
-        self._wakeup = signal.set_wakeup_fd(
-            self._writer.fileno(), warn_on_full_buffer=False
-        )
-        self._handler = signal.signal(signal.SIGTERM, _do_nothing)
+        self._signals = contextlib.ExitStack()
+        self._signals.enter_context(calling(signal.SIGTERM, self._notify))
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._handler)
-        self.stop()
+        self._signals.close()
         self._writer.close()
         self._reader.close()
 
@@ -130,20 +175,17 @@ class Notice:
         return self._reader.fileno()
 
     def received(self) -> bool:
-        """Waits for signals, and returns whether SIGTERM is one of them."""
-        return signal.SIGTERM in self._reader.recv(4096)
-
-    def wait(self) -> bool:
         """Waits for SIGTERM; returns False if another thread calls `stop` first."""
-        while signals := self._reader.recv(4096):
-            if signal.SIGTERM in signals:
-                return True
-        return False
+        return bool(self._reader.recv(4096))
 
     def stop(self) -> None:
-        """Ends `wait` in another thread."""
-        if signal.set_wakeup_fd(self._wakeup) == self._writer.fileno():
-            self._writer.shutdown(socket.SHUT_WR)
+        """Ends `received` in another thread."""
+        self._writer.shutdown(socket.SHUT_WR)
+
+    def _notify(self) -> None:
+        # Nobody asks any more, or has not yet asked about very many.
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            self._writer.send(b"!")
 
 
 @contextlib.contextmanager
@@ -196,7 +238,7 @@ def agreed(
     signalled, ended = threading.Event(), threading.Event()
 
     def watch(notice: Notice) -> None:
-        if notice.wait():
+        if notice.received():
             signalled.set()
             requested()
             if not ended.wait(grace_secs):

@@ -1,4 +1,8 @@
+import ctypes
+import functools
 import os
+import queue
+import select
 import signal
 import subprocess
 import sys
@@ -35,7 +39,7 @@ def test_a_notice_is_of_sigterm_alone():
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     with termination.Notice() as notice:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert not notice.received()
+        assert not select.select([notice], [], [], 0.1)[0]
         end()
         assert notice.received()
     signal.signal(signal.SIGUSR1, before)
@@ -44,7 +48,7 @@ def test_a_notice_is_of_sigterm_alone():
 def test_a_wait_ends_with_the_notice():
     answers = []
     with termination.Notice() as notice:
-        waiting = threading.Thread(target=lambda: answers.append(notice.wait()))
+        waiting = threading.Thread(target=lambda: answers.append(notice.received()))
         waiting.start()
         notice.stop()
         waiting.join()
@@ -140,8 +144,9 @@ def deep(frames):
 
 counted = threading.Semaphore(0)
 calls = []
-termination.call_after(
-    signal.SIGUSR1, lambda: (calls.append(1), counted.release()), chain=False
+signal.signal(signal.SIGUSR1, lambda *_: None)
+termination.call_beside(
+    signal.SIGUSR1, lambda: (calls.append(1), counted.release())
 )
 deep(90)
 time.sleep(0.2)
@@ -154,3 +159,50 @@ def test_each_signal_is_one_call_however_deep_the_stack_is():
         [sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True
     )
     assert ended.stdout == "3\n"
+
+
+def test_each_signal_in_the_block_is_one_call():
+    calls, called = [], threading.Semaphore(0)
+    received = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
+    with termination.calling(
+        signal.SIGUSR1, lambda: (calls.append(1), called.release())
+    ):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert called.acquire(timeout=600)
+    assert (len(calls), received) == (3, [])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (len(calls), received) == (3, [1])
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_blocks_for_the_same_and_for_other_signals_are_nested():
+    called = queue.SimpleQueue()
+
+    def after(number, name):
+        return termination.calling(number, functools.partial(called.put, name))
+
+    def send(number):
+        os.kill(os.getpid(), number)
+        return called.get(timeout=600)
+
+    with after(signal.SIGUSR1, "outer"):
+        with after(signal.SIGUSR2, "other"), after(signal.SIGUSR1, "inner"):
+            assert send(signal.SIGUSR1) == "inner"
+            assert send(signal.SIGUSR2) == "other"
+        assert send(signal.SIGUSR1) == "outer"
+    assert called.empty()
+
+
+def test_a_signal_may_arrive_in_a_thread_that_is_none_of_pythons():
+    # XLA has many, and one gets the signal if the main thread blocks it, or at times
+    # when it has another one to handle.
+    called = threading.Event()
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    with termination.calling(signal.SIGUSR1, called.set):
+        assert not libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)
+        signal.pthread_kill(thread.value, signal.SIGUSR1)
+        assert called.wait(600)
+    assert not libc.pthread_cancel(thread)
+    assert not libc.pthread_join(thread, None)

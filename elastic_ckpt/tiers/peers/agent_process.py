@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from concurrent import futures
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.peers import agent, agent_command, node_record
@@ -80,19 +81,9 @@ class AgentProcess:
             *(["--beside"] if service.is_beside else []),
             "--until-stdin-closes",
         ]
-        # Neither Ctrl-C of a terminal nor SIGTERM to all processes of a job, Slurm's
-        # way, is for it: it serves until the last save is done. It inherits the mask.
-        own = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, own)
+        # In a thread of its own: this one goes on to receive the signals.
+        with futures.ThreadPoolExecutor(1) as thread:
+            process = thread.submit(_started, command).result()
         assert process.stdout
         line = process.stdout.readline()
         if not line:
@@ -103,6 +94,19 @@ class AgentProcess:
             )
         self._process = process
         return line.split()[-1]
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    # Neither Ctrl-C of a terminal nor SIGTERM to all processes of a job, Slurm's way,
+    # is for it: it serves until the last save is done. It inherits the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
