@@ -1049,7 +1049,7 @@ class HostsCheckpointer:
                 return None
             save = self._hosts.first(HostWorld.new_save, self._line.save)
             line = Line(save=save, parents=older.line)
-            self._stages.claim(line, is_uncommitted=True)
+            self._stages.claim(line)
         except HostsFailedError as error:
             why = f"the run does not go back to storage: {error}"
             storage_cause.report(self._emit, "persistent", before, why)

@@ -190,16 +190,9 @@ class SaveStages:
         self._begins_line = True
         self._due.drop_after(step)
 
-    def claim(self, line: Line, *, is_uncommitted: bool = False) -> int:
-        """Claims the world, which will save to a line; returns its number.
-
-        Args:
-          line: the line.
-          is_uncommitted: see `arrange.record`.
-        """
-        number = self._hosts.first(
-            HostBackup.begin_line, line, self._world.claimant, is_uncommitted
-        )
+    def claim(self, line: Line) -> int:
+        """Claims the world, which will save to a line; returns its number."""
+        number = self._hosts.first(HostBackup.begin_line, line, self._world.claimant)
         self._begins_line = False
         return number
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import pathlib
 import shutil
 
@@ -216,14 +217,14 @@ def test_the_record_of_a_line_that_was_damaged_is_named(run):
         opened.load(1)
         run.save(opened, 2, line=2)
     run.lose_ram()
-    record = run.path / "steps" / "worlds" / "1.json"
+    record = run.path / "steps" / "worlds" / "2.json"
     content = record.read_bytes()
     for damaged in (
         content[:-3],
         content.replace(b'"parents": [[1', b'"parents": [[2'),
     ):
         record.write_bytes(damaged)
-        with pytest.raises(errors.CheckpointError, match=r"1\.json .*; restore the"):
+        with pytest.raises(errors.CheckpointError, match=r"2\.json .*; restore the"):
             run.world()
     record.write_bytes(content)
     assert run.newest() == (1, 101)
@@ -233,6 +234,7 @@ def test_the_record_that_lines_had_before_there_were_claims_still_counts(run):
     with run.world() as opened:
         run.save(opened, *range(1, 5), line=1)
         _, save = opened.latest.line[-1]
+    shutil.rmtree(run.path / "steps" / "worlds")
     former = run.path / "steps" / "abandoned" / "line.json"
     fields = {"run": tiered_steps.RUN, "save": f"{save}1", "parents": [[2, save]]}
     storage.write_atomic(former, checked_json.to_bytes(fields, version=1))

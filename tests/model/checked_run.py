@@ -159,7 +159,8 @@ class CheckedRun:
                 step_id,
                 self.model.newest(out_of_reach),
             )
-            self.model.go_on_from(save)
+        # It stays until a newer one has its copies.
+        save.is_covered = True
         self.head = save
         self._by_step = {each.step: each for each in reversed(list(save.line()))}
 
@@ -316,8 +317,14 @@ class CheckedRun:
             elif name == "replicated":
                 distinct = len(set(self.machines)) == len(self.machines) > 1
                 copied = fields["step"] not in uncopied
-                has_copies = self._tiers.get("copies", 1) > 0
-                spare = int(distinct and copied and has_copies)
-                self.model.copy(save, spare, self.machines)
+                copies = self._tiers.get("copies", 1)
+                # What machines outside of this world alone have is not copied.
+                are_here = save.machines <= set(self.machines)
+                spare = int(distinct and copied and copies > 0 and are_here)
+                # Where machines lack, no more copies can be made.
+                can_copy = distinct and 0 < copies < len(self.machines)
+                self.model.copy(
+                    save, spare, self.machines, is_enough=copied or not can_copy
+                )
             elif name == "backed_up":
                 self.model.store(save)

@@ -27,9 +27,7 @@ class Save:
       stored: whether it is known to be in storage.
       kept: by whom storage has to keep it: `pin` and `lease`.
       lost: the machines that have lost it, or have a bad copy.
-      was_committed: whether it has been in RAM.
-      is_doubtful: whether a world that did not know of a later save went on from it.
-        For those who know of both the later one counts, until there is a new save.
+      is_covered: whether it has the copies that could be made.
     """
 
     step: int
@@ -41,14 +39,12 @@ class Save:
     stored: bool = False
     kept: set = dataclasses.field(default_factory=set)
     lost: set = dataclasses.field(default_factory=set)
-    was_committed: bool = False
-    is_doubtful: bool = False
+    is_covered: bool = False
 
     def is_sure(self, out_of_reach=frozenset()):
         """Whether it can be loaded by those who do not reach some machines."""
         lost = self.machines & (self.lost | out_of_reach)
-        is_there = self.stored or (self.in_ram and len(lost) <= self.spare)
-        return is_there and not self.is_doubtful
+        return self.stored or (self.in_ram and len(lost) <= self.spare)
 
     def line(self):
         """This save and all that led to it."""
@@ -70,8 +66,6 @@ class Model:
         assert step_id not in self.saves
         save = Save(step=step_id.step, values=values, parent=parent)
         line = set(save.line())
-        for each in line:
-            each.is_doubtful = False
         for each in self.saves.values():
             if each not in line and each is not replaces:
                 each.in_ram = each.stored = False
@@ -81,23 +75,19 @@ class Model:
     def commit(self, save, machines):
         """Notes that a save is in the RAM of machines."""
         save.machines, save.in_ram = frozenset(machines), True
-        save.was_committed = True
         self._drop(lambda each: each not in set(save.line()))
 
-    def go_on_from(self, save):
-        """Notes that a world has restored a save, and may not know of later ones."""
-        order = list(self.saves.values())
-        for later in order[order.index(save) + 1 :]:
-            if later.was_committed:
-                for each in set(save.line()) - set(later.line()):
-                    each.is_doubtful = True
+    def copy(self, save, spare, machines, *, is_enough):
+        """Notes that machines have made copies; saves before it may leave RAM.
 
-    def copy(self, save, spare, machines):
-        """Notes that machines have made copies; saves before it may leave RAM."""
+        The newest save with enough copies stays there, if these are not enough.
+        """
         save.spare = max(save.spare, spare)
         save.machines |= frozenset(machines)
-        before = set(save.line()) - {save}
-        for each in before:
+        save.is_covered |= is_enough
+        line = list(save.line())
+        covered = [each for each in line if each.is_covered][:1]
+        for each in set(line) - {save, *covered}:
             each.in_ram = False
 
     def store(self, save):

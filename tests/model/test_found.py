@@ -125,3 +125,42 @@ def test_a_step_that_was_given_up_is_saved_again_under_another_id():
             for name, leaf in restored["state"].items():
                 assert leaf.tobytes() == state[name].tobytes()
     assert given_up
+
+
+def test_an_idle_machine_is_asked_though_another_one_lost_its_memory():
+    with run_on((0, 1, 2), store_every=1) as run:
+        run.save(1)
+        run.close()
+        # Machine 0 comes back with new memory, and its agent at the same address.
+        run.evict(0)
+        run.open((3, 2, 1))
+        run.preempt(2, loses_memory=False)
+        run.open((0,))
+        run.close()
+        run.open((0, 1, 2))
+        assert run.head.step == 2
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_the_newest_step_with_copies_stays_until_a_newer_one_has_them(gone):
+    with run_on((0, 1), store_every=1000) as run:
+        run.save(1)
+        run.fail(gone)
+        run.save(2)
+        run.end()
+        run.evict(gone)
+        run.open((1 - gone, 2))
+        assert run.head.step == 1
+
+
+def test_a_save_counts_for_those_who_do_not_see_the_machines_that_have_it():
+    with run_on((0,), store_every=1) as run:
+        run.save(1)
+        run.save(2)
+        run.preempt(3, loses_memory=False)
+        # Machine 0 is not seen: another step 3 is saved, to the RAM of machine 1.
+        run.open((1,))
+        assert run.head.step == 2
+        run.preempt(3, loses_memory=False)
+        run.open((0,))
+        assert run.head.step == 2

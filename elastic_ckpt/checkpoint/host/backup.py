@@ -88,20 +88,14 @@ class HostBackup:
         )
 
     @calls.call()
-    def begin_line(
-        self,
-        line: Line,
-        claimant: claims.Claimant | None,
-        is_uncommitted: bool = False,
-    ) -> int:
+    def begin_line(self, line: Line, claimant: claims.Claimant | None) -> int:
         """Records the line of a committed step, or of a world that begins, in storage.
 
         Host 0 does it.
 
         Args:
           line: of the step, or of the first one to come.
-          claimant: who claims the world; None records the line where it is needed.
-          is_uncommitted: see `arrange.record`.
+          claimant: who claims the world; None if it is not claimed.
 
         Returns:
           The number of the claimed world; 0 if none is claimed.
@@ -114,9 +108,7 @@ class HostBackup:
         if root is None:
             return 0
         if claimant is None:
-            arrange.record(
-                root, line, run=self._world.run, is_uncommitted=is_uncommitted
-            )
+            arrange.record(root, line, run=self._world.run)
             return 0
         if self._claim is not None:
             claimant = dataclasses.replace(claimant, has_claimed=True)

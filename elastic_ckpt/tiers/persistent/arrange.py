@@ -1,8 +1,9 @@
 """Keeps only the steps of one line in the directory that stock Orbax lists.
 
-A line that abandons steps here is recorded with its first save, wherever that is, so
-that it counts even if all memory is lost before its first backup; the worlds of a run
-that counts them are recorded before they train (see `claims`). The steps that a line
+A line is recorded with its first save, wherever that is, so that it counts for those
+who do not see the machines that have it, and if all memory is lost before its first
+backup; the worlds of a run that counts them are recorded before they train (see
+`claims`). The steps that a line
 abandons (see `steps.line`) are set aside before its first step is committed here,
 and steps that were set aside and are of the line come back. Where a step lies decides
 nothing: killed at any point, it can be repeated.
@@ -27,27 +28,20 @@ _FORMER_RECORD = "line.json"
 _FORMER_VERSION = 1
 
 
-def record(
-    root: PersistentRoot, line: Line, *, run: str, is_uncommitted: bool = False
-) -> None:
-    """Records that `line` was begun, if steps here would count without that.
+def record(root: PersistentRoot, line: Line, *, run: str) -> None:
+    """Records that `line` was begun, unless a later one was.
 
     Args:
       root: of the steps.
-      line: that the run has committed a step of, here or elsewhere.
+      line: that the run has begun, whether a step of it is committed or not.
       run: the identity of the run.
-      is_uncommitted: whether the run has not committed one, so that nothing but this
-        record abandons steps in RAM: it is always written.
 
     Raises:
       CheckpointError: if storage is unavailable, or a record cannot be read.
       ReplacedError: if another process records a line at the same time.
     """
     recorded = recorded_lines(root, run=run)
-    if any(each.save >= line.save for each in recorded):
-        return
-    older = [*root.set_aside_steps(), *_newest(root, run=run)]
-    if is_uncommitted or recorded or any(line.abandons(each) for each in older):
+    if not any(each.save >= line.save for each in recorded):
         claims.claim(root.path, line, run=run, claimant=claims.new_claimant())
 
 
@@ -102,15 +96,6 @@ def arrange(root: PersistentRoot, line: Line, *, run: str, step: int) -> None:
         is_needed = each.step != step and not line.abandons(each)
         if is_needed and each.save < line.save and not root.is_committed(each.step):
             root.bring_back(each)
-
-
-def _newest(root: PersistentRoot, *, run: str) -> list[StepId]:
-    # The newest step that is not set aside, with its save; none if there is none.
-    for number in reversed(root.steps()):
-        save = save_of(root, number, run=run)
-        if save is not None:
-            return [StepId(number, save)]
-    return []
 
 
 def save_of(root: PersistentRoot, step: int, *, run: str) -> str | None:
