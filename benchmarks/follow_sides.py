@@ -93,11 +93,13 @@ def _follower(directory: pathlib.Path) -> None:
 def _complete(directory: pathlib.Path) -> dict[int, float]:
     # The steps of the only host, with the times of their manifests.
     steps = {}
-    for manifest in directory.glob("ram/hosts/0/*/manifest-*"):
+    for saved in os.listdir(directory / "ram" / "hosts" / "0"):
         # The run removes steps meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            number = int(manifest.parent.name.partition("-")[0])
-            steps[number] = manifest.stat().st_mtime
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for manifest in (directory / "ram" / "hosts" / "0" / saved).iterdir():
+                if manifest.name.startswith("manifest-"):
+                    number = int(saved.partition("-")[0])
+                    steps[number] = manifest.stat().st_mtime
     return steps
 
 

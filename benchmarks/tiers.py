@@ -377,6 +377,7 @@ def _agents(roots: list[str]) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         urls = []
         for root in roots:
+            pathlib.Path(root).mkdir(parents=True, exist_ok=True)
             serving = agent_process.AgentProcess(agent.Service(root=root))
             stack.callback(serving.close)
             urls.append(serving.address.url)

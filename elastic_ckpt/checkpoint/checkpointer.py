@@ -627,6 +627,9 @@ class HostsCheckpointer:
     ) -> bool:
         """Removes a step from the RAM of all hosts and from persistent storage.
 
+        If it is still complete on machines that no host of this world is on, the event
+        `degraded` says so.
+
         Args:
           step: the number of the step.
           checkpointable_name: only None, as a step can only be removed as a whole; for
@@ -1042,6 +1045,7 @@ class HostsCheckpointer:
     def _go_on_from_storage(self, before: int) -> CheckpointMetadata | None:
         # Later steps are abandoned from now on, also by a world that begins before
         # this one has saved a step.
+        save = None
         try:
             self._claim()
             older = self._hosts.first(StepSearch.stored_before, before, self._line)
@@ -1053,6 +1057,11 @@ class HostsCheckpointer:
         except HostsFailedError as error:
             why = f"the run does not go back to storage: {error}"
             storage_cause.report(self._emit, "persistent", before, why)
+            if save is not None:
+                # The line may be on record although the answer was lost. What is saved
+                # from now on has to be of a later one.
+                stays = self._stages.committed or self._restored
+                self._go_on_from(SearchOutcome(checkpoint=stays, newest_save=save))
             return None
         self._trusted_step = older.step
         self._own_line, self._looked_at, self._left_step = None, None, None
@@ -1087,6 +1096,13 @@ class HostsCheckpointer:
                 " are"
             )
         self._search_again()
+        if step in [each.step for each in self._complete()]:
+            why = (
+                "it was deleted, and is still complete in the RAM of machines that no"
+                " host of this world is on: idle ones, or backup hosts, which remove it"
+                " when they get newer steps; remove it from their RAM disks"
+            )
+            storage_cause.report(self._emit, "peer", step, why)
         return was_there
 
     def _check_storage(self) -> None:
@@ -1158,7 +1174,8 @@ class HostsCheckpointer:
 
     def _go_on_from(self, search: SearchOutcome) -> None:
         self._restored = search.checkpoint
-        self._stages.go_on_from(0 if self._restored is None else self._restored.step)
+        step_id = None if self._restored is None else self._restored.step_id
+        self._stages.go_on_from(step_id)
         # Later saves must not be mixed with earlier ones.
         self._save = self._hosts.first(HostWorld.new_save, search.newest_save)
         self._schedule.go_on_from([] if self._restored is None else [self._restored])

@@ -26,8 +26,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.components.component import Component
-from elastic_ckpt.core import background, errors, storage
-from elastic_ckpt.steps.manifest import ComponentFile
+from elastic_ckpt.core import background, errors
 
 T = TypeVar("T")
 
@@ -228,17 +227,6 @@ def numbered(
         component: {file: number for number, file in enumerate(sorted(files))}
         for component, files in sorted(together.items())
     }
-
-
-def materialise(
-    files: Sequence[ComponentFile],
-    read: Callable[[ComponentFile], bytes],
-    directory: epath.PathLike,
-) -> None:
-    """Writes the files of a component, as `read` gives them, below `directory`."""
-    for file in files:
-        _, _, name = file.path.partition("/")
-        storage.write_atomic(epath.Path(directory) / name, read(file))
 
 
 def _kind(component: ocp.StatefulCheckpointable) -> str:

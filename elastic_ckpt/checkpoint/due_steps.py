@@ -13,6 +13,7 @@ import time
 
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.core import errors, events, metrics, storage_cause
+from elastic_ckpt.steps.step_id import StepId
 
 
 class DueSteps:
@@ -32,14 +33,14 @@ class DueSteps:
         self._emit = emit
         self._is_first = is_first
         self._lock = threading.Lock()
-        self._steps: set[int] = set()
+        self._steps: set[StepId] = set()
         # Those of them that are in RAM, from where they can be stored later; and what
         # else than storage failed, by step.
-        self._in_ram: set[int] = set()
+        self._in_ram: set[StepId] = set()
         self._blamed: dict[int, str] = {}
         # Backed up next, and now.
         self._late: Saving | None = None
-        self._in_backup: int | None = None
+        self._in_backup: StepId | None = None
         # The newest failure, the newest step that was not taken, and when the first one
         # was since storage took all that it was given.
         self._why = ""
@@ -51,29 +52,29 @@ class DueSteps:
         """Whether a step waits for its backup."""
         return self._late is not None
 
-    def in_flight(self) -> list[int]:
+    def in_flight(self) -> list[StepId]:
         """The steps that have to stay in RAM until they are in storage."""
         with self._lock:
-            late = None if self._late is None else self._late.step
+            late = None if self._late is None else self._late.step_id
             return [each for each in (self._in_backup, late) if each is not None]
 
-    def add(self, step: int, *, in_ram: bool = True) -> None:
+    def add(self, step_id: StepId, *, in_ram: bool = True) -> None:
         """Notes that a step is due.
 
         Args:
-          step: the step.
+          step_id: the step.
           in_ram: whether it is in RAM.
         """
         with self._lock:
-            self._steps.add(step)
+            self._steps.add(step_id)
             if in_ram:
-                self._in_ram.add(step)
+                self._in_ram.add(step_id)
         self._record()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step_id: StepId) -> None:
         """Notes that a step is being backed up, in place of one that waits."""
         with self._lock:
-            self._late, self._in_backup = None, step
+            self._late, self._in_backup = None, step_id
         self.is_owed = False
 
     def end(self) -> None:
@@ -83,11 +84,12 @@ class DueSteps:
     def keep(self, saving: Saving) -> None:
         """Keeps the newest waiting step, in any order of threads."""
         with self._lock:
-            if self._late is None or self._late.step < saving.step:
+            late = self._late
+            if late is None or late.step_id.order < saving.step_id.order:
                 self._late = saving
 
     def take(self) -> Saving | None:
-        """Returns the step that waits, which then does no more."""
+        """Returns the step that waits, and forgets it."""
         with self._lock:
             late, self._late = self._late, None
         return late
@@ -105,14 +107,15 @@ class DueSteps:
             if self._failing_secs is None:
                 self._failing_secs = time.monotonic()
 
-    def store(self, step: int) -> None:
+    def store(self, step_id: StepId) -> None:
         """Notes that a step is in storage, by an event if storage has recovered.
 
         It has when it takes a step that it did not take before, or a newer one: an
         upload that is done late leaves the steps that waited for it.
         """
+        step = step_id.step
         with self._lock:
-            stored = {each for each in self._steps if each <= step}
+            stored = {each for each in self._steps if each.order <= step_id.order}
             self._steps -= stored
             self._in_ram -= stored
             self._blamed = {n: why for n, why in self._blamed.items() if n > step}
@@ -134,7 +137,9 @@ class DueSteps:
     def drop_after(self, step: int) -> None:
         """Drops the steps behind the one that the run goes on from."""
         with self._lock:
-            self._steps = {each for each in self._steps if each <= step}
+            self._steps = {each for each in self._steps if each.step <= step}
+            if self._late is not None and self._late.step > step:
+                self._late = None
             self._in_ram &= self._steps
             self._blamed = {n: why for n, why in self._blamed.items() if n <= step}
             self._failed_step = min(self._failed_step, step)
@@ -147,16 +152,16 @@ class DueSteps:
         """
         # A second end of the run finds nothing to do.
         self.take()
-        steps, self._steps = sorted(self._steps), set()
+        steps, self._steps = sorted(self._steps, key=lambda each: each.order), set()
         if not steps:
             return
-        several = ""
+        newest, several = steps[-1], ""
         if steps[1:]:
-            several = f", like {len(steps) - 1} before it since step {steps[0]}"
-        why = self._blamed.get(steps[-1], self._why) or "its backup was not made"
+            several = f", like {len(steps) - 1} before it since step {steps[0].step}"
+        why = self._blamed.get(newest.step, self._why) or "its backup was not made"
         advice = storage_cause.of_message(why).advice
         remedies = [] if advice in why else [advice]
-        if steps[-1] in self._in_ram:
+        if newest in self._in_ram:
             remedies.append("start the run once more while the hosts' RAM has the step")
         else:
             remedies.append(
@@ -164,8 +169,8 @@ class DueSteps:
                 " newest step that was saved"
             )
         raise errors.NotStoredError(
-            f"step {steps[-1]} was due in persistent storage and is not there{several}:"
-            f" {why}; {', and '.join(remedies)}"
+            f"step {newest.step} was due in persistent storage and is not there"
+            f"{several}: {why}; {', and '.join(remedies)}"
         )
 
     def _record(self) -> None:

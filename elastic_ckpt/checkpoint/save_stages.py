@@ -11,9 +11,9 @@ After a restore, another stage catches up: it makes the copies and backups that 
 worlds before could not.
 
 A save waits until the one before is committed. Copies and backups that are late skip
-steps, and never delay the training. Failures are reported
-and retried with the next step. A step that is due in storage and does not fit into RAM
-is uploaded from the captured memory; no other step is committed until that is done.
+steps, and never delay the training. Failures are reported and retried with the next
+step. A step that is due in storage and does not fit into RAM is uploaded from the
+captured memory; no other step is committed until that is done.
 
 Every process of a world runs the same stages in the same order. Hosts first exchange
 whatever depends on time, such as whether a stage is idle.
@@ -175,7 +175,7 @@ class SaveStages:
         self._lacking: set[str] = set()
         # The last step that copies were started for, and the newest that has them.
         self._copied: CheckpointMetadata | None = None
-        self._covered: int | None = None
+        self._covered: StepId | None = None
         self._preserved: list[int] = []
         # Whether a stage failed otherwise than hosts report it, and no save since.
         self._is_broken = False
@@ -184,11 +184,11 @@ class SaveStages:
         # Whether storage is still to have the addresses of this world's agents.
         self._records_agents = in_ram and has_storage
 
-    def go_on_from(self, step: int) -> None:
+    def go_on_from(self, restored: StepId | None) -> None:
         """Notes that a step was restored: it is kept until a newer one has copies."""
-        self.committed, self._covered = None, step
+        self.committed, self._covered = None, restored
         self._begins_line = True
-        self._due.drop_after(step)
+        self._due.drop_after(0 if restored is None else restored.step)
 
     def claim(self, line: Line) -> int:
         """Claims the world, which will save to a line; returns its number."""
@@ -210,7 +210,7 @@ class SaveStages:
         """Begins to commit a step, when the one before is done.
 
         Returns:
-          A future of whether the step was committed or given up.
+          A future of True if the step was committed, and False if it was given up.
         """
 
         def work() -> bool:
@@ -220,7 +220,7 @@ class SaveStages:
                 if saving.back_up:
                     newest = None if self.committed is None else self.committed.step
                     in_ram = self._in_ram and newest == saving.step
-                    self._due.add(saving.step, in_ram=in_ram)
+                    self._due.add(saving.step_id, in_ram=in_ram)
                 raise
 
         tier = "local" if self._in_ram else "persistent"
@@ -344,7 +344,7 @@ class SaveStages:
         # Of all hosts alike, it is reported by one.
         problem = problem or (difference if self._hosts.own == 0 else None)
         if not self._in_ram:
-            self._due.add(saving.step, in_ram=False)
+            self._due.add(saving.step_id, in_ram=False)
         abandon = functools.partial(self._hosts.all, HostSaver.abandon, saving.step_id)
         try:
             names = tuple(saving.description.components)
@@ -420,7 +420,7 @@ class SaveStages:
         if not (is_due or is_time or self._due.is_owed):
             return False
         self._due.is_owed = True
-        self._due.add(saving.step, in_ram=False)
+        self._due.add(saving.step_id, in_ram=False)
         try:
             written = self._hosts.all(HostSaver.files, saving.step_id)
         except HostsFailedError:
@@ -447,7 +447,7 @@ class SaveStages:
             return False
         if not self._upload(dataclasses.replace(saving, is_held=True)):
             return False
-        self._due.begin(saving.step)
+        self._due.begin(saving.step_id)
         self._due.end()
         self._clock.begin_again()
         self._note_committed(saving, written.notes)
@@ -469,9 +469,9 @@ class SaveStages:
             self._report_uncopied(saving.step, is_copied=can_copy)
         # When their stages are idle, all hosts have the same late step.
         if is_due:
-            self._due.add(saving.step)
+            self._due.add(saving.step_id)
         if can_back_up and (is_due or self._due.is_late):
-            self._due.begin(saving.step)
+            self._due.begin(saving.step_id)
             self._clock.begin_again()
             after = [*self._cleaned, *copying]
             back_up = functools.partial(self._back_up, saving, after=after)
@@ -523,7 +523,7 @@ class SaveStages:
             if copies.has_diverged:
                 return
             if not copies.has_failed:
-                self._covered = committed.step
+                self._covered = committed.step_id
         self._collect(committed)
 
     def replicate(
@@ -621,7 +621,7 @@ class SaveStages:
             self._not_taken(step, f"it was not backed up: {error}")
             return False
         saving.stored.set()
-        self._due.store(step)
+        self._due.store(saving.step_id)
         secs = clock.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
         self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
@@ -679,7 +679,7 @@ class SaveStages:
             if newest is not None and self._hosts.share("backup_waits", waits)[0]:
                 break
             if newest is None:
-                self._due.add(step_id.step)
+                self._due.add(step_id)
             try:
                 contents = self._hosts.first(HostBackup.contents, step_id)
                 saving = Saving.from_contents(step_id, contents)
@@ -743,9 +743,9 @@ class _CatchUp:
             each.set()
 
     @property
-    def in_flight(self) -> list[int]:
+    def in_flight(self) -> list[StepId]:
         """The steps that have to stay in RAM until they are backed up."""
-        steps = [each.step for each in list(self.steps)]
+        steps = list(self.steps)
         return steps[:1] if self.is_short else steps
 
     @property

@@ -2,13 +2,10 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 from etils import epath
 
 from elastic_ckpt.checkpoint import component_io
-from elastic_ckpt.core import digest
-from elastic_ckpt.steps import manifest
 
 
 class Counter:
@@ -89,24 +86,6 @@ def test_files_are_numbered_alike_whoever_wrote_them():
     expected = {"data": {"a": 0, "b": 1, "c": 2}, "rng": {"x": 0}}
     assert component_io.numbered(listed) == expected
     assert component_io.numbered(listed[::-1]) == expected
-
-
-def test_files_are_materialised_below_a_directory(tmp_path):
-    content = {"data/sub/count": b"9"}
-    files = [
-        manifest.ComponentFile(
-            component="data",
-            parts=(0, 1),
-            path=path,
-            digest=digest.values_digest(np.frombuffer(text, np.uint8)),
-            stored_bytes=len(text),
-        )
-        for path, text in content.items()
-    ]
-    component_io.materialise(files, lambda file: content[file.path], tmp_path)
-    counter = Counter()
-    component_io.load(counter, tmp_path)
-    assert counter.count == 9
 
 
 def _made(path):

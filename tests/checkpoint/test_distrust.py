@@ -219,13 +219,16 @@ def test_a_damaged_step_in_storage_is_passed_over(run):
         assert checkpointer.distrust(6).step == 2
 
 
-def test_storage_that_takes_no_record_changes_nothing(run, monkeypatch):
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_storage_that_takes_no_record_changes_nothing(run, monkeypatch, is_taken):
     with run.open() as checkpointer:
         run.load(checkpointer)
         create = storage.create
 
         def refuse(path, *arguments, **options):
             if "worlds" in str(path):
+                if is_taken:
+                    create(path, *arguments, **options)
                 raise PermissionError(13, "it is read-only", str(path))
             return create(path, *arguments, **options)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import pathlib
 import shutil
 

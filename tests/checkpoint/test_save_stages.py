@@ -202,6 +202,22 @@ def test_a_backup_is_made_of_what_has_its_copies_and_of_late_ones_the_newest(sim
     assert steps(sim, "backed_up") == [1, 3]
 
 
+def test_a_step_that_is_being_backed_up_stays_in_ram_when_it_is_saved_again(sim):
+    sim.open((0, 1), store_every=1)
+    sim.threads.late = frozenset({"back-up"})
+    begin(sim, 1)
+    again = {"state": simulated_world.state_of(2)}
+    sim.world.save_checkpointables_async(1, again, overwrite=True)
+    assert in_ram(sim) == [1, 1]
+    sim.threads.late = frozenset()
+    sim.threads.catch_up()
+    sim.world.wait()
+    assert told(sim, "persistent")[1:] == []
+    assert steps(sim, "backed_up") == [1, 1]
+    save(sim, 2)
+    assert in_ram(sim) == [2]
+
+
 def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(sim):
     sim.threads.late = frozenset({"clean"})
     sim.open((0, 1), store_every=1)

@@ -153,6 +153,21 @@ def test_the_newest_step_with_copies_stays_until_a_newer_one_has_them(gone):
         assert run.head.step == 1
 
 
+def test_a_step_that_waits_for_its_backup_is_stored_as_it_was_saved_last():
+    with run_on((0,), store_every=1) as run:
+        run.sim.threads.late = frozenset({"back-up"})
+        run.save(1)
+        # The backup of step 1 is not done: the next one waits, in two saves of it.
+        run.save(2)
+        run.save(2, overwrite=True)
+        run.sim.threads.late = frozenset()
+        run.catch_up()
+        run.close()
+        run.evict(0)
+        run.open((0,))
+        assert run.head.step == 2
+
+
 def test_a_save_counts_for_those_who_do_not_see_the_machines_that_have_it():
     with run_on((0,), store_every=1) as run:
         run.save(1)

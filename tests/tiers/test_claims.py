@@ -82,6 +82,28 @@ def test_a_client_that_repeats_its_request_has_claimed_the_world(tmp_path, monke
     assert claim(tmp_path, "8") == claims.newest(tmp_path)
 
 
+def test_a_claim_whose_answer_was_lost_is_that_of_its_start(tmp_path, monkeypatch):
+    create, first = storage.create, claim(tmp_path, "8")
+
+    def lose(path, content):
+        create(path, content)
+        raise OSError(5, "the answer is lost", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "create", lose)
+        with pytest.raises(errors.CheckpointError, match="out of reach"):
+            claim(tmp_path, "9", A_AGAIN)
+    second = claims.check(tmp_path, first, line_of("9"))
+    assert (second.number, second) == (2, claims.newest(tmp_path))
+    # Another world of the start has another line.
+    for other in (None, line_of("8")):
+        with pytest.raises(errors.ReplacedError, match="a, has continued it as world"):
+            claims.check(tmp_path, first, other)
+    claim(tmp_path, "95", B)
+    with pytest.raises(errors.ReplacedError, match="b, has continued it as world 3"):
+        claims.check(tmp_path, first, line_of("9"))
+
+
 def test_a_damaged_claim_is_an_error_that_names_it(tmp_path):
     claim(tmp_path, "8")
     path = tmp_path / claims.DIRECTORY / "1.json"

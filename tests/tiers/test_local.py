@@ -524,7 +524,10 @@ def test_old_steps_in_slots_of_dead_processes_go_and_those_of_live_ones_stay(
     ) as alive:
         save(alive, state, step=1)
         of_line = line.Line(save="0", parents=())
-        host.remove_idle(of_line, before=4, preserved=[2])
+        host.remove_idle(of_line, before=4, kept=[1], preserved=[2])
+        assert [step for step, _ in disk.saves(1)] == [1, 2, 4]
+        assert host.remove_step_of_idle(1)
+        assert not host.remove_step_of_idle(1)
         assert [step for step, _ in disk.saves(1)] == [2, 4]
         assert [step for step, _ in disk.saves(2)] == [1]
         assert not offered(disk, 3)

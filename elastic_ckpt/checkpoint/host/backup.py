@@ -61,6 +61,8 @@ class HostBackup:
         self._arranged: StepId | None = None
         # The claim of this world; None if its run claims none.
         self._claim: claims.Claim | None = None
+        # The line that it was to be claimed for last.
+        self._line: Line | None = None
         # On host 0, the holdings of the step that is being backed up.
         self._holdings: Holdings | None = None
         self._leases = leases.Watch()
@@ -112,6 +114,7 @@ class HostBackup:
             return 0
         if self._claim is not None:
             claimant = dataclasses.replace(claimant, has_claimed=True)
+        self._line = line
         self._claim = claims.claim(
             root.path, line, run=self._world.run, claimant=claimant
         )
@@ -412,21 +415,21 @@ class HostBackup:
             return False
 
     def _owed(self, held: Sequence[search.Step]) -> set[StepId]:
-        # Those of the steps in RAM that are to be backed up; none if storage is out of
-        # reach, as the search of the restore has reported.
+        # Those of the steps in RAM that are to be backed up.
         root = self._world.root
         if root is None:
             return set()
         try:
             stored = set(root.steps())
+            owed = [each for each in held if self._is_owed(each, stored)]
         except (errors.CheckpointError, *bucket_clients.failures()):
-            return set()
+            # Storage may have them. A backup finds that out, now or later.
+            return {each.step_id for each in held if each.holdings.contents.is_due}
         late = {
             each.step: retention.HeldStep.from_contents(
                 each.step_id, each.holdings.contents
             )
-            for each in held
-            if self._is_owed(each, stored)
+            for each in owed
         }
         gone = self._gone_at_once(late)
         return {each.step_id for step, each in late.items() if step not in gone}
@@ -503,9 +506,9 @@ class HostBackup:
     def _check_claim(self) -> None:
         claim = self._claim
         if claim is not None:
-            PATIENT.call(
+            self._claim = PATIENT.call(
                 "looking for the claim of another world",
-                lambda: claims.check(self._root().path, claim),
+                lambda: claims.check(self._root().path, claim, self._line),
             )
 
     def _arrange(self, contents: Contents, step_id: StepId) -> None:

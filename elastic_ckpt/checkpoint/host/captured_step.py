@@ -125,13 +125,7 @@ class CapturedStep:
         Raises:
           CheckpointError: if they are not those of `offer` any more.
         """
-        values = fetched(self._values[fragment.file])
-        if digest.values_digest(values) != fragment.digest:
-            raise errors.CheckpointError(
-                f"{fragment.file} changed in this host's memory after it was captured;"
-                " save another step, and have the memory of the machine checked"
-            )
-        return values
+        return self._verified(fragment.file, fragment.digest)
 
     def content(self, file: ComponentFile) -> memoryview:
         """Returns the content of a component's file, without a copy.
@@ -139,13 +133,16 @@ class CapturedStep:
         Raises:
           CheckpointError: if it is not that of `offer` any more.
         """
-        values = fetched(self._values[file.path])
-        if digest.values_digest(values) != file.digest:
+        return self._verified(file.path, file.digest).data
+
+    def _verified(self, path: str, expected: bytes) -> np.ndarray:
+        values = fetched(self._values[path])
+        if digest.values_digest(values) != expected:
             raise errors.CheckpointError(
-                f"{file.path} changed in this host's memory after it was captured;"
-                " save another step, and have the memory of the machine checked"
+                f"{path} changed in this host's memory after it was captured; save"
+                " another step, and have the memory of the machine checked"
             )
-        return values.data
+        return values
 
     @property
     def directory(self) -> str:

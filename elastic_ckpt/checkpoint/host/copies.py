@@ -15,6 +15,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.peers import backup_directory
 from elastic_ckpt.tiers.source import ReadError, RepairError
 
-_MOST_MACHINE_BYTES = 4096
+_MOST_MACHINE_BYTES = 2**16
 _POLL_SECS = 0.1
 # The time for a backup host to fetch its part of a step.
 _LEAST_SECS = 30.0
@@ -48,8 +49,8 @@ class HostCopies:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._part_exchange = world.exchanges["copies"]
-        # By url: the backup hosts that fetch parts of the step, and until when.
-        self._fetching: dict[str, float] = {}
+        # By url: the backup hosts that fetch parts of the step.
+        self._fetching: dict[str, _Fetch] = {}
         self._problems: list[str] = []
 
     @calls.call()
@@ -130,22 +131,19 @@ class HostCopies:
     def _await_backups(self, step_id: StepId) -> list[str]:
         # Returns when backup hosts have their parts, or why they do not.
         while self._fetching:
-            for url, deadline_secs in list(self._fetching.items()):
+            for url, fetch in list(self._fetching.items()):
                 backup = self._world.peer_at(url)
-                if step_id in backup.known_saves():
-                    del self._fetching[url]
-                elif backup.problems:
-                    del self._fetching[url]
+                if step_id not in backup.known_saves():
+                    problems = [*backup.problems, *self._refusals(url, fetch.request)]
+                    if time.monotonic() > fetch.until_secs:
+                        problems.append("its time is over; look at its output")
+                    if not problems:
+                        continue
                     self._problems.append(
                         f"the backup host at {url} has not fetched its parts of step"
-                        f" {step_id.step}: {backup.problems[0]}"
+                        f" {step_id.step}: {problems[0]}"
                     )
-                elif time.monotonic() > deadline_secs:
-                    del self._fetching[url]
-                    self._problems.append(
-                        f"the backup host at {url} has not fetched its parts of step"
-                        f" {step_id.step} in time; look at its output"
-                    )
+                del self._fetching[url]
             time.sleep(_POLL_SECS if self._fetching else 0)
         problems, self._problems = self._problems, []
         return problems
@@ -158,8 +156,7 @@ class HostCopies:
             # One that was started again has the same address.
             endpoint.retry_refused()
             try:
-                content = endpoint.read("/v1/machine", most_bytes=_MOST_MACHINE_BYTES)
-                machine = str(json.loads(content)["machine"])
+                machine = str(self._facts(url)["machine"])
             except (ReadError, ValueError, KeyError, TypeError) as error:
                 self._problems.append(f"the backup host at {url} {error}")
                 continue
@@ -167,11 +164,24 @@ class HostCopies:
             hosts[url] = refill.backup_host(machine, number=number)
         return hosts
 
+    def _refusals(self, url: str, request: str) -> list[str]:
+        # Why a backup host could not do what a request asks for; none if it may yet.
+        try:
+            refused = self._facts(url)["refused"]
+            return [str(refused["why"])] if refused["request"] == request else []
+        except (ReadError, ValueError, KeyError, TypeError):
+            return []
+
+    def _facts(self, url: str) -> dict[str, Any]:
+        endpoint = self._world.client.endpoint(url)
+        content = endpoint.read("/v1/machine", most_bytes=_MOST_MACHINE_BYTES)
+        return dict(json.loads(content))
+
     def _complete_saves(self, urls: Sequence[str]) -> tuple[StepId, ...]:
         # The newest save of which each backup host has its parts.
         saves = [set(self._world.peer_at(url).known_saves()) for url in urls]
         common = set.intersection(*saves) if saves else set()
-        newest = max(common, key=refill.order, default=None)
+        newest = max(common, key=lambda each: each.order, default=None)
         return () if newest is None else (newest,)
 
     def _request(self, url: str, message: PartMessage) -> None:
@@ -183,7 +193,16 @@ class HostCopies:
             return
         num_bytes = sum(int(np.sum(each.stored_bytes)) for each in message.tables)
         secs = _LEAST_SECS + num_bytes / _BYTES_PER_SEC
-        self._fetching[url] = time.monotonic() + secs
+        self._fetching[url] = _Fetch(
+            request=backup_directory.name_of(content),
+            until_secs=time.monotonic() + secs,
+        )
+
+
+class _Fetch(NamedTuple):
+    # The request that a backup host has got, and when its time is over.
+    request: str
+    until_secs: float
 
 
 def placed_parts(

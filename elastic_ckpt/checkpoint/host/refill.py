@@ -71,10 +71,15 @@ def refill(root: str) -> tuple[StepId, Replicated] | None:
     content = backup_directory.take_request(root)
     if content is None:
         return None
-    with contextlib.closing(
-        peer_client.PeerClient(secret.read(secret.path(root)), **options)
-    ) as client:
-        return _requested(root, content, client)
+    try:
+        with contextlib.closing(
+            peer_client.PeerClient(secret.read(secret.path(root)), **options)
+        ) as client:
+            return _requested(root, content, client)
+    except (errors.ElasticCkptError, OSError) as error:
+        # Who sent it waits for the parts.
+        backup_directory.refuse(root, content, str(error))
+        raise
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,11 +104,6 @@ def main(arguments: Sequence[str]) -> int:
 def backup_host(machine: str, *, number: int) -> Host:
     """The backup host on a machine, as manifests name it."""
     return Host(id=f"{machine}.0", number=number, domains={"host": machine, KIND: KIND})
-
-
-def order(saved: StepId) -> tuple[str, int]:
-    """The order of the saves of steps in time."""
-    return saved.save, saved.step
 
 
 def _placed(root: str) -> tuple[StepId, Replicated] | None:
@@ -157,7 +157,7 @@ def _requested(
     with contextlib.closing(own):
         # The newest one here may be on all backup hosts by now.
         held = own.held()
-        newest = [max(held, key=order)] if held else []
+        newest = [max(held, key=lambda each: each.order)] if held else []
         with file_repair.held_off(disk.host_directory(own.slot)):
             own.clean()
             for each in set(held) - {saved.step_id, *newest, *message.saves}:

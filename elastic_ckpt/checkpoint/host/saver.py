@@ -198,7 +198,7 @@ class HostSaver:
     def collect(
         self,
         step_id: StepId,
-        in_flight: tuple[int, ...],
+        in_flight: tuple[StepId, ...],
         preserved: tuple[int, ...],
         parents: tuple[StepId, ...],
     ) -> None:
@@ -224,7 +224,7 @@ class HostSaver:
             of_line,
             policy,
             newest_complete=step_id.step,
-            in_flight=in_flight,
+            in_flight=[each.step for each in in_flight],
             preserved=preserved,
         )
         gone = [each.step_id for each in of_line if each.step in removed]
@@ -235,20 +235,26 @@ class HostSaver:
             )
         ]
         for each in gone:
-            if each not in self._world.own.in_flight:
+            if each not in in_flight and each not in self._world.own.in_flight:
                 self._world.own.remove(each)
         if self._world.own.slot == 0:
             # No other host does it if the world became smaller.
-            oldest = min([step_id.step, *in_flight])
-            self._world.own.remove_idle(line, before=oldest, preserved=preserved)
+            self._world.own.remove_idle(
+                line,
+                before=min([step_id, *in_flight]).step,
+                kept={each.step for each in of_line} - set(removed),
+                preserved=preserved,
+            )
 
     @calls.call()
     def remove(self, step: int) -> bool:
         """Removes all saves of a step; returns whether there were any."""
-        saves = [each for each in self._world.own.held() if each[0] == step]
+        own = self._world.own
+        saves = [each for each in own.held() if each.step == step]
         for each in saves:
-            self._world.own.remove(each)
-        return bool(saves)
+            own.remove(each)
+        was_idle = own.slot == 0 and own.remove_step_of_idle(step)
+        return bool(saves) or was_idle
 
     @calls.call()
     def digests(self, step_id: StepId, under: tuple[str, ...]) -> dict[str, str]:

@@ -150,8 +150,14 @@ class Answers:
         if path == "/v1/steps":
             return _json(agent_tree.manifests(self._root))
         if path == "/v1/machine":
-            facts = {"machine": self._machine, "time": time.time()}
-            return _json({**facts, "version": protocol.VERSION})
+            return _json(
+                {
+                    "machine": self._machine,
+                    "time": time.time(),
+                    "version": protocol.VERSION,
+                    "refused": backup_directory.refused(self._root),
+                }
+            )
         return agent_tree.open_file(self._root, _names(path))
 
     async def _put(self, request: web.BaseRequest, path: str) -> web.Response:

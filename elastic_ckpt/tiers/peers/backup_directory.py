@@ -3,11 +3,13 @@
 backup_host        the RAM disk is that of a backup host: how it fetches parts, as JSON;
                    empty if a program of an earlier version made it
 backup_request     the newest request that it has not taken yet
+backup_refused     the request that it could not do last, and why, as JSON
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
 from typing import Any
@@ -21,6 +23,8 @@ from elastic_ckpt.tiers.peers import records
 URL_PATH = "/v1/backup"
 REQUEST = "backup_request"
 _MARKER = "backup_host"
+_REFUSED = "backup_refused"
+_MOST_WHY = 2000
 
 
 def make(root: epath.PathLike, **options: Any) -> None:
@@ -50,3 +54,19 @@ def take_request(root: epath.PathLike) -> bytes | None:
         storage.rename(path, taken)
         return taken.read_bytes()
     return None
+
+
+def name_of(request: bytes) -> str:
+    """The name of a request, different for each content."""
+    return hashlib.blake2b(request, digest_size=16).hexdigest()
+
+
+def refuse(root: epath.PathLike, request: bytes, why: str) -> None:
+    """Notes why a request cannot be done, for who has sent it."""
+    refused = {"request": name_of(request), "why": why[:_MOST_WHY]}
+    records.write(root, _REFUSED, refused)
+
+
+def refused(root: epath.PathLike) -> dict[str, str] | None:
+    """The request that could not be done last, and why; None if there is none."""
+    return records.read(root, _REFUSED)

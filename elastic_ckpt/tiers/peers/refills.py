@@ -1,9 +1,9 @@
 """Another program brings parts of steps to a RAM disk that lacks them.
 
 It is started when a host has noted another world in the directory (the node may have
-been replaced), or has sent a backup host another request, and again after a while if it
-fails. It is a separate process, so that the agent serves meanwhile, and stays small.
-What it has to bring, it reads in the directory (`host.refill`).
+been replaced), and again after a while if it fails, or when a host has sent a backup
+host another request. It is a separate process, so that the agent serves meanwhile, and
+stays small. What it has to bring, it reads in the directory (`host.refill`).
 """
 
 from __future__ import annotations

@@ -136,15 +136,26 @@ def claim(steps: epath.PathLike, line: Line, *, run: str, claimant: Claimant) ->
     return made
 
 
-def check(steps: epath.PathLike, own: Claim) -> None:
-    """Raises a ReplacedError if the world after `own` is claimed.
+def check(steps: epath.PathLike, own: Claim, line: Line | None = None) -> Claim:
+    """Checks that the newest claim is that of a claimant, and returns it.
+
+    Args:
+      steps: the directory of the run's steps.
+      own: the claim that was known to be the newest.
+      line: that was to be claimed after that; the answer may have been lost.
 
     Raises:
+      ReplacedError: if the world after `own` is claimed by another one.
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.
     """
     path = _path(steps, own.number + 1)
-    if path.exists():
-        raise replaced(_read(path.parent, own.number + 1))
+    if not path.exists():
+        return own
+    later = _read(path.parent, own.number + 1)
+    # Worlds of one start have one claimant, and different lines.
+    if (later.claimant, later.line) == (own.claimant, line):
+        return check(steps, later, line)
+    raise replaced(later)
 
 
 def is_replaced(steps: epath.PathLike, number: int) -> bool:

@@ -152,21 +152,40 @@ class LocalHost:
         storage.remove(directory)
 
     def remove_idle(
-        self, line: Line, *, before: int, preserved: Collection[int]
+        self,
+        line: Line,
+        *,
+        before: int,
+        kept: Collection[int],
+        preserved: Collection[int],
     ) -> None:
         """Removes old steps from the slots of this machine whose process is gone.
 
         Args:
           line: steps that it abandons are removed too.
           before: the first step that stays.
+          kept: steps before that which stay, unless the line abandons them.
           preserved: steps that stay whatever they are.
         """
         for slot in self._idle_slots():
             for each in self.disk.saves(slot):
-                is_old = each.step < before or line.abandons(each)
-                if is_old and each.step not in preserved:
-                    storage.remove(self.disk.manifest_path(slot, each))
-                    storage.remove(self.disk.step_directory(slot, each))
+                is_old = each.step < before and each.step not in kept
+                if (is_old or line.abandons(each)) and each.step not in preserved:
+                    self._remove_of_idle(slot, each)
+
+    def remove_step_of_idle(self, step: int) -> bool:
+        """Removes a step from such slots, too; returns whether one had it."""
+        was_there = False
+        for slot in self._idle_slots():
+            for each in self.disk.saves(slot):
+                if each.step == step:
+                    self._remove_of_idle(slot, each)
+                    was_there = True
+        return was_there
+
+    def _remove_of_idle(self, slot: int, step_id: StepId) -> None:
+        storage.remove(self.disk.manifest_path(slot, step_id))
+        storage.remove(self.disk.step_directory(slot, step_id))
 
     def clean(self) -> list[str]:
         """Removes leftovers of dead processes of the machine.

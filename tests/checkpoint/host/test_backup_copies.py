@@ -1,6 +1,7 @@
 """Backup hosts together get one copy of each part, and fetch it whole or not at all."""
 
 import contextlib
+import types
 
 import numpy as np
 import pytest
@@ -120,6 +121,34 @@ def test_a_part_that_cannot_be_fetched_leaves_the_steps_before(tmp_path):
         with pytest.raises(errors.CheckpointError, match="no good copy"):
             fetch(root, tables[20])
     assert held(root) == [10]
+
+
+def test_who_sends_a_request_learns_at_once_that_it_cannot_be_done(tmp_path):
+    root = tmp_path / "backup"
+    with (
+        peers(tmp_path, {10: FILES, 20: FILES}) as tables,
+        served.serving(agent.Service(root=str(root))) as address,
+        contextlib.closing(peer_client.PeerClient(secret.read(secret.path(root)))) as c,
+    ):
+        world = types.SimpleNamespace(
+            client=c,
+            exchanges={"copies": None},
+            peer_at=lambda url: peer.Peer(url, c, served.RUN),
+        )
+        host = copies.HostCopies(world)
+        for step in (10, 20):
+            host._request(address.url, PartMessage(tables=(tables[step],)))
+            if step == 20:
+                (tmp_path / "peer/hosts/0/20-0/data/b").write_bytes(b"part c")
+                with pytest.raises(errors.CheckpointError, match="no good copy"):
+                    refill.refill(str(root))
+            else:
+                refill.refill(str(root))
+            problems = host._await_backups(StepId(step, "0"))
+            assert len(problems) == (step == 20)
+    (problem,) = problems
+    assert problem.startswith(f"the backup host at {address.url} has not fetched its")
+    assert "no good copy" in problem
 
 
 def test_a_bad_copy_of_a_backup_host_is_repaired(tmp_path):
