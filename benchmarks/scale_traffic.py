@@ -75,11 +75,11 @@ def _save(hosts: scale_world.SimulatedHosts) -> Cost:
 
 def _restore(hosts: scale_world.SimulatedHosts, num_hosts: int) -> Cost:
     driver = cast(Hosts, hosts)
-    outcome = restore.find(driver, None, emit=events.nobody, is_shared=True)
+    outcome = restore.find(driver, None, emit=events.nobody, is_dealt=True)
     step = outcome.checkpoint
     assert step is not None
-    assert outcome.is_shared
-    restore.open_step(driver, step, is_shared=True)
+    assert outcome.is_dealt
+    restore.open_step(driver, step, is_dealt=True)
     contents = hosts.opened()
     hosts.select(lambda number: _wanted(contents, number, num_hosts))
     restore.plan_reads(driver, step, [])

@@ -180,8 +180,8 @@ class _ReaderAlone(reader.HostReader):
         self.wanted: Sequence[trees.WantedLeaf] = ()
         self.open = StepId(0, "")
 
-    def open_step(self, step_id: StepId, *, is_shared: bool = False) -> None:
-        super().open_step(step_id, is_shared=is_shared)
+    def open_step(self, step_id: StepId, *, is_dealt: bool = False) -> None:
+        super().open_step(step_id, is_dealt=is_dealt)
         self.open = step_id
 
     def read(self) -> dict[str, int]:

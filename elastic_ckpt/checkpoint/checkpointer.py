@@ -920,11 +920,11 @@ class HostsCheckpointer:
             )
         )
 
-        is_shared = False
+        is_lent = False
 
         def begin() -> Callable[[], None]:
-            nonlocal is_shared
-            directory, is_shared = self._hosts.capture(step_id, trees)
+            nonlocal is_lent
+            directory, is_lent = self._hosts.capture(step_id, trees)
             return component_io.begin_save(
                 stateful, lambda name: storage.make_directory(f"{directory}/{name}")
             )
@@ -947,7 +947,7 @@ class HostsCheckpointer:
             began_secs=began_secs,
         )
         committed = self._stages.begin(saving)
-        if is_shared:
+        if is_lent:
             # The caller may donate its arrays from now on.
             background.wait([committed])
         self._schedule.note_save(current, back_up=back_up)

@@ -97,7 +97,7 @@ def find(
     emit: events.Emit,
     without: Sequence[StepId] = (),
     own_line: Line | None = None,
-    is_shared: bool = False,
+    is_dealt: bool = False,
 ) -> SearchOutcome:
     """Looks for the newest complete step, or for a certain one.
 
@@ -107,7 +107,7 @@ def find(
       emit: called when newer steps are passed over, and for peers that refuse.
       without: steps and saves that proved to be unreadable.
       own_line: the line that the caller has saved to.
-      is_shared: whether hosts will read the step.
+      is_dealt: whether hosts will read the step.
 
     Raises:
       StepNotFoundError: if no tier has a certain step.
@@ -126,7 +126,7 @@ def find(
         save=save,
         without=tuple(without),
         own_line=own_line,
-        is_shared=is_shared,
+        is_dealt=is_dealt,
     )
     outcome = _survey(hosts, search)
     for passed_over, why in outcome.passed_over:
@@ -160,27 +160,27 @@ def _survey(hosts: Hosts, search: Callable[..., SearchOutcome]) -> SearchOutcome
         offer = functools.partial(hosts.all, StepSearch.offer_step, needs)
         part_passes.gather(hosts, "restore", offer)
         surveyed = (*surveyed, needs)
-    if not outcome.is_shared:
+    if not outcome.is_dealt:
         hosts.all(StepSearch.end)
     return outcome
 
 
-def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, *, is_shared: bool) -> None:
+def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, *, is_dealt: bool) -> None:
     """Opens a step on all hosts.
 
     Args:
       hosts: of the world.
       checkpoint: the step.
-      is_shared: whether host 0 keeps its parts (`SearchOutcome`).
+      is_dealt: whether host 0 keeps its parts (`SearchOutcome`).
 
     Raises:
       HostsFailedError: if a host cannot open it.
     """
     step_id = checkpoint.step_id
-    if is_shared:
+    if is_dealt:
         share = functools.partial(hosts.first, StepSearch.share, step_id)
         part_passes.deal(hosts, "restore", share)
-    hosts.all(HostReader.open_step, step_id, is_shared=is_shared)
+    hosts.all(HostReader.open_step, step_id, is_dealt=is_dealt)
 
 
 def plan_reads(
@@ -432,7 +432,7 @@ class Restorer:
             self.emit(name, **fields)
 
         while True:
-            search = find(self.hosts, step, without=without, emit=noted, is_shared=True)
+            search = find(self.hosts, step, without=without, emit=noted, is_dealt=True)
             checkpoint = search.checkpoint
             if checkpoint is None and search.missing is not None:
                 raise StepNotFoundError(search.missing)
@@ -451,7 +451,7 @@ class Restorer:
                 return search, None
             try:
                 return search, self._read(
-                    checkpoint, requested, is_shared=search.is_shared
+                    checkpoint, requested, is_dealt=search.is_dealt
                 )
             except HostsFailedError as error:
                 # All drivers have this error; hosts may hold what they have read.
@@ -466,10 +466,10 @@ class Restorer:
         checkpoint: CheckpointMetadata,
         requested: _Wanted,
         *,
-        is_shared: bool,
+        is_dealt: bool,
     ) -> _Read:
         hosts = self.hosts
-        open_step(hosts, checkpoint, is_shared=is_shared)
+        open_step(hosts, checkpoint, is_dealt=is_dealt)
         contents = hosts.opened()
         others: Mapping[str, TreeReading] = {}
         if requested.layout is not None:
@@ -490,7 +490,7 @@ class Restorer:
         except HostsFailedError as error:
             # An older step would not have it either: the request is wrong.
             raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-        if is_shared:
+        if is_dealt:
             plan_reads(hosts, checkpoint, stateful)
         answers = hosts.read()
         directories = {

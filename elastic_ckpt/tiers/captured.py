@@ -84,12 +84,12 @@ class Captured:
       parts: of every array of the state, ordered by path.
       on_release: called by the first `release`.
 
-      is_shared: whether some values are still those of the caller's arrays, which must
+      is_lent: whether some values are still those of the caller's arrays, which must
         not be donated before the release.
 
     Attributes:
       parts: as given; none after `release`.
-      is_shared: as given.
+      is_lent: as given.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class Captured:
         parts: Sequence[CapturedLeaf],
         *,
         on_release: Callable[[], None],
-        is_shared: bool = False,
+        is_lent: bool = False,
     ) -> None:
         self.parts = tuple(parts)
-        self.is_shared = is_shared
+        self.is_lent = is_lent
         self._on_release: Callable[[], None] | None = on_release
 
     @classmethod
@@ -115,7 +115,7 @@ class Captured:
         return cls(
             sorted(parts, key=lambda part: part.leaf.path),
             on_release=release,
-            is_shared=any(each.is_shared for each in several),
+            is_lent=any(each.is_lent for each in several),
         )
 
     @property

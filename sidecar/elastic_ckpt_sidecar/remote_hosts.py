@@ -109,8 +109,8 @@ class RemoteHosts:
         cpus = _over([device for host in hosts for device in host.cpus])
         machine_id = self._call(self._agent.connect, {}, cpus)[0].tobytes().decode()
         # A head that shares the memory of host 0 finds its id there.
-        is_shared = machine.find(choices[0].directory) == machine_id
-        self._copies = None if is_shared else FileCopies(self.first)
+        is_same_memory = machine.find(choices[0].directory) == machine_id
+        self._copies = None if is_same_memory else FileCopies(self.first)
         # This also runs if `close` is never called.
         background.close_with(self, functools.partial(_release, self._agent))
 

@@ -157,9 +157,9 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
         driver.all(HostSaver.commit, WrittenStep(**one, parts={}, notes=NOTES))
 
     def read_back(driver):
-        outcome = restore.find(driver, None, emit=events.nobody, is_shared=True)
+        outcome = restore.find(driver, None, emit=events.nobody, is_dealt=True)
         step = outcome.checkpoint
-        restore.open_step(driver, step, is_shared=outcome.is_shared)
+        restore.open_step(driver, step, is_dealt=outcome.is_dealt)
         contents = driver.opened()
         driver.check(trees, [], {})
         if lost:
@@ -168,7 +168,7 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
         driver.read()
         restored = driver.arrays(trees)
         driver.all(HostReader.close_step)
-        return outcome.is_shared, [leaf.path for leaf in contents.leaves], restored
+        return outcome.is_dealt, [leaf.path for leaf in contents.leaves], restored
 
     def refuse(content):
         del content
@@ -177,8 +177,8 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
     drive(join)
     drive(save)
     monkeypatch.setattr(find, "of_save", noted)
-    for is_shared, paths, restored in drive(read_back):
-        assert is_shared
+    for is_dealt, paths, restored in drive(read_back):
+        assert is_dealt
         assert paths == ["state/n"]
         np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
     # The messages of host 0 stay in its memory.

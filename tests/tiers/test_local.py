@@ -173,11 +173,11 @@ def test_a_step_that_is_not_committed_is_not_offered(disk, host):
     contents = manifest.Contents(leaves=captured.leaves, components={})
     writer = host.begin(StepId(3, "0"), contents, num_bytes=64)
     writer.write(captured)
-    assert host.in_flight == {(3, "0")}
+    assert host.being_written == {(3, "0")}
     assert not offered(disk, 3)
     assert host.held() == []
     writer.abandon()
-    assert host.in_flight == set()
+    assert host.being_written == set()
     assert disk.steps() == []
 
 
@@ -211,7 +211,7 @@ def test_a_committed_step_is_not_saved_over(host):
     local_steps.save(host, 3)
     with pytest.raises(errors.CheckpointError, match=r"step 3, save '0', is in .*/3-0"):
         local_steps.save(host, 3)
-    assert host.in_flight == set()
+    assert host.being_written == set()
 
 
 def test_a_leftover_of_the_same_step_is_removed_before_it_is_written(disk, host):
@@ -324,7 +324,7 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
         assert "step 4 needs 1048576 bytes" in message
         assert "limit 3145728" in message
         assert "raise the limit" in message
-        assert two.in_flight == set()
+        assert two.being_written == set()
         assert limited.saves(2) == []
         writer.abandon()
         two.begin(StepId(4, "0"), contents, num_bytes=2**20).abandon()
@@ -340,10 +340,10 @@ def test_what_the_file_system_cannot_take_is_refused_at_once(disk, host):
 def test_room_that_is_looked_for_later_is_refused_alike(disk, host):
     contents = manifest.Contents(leaves=(), components={})
     writer = host.begin(StepId(3, "0"), contents, num_bytes=None)
-    assert host.in_flight == {(3, "0")}
+    assert host.being_written == {(3, "0")}
     with pytest.raises(errors.CheckpointError, match="without a limit"):
         host.reserve(writer, 2**60)
-    assert host.in_flight == set()
+    assert host.being_written == set()
     assert disk.steps() == []
 
 
@@ -360,7 +360,7 @@ def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, ho
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert disk.steps() == [2]
-    assert host.in_flight == set()
+    assert host.being_written == set()
 
 
 def test_copies_are_listed_beside_what_the_host_saved(disk, host):

@@ -75,12 +75,12 @@ class CapturedIn(NamedTuple):
 
     Attributes:
       directory: in which components write their files, each below its name.
-      is_shared: whether values are still those of the caller's arrays, until the step
+      is_lent: whether values are still those of the caller's arrays, until the step
         is committed.
     """
 
     directory: str
-    is_shared: bool = False
+    is_lent: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ class SearchOutcome:
         it may.
       needs: a step whose parts all hosts have to report first; None if the search is
         done.
-      is_shared: whether host 0 keeps the parts of the step, and can deal them.
+      is_dealt: whether host 0 keeps the parts of the step, and can deal them.
       missing: that no tier has the step, or any step, a sentence; None if one has.
     """
 
@@ -239,7 +239,7 @@ class SearchOutcome:
     refusing: tuple[str, ...] = ()
     refusal: str | None = None
     needs: int | None = None
-    is_shared: bool = False
+    is_dealt: bool = False
     missing: str | None = None
 
 

@@ -342,7 +342,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     return Captured(
         captured,
         on_release=functools.partial(memory.give_back, files, piece),
-        is_shared=where == "wait" and bool(rest),
+        is_lent=where == "wait" and bool(rest),
     )
 
 

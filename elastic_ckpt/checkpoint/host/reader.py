@@ -50,12 +50,12 @@ class HostReader:
         self.sharing = step_search.StepSearch(world)
 
     @calls.call()
-    def open_step(self, step_id: StepId, *, is_shared: bool = False) -> None:
+    def open_step(self, step_id: StepId, *, is_dealt: bool = False) -> None:
         """Opens a step for reading.
 
         Args:
           step_id: the step.
-          is_shared: whether host 0 has passed its contents down.
+          is_dealt: whether host 0 has passed its contents down.
 
         Raises:
           CheckpointError: if it is not complete in the tiers that this host can reach.
@@ -63,7 +63,7 @@ class HostReader:
         self._release()
         whole: FoundStep | None = None
         try:
-            contents = self.sharing.contents(step_id) if is_shared else None
+            contents = self.sharing.contents(step_id) if is_dealt else None
         except errors.CheckpointError as error:
             logging.warning("%s; this host reads the manifests of all", error)
             contents = None

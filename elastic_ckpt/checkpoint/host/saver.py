@@ -76,7 +76,7 @@ class HostSaver:
         if self._world.local_tier is None:
             # Only components write files on this machine.
             saving.directory = saving.staging = self._staging(step_id)
-            return CapturedIn(str(saving.directory), captured.is_shared)
+            return CapturedIn(str(saving.directory), captured.is_lent)
         contents = Contents(leaves=captured.leaves, components={})
         try:
             saving.writer = self._world.own.begin(step_id, contents, num_bytes=None)
@@ -87,7 +87,7 @@ class HostSaver:
             # The other hosts have begun: `write` reports the problem to all.
             saving.problem = str(error)
             saving.directory = saving.staging = self._staging(step_id)
-        return CapturedIn(str(saving.directory), captured.is_shared)
+        return CapturedIn(str(saving.directory), captured.is_lent)
 
     def directory(self, step_id: StepId) -> epath.Path:
         """The directory for the component files of a step that is being saved."""
@@ -235,7 +235,7 @@ class HostSaver:
             )
         ]
         for each in gone:
-            if each not in in_flight and each not in self._world.own.in_flight:
+            if each not in in_flight and each not in self._world.own.being_written:
                 self._world.own.remove(each)
         if self._world.own.slot == 0:
             # No other host does it if the world became smaller.

@@ -64,7 +64,7 @@ class StepSearch:
         save: str = "",
         without: tuple[StepId, ...] = (),
         own_line: line.Line | None = None,
-        is_shared: bool = False,
+        is_dealt: bool = False,
         surveyed: tuple[int, ...] | None = None,
     ) -> SearchOutcome:
         """Finds the newest complete step, or a certain one.
@@ -74,7 +74,7 @@ class StepSearch:
           save: which save of the step; empty for the newest.
           without: steps that proved to be unreadable.
           own_line: the line of the caller, if it has saved something.
-          is_shared: whether the parts of the step are kept, to deal them to all hosts.
+          is_dealt: whether the parts of the step are kept, to deal them to all hosts.
           surveyed: the steps whose parts all hosts have reported, after the steps that
             they have; None if this host asks each of the others.
 
@@ -87,9 +87,9 @@ class StepSearch:
         ram = self._survey(surveyed)
         if ram.is_partial:
             # Hosts whose reports are missing may have newer steps: this one asks all.
-            return find(is_shared, self._world.ram_tiers)
+            return find(is_dealt, self._world.ram_tiers)
         try:
-            return find(is_shared, [ram])
+            return find(is_dealt, [ram])
         except UnreportedStepError as error:
             return SearchOutcome(needs=error.step)
 
@@ -99,7 +99,7 @@ class StepSearch:
         save: str,
         without: Sequence[StepId],
         own_line: line.Line | None,
-        is_shared: bool,
+        is_dealt: bool,
         ram_tiers: Sequence[Tier],
     ) -> SearchOutcome:
         tiers, foreign, recorded, out_of_reach = self._within_reach(ram_tiers)
@@ -136,7 +136,7 @@ class StepSearch:
             complete, chosen = self._foreign_step(foreign_step, foreign), None
         elif chosen is not None:
             complete = self._complete(chosen)
-        kept = chosen if is_shared else None
+        kept = chosen if is_dealt else None
         self._choose(kept)
         return SearchOutcome(
             checkpoint=complete,
@@ -145,7 +145,7 @@ class StepSearch:
             out_of_reach=out_of_reach,
             refusing=tuple(self._refusing(tiers)),
             refusal=refusal,
-            is_shared=kept is not None,
+            is_dealt=kept is not None,
             missing=missing,
         )
 

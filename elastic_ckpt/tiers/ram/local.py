@@ -60,7 +60,7 @@ class LocalHost:
         self.host = Host(id=disk.host_id(slot), number=number, domains=domains)
         self.slot = slot
         self._lock = threading.Lock()
-        self._in_flight: set[StepId] = set()
+        self._being_written: set[StepId] = set()
         self._held = contextlib.ExitStack()
         self._held.enter_context(self._locked(slot))
         spare = disk.host_directory(slot) / ram_disk.SPARE
@@ -73,10 +73,10 @@ class LocalHost:
         self._held.close()
 
     @property
-    def in_flight(self) -> frozenset[StepId]:
+    def being_written(self) -> frozenset[StepId]:
         """The steps and saves that are being written."""
         with self._lock:
-            return frozenset(self._in_flight)
+            return frozenset(self._being_written)
 
     def held(self) -> list[StepId]:
         """The steps and saves that are committed, ascending."""
@@ -144,7 +144,7 @@ class LocalHost:
 
     def remove(self, step_id: StepId) -> None:
         """Removes a save of a step that is not in flight, its manifest first."""
-        assert step_id not in self.in_flight
+        assert step_id not in self.being_written
         # After a crash the rest has no manifest, so it counts as a leftover.
         directory = self.disk.step_directory(self.slot, step_id)
         storage.remove(self.disk.manifest_path(self.slot, step_id))
@@ -220,7 +220,7 @@ class LocalHost:
                 storage.remove(leftover)
                 removed.append(os.fspath(leftover))
         for each in self.disk.saves(slot):
-            if slot != self.slot or each not in self.in_flight:
+            if slot != self.slot or each not in self.being_written:
                 path = self.disk.manifest_path(slot, each)
                 removed += step_writer.sweep(path)
         return removed
@@ -243,11 +243,11 @@ class LocalHost:
 
         def end() -> None:
             with self._lock:
-                self._in_flight.discard(key)
+                self._being_written.discard(key)
 
         with self._lock:
-            assert key not in self._in_flight
-            self._in_flight.add(key)
+            assert key not in self._being_written
+            self._being_written.add(key)
         directory = self.disk.step_directory(self.slot, key)
         writer = step_writer.StepWriter(
             directory, manifest, files=self.files, ended=end
