@@ -5,6 +5,8 @@ import os
 import pathlib
 import socket
 import stat
+import threading
+import time
 
 import pytest
 
@@ -364,6 +366,30 @@ class TestLimits:
             assert served.ask(address.url, PART, known) == (200, CONTENT)
         assert sum(taken) == len(CONTENT)
         assert max(taken) == 100
+
+    def test_a_client_that_dies_while_it_reads_is_no_error_of_the_agent(
+        self, root, monkeypatch, caplog
+    ):
+        died = threading.Event()
+
+        def die(*_):
+            # What it has not read makes that a reset.
+            connection.close()
+            died.set()
+            return 0.1
+
+        monkeypatch.setattr(bandwidth.Bandwidth, "take", die)
+        service = agent.Service(root=str(root), max_bytes_per_sec=32 * 100)
+        with served.serving(service) as address:
+            known = secret.read_or_create(root)
+            connection = alive(address.url, root)
+            assert connection is not None
+            head = f"GET {PART} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {known}"
+            connection.sendall(f"{head}\r\n\r\n".encode())
+            assert died.wait(600)
+            time.sleep(0.5)
+            assert served.ask(address.url, "/v1/machine", known)[0] == 200
+        assert not [each for each in caplog.records if each.exc_info]
 
 
 class TestSecret:

@@ -226,6 +226,8 @@ class Answers:
             piece_bytes = self._bandwidth.piece_bytes(piece_bytes)
         while start < stop:
             num_bytes = min(piece_bytes, stop - start)
+            if transport.is_closing():
+                raise ConnectionResetError
             async with asyncio.timeout(agent_connections.PATIENCE_SECS):
                 if encrypted:
                     piece = os.pread(file.fileno(), num_bytes, start)
