@@ -84,8 +84,7 @@ class DueSteps:
     def keep(self, saving: Saving) -> None:
         """Keeps the newest waiting step, in any order of threads."""
         with self._lock:
-            late = self._late
-            if late is None or late.step_id.order < saving.step_id.order:
+            if self._late is None or self._late.step_id < saving.step_id:
                 self._late = saving
 
     def take(self) -> Saving | None:
@@ -115,7 +114,7 @@ class DueSteps:
         """
         step = step_id.step
         with self._lock:
-            stored = {each for each in self._steps if each.order <= step_id.order}
+            stored = {each for each in self._steps if each <= step_id}
             self._steps -= stored
             self._in_ram -= stored
             self._blamed = {n: why for n, why in self._blamed.items() if n > step}
@@ -152,7 +151,7 @@ class DueSteps:
         """
         # A second end of the run finds nothing to do.
         self.take()
-        steps, self._steps = sorted(self._steps, key=lambda each: each.order), set()
+        steps, self._steps = sorted(self._steps), set()
         if not steps:
             return
         newest, several = steps[-1], ""

@@ -23,11 +23,6 @@ class StepId(NamedTuple):
         """The name of its directory in a RAM disk."""
         return f"{self.step}-{self.save}"
 
-    @property
-    def order(self) -> tuple[str, int]:
-        """Greater than those of all steps that were saved before."""
-        return self.save, self.step
-
     @classmethod
     def parse(cls, name: str) -> StepId | None:
         """Parses what `str` returned; None for other names."""

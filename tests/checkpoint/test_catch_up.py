@@ -87,21 +87,6 @@ def test_a_step_that_waits_for_its_backup_survives_any_number_of_worlds(
     assert steps(sim, "backed_up") == [10]
 
 
-def test_what_storage_does_not_tell_is_owed_to_it(sim, monkeypatch):  # noqa: F811
-    sim.open((0, 1), store_every=10)
-    leave(sim, 10, 11)
-    sim.open((0, 1), store_every=10)
-
-    def fail(*_):
-        raise errors.CheckpointError("storage is out of reach")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(backup.HostBackup, "_is_owed", fail)
-        assert restore(sim) == 11
-    sim.world.close()
-    assert steps(sim, "backed_up") == [10]
-
-
 def test_the_newest_step_that_was_due_is_backed_up_first(sim):  # noqa: F811
     options = {"store_every": 10, "keep_local": ALL}
     sim.open((0, 1), **options)

@@ -415,7 +415,8 @@ class HostBackup:
             return False
 
     def _owed(self, held: Sequence[search.Step]) -> set[StepId]:
-        # Those of the steps in RAM that are to be backed up.
+        # Those of the steps in RAM that are to be backed up; none if storage is out of
+        # reach, as the search of the restore has reported.
         root = self._world.root
         if root is None:
             return set()
@@ -423,8 +424,7 @@ class HostBackup:
             stored = set(root.steps())
             owed = [each for each in held if self._is_owed(each, stored)]
         except (errors.CheckpointError, *bucket_clients.failures()):
-            # Storage may have them. A backup finds that out, now or later.
-            return {each.step_id for each in held if each.holdings.contents.is_due}
+            return set()
         late = {
             each.step: retention.HeldStep.from_contents(
                 each.step_id, each.holdings.contents

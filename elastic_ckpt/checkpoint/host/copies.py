@@ -181,7 +181,7 @@ class HostCopies:
         # The newest save of which each backup host has its parts.
         saves = [set(self._world.peer_at(url).known_saves()) for url in urls]
         common = set.intersection(*saves) if saves else set()
-        newest = max(common, key=lambda each: each.order, default=None)
+        newest = max(common, key=refill.order, default=None)
         return () if newest is None else (newest,)
 
     def _request(self, url: str, message: PartMessage) -> None:

@@ -106,6 +106,11 @@ def backup_host(machine: str, *, number: int) -> Host:
     return Host(id=f"{machine}.0", number=number, domains={"host": machine, KIND: KIND})
 
 
+def order(saved: StepId) -> tuple[str, int]:
+    """The order of the saves of steps in time."""
+    return saved.save, saved.step
+
+
 def _placed(root: str) -> tuple[StepId, Replicated] | None:
     record = world_record.read(root)
     if record is None or not record.policy.copies:
@@ -157,7 +162,7 @@ def _requested(
     with contextlib.closing(own):
         # The newest one here may be on all backup hosts by now.
         held = own.held()
-        newest = [max(held, key=lambda each: each.order)] if held else []
+        newest = [max(held, key=order)] if held else []
         with file_repair.held_off(disk.host_directory(own.slot)):
             own.clean()
             for each in set(held) - {saved.step_id, *newest, *message.saves}:

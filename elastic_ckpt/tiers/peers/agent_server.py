@@ -150,14 +150,13 @@ class Answers:
         if path == "/v1/steps":
             return _json(agent_tree.manifests(self._root))
         if path == "/v1/machine":
-            return _json(
-                {
-                    "machine": self._machine,
-                    "time": time.time(),
-                    "version": protocol.VERSION,
-                    "refused": backup_directory.refused(self._root),
-                }
-            )
+            facts = {
+                "machine": self._machine,
+                "time": time.time(),
+                "version": protocol.VERSION,
+            }
+            refused = backup_directory.refused(self._root)
+            return _json(facts if refused is None else {**facts, "refused": refused})
         return agent_tree.open_file(self._root, _names(path))
 
     async def _put(self, request: web.BaseRequest, path: str) -> web.Response:
