@@ -3,10 +3,9 @@
 A line is recorded with its first save, wherever that is, so that it counts for those
 who do not see the machines that have it, and if all memory is lost before its first
 backup; the worlds of a run that counts them are recorded before they train (see
-`claims`). The steps that a line
-abandons (see `steps.line`) are set aside before its first step is committed here,
-and steps that were set aside and are of the line come back. Where a step lies decides
-nothing: killed at any point, it can be repeated.
+`claims`). The steps that a line abandons (see `steps.line`) are set aside before its
+first step is committed here, and steps that were set aside and are of the line come
+back. Where a step lies decides nothing: killed at any point, it can be repeated.
 """
 
 from __future__ import annotations

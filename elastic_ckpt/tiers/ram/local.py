@@ -143,7 +143,7 @@ class LocalHost:
         storage.write_atomic(directory / file, content)
 
     def remove(self, step_id: StepId) -> None:
-        """Removes a save of a step that is not in flight, its manifest first."""
+        """Removes a save of a step that is not being written, its manifest first."""
         assert step_id not in self.being_written
         # After a crash the rest has no manifest, so it counts as a leftover.
         directory = self.disk.step_directory(self.slot, step_id)
