@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import pathlib
 import time
 from collections.abc import Sequence
@@ -52,9 +51,6 @@ def measure(num_hosts: int) -> tuple[Cost, Cost]:
             scale_manifests.manifests(num_hosts, step=_STEP),
             num_hosts,
         )
-        # A host does not collect the garbage of all others.
-        gc.collect()
-        gc.freeze()
         saved = _save(hosts)
         hosts.forget_costs()
         return saved, _restore(hosts, num_hosts)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
+import itertools
 import pathlib
 import tempfile
 import time
@@ -24,7 +26,7 @@ from elastic_ckpt.checkpoint.host.answers import Replicated, Written
 from elastic_ckpt.checkpoint.host.step_notes import WrittenStep
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Method
-from elastic_ckpt.core import boxes, calls, codec, host_tree, tree_allgather
+from elastic_ckpt.core import boxes, calls, codec, host_tree
 from elastic_ckpt.core.tree_allgather import TreeAllgather
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.holdings import Holdings
@@ -282,6 +284,7 @@ class SimulatedHosts:
             TreeAllgather(self._store, "scale", host=number, num_hosts=num_hosts)
             for number in range(num_hosts)
         ]
+        self._tree = host_tree.HostTree(num_hosts=num_hosts)
         self._turns: collections.Counter[str] = collections.Counter()
 
     def all(
@@ -290,8 +293,17 @@ class SimulatedHosts:
         """See `Hosts`."""
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
-        outcomes = [self._run(call, arguments, host) for host in self._hosts]
-        answers = self._gather(call.turn(arguments), outcomes)
+        outcomes: dict[int, tuple[Any, float]] = {}
+        # A host does not collect the garbage of all others.
+        gc.collect()
+        gc.freeze()
+        for group in self._tree.in_order(call.order):
+            run = {n: self._run(call, arguments, self._hosts[n]) for n in group}
+            # Those of one group run at the same time.
+            self.secs += max(secs for _, secs in run.values())
+            outcomes |= run
+        values = [outcomes[number][0] for number in range(self.num_hosts)]
+        answers = self._gather(call.turn(arguments), values, call.order)
         began = time.process_time()
         distinct = {id(each): each for each in answers}
         decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
@@ -304,14 +316,15 @@ class SimulatedHosts:
         """See `Hosts`."""
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
-        outcome = self._run(call, arguments, self._hosts[0])
-        others = [(None, 0.0)] * (len(self._hosts) - 1)
+        answer, secs = self._run(call, arguments, self._hosts[0])
+        self.secs += secs
         turn = f"first/{call.turn(arguments)}"
-        return call.decode_answer(self._gather(turn, [outcome, *others])[0])
+        others = [None] * (len(self._hosts) - 1)
+        return call.decode_answer(self._gather(turn, [answer, *others])[0])
 
     def share(self, name: str, value: AnswerT) -> list[AnswerT]:
         """See `Hosts`; all drivers have the same value."""
-        shared = [(codec.encode(value), 0.0)] * len(self._hosts)
+        shared = [codec.encode(value)] * len(self._hosts)
         return [value for _ in self._gather(f"share/{name}", shared)]
 
     def opened(self) -> Contents:
@@ -334,7 +347,7 @@ class SimulatedHosts:
             of_host = host.part("HostReader")
             of_host.wanted = wanted(number)
             of_host.select(of_host.wanted, ())
-        self._gather("check", [(None, 0.0)] * len(self._hosts))
+        self._gather("check", [None] * len(self._hosts))
 
     def _run(
         self, call: calls.Call, arguments: Mapping[str, Any], host: calls.Host
@@ -344,23 +357,22 @@ class SimulatedHosts:
         answer = codec.encode(call.run(host, arguments))
         return answer, time.process_time() - began
 
-    def _gather(self, kind: str, outcomes: Sequence[tuple[Any, float]]) -> list[Any]:
-        # Each call ends when the slowest host has answered; then hosts pass answers
-        # up their tree, those of one level at the same time.
+    def _gather(
+        self, kind: str, values: Sequence[Any], order: host_tree.Order = "together"
+    ) -> list[Any]:
+        # Hosts pass answers up their tree, those of one level at the same time.
         turn = self._turns[kind]
         self._turns[kind] += 1
-        tree = host_tree.HostTree(
-            num_hosts=len(self._hosts), fan_in=tree_allgather.FAN_IN
-        )
+        if order == "down":
+            self._pass_down(f"scale/{kind}/{turn}/below")
         of_level: dict[int, float] = collections.defaultdict(float)
-        for number in range(len(self._hosts) - 1, -1, -1):
+        for number in itertools.chain.from_iterable(self._tree.in_order("up")):
             began = time.process_time()
             self._store.host = number
-            value = {"answer": outcomes[number][0]}
             self._allgathers[number].pass_up(
-                kind, turn, value, timeout_secs=_BRIEF_SECS
+                kind, turn, _returned(values[number]), timeout_secs=_BRIEF_SECS
             )
-            level, secs = tree.level(number), time.process_time() - began
+            level, secs = self._tree.level(number), time.process_time() - began
             of_level[level] = max(of_level[level], secs)
         for number in range(1, len(self._hosts)):
             self._store.host = number
@@ -368,10 +380,23 @@ class SimulatedHosts:
             self._store.blocking_key_value_get_bytes(key, 0)
         self._store.host = 0
         began = time.process_time()
-        values = self._allgathers[0].take(kind, turn, timeout_secs=_BRIEF_SECS)
-        self.secs += max(secs for _, secs in outcomes) + sum(of_level.values())
-        self.secs += time.process_time() - began
-        return [each["answer"] for each in values]
+        taken = self._allgathers[0].take(kind, turn, timeout_secs=_BRIEF_SECS)
+        self.secs += sum(of_level.values()) + time.process_time() - began
+        return [each["answer"] for each in taken]
+
+    def _pass_down(self, prefix: str) -> None:
+        # What `TreeAllgather` does before a host's part, in the order of the hosts.
+        for number in range(len(self._hosts)):
+            self._store.host = number
+            parent = self._tree.parent(number)
+            if parent is not None:
+                self._store.blocking_key_value_get_bytes(f"{prefix}/{parent}", 0)
+            if self._tree.children(number):
+                self._store.key_value_set_bytes(f"{prefix}/{number}", b"")
+
+
+def _returned(answer: Any) -> Callable[[], Any]:
+    return lambda: {"answer": answer}
 
 
 def directory() -> tempfile.TemporaryDirectory[str]:

@@ -168,8 +168,13 @@ class InEveryProcess:
         """See `Hosts`."""
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
-        outcome = _outcome(call.name, lambda: call.run(self._own, arguments))
-        answers = self._gather(call.turn(arguments), outcome, call.limit_secs)
+        outcomes = self._allgather.run(
+            call.turn(arguments),
+            lambda: _outcome(call.name, lambda: call.run(self._own, arguments)),
+            order=call.order,
+            timeout_secs=call.limit_secs,
+        )
+        answers = _answers(outcomes)
         # Equal answers are one object, which is decoded once.
         distinct = {id(each): each for each in answers}
         decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
@@ -250,16 +255,21 @@ class InEveryProcess:
         outcome: dict[str, Any],
         timeout_secs: float = calls.BRIEF_SECS,
     ) -> list[Any]:
-        outcomes = self._allgather.gather(kind, outcome, timeout_secs=timeout_secs)
-        failed = {
-            number: each["failed"]
-            for number, each in enumerate(outcomes)
-            if "failed" in each
-        }
-        if failed:
-            is_replaced = any("replaced" in each for each in outcomes)
-            raise failure(failed, is_replaced=is_replaced)
-        return [each["answer"] for each in outcomes]
+        return _answers(
+            self._allgather.gather(kind, outcome, timeout_secs=timeout_secs)
+        )
+
+
+def _answers(outcomes: Sequence[Mapping[str, Any]]) -> list[Any]:
+    failed = {
+        number: each["failed"]
+        for number, each in enumerate(outcomes)
+        if "failed" in each
+    }
+    if failed:
+        is_replaced = any("replaced" in each for each in outcomes)
+        raise failure(failed, is_replaced=is_replaced)
+    return [each["answer"] for each in outcomes]
 
 
 def _is_of_devices(error: BaseException) -> bool:

@@ -11,9 +11,11 @@ from typing import TypeVar
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.host.part_exchange import Kind, Letter, tree_of
+from elastic_ckpt.checkpoint.host.part_exchange import Kind, Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.core import calls
+from elastic_ckpt.core.host_tree import HostTree
 
 AnswerT = TypeVar("AnswerT")
 
@@ -22,7 +24,7 @@ def exchanged(
     hosts: Hosts,
     kind: Kind,
     *,
-    offer: Callable[[], list[None]],
+    offer: Callable[[], list[tuple[Letter, ...]]],
     decide: Callable[[], AnswerT],
 ) -> AnswerT:
     """Has host 0 decide by what all hosts offer, and deal each host its parts.
@@ -43,11 +45,11 @@ def exchanged(
     return deal(hosts, kind, decide)
 
 
-def gather(hosts: Hosts, kind: Kind, offer: Callable[[], list[None]]) -> None:
+def gather(
+    hosts: Hosts, kind: Kind, offer: Callable[[], list[tuple[Letter, ...]]]
+) -> None:
     """Passes what all hosts offer to host 0; see `exchanged`."""
-    offer()
-    for level in range(tree_of(hosts.num_hosts).depth - 1, -1, -1):
-        _pass(hosts, kind, HostWorld.merge_parts, level)
+    _repeat(hosts, kind, HostWorld.merge_parts, offer())
 
 
 def deal(hosts: Hosts, kind: Kind, decide: Callable[[], AnswerT]) -> AnswerT:
@@ -56,28 +58,30 @@ def deal(hosts: Hosts, kind: Kind, decide: Callable[[], AnswerT]) -> AnswerT:
     See `exchanged`.
     """
     decision = decide()
-    for level in range(1, tree_of(hosts.num_hosts).depth + 1):
-        _pass(hosts, kind, HostWorld.pass_parts, level)
+    if hosts.num_hosts > 1:
+        method = HostWorld.pass_parts
+        _repeat(hosts, kind, method, hosts.all(method, kind))
     return decision
 
 
-def _pass(
+def _repeat(
     hosts: Hosts,
     kind: Kind,
-    method: Callable[[HostWorld, Kind, int], tuple[Letter, ...]],
-    level: int,
+    method: Callable[[HostWorld, Kind], tuple[Letter, ...]],
+    answers: list[tuple[Letter, ...]],
 ) -> None:
-    letters = tuple(
-        each for unread in hosts.all(method, kind, level) for each in unread
-    )
-    if not letters:
-        return
-    logging.warning(
-        "%d messages cannot be read at the agents of their machines; the hosts %s send"
-        " them",
-        len(letters),
-        sorted({letter.writer for letter in letters}),
-    )
-    forwarded = hosts.all(HostWorld.forward_mail, kind, letters)
-    hosts.all(HostWorld.deliver_mail, kind, letters, tuple(forwarded))
-    hosts.all(method, kind, level)
+    # Repeats a pass until all messages were read that can be. Other messages depend on
+    # those of the group of hosts that comes first.
+    for group in HostTree(num_hosts=hosts.num_hosts).in_order(calls.of(method).order):
+        letters = tuple(letter for number in group for letter in answers[number])
+        if not letters:
+            continue
+        logging.warning(
+            "%d messages cannot be read at the agents of their machines; the hosts %s"
+            " send them",
+            len(letters),
+            sorted({letter.writer for letter in letters}),
+        )
+        forwarded = hosts.all(HostWorld.forward_mail, kind, letters)
+        hosts.all(HostWorld.deliver_mail, kind, letters, tuple(forwarded))
+        answers = hosts.all(method, kind)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from jax._src import distributed
 
 from elastic_ckpt.core import storage, topology, tree_allgather
+from elastic_ckpt.core.host_tree import Order
 
 # Numbers the objects of a process that have no name.
 _numbers = itertools.count()
@@ -48,6 +50,27 @@ class Allgather(Protocol):
         """
         ...
 
+    def run(
+        self,
+        kind: str,
+        part: Callable[[], storage.Json],
+        *,
+        order: Order = "together",
+        timeout_secs: float,
+    ) -> list[Any]:
+        """Has each host do its part of some work; returns what they made of it.
+
+        Args:
+          kind: see `gather`.
+          part: called when it is this host's turn; returns its value.
+          order: of the hosts along their tree.
+          timeout_secs: how long hosts wait for each other.
+
+        Raises:
+          RunError: if the value of a host did not arrive in time.
+        """
+        ...
+
 
 class OneHost:
     """The allgather of a world with one host."""
@@ -61,6 +84,18 @@ class OneHost:
         """Returns the value alone, as it would arrive from another host."""
         del kind, timeout_secs
         return [json.loads(storage.canonical_json(value))]
+
+    def run(
+        self,
+        kind: str,
+        part: Callable[[], storage.Json],
+        *,
+        order: Order = "together",
+        timeout_secs: float,
+    ) -> list[Any]:
+        """See `Allgather`."""
+        del order
+        return self.gather(kind, part(), timeout_secs=timeout_secs)
 
 
 class CoordinationService(tree_allgather.TreeAllgather):

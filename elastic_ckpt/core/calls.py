@@ -9,7 +9,7 @@
 Each host runs the method on its own object of that class. Where hosts are not driven by
 their own processes, a transport carries the name of the method and its arguments to
 them. The annotations say how arguments and answers are encoded (`codec`), the decorator
-how long the others wait for the answer.
+how long the others wait for the answer, and in which order the hosts run it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from elastic_ckpt.core import codec, storage
+from elastic_ckpt.core.host_tree import Order
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -51,11 +52,13 @@ class Call:
       limit_secs: how long the driver and other hosts wait for an answer.
       channel: the parameter by which calls that several threads make at the same time
         are told apart; empty if one thread at a time makes them.
+      order: of the hosts along their tree.
     """
 
     method: Callable[..., Any]
     limit_secs: float
     channel: str
+    order: Order
 
     @property
     def name(self) -> str:
@@ -97,12 +100,12 @@ class Call:
 
 
 def call(
-    *, limit_secs: float = BRIEF_SECS, channel: str = ""
+    *, limit_secs: float = BRIEF_SECS, channel: str = "", order: Order = "together"
 ) -> Callable[[MethodT], MethodT]:
     """Decorates a method that drivers call; see `Call`."""
 
     def mark(method: MethodT) -> MethodT:
-        made = Call(method=method, limit_secs=limit_secs, channel=channel)
+        made = Call(method=method, limit_secs=limit_secs, channel=channel, order=order)
         assert made.name not in _by_name, made.name
         _by_name[made.name] = made
         setattr(method, _MARK, made)

@@ -2,7 +2,8 @@
 
 Each host merges the values of its children with its own (`grouped_values`), host 0
 publishes the whole, and all read that. So a host makes at most `FAN_IN + 3` requests
-however many hosts there are, and n hosts make 3n.
+however many hosts there are, and n hosts make 3n. If they do their parts downwards,
+each also waits for the key of its parent, and sets one for its children.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import collections
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.grouped_values import GroupedValues
-from elastic_ckpt.core.host_tree import HostTree
+from elastic_ckpt.core.host_tree import HostTree, Order
 
-FAN_IN = 4
 # Parents wait longer than their children, so that the host that is missing is named.
 _GRACE_SECS = 2.0
 
@@ -58,7 +59,7 @@ class TreeAllgather:
         self.num_hosts = num_hosts
         self._store = store
         self._prefix = prefix
-        self._tree = HostTree(num_hosts=num_hosts, fan_in=FAN_IN)
+        self._tree = HostTree(num_hosts=num_hosts)
         self._lock = threading.Lock()
         self._turns: collections.Counter[str] = collections.Counter()
 
@@ -66,36 +67,59 @@ class TreeAllgather:
         self, kind: str, value: storage.Json, *, timeout_secs: float
     ) -> list[Any]:
         """See `Allgather`."""
+        return self.run(kind, lambda: value, timeout_secs=timeout_secs)
+
+    def run(
+        self,
+        kind: str,
+        part: Callable[[], storage.Json],
+        *,
+        order: Order = "together",
+        timeout_secs: float,
+    ) -> list[Any]:
+        """See `Allgather`."""
         with self._lock:
             turn = self._turns[kind]
             self._turns[kind] += 1
-        self.pass_up(kind, turn, value, timeout_secs=timeout_secs)
+        self.pass_up(kind, turn, part, order=order, timeout_secs=timeout_secs)
         return self.take(kind, turn, timeout_secs=timeout_secs)
 
     def pass_up(
-        self, kind: str, turn: int, value: storage.Json, *, timeout_secs: float
+        self,
+        kind: str,
+        turn: int,
+        part: Callable[[], storage.Json],
+        *,
+        order: Order = "together",
+        timeout_secs: float,
     ) -> None:
         """Passes the values of the hosts below this one, and its own, to its parent.
 
         Args:
           kind: of the values.
           turn: how many values of this kind were gathered before.
-          value: of this host.
-          timeout_secs: how long to wait for the values of children.
+          part: returns the value of this host, when it is its turn.
+          order: of the hosts.
+          timeout_secs: how long to wait for other hosts.
         """
+        prefix = f"{self._prefix}/{kind}/{turn}"
         deadline = time.monotonic() + timeout_secs + self._grace_secs()
-        merged = GroupedValues.merged(
-            [
-                GroupedValues.of_host(self.host, value),
-                *(
-                    self._of_child(kind, turn, child, deadline)
-                    for child in self._tree.children(self.host)
-                ),
-            ]
-        )
+        children = self._tree.children(self.host)
+        if order == "up":
+            below = [self._of_child(prefix, child, deadline) for child in children]
+            own = part()
+        else:
+            parent = self._tree.parent(self.host)
+            if order == "down" and parent is not None:
+                # If it is missing, so is its value, and `take` fails on all hosts.
+                self._value(f"{prefix}/below/{parent}", timeout_secs)
+            own = part()
+            if order == "down" and children:
+                self._store.key_value_set_bytes(f"{prefix}/below/{self.host}", b"")
+            below = [self._of_child(prefix, child, deadline) for child in children]
+        merged = GroupedValues.merged([GroupedValues.of_host(self.host, own), *below])
         name = str(self.host) if self.host else "all"
-        key = f"{self._prefix}/{kind}/{turn}/{name}"
-        self._store.key_value_set_bytes(key, merged.to_bytes())
+        self._store.key_value_set_bytes(f"{prefix}/{name}", merged.to_bytes())
         if not self.host and turn and not merged.missing:
             # A host whose value of this turn is there has read those of the one before.
             self._store.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
@@ -111,7 +135,7 @@ class TreeAllgather:
         Raises:
           RunError: if the value of a host did not arrive in time.
         """
-        most_secs = timeout_secs + _GRACE_SECS * (self._tree.depth + 1)
+        most_secs = timeout_secs + _GRACE_SECS * (self._tree.depth(0) + 1)
         key = f"{self._prefix}/{kind}/{turn}/all"
         message = self._value(key, most_secs)
         missing: tuple[int, ...] = (0,)
@@ -126,18 +150,16 @@ class TreeAllgather:
             " missing, and start the run again"
         )
 
-    def _of_child(
-        self, kind: str, turn: int, child: int, deadline: float
-    ) -> GroupedValues:
-        key = f"{self._prefix}/{kind}/{turn}/{child}"
-        message = self._value(key, max(0.0, deadline - time.monotonic()))
+    def _of_child(self, prefix: str, child: int, deadline: float) -> GroupedValues:
+        message = self._value(
+            f"{prefix}/{child}", max(0.0, deadline - time.monotonic())
+        )
         if message is None:
             return GroupedValues(hosts={}, missing=(child,))
         return GroupedValues.from_bytes(message)
 
     def _grace_secs(self) -> float:
-        levels_below = self._tree.depth - self._tree.level(self.host) - 1
-        return _GRACE_SECS * max(0, levels_below)
+        return _GRACE_SECS * max(0, self._tree.depth(self.host) - 1)
 
     def _value(self, key: str, timeout_secs: float) -> bytes | None:
         # None if it is not set in time.

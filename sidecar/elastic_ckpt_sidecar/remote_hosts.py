@@ -31,6 +31,7 @@ from elastic_ckpt.checkpoint.host.step_boxes import TreeReading
 from elastic_ckpt.checkpoint.host.trees import AskedLeaf, asked, rebuilt
 from elastic_ckpt.checkpoint.host.trees import arrays as captured_leaves
 from elastic_ckpt.core import background, calls, errors, topology
+from elastic_ckpt.core.host_tree import HostTree
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step_id import StepId
@@ -97,8 +98,8 @@ class RemoteHosts:
         self.num_hosts = len(hosts)
         self._agent = host_agent.HostAgent(tuple(choices))
         self._arrays = head_arrays.HeadArrays(hosts)
-        self._everyone = _over([host.cpus[0] for host in hosts])
-        self._first = _over([hosts[0].cpus[0]])
+        self._tree = HostTree(num_hosts=self.num_hosts)
+        self._cpus = [host.cpus[0] for host in hosts]
         self._numbers = itertools.count()
         self._layouts: dict[tuple[Group, ...], int] = {}
         # The leaves that are wanted in groups; and what was made of them.
@@ -122,7 +123,10 @@ class RemoteHosts:
         arguments = call.bind(*args, **kwargs)
         if self._copies is not None:
             self._copies.before(call, arguments)
-        answers = self._send(self._everyone, call, arguments)
+        answered: dict[int, AnswerT] = {}
+        for group in self._tree.in_order(call.order):
+            answered |= self._send(group, call, arguments)
+        answers = [answered[number] for number in range(self.num_hosts)]
         if self._copies is not None:
             self._copies.after(call, arguments, answers)
         return answers
@@ -132,7 +136,7 @@ class RemoteHosts:
     ) -> AnswerT:
         """See `Hosts`."""
         call = calls.of(method)
-        return self._send(self._first, call, call.bind(*args, **kwargs))[0]
+        return self._send(range(1), call, call.bind(*args, **kwargs))[0]
 
     def share(self, name: str, value: AnswerT) -> list[AnswerT]:
         """See `Hosts`; this process is the only driver."""
@@ -234,8 +238,10 @@ class RemoteHosts:
         return known
 
     def _send(
-        self, sharding: NamedSharding, method: calls.Call, arguments: Mapping[str, Any]
-    ) -> list[Any]:
+        self, hosts: Sequence[int], method: calls.Call, arguments: Mapping[str, Any]
+    ) -> dict[int, Any]:
+        # The answers of some hosts, by number.
+        sharding = _over([self._cpus[number] for number in hosts])
         call = next(self._numbers)
         content = {"call": call, "method": method.encode(arguments)}
         limit_secs = method.limit_secs
@@ -256,17 +262,24 @@ class RemoteHosts:
             last = start + host_agent.CHUNK_BYTES >= longest
             content = {"call": call, "start": start, "last": last}
             chunks.append(self._call(self._agent.answers, content, sharding))
-        answers = [json.loads(row.tobytes()) for row in np.concatenate(chunks, axis=1)]
+        rows = np.concatenate(chunks, axis=1)
+        answers = {
+            number: json.loads(row.tobytes())
+            for number, row in zip(hosts, rows, strict=True)
+        }
         failed = {
             number: failures.text(answer["failed"])
-            for number, answer in enumerate(answers)
+            for number, answer in answers.items()
             if "failed" in answer
         }
         if failed:
             kinds = [answers[number]["failed"]["kind"] for number in failed]
             is_replaced = errors.ReplacedError.__name__ in kinds
             raise failure(failed, is_replaced=is_replaced)
-        return [method.decode_answer(answer["answer"]) for answer in answers]
+        return {
+            number: method.decode_answer(answer["answer"])
+            for number, answer in answers.items()
+        }
 
     def _call(
         self, method: Any, content: Any, sharding: NamedSharding, *arrays: jax.Array

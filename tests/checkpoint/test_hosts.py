@@ -1,9 +1,7 @@
 """Both kinds of hosts keep one contract: in every process, and under one controller."""
 
 import contextlib
-import json
 import pathlib
-import threading
 import types
 from concurrent import futures
 
@@ -18,34 +16,16 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.step_notes import StepNotes, WrittenStep
 from elastic_ckpt.checkpoint.host.step_search import StepSearch
-from elastic_ckpt.core import checked_json, events, storage
+from elastic_ckpt.core import checked_json, events
+from elastic_ckpt.core.tree_allgather import TreeAllgather
 from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
+from tests.core import thread_store
 from tests.sidecar import simulated_hosts
 
 NUM_HOSTS = 2
 NOTES = StepNotes(metrics=None, custom_metadata=None, trees=None, parents=())
-
-
-class ThreadAllgather:
-    """Gathers values of hosts that are threads of one process."""
-
-    num_hosts = NUM_HOSTS
-
-    def __init__(self, host, barrier, values):
-        self.host = host
-        self._barrier = barrier
-        self._values = values
-
-    def gather(self, kind, value, *, timeout_secs):
-        assert timeout_secs > 0
-        self._values[self.host] = (kind, storage.canonical_json(value))
-        self._barrier.wait(60)
-        gathered = [self._values[number] for number in range(NUM_HOSTS)]
-        self._barrier.wait(60)
-        assert {each for each, _ in gathered} == {kind}
-        return [json.loads(text) for _, text in gathered]
 
 
 def configs(machines):
@@ -60,11 +40,11 @@ def configs(machines):
 def in_every_process(machines):
     """Runs work on the hosts of each of two drivers; returns what each returned."""
     _, chosen = configs(machines)
-    barrier, values = threading.Barrier(NUM_HOSTS), {}
+    store = thread_store.Store()
     drivers = [
         hosts.InEveryProcess(
             HostEndpoint(config),
-            ThreadAllgather(config.number, barrier, values),
+            TreeAllgather(store, "", host=config.number, num_hosts=NUM_HOSTS),
         )
         for config in chosen
     ]

@@ -1,7 +1,5 @@
 """Values of all hosts reach all hosts, by few requests of each."""
 
-import collections
-import threading
 from concurrent import futures
 
 import hypothesis
@@ -10,44 +8,14 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.grouped_values import GroupedValues
-from elastic_ckpt.core.host_tree import HostTree
-from elastic_ckpt.core.tree_allgather import FAN_IN, TreeAllgather
-
-
-class Store:
-    """Keys and values for threads of one process; counts the requests of each."""
-
-    def __init__(self):
-        self.values = {}
-        self.requests = collections.Counter()
-        self._changed = threading.Condition()
-
-    def key_value_set_bytes(self, key, value):
-        with self._changed:
-            self.requests[threading.get_ident()] += 1
-            assert key not in self.values
-            self.values[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get_bytes(self, key, timeout_in_ms):
-        with self._changed:
-            self.requests[threading.get_ident()] += 1
-            if not self._changed.wait_for(
-                lambda: key in self.values, timeout_in_ms / 1000
-            ):
-                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
-            return self.values[key]
-
-    def key_value_delete(self, key):
-        with self._changed:
-            self.requests[threading.get_ident()] += 1
-            for each in [each for each in self.values if each.startswith(key)]:
-                del self.values[each]
+from elastic_ckpt.core.host_tree import FAN_IN, HostTree
+from elastic_ckpt.core.tree_allgather import TreeAllgather
+from tests.core import thread_store
 
 
 def gathered(num_hosts, value_of, *, absent=(), rounds=1, timeout_secs=60):
     """The result or error of each host that is not absent, and the store."""
-    store = Store()
+    store = thread_store.Store()
 
     def drive(host):
         gather = TreeAllgather(store, "test", host=host, num_hosts=num_hosts).gather
@@ -73,6 +41,38 @@ def test_no_host_makes_more_requests_in_a_larger_world():
     _, store = gathered(100, str, rounds=4)
     assert max(store.requests.values()) <= 4 * (FAN_IN + 3)
     assert sum(store.requests.values()) <= 4 * 3 * 100 + 2
+
+
+@pytest.mark.parametrize("order", ["up", "down"])
+def test_each_host_waits_for_those_of_its_branch_that_come_before(order):
+    num_hosts = FAN_IN * (FAN_IN + 1)
+    store, begun, done = thread_store.Store(), {}, set()
+
+    def drive(host):
+        allgather = TreeAllgather(store, "test", host=host, num_hosts=num_hosts)
+
+        def part():
+            begun[host] = set(done)
+            done.add(host)
+            return host
+
+        return [
+            allgather.run("kind", part, order=order, timeout_secs=60),
+            allgather.run("kind", lambda: 0, order=order, timeout_secs=60),
+        ]
+
+    with futures.ThreadPoolExecutor(num_hosts) as threads:
+        # Those that have to wait longest are asked first.
+        hosts = range(num_hosts)[:: 1 if order == "up" else -1]
+        asked = [threads.submit(drive, host) for host in hosts]
+        results = [each.result() for each in asked]
+    assert results == [[list(range(num_hosts)), [0] * num_hosts]] * num_hosts
+    tree = HostTree(num_hosts=num_hosts)
+    for host in range(num_hosts):
+        parent = tree.parent(host)
+        before = set(tree.below(host)[1:]) if order == "up" else {parent} - {None}
+        assert before <= begun[host]
+    assert {key.split("/")[2] for key in store.values} == {"1"}
 
 
 def test_old_values_are_removed():
@@ -104,10 +104,24 @@ def test_grouped_values_survive_their_encoding(values):
 
 
 @hypothesis.given(st.integers(1, 2000), st.integers(1, 30))
+def test_the_hosts_of_a_group_follow_their_children_or_their_parents(num_hosts, fan_in):
+    tree = HostTree(num_hosts=num_hosts, fan_in=fan_in)
+    down = tree.in_order("down")
+    assert tree.in_order("up") == down[::-1]
+    for level, group in enumerate(down):
+        assert {tree.level(host) for host in group} == {level}
+    assert sorted(host for group in down for host in group) == list(range(num_hosts))
+
+
+@hypothesis.given(st.integers(1, 2000), st.integers(1, 30))
 def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_in):
     tree = HostTree(num_hosts=num_hosts, fan_in=fan_in)
     below = [host for child in tree.children(0) for host in tree.below(child)]
-    assert sorted([0, *below]) == list(range(num_hosts)) == tree.below(0)
+    assert [0, *below] == list(range(num_hosts)) == list(tree.below(0))
+    assert tree.depth(0) == max(map(tree.level, range(num_hosts)))
+    sizes = [len(tree.below(child)) for child in tree.children(0)]
+    assert len(sizes) <= fan_in
+    assert max(sizes, default=0) - min(sizes, default=0) <= 1
     for host in range(1, num_hosts):
         assert host in tree.children(tree.parent(host))
         assert tree.level(host) == tree.level(tree.parent(host)) + 1

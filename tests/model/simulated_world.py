@@ -51,6 +51,7 @@ from elastic_ckpt.core import (
     errors,
     storage,
 )
+from elastic_ckpt.core.host_tree import HostTree
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import choices, run_identity, source
 from elastic_ckpt.tiers.peers import agent, agent_tree, network
@@ -422,8 +423,10 @@ class SimulatedHosts:
 
     def all(self, method, *args, **kwargs):
         """See `Hosts`; in an order that the simulation chooses."""
-        order = self._sim.order(self.num_hosts)
-        answered = self._send(order, calls.of(method), args, kwargs)
+        call, answered = calls.of(method), {}
+        for group in HostTree(num_hosts=self.num_hosts).in_order(call.order):
+            order = [group[number] for number in self._sim.order(len(group))]
+            answered |= self._send(order, call, args, kwargs)
         return [answered[number] for number in range(self.num_hosts)]
 
     def first(self, method, *args, **kwargs):

@@ -18,6 +18,7 @@ from elastic_ckpt.checkpoint.host import (
     verified_read,
 )
 from elastic_ckpt.checkpoint.host.answers import BackedUp, StepInRam
+from elastic_ckpt.checkpoint.host.part_exchange import Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
 from elastic_ckpt.core import bucket_clients, calls, clock, errors, storage
 from elastic_ckpt.steps import part_choices, retention, search, uploads
@@ -137,10 +138,10 @@ class HostBackup:
         agents = run_agents.RunAgents(run=world.run, urls=urls)
         run_agents.write(self._root().path, agents)
 
-    @calls.call()
-    def offer(self, step_id: StepId) -> None:
-        """Offers what this host has of a step in RAM."""
-        self._part_exchange.offer(part_offers.of_save(self._world, step_id))
+    @calls.call(order="up")
+    def offer(self, step_id: StepId) -> tuple[Letter, ...]:
+        """Offers what this host has of a step in RAM; see `PartExchange.offer`."""
+        return self._part_exchange.offer(part_offers.of_save(self._world, step_id))
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def contents(self, step_id: StepId) -> Contents:

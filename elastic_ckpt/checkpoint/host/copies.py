@@ -1,6 +1,6 @@
 """A host's part in making copies: host 0 places them, and each host takes its own.
 
-Copies of a step go through `offer`, `merge`, `place`, `pass_on` (see `part_exchange`),
+Copies of a step go through `offer`, `place`, `pass_on` (see `part_exchange`),
 and `take`.
 
 Host 0 also places copies on backup hosts, which have no accelerators, are in no world,
@@ -21,6 +21,7 @@ import numpy as np
 
 from elastic_ckpt.checkpoint.host import part_offers, refill, replication
 from elastic_ckpt.checkpoint.host.answers import Placed, Replicated
+from elastic_ckpt.checkpoint.host.part_exchange import Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld, not_in_ram
 from elastic_ckpt.core import calls, errors
 from elastic_ckpt.steps import part_choices, part_message, placement
@@ -53,10 +54,10 @@ class HostCopies:
         self._fetching: dict[str, _Fetch] = {}
         self._problems: list[str] = []
 
-    @calls.call()
-    def offer(self, step_id: StepId) -> None:
-        """Offers what this host has of a step."""
-        self._part_exchange.offer(part_offers.of_save(self._world, step_id))
+    @calls.call(order="up")
+    def offer(self, step_id: StepId) -> tuple[Letter, ...]:
+        """Offers what this host has of a step; see `PartExchange.offer`."""
+        return self._part_exchange.offer(part_offers.of_save(self._world, step_id))
 
     @calls.call()
     def place(self, step_id: StepId) -> Placed:

@@ -1,20 +1,19 @@
 """Parts pass up a tree of hosts to the one that decides, and its answers down again.
 
-    offer      each host offers what it holds
-    merge      the hosts of one level after the other, the deepest first, merge what is
-               offered below them
+    offer      each host, after those below it, offers what it and they hold
     merged     host 0 has the parts of all
     deal       host 0 gives each host its parts
-    pass_on    the hosts of one level after the other, the first first, pass on what is
-               for hosts below them
+    pass_on    each host, after the one above it, takes its parts, and passes on those
+               of hosts below it
     received   each host has its parts
 
 All hosts finish one of these before any begins the next. A host reads at most `FAN_IN`
 messages of hosts below it and one of the host above it, however many hosts there are.
 
-`merge` and `pass_on` return the messages that could not be read. Their writers are
+`offer` and `pass_on` return the messages that could not be read. Their writers are
 alive, only their machines' agents do not answer: the driver asks the hosts themselves
-for these messages (`HostWorld.forward_mail`), delivers them, and repeats the call.
+for these messages (`HostWorld.forward_mail`), delivers them, and has all hosts `merge`
+again what is offered, or `pass_on`.
 """
 
 from __future__ import annotations
@@ -26,23 +25,17 @@ from typing import Literal
 import numpy as np
 
 from elastic_ckpt.core import background, checked_json
-from elastic_ckpt.core.host_tree import HostTree
+from elastic_ckpt.core.host_tree import FAN_IN, HostTree
 from elastic_ckpt.steps import part_message
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.tiers.peers.mailbox import Mailbox
 from elastic_ckpt.tiers.source import ReadError
 
-FAN_IN = 22
 # Exchanges are about copies that hosts take, shares of a backup, or reads of a restore.
 Kind = Literal["copies", "backup", "restore"]
 KINDS: tuple[Kind, ...] = ("copies", "backup", "restore")
-_THREADS = 8
-
-
-def tree_of(num_hosts: int) -> HostTree:
-    """The tree of a world."""
-    return HostTree(num_hosts=num_hosts, fan_in=FAN_IN)
+_THREADS = FAN_IN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,57 +67,47 @@ class PartExchange:
         self._mail = mail
         self._kind = kind
         self._host = host
-        self._tree = tree_of(num_hosts)
+        self._tree = HostTree(num_hosts=num_hosts)
+        # What this host offers alone; and on host 0, what all hosts offer.
         self._offered = PartMessage()
-        # What hosts below this one offer, as far as it was read.
-        self._read: dict[int, PartMessage] = {}
-        # On host 0, what all hosts offer.
-        self._merged: PartMessage | None = None
+        self._merged = PartMessage()
         self._own: PartMessage | None = None
         # Why this host has no parts.
         self._problem = "was not received"
 
-    def offer(self, message: PartMessage) -> None:
-        """Offers the parts that this host holds; drops the exchange before."""
-        self.end()
-        self._offered = message
-        if self._host and not self._tree.children(self._host):
-            self._post("offered", message)
+    def offer(self, message: PartMessage) -> tuple[Letter, ...]:
+        """Offers the parts that this host and those below it hold.
 
-    def merge(self, level: int) -> tuple[Letter, ...]:
-        """Offers what is offered below this host, too, if it is on that level.
+        Drops the exchange before.
+
+        Args:
+          message: the parts that this host holds.
 
         Returns:
           The messages that could not be read; their parts are not offered.
         """
+        self.end()
+        self._offered = message
+        return self.merge()
+
+    def merge(self) -> tuple[Letter, ...]:
+        """Reads again what hosts below this one offer; returns as `offer`."""
         children = self._tree.children(self._host)
-        if self._tree.level(self._host) != level or not children:
-            return ()
-        unread = [child for child in children if child not in self._read]
-        if not unread:
-            return ()
-        problems: dict[int, PartMessage] = {}
-        with background.pool(_THREADS, "offers") as pool:
-            for child, problem in zip(
-                unread, pool.map(self._read_offer, unread), strict=True
-            ):
-                if problem is not None:
-                    problems[child] = problem
-        read = self._read | problems
-        messages = [self._offered, *(read[child] for child in children)]
-        merged = PartMessage.merged(messages)
+        merged, unread = self._offered, []
+        if children:
+            with background.pool(_THREADS, "offers") as pool:
+                offers = list(pool.map(self._read_offer, children))
+            merged = PartMessage.merged([self._offered, *(each for each, _ in offers)])
+            unread = [letter for _, letter in offers if letter is not None]
         if self._host:
             self._post("offered", merged)
         else:
             self._merged = merged
-        name = f"{self._kind}-offered"
-        return tuple(
-            Letter(writer=child, reader=self._host, name=name) for child in problems
-        )
+        return tuple(unread)
 
     def merged(self) -> PartMessage:
         """The parts that all hosts offer; on host 0."""
-        return self._offered if self._merged is None else self._merged
+        return self._merged
 
     def deal(self, tables: Sequence[PartTable]) -> None:
         """Gives the hosts below this one their parts, and keeps those of this host."""
@@ -142,16 +125,15 @@ class PartExchange:
         for child, message in zip(children, others, strict=True):
             self._post(f"parts-{child}", message)
 
-    def pass_on(self, level: int) -> tuple[Letter, ...]:
-        """Takes the parts of this host, if it is on that level, and of those below it.
+    def pass_on(self) -> tuple[Letter, ...]:
+        """Takes the parts of this host, and passes on those of hosts below it.
 
         Returns:
           The message with them if it could not be read. Then `received` fails on all of
           these hosts.
         """
         parent = self._tree.parent(self._host)
-        is_on_level = self._tree.level(self._host) == level
-        if parent is None or not is_on_level or self._own is not None:
+        if parent is None or self._own is not None:
             return ()
         name = f"{self._kind}-parts-{self._host}"
         try:
@@ -180,22 +162,24 @@ class PartExchange:
 
     def end(self) -> None:
         """Removes the messages of this host."""
-        self._own, self._merged, self._offered = None, None, PartMessage()
-        self._read = {}
+        self._own = None
+        self._offered = self._merged = PartMessage()
         self._problem = "was not received"
         self._mail.remove(f"{self._kind}-")
 
-    def _read_offer(self, child: int) -> PartMessage | None:
-        # Returns what is lacking if it cannot be read.
+    def _read_offer(self, child: int) -> tuple[PartMessage, Letter | None]:
+        # If it cannot be read, returns what is lacking, and the message.
+        name = f"{self._kind}-offered"
         try:
-            content = self._mail.read(child, f"{self._kind}-offered")
-            self._read[child] = part_message.parse(content)
-            return None
+            return part_message.parse(self._mail.read(child, name)), None
         except (ReadError, checked_json.UnreadableError) as error:
             below = len(self._tree.below(child)) - 1
             more = f" and of the {below} below it" if below else ""
             problem = f"the parts of host {child}{more}: the list {error}"
-            return PartMessage(problems=(problem,), is_partial=True)
+            return (
+                PartMessage(problems=(problem,), is_partial=True),
+                Letter(writer=child, reader=self._host, name=name),
+            )
 
     def _post(self, name: str, message: PartMessage) -> None:
         self._mail.post(f"{self._kind}-{name}", part_message.to_bytes(message))

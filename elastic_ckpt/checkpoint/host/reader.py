@@ -21,6 +21,7 @@ from elastic_ckpt.checkpoint.host import (
     trees,
     verified_read,
 )
+from elastic_ckpt.checkpoint.host.part_exchange import Letter
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.checkpoint.host.verified_read import BadCopy
 from elastic_ckpt.checkpoint.host.world import HostWorld
@@ -73,14 +74,14 @@ class HostReader:
         saved = SavedStep(self._world.run, step_id, contents)
         self._restoring = _Restoring(saved=saved, whole=whole)
 
-    @calls.call()
-    def offer_wanted(self) -> None:
+    @calls.call(order="up")
+    def offer_wanted(self) -> tuple[Letter, ...]:
         """Offers a list of the boxes that this host needs of the step that is open."""
         restoring = self._opened()
         wanted = None
         if restoring.whole is None and not restoring.others:
             wanted = recovery.wanted_boxes(restoring.wanted, restoring.saved.contents)
-        self.sharing.offer_wanted(restoring.saved, wanted)
+        return self.sharing.offer_wanted(restoring.saved, wanted)
 
     @calls.call()
     def opened(self) -> Contents:

@@ -11,7 +11,7 @@ all.
     share, contents                   the contents of the step
     offer_wanted, plan, parts         what each host reads
 
-Between two of these, hosts `merge` and `pass_on` level by level.
+What hosts offer goes up to host 0, and what it shares or plans goes down.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from etils import epath
 
 from elastic_ckpt.checkpoint.host import part_offers
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata, SearchOutcome
+from elastic_ckpt.checkpoint.host.part_exchange import Letter
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.core import calls, errors
 from elastic_ckpt.steps import line, part_choices, read_plan, search
@@ -255,26 +256,27 @@ class StepSearch:
                 return self._foreign_step(number, foreign)
         return None if found is None else self._complete(found)
 
-    @calls.call()
-    def offer_saves(self) -> None:
-        """Offers the steps that this host has."""
-        self._part_exchange.offer(part_offers.of_all(self._world))
+    @calls.call(order="up")
+    def offer_saves(self) -> tuple[Letter, ...]:
+        """Offers the steps that this host has; see `PartExchange.offer`."""
+        return self._part_exchange.offer(part_offers.of_all(self._world))
 
-    @calls.call()
-    def offer_step(self, step: int) -> None:
-        """Offers what this host has of a step."""
-        self._part_exchange.offer(part_offers.of_step(self._world, step))
+    @calls.call(order="up")
+    def offer_step(self, step: int) -> tuple[Letter, ...]:
+        """Offers what this host has of a step; see `PartExchange.offer`."""
+        return self._part_exchange.offer(part_offers.of_step(self._world, step))
 
-    def offer_wanted(self, saved: SavedStep, wanted: read_plan.Wanted | None) -> None:
-        """Offers a list of the boxes that this host needs of a step.
+    def offer_wanted(
+        self, saved: SavedStep, wanted: read_plan.Wanted | None
+    ) -> tuple[Letter, ...]:
+        """Offers a list of the boxes that this host needs; see `PartExchange.offer`.
 
         Args:
           saved: the step.
           wanted: the boxes; None if this host reads all manifests itself.
         """
         if wanted is None:
-            self._part_exchange.offer(PartMessage())
-            return
+            return self._part_exchange.offer(PartMessage())
         num_boxes = len(wanted.leaf)
         table = PartTable(
             saved=saved,
@@ -287,7 +289,7 @@ class StepSearch:
             stored_bytes=np.zeros(num_boxes, np.int64),
             files=(),
         )
-        self._part_exchange.offer(PartMessage(tables=(table,)))
+        return self._part_exchange.offer(PartMessage(tables=(table,)))
 
     @calls.call()
     def share(self, step_id: StepId) -> None:

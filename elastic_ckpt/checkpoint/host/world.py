@@ -303,15 +303,15 @@ class HostWorld:
                     now if each == before else each for each in self._agents
                 ]
 
-    @calls.call(channel="kind")
-    def merge_parts(self, kind: Kind, level: int) -> tuple[Letter, ...]:
-        """Merges what is offered below this host; see `PartExchange.merge`."""
-        return self.exchanges[kind].merge(level)
+    @calls.call(channel="kind", order="up")
+    def merge_parts(self, kind: Kind) -> tuple[Letter, ...]:
+        """Merges again what is offered below this host; see `PartExchange.merge`."""
+        return self.exchanges[kind].merge()
 
-    @calls.call(channel="kind")
-    def pass_parts(self, kind: Kind, level: int) -> tuple[Letter, ...]:
+    @calls.call(channel="kind", order="down")
+    def pass_parts(self, kind: Kind) -> tuple[Letter, ...]:
         """Takes this host's parts, and passes on others; see `PartExchange.pass_on`."""
-        return self.exchanges[kind].pass_on(level)
+        return self.exchanges[kind].pass_on()
 
     @calls.call(channel="kind")
     def forward_mail(self, kind: Kind, letters: tuple[Letter, ...]) -> Forwarded:

@@ -1,11 +1,13 @@
 """Parts of all hosts reach the one that decides, and its answers reach each host."""
 
 import functools
+import itertools
 
 import pytest
 
-from elastic_ckpt.checkpoint.host import copies, part_exchange
-from elastic_ckpt.checkpoint.host.part_exchange import FAN_IN, PartExchange
+from elastic_ckpt.checkpoint.host import copies
+from elastic_ckpt.checkpoint.host.part_exchange import PartExchange
+from elastic_ckpt.core.host_tree import FAN_IN, HostTree
 from elastic_ckpt.steps import placement
 from elastic_ckpt.steps.holdings import Holdings
 from elastic_ckpt.steps.part_message import PartMessage
@@ -40,22 +42,20 @@ def exchanged(num_hosts, *, lost=()):
         for host in range(num_hosts)
     ]
     offers = offers_of(num_hosts)
-    for parts, offer in zip(all_parts, offers, strict=True):
-        table = PartTable.from_offer(offer)
-        parts.offer(PartMessage(tables=(table,)))
-    for each in lost:
-        del office.posted[each]
-    depth = part_exchange.tree_of(num_hosts).depth
-    for level in range(depth - 1, -1, -1):
-        for parts in all_parts:
-            parts.merge(level)
+    tree = HostTree(num_hosts=num_hosts)
+    unread = []
+    for host in itertools.chain.from_iterable(tree.in_order("up")):
+        table = PartTable.from_offer(offers[host])
+        unread += all_parts[host].offer(PartMessage(tables=(table,)))
+        for each in lost:
+            office.posted.pop(each, None)
+    assert {(each.writer, each.name) for each in unread} == set(lost)
     message = all_parts[0].merged()
     hosts = [offer.host for offer in offers]
     placed, tables = copies.placed_parts(message, hosts, POLICY)
     all_parts[0].deal(tables)
-    for level in range(1, depth + 1):
-        for parts in all_parts:
-            parts.pass_on(level)
+    for parts in all_parts:
+        assert not parts.pass_on()
     return placed, [parts.received() for parts in all_parts], office
 
 

@@ -1,0 +1,35 @@
+"""A store of keys and values for the threads of one process."""
+
+import collections
+import threading
+
+
+class Store:
+    """Keys and values; counts the requests of each thread."""
+
+    def __init__(self):
+        self.values = {}
+        self.requests = collections.Counter()
+        self._changed = threading.Condition()
+
+    def key_value_set_bytes(self, key, value):
+        with self._changed:
+            self.requests[threading.get_ident()] += 1
+            assert key not in self.values
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, timeout_in_ms):
+        with self._changed:
+            self.requests[threading.get_ident()] += 1
+            if not self._changed.wait_for(
+                lambda: key in self.values, timeout_in_ms / 1000
+            ):
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            self.requests[threading.get_ident()] += 1
+            for each in [each for each in self.values if each.startswith(key)]:
+                del self.values[each]
