@@ -28,9 +28,9 @@ def gaps(shape: Sequence[int], held: boxes.Boxes) -> boxes.Boxes:
     """
     rank = len(shape)
     array = boxes.whole(shape)
-    if not array.volume:
+    parts = _gaps(array, _inside(array, held)) if array.volume else []
+    if not parts:
         return boxes.Boxes.from_boxes([], rank=rank)
-    parts = _gaps(array, _inside(array, held))
     start = np.concatenate([part.start for part in parts])
     stop = np.concatenate([part.stop for part in parts])
     return boxes.Boxes(start=start, stop=stop)
