@@ -154,7 +154,7 @@ def test_a_backup_that_would_lack_parts_is_not_begun(machines, tmp_path, monkeyp
     def offer(host, **arguments):
         for each in pathlib.Path(machines.directory(1)).glob("hosts/0/1-*/manifest-*"):
             each.unlink()
-        original(host, **arguments)
+        return original(host, **arguments)
 
     monkeypatch.setattr(backup.HostBackup, "offer", offer)
     tiers = {"copies": 0, "persistent": str(tmp_path / "steps")}
