@@ -89,6 +89,16 @@ class Parquet:
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the rows of a unit, a row group or a part of it, from number `skip`."""
+        for batch in self.read_batches(unit, skip):
+            if isinstance(batch, source.CorruptError):
+                yield batch
+            else:
+                yield from arrow_rows.elements(batch)
+
+    def read_batches(
+        self, unit: units.Unit, skip: int
+    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
+        """As `read`, but rows that follow each other are yielded together."""
         rows = _OpenRows(self, unit, skip)
         place = f"{self.files[unit.file]}, row group {unit.block}"
         row, stop = unit.first + skip, unit.first + unit.num_records
@@ -100,16 +110,13 @@ class Parquet:
             except corrupt_page as error:
                 yield from self._rest(unit, place, row, error)
                 return
-            for element in arrow_rows.elements(batch.slice(0, stop - row)):
-                if isinstance(element, str):
-                    yield source.corrupt(f"{place}, row {row}", element)
-                else:
-                    yield element
-                row += 1
+            batch = batch.slice(0, stop - row)
+            yield from _whole(batch, place, row)
+            row += batch.num_rows
 
     def _rest(
         self, unit: units.Unit, place: str, row: int, problem: Exception
-    ) -> Iterator[source.Read]:
+    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
         # The rows of a unit from `row` on, of a row group with damaged pages.
         stop = unit.first + unit.num_records
         left = files.retried(
@@ -126,12 +133,8 @@ class Parquet:
         lost = [(max(a, row), min(b, stop)) for a, b in left.lost]
         for first, end in [*((a, b) for a, b in lost if a < b), (stop, stop)]:
             for batch in left.table.slice(row, first - row).to_batches():
-                for element in arrow_rows.elements(batch):
-                    if isinstance(element, str):
-                        yield source.corrupt(f"{place}, row {row}", element)
-                    else:
-                        yield element
-                    row += 1
+                yield from _whole(batch, place, row)
+                row += batch.num_rows
             if first < end:
                 yield source.corrupt(
                     f"{place}, rows {first} to {end - 1}",
@@ -139,6 +142,19 @@ class Parquet:
                     num_records=end - first,
                 )
             row = end
+
+
+def _whole(
+    batch: pa.RecordBatch, place: str, row: int
+) -> Iterator[pa.RecordBatch | source.CorruptError]:
+    # The rows that are not corrupt, of a batch that begins at `row` of a row group.
+    for part in arrow_rows.whole(batch):
+        if isinstance(part, str):
+            yield source.corrupt(f"{place}, row {row}", part)
+            row += 1
+        else:
+            yield part
+            row += part.num_rows
 
 
 def _starts(metadata: pq.FileMetaData) -> tuple[int, ...]:
