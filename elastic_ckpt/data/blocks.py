@@ -17,7 +17,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-import grain
 import numpy as np
 
 
@@ -138,7 +137,7 @@ class Blocks(Protocol):
         ...
 
 
-def of(dataset: grain.IterDataset) -> Blocks | None:
+def of(dataset: Any) -> Blocks | None:
     """The blocks of a dataset; None if it yields single elements only."""
     make = getattr(dataset, "blocks", None)
     return make() if make is not None else None

@@ -102,6 +102,8 @@ class Documents:
             return None
         if self.tokenizer is None:
             numbers = np.asarray(value)
+            if isinstance(value, list) and not value:
+                return _NO_TOKENS
             if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
                 raise errors.DataError(
                     f"column {self.column!r} has {numbers.dtype}{list(numbers.shape)},"

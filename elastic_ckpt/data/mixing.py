@@ -569,7 +569,7 @@ class _MixturePlaces:
             taken[name] = taken.get(name, 0) + count
             parts[name] = self.of_part[part].place(count)
         turn = int(self.turns[number])
-        state = {
+        state: dict[str, Any] = {
             "turn": turn,
             TAKEN: taken,
             "parts": {

@@ -32,13 +32,30 @@ from elastic_ckpt.data import (
     tokenizers,
     units,
 )
-from elastic_ckpt.data.sources import arrayrecord, files, parquet, source, tfrecord
+from elastic_ckpt.data.sources import (
+    arrayrecord,
+    arrow,
+    files,
+    lines,
+    megatron,
+    parquet,
+    source,
+    tfrecord,
+    webdataset,
+)
 
 _SOURCES: dict[str, Any] = {
     "arrayrecord": arrayrecord.ArrayRecord,
+    "arrow": arrow.Arrow,
+    "jsonl": lines.JsonLines,
+    "megatron": megatron.Megatron,
     "parquet": parquet.Parquet,
+    "text": lines.Text,
     "tfrecord": tfrecord.TFRecord,
+    "webdataset": webdataset.WebDataset,
 }
+# Those whose records are bytes of one of two kinds.
+_OF_RECORDS = ("arrayrecord", "tfrecord")
 # The key of the training data's files, unless there is a file with a mixture.
 _TRAIN_FILES = "grain_train_files"
 
@@ -299,8 +316,10 @@ def _parts(data: schema.DataSection, *, key: str = _TRAIN_FILES) -> tuple[Part, 
     else:
         mixture = datasets.from_list(getattr(data, key), key=key)
     settings: dict[str, Any] = {"columns": (data.train_data_columns,)}
-    if data.grain_file_type != "parquet":
+    if data.grain_file_type in _OF_RECORDS:
         settings["record_format"] = data.grain_record_format
+    if data.grain_file_type == "text":
+        settings["whole_files"] = data.text_whole_files
     make_source = functools.partial(_SOURCES[data.grain_file_type], **settings)
     return tuple(
         Part(

@@ -86,15 +86,18 @@ class RowBlocks(grain.DatasetIterator[Row], abc.ABC):
         return self._state_after(self._number)
 
     def get_state(self) -> Any:
+        """See `grain.DatasetIterator`."""
         return self.mark()()
 
     def set_state(self, state: Any) -> None:
+        """See `grain.DatasetIterator`."""
         self._rows, self._number = None, 0
         self._restore(state)
         self._reader = blocks.Reader(self._blocks)
         self._state_after = lambda _: lambda: state
 
     def close(self) -> None:
+        """See `grain.DatasetIterator`."""
         self._blocks.close()
 
     def _at_begin(self, number: int) -> Callable[[], Any]:

@@ -2,7 +2,6 @@
 
 import itertools
 
-import grain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,13 +19,6 @@ from tests import formats
 
 TOKENS = language.Documents(column="tokens", tokenizer=None)
 MOST_ROWS = 60
-
-
-class Single(grain.IterDataset):
-    """Passes on single elements, and hides that there are blocks."""
-
-    def __iter__(self):
-        return iter(self._parent)
 
 
 def pipeline(
@@ -108,7 +100,7 @@ def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
     files, file_format, chosen, stops
 ):
     examples, rows = pipeline(files[file_format], **chosen)
-    of_blocks, of_single = rows(examples), rows(Single(examples))
+    of_blocks, of_single = rows(examples), rows(formats.Single(examples))
     ours, theirs = iter(of_blocks), iter(of_single)
     assert isinstance(ours, row_blocks.RowBlocks)
     assert not isinstance(theirs, row_blocks.RowBlocks)

@@ -18,14 +18,26 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def whole(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | str]:
-    """The rows of a batch; for a corrupt row, a description of the problem."""
+def checked(
+    batch: pa.RecordBatch, place: str, first: int
+) -> Iterator[pa.RecordBatch | source.CorruptError]:
+    """The rows of a batch, together if none is corrupt.
+
+    Args:
+      batch: as it was read.
+      place: where from, for errors.
+      first: the number of its first row there.
+    """
     if not _problem(batch):
         yield batch
         return
     for row in range(batch.num_rows):
         alone = batch.slice(row, 1)
-        yield _problem(alone) or alone
+        problem = _problem(alone)
+        if problem:
+            yield source.corrupt(f"{place}, row {first + row}", problem)
+        else:
+            yield alone
 
 
 def elements(batch: pa.RecordBatch) -> Iterator[source.Element]:

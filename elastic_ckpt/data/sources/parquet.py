@@ -29,7 +29,7 @@ _BATCH_BYTES = 128 * 1024
 # A smaller row group does not stay open: it has larger batches, and is decoded from its
 # beginning for each. That costs less than holding a page while other shards read.
 _SMALL_BYTES = 2 * 1024 * 1024
-_SMALL_BATCH_BYTES = 512 * 1024
+_SMALL_BATCH_BYTES = 1024 * 1024
 # The size of a read from a column chunk.
 _BUFFER_BYTES = 64 * 1024
 # The size of a decoded number of each type in bytes.
@@ -111,7 +111,7 @@ class Parquet:
                 yield from self._rest(unit, place, row, error)
                 return
             batch = batch.slice(0, stop - row)
-            yield from _whole(batch, place, row)
+            yield from arrow_rows.checked(batch, place, row)
             row += batch.num_rows
 
     def _rest(
@@ -133,7 +133,7 @@ class Parquet:
         lost = [(max(a, row), min(b, stop)) for a, b in left.lost]
         for first, end in [*((a, b) for a, b in lost if a < b), (stop, stop)]:
             for batch in left.table.slice(row, first - row).to_batches():
-                yield from _whole(batch, place, row)
+                yield from arrow_rows.checked(batch, place, row)
                 row += batch.num_rows
             if first < end:
                 yield source.corrupt(
@@ -142,19 +142,6 @@ class Parquet:
                     num_records=end - first,
                 )
             row = end
-
-
-def _whole(
-    batch: pa.RecordBatch, place: str, row: int
-) -> Iterator[pa.RecordBatch | source.CorruptError]:
-    # The rows that are not corrupt, of a batch that begins at `row` of a row group.
-    for part in arrow_rows.whole(batch):
-        if isinstance(part, str):
-            yield source.corrupt(f"{place}, row {row}", part)
-            row += 1
-        else:
-            yield part
-            row += part.num_rows
 
 
 def _starts(metadata: pq.FileMetaData) -> tuple[int, ...]:
