@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 # The decoded size of a shard's batch, if its row group stays open.
-_BATCH_BYTES = 128 * 1024
+_BATCH_BYTES = 256 * 1024
 # A smaller row group does not stay open: it has larger batches, and is decoded from its
 # beginning for each. That costs less than holding a page while other shards read.
 _SMALL_BYTES = 2 * 1024 * 1024
