@@ -1,6 +1,8 @@
 """The same documents in files of every format, and pipelines that read them."""
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Callable
 
 import grain
@@ -19,9 +21,18 @@ from elastic_ckpt.data import (
     shuffling,
     token_blocks,
 )
-from elastic_ckpt.data.sources import arrayrecord, parquet, record_format, tfrecord
+from elastic_ckpt.data.sources import (
+    arrayrecord,
+    arrow,
+    lines,
+    megatron,
+    parquet,
+    record_format,
+    tfrecord,
+)
+from tests import megatron_files
 
-FORMATS = ("arrayrecord", "parquet", "tfrecord")
+FORMATS = ("arrayrecord", "arrow", "jsonl", "megatron", "parquet", "tfrecord")
 # Documents of each file of each dataset.
 DATASETS = {"books": (30,), "code": (50, 40), "web": (90, 1, 80)}
 WEIGHTS = {"books": 0.2, "code": 0.3, "web": 0.5}
@@ -53,7 +64,8 @@ def write(directory, file_format: str) -> tuple[pipeline.Part, ...]:
     for name, counts in DATASETS.items():
         paths, first = [], 0
         for number, count in enumerate(counts):
-            paths.append(str(directory / f"{name}-{number}.{file_format}"))
+            suffix = "bin" if file_format == "megatron" else file_format
+            paths.append(str(directory / f"{name}-{number}.{suffix}"))
             held = [tokens(name, n) for n in range(first, first + count)]
             _WRITERS[file_format](paths[-1], held)
             first += count
@@ -67,10 +79,18 @@ def write(directory, file_format: str) -> tuple[pipeline.Part, ...]:
     return tuple(parts)
 
 
+_COLUMNS: dict[str, Callable] = {
+    "arrow": arrow.Arrow,
+    "jsonl": lines.JsonLines,
+    "megatron": megatron.Megatron,
+    "parquet": parquet.Parquet,
+}
+
+
 def _source(file_format, paths):
     columns = ("tokens",)
-    if file_format == "parquet":
-        return parquet.Parquet(files=paths, columns=columns)
+    if file_format in _COLUMNS:
+        return _COLUMNS[file_format](files=paths, columns=columns)
     kind = (
         arrayrecord.ArrayRecord if file_format == "arrayrecord" else tfrecord.TFRecord
     )
@@ -90,6 +110,22 @@ def _write_parquet(path, held):
     pa.parquet.write_table(table, path, row_group_size=16, write_page_checksum=True)
 
 
+def _write_arrow(path, held):
+    column = pa.array([d.tolist() for d in held], pa.list_(pa.int32()))
+    with pa.ipc.new_stream(path, pa.schema([("tokens", column.type)])) as writer:
+        writer.write_table(pa.table({"tokens": column}), max_chunksize=16)
+
+
+def _write_jsonl(path, held):
+    with open(path, "w") as file:
+        file.writelines(json.dumps({"tokens": d.tolist()}) + "\n" for d in held)
+
+
+def _write_megatron(path, held):
+    path = pathlib.Path(path)
+    megatron_files.write(path.parent, [[d] for d in held], name=path.stem)
+
+
 def _write_tfrecord(path, held):
     encoded = (record_format.encode({"tokens": document}) for document in held)
     tfrecord.write(path, encoded)
@@ -97,6 +133,9 @@ def _write_tfrecord(path, held):
 
 _WRITERS: dict[str, Callable] = {
     "arrayrecord": _write_arrayrecord,
+    "arrow": _write_arrow,
+    "jsonl": _write_jsonl,
+    "megatron": _write_megatron,
     "parquet": _write_parquet,
     "tfrecord": _write_tfrecord,
 }
@@ -112,6 +151,7 @@ class Steps:
       truncate: whether long documents are trimmed.
       window: of the shuffle.
       packing: how rows are filled.
+      singly: whether examples reach the packer one by one, not in blocks.
     """
 
     datasets: tuple[str, ...] = ("web",)
@@ -119,6 +159,14 @@ class Steps:
     truncate: bool = True
     window: int = 0
     packing: str = ""
+    singly: bool = False
+
+
+class Single(grain.IterDataset):
+    """Passes on single elements, and hides that there are blocks."""
+
+    def __iter__(self):
+        return iter(self._parent)
 
 
 PIPELINES = {
@@ -140,13 +188,16 @@ PIPELINES = {
 }
 
 
+PIPELINES |= {
+    f"{name}_singly": dataclasses.replace(steps, singly=True)
+    for name, steps in PIPELINES.items()
+    if not steps.filtered
+}
+
+
 def is_kept(element) -> bool:
     """Two thirds of the documents."""
     return len(element["tokens"]) % 3 > 0
-
-
-def pad(example):
-    return language.padded(example, LENGTH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,11 +223,13 @@ class MakeShard:
             elements = shuffling.WindowShuffle(
                 elements, window_size=steps.window, seed=SEED + shard
             )
+        if steps.singly:
+            elements = Single(elements)
         if steps.packing:
             return language.packed(
                 elements, packing=steps.packing, length=LENGTH, seed=SEED + shard
             )
-        return elements.map(pad)
+        return language.Padded(elements, length=LENGTH)
 
     def _records(self, part, shard):
         elements = records.Records(

@@ -110,6 +110,10 @@ class SourceContract:
         """The records that are lost with one."""
         return {number}
 
+    def spoil(self, file, marker):
+        """Changes a text in a file, so that it is found to be corrupt."""
+        corpora.spoil(file, marker)
+
     def forget_open_files(self):
         """Closes open files that would outlive their names."""
 
@@ -313,13 +317,13 @@ class SourceContract:
     @pytest.mark.parametrize("num_shards", [1, 3, 40])
     def test_a_corrupt_record_is_named(self, dataset, files, num_shards):
         source.indexes(dataset)
-        corpora.spoil(files[0], b"text %d " % CORRUPT)
+        self.spoil(files[0], b"text %d " % CORRUPT)
         with self.refused(files[0], f"{self.place_of(CORRUPT)}.*corrupt"):
             read_all(dataset, num_shards, num_epochs=1)
 
     def test_a_corrupt_record_is_named_after_a_resume(self, dataset, files):
         source.indexes(dataset)
-        corpora.spoil(files[0], b"text %d " % CORRUPT)
+        self.spoil(files[0], b"text %d " % CORRUPT)
         elements = iter(read(dataset, 0, 1))
         # The second turn is the second block.
         elements.set_state({"turn": 1, "taken": CORRUPT - BLOCK})
@@ -329,7 +333,7 @@ class SourceContract:
     @pytest.mark.parametrize("num_shards", [1, 3, 40])
     def test_corrupt_records_are_left_out_and_counted(self, dataset, files, num_shards):
         source.indexes(dataset)
-        corpora.spoil(files[0], b"text %d " % CORRUPT)
+        self.spoil(files[0], b"text %d " % CORRUPT)
         lost = self.lost_with(CORRUPT)
         reading = {"shuffle_seed": 7, "num_epochs": 2, "skip_corrupt": True}
         iterators = [
@@ -349,7 +353,7 @@ class SourceContract:
         self, dataset, files
     ):
         source.indexes(dataset)
-        corpora.spoil(files[0], b"text %d " % CORRUPT)
+        self.spoil(files[0], b"text %d " % CORRUPT)
         states, _ = assert_resumes_everywhere(
             lambda: read(dataset, 0, 1, num_epochs=2, skip_corrupt=True)
         )

@@ -13,7 +13,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.peers.documents import Documents
-from benchmarks.peers.peer import ROW_LENGTH, ROWS_A_BATCH, Peer, Setting, Tokens
+from benchmarks.peers.peer import (
+    FITTED,
+    ROW_LENGTH,
+    ROWS_A_BATCH,
+    Peer,
+    Setting,
+    Tokens,
+)
 
 _FILE = "rows.array_record"
 
@@ -57,7 +64,8 @@ def _decoded(record: bytes) -> Tokens:
 GRAIN_ELASTIC = Peer(
     name="grain_elastic",
     packages=("grain", "array-record"),
-    lacks={
+    lacks=FITTED
+    | {
         "packed": "ElasticIterator takes no packer",
         "packed_shuffled": "ElasticIterator takes no packer",
     },

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from benchmarks.peers.documents import COLUMN, Documents
 from benchmarks.peers.peer import (
@@ -20,6 +23,7 @@ from benchmarks.peers.peer import (
 )
 
 _FILES_AT_A_TIME = 16
+_BINS = 16
 
 
 def _rows(
@@ -36,16 +40,35 @@ def _rows(
         documents = experimental.WindowShuffleIterDataset(
             documents, window_size=SHUFFLE_WINDOW, seed=0
         )
-    packed = iter(
-        experimental.ConcatThenSplitIterDataset(
-            documents, length_struct={COLUMN: ROW_LENGTH}
+    lengths = {COLUMN: ROW_LENGTH}
+    if setting in ("packed_first_fit", "packed_best_fit", "unpacked"):
+        documents = documents.map(_trimmed)
+    if setting == "unpacked":
+        rows = documents.map(_padded)
+    elif setting in ("packed_first_fit", "packed_best_fit"):
+        packer = (
+            experimental.FirstFitPackIterDataset
+            if setting == "packed_first_fit"
+            else experimental.BestFitPackIterDataset
         )
-    )
+        rows = packer(documents, length_struct=lengths, num_packing_bins=_BINS)
+    else:
+        rows = experimental.ConcatThenSplitIterDataset(documents, length_struct=lengths)
+    packed = iter(rows)
     try:
         for row in packed:
             yield row[COLUMN]
     finally:
         packed.close()
+
+
+def _trimmed(document: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {COLUMN: np.asarray(document[COLUMN][:ROW_LENGTH])}
+
+
+def _padded(document: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    tokens = document[COLUMN]
+    return {COLUMN: np.pad(tokens, (0, ROW_LENGTH - len(tokens)))}
 
 
 GRAIN_INTERLEAVE = Peer(

@@ -4,7 +4,9 @@ Two peers, for there are two ways to write the same pipeline:
 
 * `hf_datasets` packs as its examples do: `map(group_texts, batched=True)` chains Python
   lists of 1000 documents and cuts them. Fixed rows are formatted as NumPy arrays.
-* `hf_datasets_arrow` does the same to Arrow tables, without a Python list anywhere.
+* `hf_datasets_arrow` works on Arrow tables and NumPy arrays, without a Python list
+  anywhere. It does all that ours does: inputs and targets one token ahead within each
+  document, the number of the document in its row, and the position of each token.
 
 Both drop what is left over of each 1000 documents, carry nothing over, and lose their
 shuffle buffer at a checkpoint. Unshuffled they read one file after the other; a shuffle
@@ -25,6 +27,7 @@ import numpy as np
 
 from benchmarks.peers.documents import COLUMN, Documents
 from benchmarks.peers.peer import (
+    FITTED,
     ROW_LENGTH,
     ROWS_A_BATCH,
     SHUFFLE_WINDOW,
@@ -76,8 +79,14 @@ def _rows_from_arrow(
             _group_tables, batched=True, batch_size=_DOCUMENTS_AT_A_TIME
         )
     for batch in _loaded(rows.batch(ROWS_A_BATCH)):
-        lists = batch[COLUMN].combine_chunks()  # one list of 16 lists
-        yield lists.flatten().flatten().to_numpy().reshape(-1, ROW_LENGTH)
+        columns = [
+            # One list of 16 lists.
+            batch[name].combine_chunks().flatten().flatten().to_numpy()
+            for name in batch.column_names
+        ]
+        for more in columns[1:]:
+            more.copy()  # as the first is by whoever counts the tokens
+        yield columns[0].reshape(-1, ROW_LENGTH)
 
 
 def streamed(files: list[str]) -> Any:
@@ -126,7 +135,36 @@ def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int
 def _group_tables(documents: Any) -> Any:
     import pyarrow as pa
 
-    return pa.table({COLUMN: _cut(documents[COLUMN].combine_chunks().flatten())})
+    column = documents[COLUMN].combine_chunks()
+    tokens = column.flatten().to_numpy()
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    offsets -= offsets[0]
+    offsets = offsets[np.append(True, np.diff(offsets) > 0)]
+    # A document of n tokens has n - 1 inputs, and targets one ahead.
+    is_input, is_target = np.ones((2, len(tokens)), bool)
+    is_input[offsets[1:] - 1] = is_target[offsets[:-1]] = False
+    inputs, targets = tokens[is_input], tokens[is_target]
+    ends = np.cumsum(np.diff(offsets) - 1)
+    # Documents are cut into pieces, each in one row.
+    row_ends = np.arange(ROW_LENGTH, len(inputs), ROW_LENGTH)
+    piece_ends = np.union1d(ends, np.append(row_ends, len(inputs)))
+    piece_ends = piece_ends[piece_ends > 0]
+    begins = np.append(0, piece_ends[:-1])
+    sizes = piece_ends - begins
+    row = begins // ROW_LENGTH
+    first = np.searchsorted(row, np.arange(row[-1] + 1))
+    segments = np.arange(1, len(row) + 1) - first[row]
+    segmentation = np.repeat(segments.astype(np.int32), sizes)
+    position = np.arange(len(inputs), dtype=np.int32)
+    position -= np.repeat(begins.astype(np.int32), sizes)
+    return pa.table(
+        {
+            COLUMN: _cut(pa.array(inputs)),
+            "targets": _cut(pa.array(targets)),
+            "segmentation": _cut(pa.array(segmentation)),
+            "position": _cut(pa.array(position)),
+        }
+    )
 
 
 def _cut(tokens: Any) -> Any:
@@ -144,7 +182,7 @@ def _peer(
     return Peer(
         name=name,
         packages=("datasets", "torchdata", "torch", "pyarrow"),
-        lacks={},
+        lacks=FITTED,
         prepare=_prepare,
         rows=rows,
     )

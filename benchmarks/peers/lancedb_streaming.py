@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.documents import COLUMN, END_OF_DOCUMENT, PADDING, Documents
-from benchmarks.peers.peer import ROW_LENGTH, ROWS_A_BATCH, Peer, Setting, Tokens
+from benchmarks.peers.peer import (
+    FITTED,
+    ROW_LENGTH,
+    ROWS_A_BATCH,
+    Peer,
+    Setting,
+    Tokens,
+)
 
 _SPLITS = 24
 # Splits are not equally long: what is beyond these blocks is left out, none is padded.
@@ -87,7 +94,7 @@ def _unstacked(batch: Any) -> list[Tokens]:
 LANCEDB = Peer(
     name="lancedb",
     packages=("lancedb", "torch", "pyarrow"),
-    lacks={},
+    lacks=FITTED,
     prepare=_prepare,
     rows=_rows,
 )

@@ -16,7 +16,14 @@ import pathlib
 from collections.abc import Iterator
 
 from benchmarks.peers.documents import Documents
-from benchmarks.peers.peer import ROW_LENGTH, ROWS_A_BATCH, Peer, Setting, Tokens
+from benchmarks.peers.peer import (
+    FITTED,
+    ROW_LENGTH,
+    ROWS_A_BATCH,
+    Peer,
+    Setting,
+    Tokens,
+)
 
 _CHUNK = "64MB"
 
@@ -62,7 +69,7 @@ def _rows(
 LITDATA = Peer(
     name="litdata",
     packages=("litdata", "torch"),
-    lacks={"packed_shuffled": "it shuffles packed rows, not documents"},
+    lacks=FITTED | {"packed_shuffled": "it shuffles packed rows, not documents"},
     prepare=_prepare,
     rows=_rows,
 )

@@ -16,7 +16,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.peers.documents import COLUMN, Documents
-from benchmarks.peers.peer import ROW_LENGTH, ROWS_A_BATCH, Peer, Setting, Tokens
+from benchmarks.peers.peer import (
+    FITTED,
+    ROW_LENGTH,
+    ROWS_A_BATCH,
+    Peer,
+    Setting,
+    Tokens,
+)
 
 _OPERATOR = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _declared: list[Any] = []  # a torch library that is collected takes its operators along
@@ -66,7 +73,8 @@ def _declare_operators() -> None:
 MOSAICML_STREAMING = Peer(
     name="mosaicml_streaming",
     packages=("mosaicml-streaming", "torch", "torchvision"),
-    lacks={
+    lacks=FITTED
+    | {
         "packed": "it packs nothing",
         "packed_shuffled": "it packs nothing",
     },

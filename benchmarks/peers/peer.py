@@ -1,9 +1,12 @@
 """The peer sides: a frozen `Peer` is another loader that does the same job.
 
-Three jobs, each in one process without worker processes:
+The jobs, each in one process without worker processes:
 
 * `packed`: documents of varying length become rows of 2048 tokens.
 * `packed_shuffled`: the same, documents shuffled in a window of 100 before.
+* `packed_first_fit`, `packed_best_fit`: documents of at most 2048 tokens stay whole, in
+  rows of which 16 are filled at a time.
+* `unpacked`: each document is padded to a row.
 * `fixed_rows`: rows of 2048 tokens, packed beforehand and kept in the peer's own
   format, come as stacked batches of 16.
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import pathlib
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
@@ -26,13 +30,25 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.documents import Documents
 
-Setting = Literal["packed", "packed_shuffled", "fixed_rows"]
-SETTINGS: tuple[Setting, ...] = ("packed", "packed_shuffled", "fixed_rows")
+Setting = Literal[
+    "packed",
+    "packed_shuffled",
+    "packed_first_fit",
+    "packed_best_fit",
+    "unpacked",
+    "fixed_rows",
+]
+SETTINGS: tuple[Setting, ...] = typing.get_args(Setting)
 
 ROW_LENGTH = 2048
 ROWS_A_BATCH = 16
 SHUFFLE_WINDOW = 100
 
+# Of settings that other loaders have no feature for.
+FITTED: dict[Setting, str] = dict.fromkeys(
+    ("packed_first_fit", "packed_best_fit", "unpacked"),
+    "fits no whole documents into rows, and pads none, by a feature of its own",
+)
 INSTALL = "see benchmarks/peers/pyproject.toml"
 
 Tokens = NDArray[np.int32]

@@ -24,8 +24,24 @@ class DataSection:
     )
     grain_file_type: str = key(
         "arrayrecord",
-        "Format of the files, those for evaluation included.",
-        choices=("arrayrecord", "parquet", "tfrecord"),
+        "Format of the files, those for evaluation included: `arrow` is what Hugging"
+        " Face datasets save, `jsonl` and `text` may be compressed (.gz, .zst),"
+        " `megatron` are .bin files with their .idx, `webdataset` tar archives.",
+        choices=(
+            "arrayrecord",
+            "arrow",
+            "jsonl",
+            "megatron",
+            "parquet",
+            "text",
+            "tfrecord",
+            "webdataset",
+        ),
+    )
+    text_whole_files: bool = key(
+        False,
+        "With grain_file_type=text, whether each file is one document; if false, each"
+        " line is.",
     )
     grain_record_format: str = key(
         "bytes",

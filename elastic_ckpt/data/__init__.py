@@ -19,8 +19,12 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.sharded_data import sharded
     from elastic_ckpt.data.shuffling import WindowShuffle
     from elastic_ckpt.data.sources.arrayrecord import ArrayRecord
+    from elastic_ckpt.data.sources.arrow import Arrow, from_hf
+    from elastic_ckpt.data.sources.lines import JsonLines, Text
+    from elastic_ckpt.data.sources.megatron import Megatron
     from elastic_ckpt.data.sources.parquet import Parquet
     from elastic_ckpt.data.sources.tfrecord import TFRecord
+    from elastic_ckpt.data.sources.webdataset import WebDataset
     from elastic_ckpt.data.torch_dataset import TorchDataset
 
 renamed.in_module(
@@ -45,10 +49,13 @@ renamed.in_module(
 
 __all__ = [
     "ArrayRecord",
+    "Arrow",
     "Batches",
     "ElasticData",
     "End",
+    "JsonLines",
     "LocalBatches",
+    "Megatron",
     "Mixture",
     "Parquet",
     "RandomMap",
@@ -56,10 +63,13 @@ __all__ = [
     "ReadOptions",
     "Records",
     "TFRecord",
+    "Text",
     "TorchDataset",
+    "WebDataset",
     "WindowShuffle",
     "adopt_grain_states",
     "from_config",
+    "from_hf",
     "lm",
     "positional",
     "sharded",

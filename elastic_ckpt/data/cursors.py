@@ -14,7 +14,7 @@ regardless of how many hosts wrote them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -26,7 +26,14 @@ _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")
 
 Cursor = storage.Json
 Cursors = Mapping[int, Cursor]
+# A cursor, or a function that makes it: most are replaced before they are saved.
+Lazy = Cursor | Callable[[], Cursor]
 Position = dict[str, storage.Json]
+
+
+def made(cursor: Lazy) -> Cursor:
+    """A cursor itself, made by now."""
+    return cursor() if callable(cursor) else cursor
 
 
 def to_bytes(values: Sequence[Cursor], position: Position) -> bytes:

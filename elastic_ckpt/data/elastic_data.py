@@ -67,7 +67,7 @@ class HostBatches(Protocol):
         With `shared`, also of the shards that it runs but another host saves.
         """
 
-    def changed(self) -> cursors.Cursors:
+    def changed(self) -> Mapping[int, cursors.Lazy]:
         """The cursors that changed since the last call of this or `shard_cursors`."""
 
     def go_to(self, position: cursors.Position, read: ReadCursors) -> None:

@@ -13,20 +13,28 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import fractions
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
+import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import cursors, shard_steps
+from elastic_ckpt.data import blocks, cursors, shard_steps
 
 # The unit interval in 64 bits; the fractions of the golden ratio and of sqrt(2) in it.
 _ONE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 _PHASE = 0x6A09E667F3BCC909
+
+# The turns that are drawn together: as many as have about so many tokens.
+_LEAST_TURNS = 16
+_MOST_TURNS = 512
+_BLOCK_TOKENS = 2**16
+_NONE = np.empty(0, np.int64)
 
 # The number of turns that are tried one by one before the next one is computed.
 _NEAR_TURNS = 100
@@ -174,6 +182,13 @@ class Mixture(shard_steps.Step):
     def __iter__(self) -> grain.DatasetIterator:
         return _MixtureIterator(self)
 
+    def blocks(self) -> blocks.Blocks | None:
+        """The elements in blocks; None if a dataset yields single elements only."""
+        for part in self._parts.values():
+            if isinstance(part, Mixture) or not hasattr(part, "blocks"):
+                return None
+        return _MixtureBlocks(self)
+
     def __str__(self) -> str:
         return f"Mixture(shard={self.shard}, {sorted(self._weights)})"
 
@@ -190,23 +205,79 @@ class Mixture(shard_steps.Step):
         }
 
 
-class _MixtureIterator(grain.DatasetIterator):
+class _Draws:
+    """Which dataset is drawn from at which turn; see `Mixture`."""
+
     def __init__(self, mixture: Mixture) -> None:
         super().__init__()
         self._parts, self._shard = mixture._parts, mixture._shard
         self._weights = {name: each for name, each in mixture._weights.items() if each}
         self._turn = 0
-        self._opened: dict[str, grain.DatasetIterator] = {}
         self._taken: dict[str, int] = {}
         # The saved states of datasets that were not opened since.
         self._saved: dict[str, Any] = {}
-        # The current state, if `get_state` was called.
-        self._state: dict[str, Any] | None = None
         # Stages of other weights that are read again, and last the current stage.
         self._schedule = _continued([], turn=0, weights=self._weights)
         self._now = self._schedule[-1]
         self._read_again_until = 0
         self._begin(0)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        # Goes on from a state, with no dataset open.
+        self._turn = state["turn"]
+        self._taken = dict(state[TAKEN])
+        self._saved = dict(state["parts"])
+        past = state.get(SCHEDULE, [])
+        for stage in past:
+            self._saved = stage.get(_OPENED, {}) | self._saved
+        self._check_datasets(past, is_read_again=state.pop(_READ_AGAIN, False))
+        self._schedule = _continued(past, turn=self._turn, weights=self._weights)
+        self._now = self._schedule[-1]
+        self._read_again_until = max((stage[_UNTIL] for stage in past), default=0)
+        self._begin(0)
+
+    def _begin(self, number: int) -> None:
+        self._number, self._stage = number, self._schedule[number]
+        weights = self._stage[_WEIGHTS]
+        self._ends = bounds(weights)
+        # Includes datasets that had ended: the weights inside them may have changed.
+        self._active = weights.keys() & self._parts.keys()
+
+    def _check_datasets(
+        self, past: Sequence[dict[str, Any]], *, is_read_again: bool
+    ) -> None:
+        # Raises a DataError if elements that are read again would differ.
+        turn = self._turn
+        for stage in past:
+            until, weights = stage[_UNTIL], stage[_WEIGHTS]
+            gone = weights.keys() - self._parts.keys()
+            if gone and turn < until:
+                due, name = next_chosen(
+                    turn, shard=self._shard, ends=bounds(weights), among=gone
+                )
+                if due < until:
+                    raise errors.DataError(
+                        f"mixture: dataset {name} was removed, but some of its"
+                        " examples are still in a shuffle buffer or in incomplete"
+                        " rows; add it again with weight 0 until they are used"
+                    )
+            new = sorted(self._weights.keys() - weights.keys())
+            if stage.get(_ENDED) and new and (turn < until or is_read_again):
+                raise errors.DataError(
+                    f"mixture: the weights of {new} were raised from 0 after the other"
+                    " datasets had ended, but the last examples of those are still in"
+                    " a shuffle buffer or in incomplete rows; leave the weights at 0"
+                    " until they are used"
+                )
+            turn = max(turn, until)
+
+
+class _MixtureIterator(_Draws, grain.DatasetIterator):
+    def __init__(self, mixture: Mixture) -> None:
+        super().__init__(mixture)
+        self._opened: dict[str, grain.DatasetIterator] = {}
+        # The current state, if `get_state` was called.
+        self._state: dict[str, Any] | None = None
 
     def __next__(self) -> Any:
         if self._state is not None:
@@ -235,18 +306,8 @@ class _MixtureIterator(grain.DatasetIterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.close()
-        self._turn = state["turn"]
-        self._taken = dict(state[TAKEN])
-        self._saved = dict(state["parts"])
-        past = state.get(SCHEDULE, [])
-        for stage in past:
-            self._saved = stage.get(_OPENED, {}) | self._saved
-        self._check_datasets(past, is_read_again=state.pop(_READ_AGAIN, False))
-        self._schedule = _continued(past, turn=self._turn, weights=self._weights)
-        self._now = self._schedule[-1]
-        self._read_again_until = max((stage[_UNTIL] for stage in past), default=0)
+        self._restore(state)
         self._state = state
-        self._begin(0)
         for name, saved in self._saved.items():
             if any(SCHEDULE in part for part in _mixtures(saved)):
                 # A mixture in this one may not be read for long: check its state now.
@@ -259,13 +320,6 @@ class _MixtureIterator(grain.DatasetIterator):
         for opened in self._opened.values():
             opened.close()
         self._opened = {}
-
-    def _begin(self, number: int) -> None:
-        self._number, self._stage = number, self._schedule[number]
-        weights = self._stage[_WEIGHTS]
-        self._ends = bounds(weights)
-        # Includes datasets that had ended: the weights inside them may have changed.
-        self._active = weights.keys() & self._parts.keys()
 
     def _draw(self, until: int | None) -> list[Any]:
         # The next element, if there is one at a turn before `until`.
@@ -304,33 +358,241 @@ class _MixtureIterator(grain.DatasetIterator):
             self._opened[name] = opened
         return opened
 
-    def _check_datasets(
-        self, past: Sequence[dict[str, Any]], *, is_read_again: bool
-    ) -> None:
-        # Raises a DataError if elements that are read again would differ.
-        turn = self._turn
-        for stage in past:
-            until, weights = stage[_UNTIL], stage[_WEIGHTS]
-            gone = weights.keys() - self._parts.keys()
-            if gone and turn < until:
-                due, name = next_chosen(
-                    turn, shard=self._shard, ends=bounds(weights), among=gone
-                )
-                if due < until:
-                    raise errors.DataError(
-                        f"mixture: dataset {name} was removed, but some of its"
-                        " examples are still in a shuffle buffer or in incomplete"
-                        " rows; add it again with weight 0 until they are used"
-                    )
-            new = sorted(self._weights.keys() - weights.keys())
-            if stage.get(_ENDED) and new and (turn < until or is_read_again):
-                raise errors.DataError(
-                    f"mixture: the weights of {new} were raised from 0 after the other"
-                    " datasets had ended, but the last examples of those are still in"
-                    " a shuffle buffer or in incomplete rows; leave the weights at 0"
-                    " until they are used"
-                )
-            turn = max(turn, until)
+
+class _MixtureBlocks(_Draws):
+    """The elements of a mixture in blocks, drawn many turns at a time."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        super().__init__(mixture)
+        self._names = list(self._parts)
+        self._readers: dict[str, blocks.Reader] = {}
+        # The place or the saved state of each dataset that was opened, by name.
+        self._at: dict[str, Any] = {}
+        self._mean_tokens = 0.0
+
+    def __next__(self) -> blocks.Block:
+        while self._stage is not self._now:
+            block = self._draw(self._stage[_UNTIL])
+            if block is not None:
+                return block
+            self._turn = self._stage[_UNTIL]
+            self._begin(self._number + 1)
+        block = self._draw(None)
+        if block is None:
+            raise StopIteration
+        return block
+
+    def end(self) -> blocks.Place:
+        """See `Blocks`."""
+        return blocks.Place(self._places(is_end=True), 0)
+
+    def get_state(self) -> dict[str, Any]:
+        """See `Blocks`."""
+        return blocks.Place(self._places(), 0).state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """See `Blocks`."""
+        self.close()
+        self._restore(state)
+        self._at = dict(self._saved)
+
+    def close(self) -> None:
+        """See `Blocks`."""
+        self._readers = {}
+
+    def _draw(self, until: int | None) -> blocks.Block | None:
+        # Elements of turns before `until`, if there are any.
+        while self._active:
+            turns, chosen = self._next_turns(until)
+            if not len(turns):
+                return None
+            counts = np.bincount(chosen, minlength=len(self._names))
+            num, lacking = len(turns), ""
+            for number in np.flatnonzero(counts).tolist():
+                reader = self._reader(self._names[number])
+                held = reader.fill(int(counts[number]))
+                if held < counts[number]:
+                    first = int(np.flatnonzero(chosen == number)[held])
+                    if first < num:
+                        num, lacking = first, self._names[number]
+            if num:
+                return self._taken_at(turns[:num], chosen[:num])
+            try:
+                self._readers[lacking].raise_end()
+            except StopIteration:
+                self._active.remove(lacking)
+        return None
+
+    def _next_turns(self, until: int | None) -> tuple[np.ndarray, np.ndarray]:
+        # Some of the next turns of datasets that have not ended, and those datasets.
+        number = self._num_turns()
+        if len(self._ends) == 1:
+            ((_, name),) = self._ends
+            last = self._turn + number
+            turns = np.arange(self._turn, last if until is None else min(last, until))
+            return turns, np.full(len(turns), self._names.index(name))
+        ends = np.array([end for end, _ in self._ends[:-1]], np.uint64)
+        names = np.array(
+            [
+                self._names.index(name) if name in self._active else -1
+                for _, name in self._ends
+            ]
+        )
+        first = self._turn
+        last = first + number if until is None else min(first + number, until)
+        turns = np.arange(first, last)
+        points = turns.astype(np.uint64) * np.uint64(_GOLDEN)
+        points += np.uint64(self._shard * _PHASE % _ONE)
+        chosen = names[np.searchsorted(ends, points, side="right")]
+        is_active = chosen >= 0
+        if is_active.any() or not len(turns):
+            return turns[is_active], chosen[is_active]
+        turn, name = next_chosen(
+            self._turn, shard=self._shard, ends=self._ends, among=self._active
+        )
+        if until is not None and turn >= until:
+            return turns[:0], chosen[:0]
+        return np.array([turn]), np.array([self._names.index(name)])
+
+    def _num_turns(self) -> int:
+        # As many as have about the tokens of a block, if elements are as before.
+        only = len(self._active) == 1 and len(self._ends) == 1
+        if only:
+            reader = self._reader(next(iter(self._active)))
+            return max(1, reader.fill(1) and reader.num_held)
+        if not self._mean_tokens:
+            return _LEAST_TURNS
+        return int(min(max(_BLOCK_TOKENS / self._mean_tokens, 1), _MOST_TURNS))
+
+    def _taken_at(self, turns: np.ndarray, chosen: np.ndarray) -> blocks.Block:
+        # The block of these turns, which their datasets have.
+        before = self._places(turns=turns, chosen=chosen)
+        numbers = list(dict.fromkeys(chosen.tolist()))
+        read = {}
+        for number in numbers:
+            name = self._names[number]
+            num_taken = int(np.count_nonzero(chosen == number))
+            block = self._readers[name].take(num_taken)
+            read[number] = block
+            self._at[name] = block.place(num_taken)
+            self._taken[name] = self._taken.get(name, 0) + num_taken
+        before.of_part = {
+            n: dataclasses.replace(b, values=_NONE) for n, b in read.items()
+        }
+        self._turn = int(turns[-1]) + 1
+        drawn = blocks.joined([read[number] for number in numbers])
+        start, length = drawn.start, drawn.length
+        if len(numbers) > 1:
+            # Of each dataset's elements, which follow each other, the next is drawn.
+            order = np.empty(len(turns), np.int64)
+            place = 0
+            for number in numbers:
+                at = np.flatnonzero(chosen == number)
+                order[at] = np.arange(place, place + len(at))
+                place += len(at)
+            start, length = start[order], length[order]
+        mean = float(length.sum()) / len(turns)
+        self._mean_tokens = (
+            (self._mean_tokens + mean) / 2 if self._mean_tokens else mean
+        )
+        return blocks.Block(
+            values=drawn.values,
+            start=start,
+            length=length,
+            runs=((0, blocks.Place(before, 0)),),
+        )
+
+    def _places(
+        self,
+        *,
+        turns: np.ndarray = _NONE,
+        chosen: np.ndarray = _NONE,
+        is_end: bool = False,
+    ) -> _MixturePlaces:
+        # The places of the elements that are drawn next, at these turns.
+        return _MixturePlaces(
+            names=self._names,
+            turns=np.concatenate([[self._turn], turns + 1]),
+            chosen=chosen,
+            taken=dict(self._taken),
+            at=dict(self._at),
+            of_part={},
+            schedule=self._schedule,
+            stage=self._number,
+            is_end=is_end,
+        )
+
+    def _reader(self, name: str) -> blocks.Reader:
+        reader = self._readers.get(name)
+        if reader is None:
+            of_part = blocks.of(self._parts[name])
+            assert of_part is not None
+            if name in self._saved:
+                of_part.set_state(self._saved.pop(name))
+            self._at[name] = of_part.get_state()
+            reader = self._readers[name] = blocks.Reader(of_part)
+        return reader
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _MixturePlaces:
+    """The states before the elements of a block of a mixture.
+
+    Attributes:
+      names: of all datasets, by number.
+      turns: before each element and after the last, int64 `[elements + 1]`.
+      chosen: the number of each element's dataset, int64 `[elements]`.
+      taken: how many elements of each dataset were taken before the block.
+      at: the place, or the saved state, of each opened dataset before the block.
+      of_part: the elements of each dataset in the block, without their tokens.
+      schedule: the stages; see `_Draws`.
+      stage: the number of the stage of the block.
+      is_end: whether nothing follows.
+    """
+
+    names: Sequence[str]
+    turns: np.ndarray
+    chosen: np.ndarray
+    taken: dict[str, int]
+    at: dict[str, Any]
+    of_part: dict[int, blocks.Block]
+    schedule: list[dict[str, Any]]
+    stage: int
+    is_end: bool
+
+    def state(self, number: int, read: blocks.Place) -> dict[str, Any]:
+        """See `Places`."""
+        counts = np.bincount(self.chosen[:number], minlength=len(self.names))
+        taken, parts = dict(self.taken), dict(self.at)
+        for part in np.flatnonzero(counts).tolist():
+            name, count = self.names[part], int(counts[part])
+            taken[name] = taken.get(name, 0) + count
+            parts[name] = self.of_part[part].place(count)
+        turn = int(self.turns[number])
+        state: dict[str, Any] = {
+            "turn": turn,
+            TAKEN: taken,
+            "parts": {
+                name: at.state() if isinstance(at, blocks.Place) else at
+                for name, at in parts.items()
+            },
+        }
+        last = read.of
+        assert isinstance(last, _MixturePlaces)
+        until = int(last.turns[read.number])
+        is_now = self.stage == len(self.schedule) - 1
+        if until > turn or last.is_end or not is_now:
+            stages = [dict(stage) for stage in self.schedule[self.stage :]]
+            if last.stage == len(self.schedule) - 1:
+                stages[-1][_UNTIL] = max(stages[-1][_UNTIL], until)
+            if last.is_end:
+                stages[-1][_ENDED] = True
+            state[SCHEDULE] = stages
+        return state
+
+    def read(self, number: int) -> blocks.Place:
+        """See `Places`; no buffer is below."""
+        return blocks.Place(self, number)
 
 
 def _continued(

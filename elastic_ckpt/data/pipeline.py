@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import grain
-import numpy as np
 
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, storage
@@ -33,13 +32,30 @@ from elastic_ckpt.data import (
     tokenizers,
     units,
 )
-from elastic_ckpt.data.sources import arrayrecord, files, parquet, source, tfrecord
+from elastic_ckpt.data.sources import (
+    arrayrecord,
+    arrow,
+    files,
+    lines,
+    megatron,
+    parquet,
+    source,
+    tfrecord,
+    webdataset,
+)
 
 _SOURCES: dict[str, Any] = {
     "arrayrecord": arrayrecord.ArrayRecord,
+    "arrow": arrow.Arrow,
+    "jsonl": lines.JsonLines,
+    "megatron": megatron.Megatron,
     "parquet": parquet.Parquet,
+    "text": lines.Text,
     "tfrecord": tfrecord.TFRecord,
+    "webdataset": webdataset.WebDataset,
 }
+# Those whose records are bytes of one of two kinds.
+_OF_RECORDS = ("arrayrecord", "tfrecord")
 # The key of the training data's files, unless there is a file with a mixture.
 _TRAIN_FILES = "grain_train_files"
 
@@ -113,9 +129,12 @@ class LanguagePipeline:
                 max_examples=self.max_examples,
             )
         else:
-            rows = examples.map(functools.partial(language.padded, length=self.length))
-        compared = self.vocab_size and not self.documents.tokenizer
-        return rows.map(self._in_vocabulary) if compared else rows
+            rows = language.Padded(examples, length=self.length)
+        if not self.vocab_size or self.documents.tokenizer:
+            return rows
+        return language.InVocabulary(
+            rows, column=self.documents.column, vocab_size=self.vocab_size
+        )
 
     def threads_of_process(self) -> int:
         """The number of tokenizer threads in this process; 0 if threads do not help.
@@ -174,18 +193,6 @@ class LanguagePipeline:
         return token_blocks.Tokens(
             read, documents=self.documents, num_threads=self.threads_of_process()
         )
-
-    def _in_vocabulary(self, row: language.Example) -> language.Example:
-        for name in ("inputs", "targets"):
-            # Viewed as unsigned numbers, negative ones are the largest.
-            if row[name].view(np.uint32).max() >= self.vocab_size:
-                wrong = row[name][row[name].view(np.uint32) >= self.vocab_size][0]
-                raise errors.DataError(
-                    f"column {self.documents.column!r} has the token {wrong}, but the"
-                    f" model's vocabulary has tokens from 0 to {self.vocab_size - 1};"
-                    " set vocab_size to that of the tokenizer that made the tokens"
-                )
-        return row
 
 
 def from_config(
@@ -309,8 +316,10 @@ def _parts(data: schema.DataSection, *, key: str = _TRAIN_FILES) -> tuple[Part, 
     else:
         mixture = datasets.from_list(getattr(data, key), key=key)
     settings: dict[str, Any] = {"columns": (data.train_data_columns,)}
-    if data.grain_file_type != "parquet":
+    if data.grain_file_type in _OF_RECORDS:
         settings["record_format"] = data.grain_record_format
+    if data.grain_file_type == "text":
+        settings["whole_files"] = data.text_whole_files
     make_source = functools.partial(_SOURCES[data.grain_file_type], **settings)
     return tuple(
         Part(

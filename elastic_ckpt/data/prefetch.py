@@ -9,7 +9,7 @@ batches are read ahead.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from elastic_ckpt.core import background, errors
@@ -69,7 +69,7 @@ TWO_BATCHES = ReadAhead()
 class _Made(Generic[T]):
     what: T
     position: cursors.Position
-    changed: cursors.Cursors
+    changed: Mapping[int, cursors.Lazy]
 
 
 class Prefetched(Generic[T]):
@@ -120,7 +120,7 @@ class Prefetched(Generic[T]):
         if self._source.calls is None:
             return self._rows.shard_cursors(shared=shared)
         shards = self._cursors if shared else self._saves
-        return {shard: self._cursors[shard] for shard in shards}
+        return {shard: cursors.made(self._cursors[shard]) for shard in shards}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         """Moves to a position before the first batch; see `HostBatches.go_to`."""
@@ -136,7 +136,9 @@ class Prefetched(Generic[T]):
         if not depth:
             return
         self._position = self._rows.position()
-        self._cursors = dict(self._rows.shard_cursors(shared=True))
+        self._cursors: dict[int, cursors.Lazy] = dict(
+            self._rows.shard_cursors(shared=True)
+        )
         self._saves = list(self._rows.shard_cursors())
         self._source.start(depth)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from collections.abc import Mapping
 from multiprocessing import connection, parent_process
 from typing import Protocol
 
@@ -26,7 +27,7 @@ class Reader(Protocol):
     def __next__(self) -> shard_rows.Loaded:
         """The rows of the next batch, without cursors."""
 
-    def changed(self) -> cursors.Cursors:
+    def changed(self) -> Mapping[int, cursors.Lazy]:
         """The cursors of the shards that yielded rows since the last call."""
 
     def close(self) -> None:
@@ -94,7 +95,7 @@ class _Workers:
             rows[elastic_data.MASK][:] = False
         return shard_rows.Loaded(rows=rows, cursors={}, over=over)
 
-    def changed(self) -> cursors.Cursors:
+    def changed(self) -> Mapping[int, cursors.Lazy]:
         changed, self._changed = self._changed, {}
         return changed
 

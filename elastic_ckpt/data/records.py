@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import grain
 import numpy as np
@@ -16,6 +16,9 @@ from absl import logging
 from elastic_ckpt.core import errors, renamed, storage
 from elastic_ckpt.data import cursors, shard_steps, units
 from elastic_ckpt.data.sources import source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # The field of an element with the number of its record in the list of all epochs.
 RECORD = "record"
@@ -91,6 +94,10 @@ class Records(shard_steps.Step[source.Element]):
     def __iter__(self) -> grain.DatasetIterator[source.Element]:
         return _RecordsIterator(self)
 
+    def batches(self) -> RecordBatches | None:
+        """The records in batches of columns; None if the source has only records."""
+        return RecordBatches(self) if hasattr(self._source, "read_batches") else None
+
     def epoch_records(self) -> int:
         """The number of records in an epoch, over all shards."""
         return source.num_records(self._source)
@@ -109,24 +116,34 @@ class Records(shard_steps.Step[source.Element]):
         }
 
 
-class _RecordsIterator(grain.DatasetIterator[source.Element]):
-    def __init__(self, records: Records) -> None:
-        super().__init__()
+class _UnitsInTurn:
+    """Reads the units of a shard in turn, record by record or batch by batch.
+
+    Args:
+      records: of the shard.
+      read: of their source: what a unit has after some of its records.
+    """
+
+    def __init__(
+        self, records: Records, read: Callable[[units.Unit, int], Iterator[Any]]
+    ) -> None:
         self._source, self._reading = records._source, records._reading
         self._shard, self._num_shards = records._shard, records._num_shards
+        self._read = read
         self._units = source.cut(self._source, self._num_shards)
         self._turn, self._taken, self._skipped = 0, 0, 0
-        self._open: Iterator[source.Read] | None = None
+        self._open: Iterator[Any] | None = None
         self._first_record = 0
         # The number of records after which the next unit is requested.
         self._ahead_at = 0
 
-    def __next__(self) -> source.Element:
+    def next(self) -> Any:
+        """What is read next; the caller counts it by `took`."""
         while True:
             if self._open is None:
                 self._open = self._open_unit()
             try:
-                element = next(self._open)
+                read = next(self._open)
             except StopIteration:
                 self._turn, self._taken, self._open = self._turn + 1, 0, None
                 continue
@@ -134,42 +151,44 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
                 # A generator ends when it raises; the unit is opened again.
                 self._open = None
                 raise
-            if isinstance(element, source.CorruptError):
-                if not self._reading.skip_corrupt:
-                    self._open = None
-                    raise element
-                logging.warning("%s; skipped %d", element, element.num_records)
-                self._taken += element.num_records
-                self._skipped += element.num_records
-                _FRUITLESS.note_corrupt(element)
-                continue
-            if RECORD in element:
-                raise errors.DataError(
-                    f"{self._source.files[0]}: its column {RECORD!r} has the name of a"
-                    " field that Records adds; select other columns, or rename it"
-                )
-            element[RECORD] = self._first_record + self._taken
-            self._taken += 1
-            if self._taken == self._ahead_at:
-                self._read_ahead()
-            return element
+            if not isinstance(read, source.CorruptError):
+                return read
+            if not self._reading.skip_corrupt:
+                self._open = None
+                raise read
+            logging.warning("%s; skipped %d", read, read.num_records)
+            self._taken += read.num_records
+            self._skipped += read.num_records
+            _FRUITLESS.note_corrupt(read)
+
+    def took(self, num_records: int, columns: Collection[str]) -> int:
+        """Counts records; returns the number of the first in the list of all epochs."""
+        if RECORD in columns:
+            raise errors.DataError(
+                f"{self._source.files[0]}: its column {RECORD!r} has the name of a"
+                " field that Records adds; select other columns, or rename it"
+            )
+        first = self._first_record + self._taken
+        before, self._taken = self._taken, self._taken + num_records
+        if before < self._ahead_at <= self._taken:
+            self._read_ahead()
+        return first
 
     def get_state(self) -> dict[str, Any]:
-        state = {"turn": self._turn, "taken": self._taken}
-        return state | {_SKIPPED: self._skipped} if self._skipped else state
+        return _state(self._turn, self._taken, self._skipped)
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._turn, self._taken = state["turn"], state["taken"]
         self._skipped = state.get(_SKIPPED, 0)
         self._open = None
 
-    def _open_unit(self) -> Iterator[source.Read]:
+    def _open_unit(self) -> Iterator[Any]:
         epoch, unit = self._unit(self._turn)
         _FRUITLESS.count(unit.num_records, 2 * self._units.total_records, self._source)
         self._first_record = epoch * self._units.total_records + unit.record
         self._ahead_at = unit.num_records // 2
         source.read_ahead(self._source, unit)
-        return self._source.read(unit, self._taken)
+        return self._read(unit, self._taken)
 
     def _read_ahead(self) -> None:
         with contextlib.suppress(StopIteration):
@@ -187,6 +206,74 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
             key = (reading.shuffle_seed, epoch)
             place = units.permuted(place, length=count, key=key)
         return epoch, self._units[place]
+
+
+def _state(turn: int, taken: int, skipped: int) -> dict[str, Any]:
+    state = {"turn": turn, "taken": taken}
+    return state | {_SKIPPED: skipped} if skipped else state
+
+
+class _RecordsIterator(grain.DatasetIterator[source.Element]):
+    def __init__(self, records: Records) -> None:
+        super().__init__()
+        self._in_turn = _UnitsInTurn(records, records._source.read)
+
+    def __next__(self) -> source.Element:
+        element = self._in_turn.next()
+        element[RECORD] = self._in_turn.took(1, element)
+        return element
+
+    def get_state(self) -> dict[str, Any]:
+        return self._in_turn.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._in_turn.set_state(state)
+
+
+class RecordBatches:
+    """The records of a shard in Arrow's batches.
+
+    Args:
+      records: of the shard, of a source that has batches.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._in_turn = _UnitsInTurn(records, cast(Any, records._source).read_batches)
+
+    def __next__(self) -> tuple[pa.RecordBatch, RecordPlaces]:
+        """The next records, and their places."""
+        before = self._in_turn.get_state()
+        batch = self._in_turn.next()
+        first = self._in_turn.get_state()
+        self._in_turn.took(batch.num_rows, batch.schema.names)
+        return batch, RecordPlaces(before=before, first=first)
+
+    def get_state(self) -> dict[str, Any]:
+        """The state after the last batch."""
+        return self._in_turn.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a state of `Records`."""
+        self._in_turn.set_state(state)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordPlaces:
+    """The states before each record of a batch.
+
+    Attributes:
+      before: the state before corrupt records that were skipped before the batch.
+      first: the state before its first record.
+    """
+
+    before: dict[str, Any]
+    first: dict[str, Any]
+
+    def state(self, number: int) -> dict[str, Any]:
+        """The state before record `number`."""
+        if not number:
+            return self.before
+        return self.first | {"taken": self.first["taken"] + number}
 
 
 def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:

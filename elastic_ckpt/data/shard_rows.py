@@ -135,13 +135,14 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             self._over |= any(row is None for row in drawn)
         kept = [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
         self._changed.update(shards)
+        changed = self.changed() if self._task.track else {}
         return Loaded(
             rows=self._stack(kept) if kept else None,
-            cursors=self.changed() if self._task.track else {},
+            cursors={shard: cursors.made(each) for shard, each in changed.items()},
             over=self._over,
         )
 
-    def changed(self) -> cursors.Cursors:
+    def changed(self) -> dict[int, cursors.Lazy]:
         """The cursors of the shards that yielded rows since the last call."""
         changed, self._changed = self._changed, set()
         return {shard: self._cursor(shard) for shard in changed}
@@ -212,13 +213,19 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             del self._unopened[shard]
         return opened
 
-    def _cursor(self, shard: int) -> storage.Json:
+    def _cursor(self, shard: int) -> cursors.Lazy:
         if shard in self._early:
             return self._task.start[shard]
         if shard in self._ended:
             return self._ended[shard]
         opened = self._opened.get(shard)
-        return self._unopened[shard] if opened is None else to_json(opened.get_state())
+        if opened is None:
+            return self._unopened[shard]
+        mark = getattr(opened, "mark", None)
+        if mark is None:
+            return to_json(opened.get_state())
+        make = mark()
+        return lambda: to_json(make())
 
     def _stack(self, drawn: list[Any]) -> Rows:
         if not self._task.finite:

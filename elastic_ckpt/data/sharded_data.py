@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import grain
@@ -291,9 +291,9 @@ class _HostBatches:
     def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
         self.changed()
         shards = self._mine.shards if shared else self._mine.writes
-        return {shard: self._cursors[shard] for shard in shards.tolist()}
+        return self._made(shards.tolist())
 
-    def changed(self) -> cursors.Cursors:
+    def changed(self) -> Mapping[int, cursors.Lazy]:
         self._check_whole()
         changed = self._reader.changed() if self._reader else {}
         self._cursors.update(changed)
@@ -307,7 +307,8 @@ class _HostBatches:
         start = dict(read(mine.shards.tolist()))
         self._check_datasets(start)
         self.close()
-        self._mine, self._cursors, self._stream_row = mine, start, stream_row
+        self._mine, self._stream_row = mine, stream_row
+        self._cursors: dict[int, cursors.Lazy] = dict(start)
         self._error: str | None = None
 
     def _check_datasets(self, start: cursors.Cursors) -> None:
@@ -339,7 +340,7 @@ class _HostBatches:
                 batch=self._batch,
                 keep=self._mine.rows,
                 position=self._stream_row,
-                start=dict(self._cursors),
+                start=self._made(self._cursors),
                 end=data.end,
                 track=False,
             )
@@ -351,6 +352,9 @@ class _HostBatches:
         loaded = next(self._reader).rows
         assert loaded is not None
         return loaded
+
+    def _made(self, shards: Iterable[int]) -> dict[int, cursors.Cursor]:
+        return {shard: cursors.made(self._cursors[shard]) for shard in shards}
 
     def _check_whole(self) -> None:
         if self._error is not None:

@@ -6,6 +6,7 @@ of at least 2**16 numbers: 174 us for each element with a window of 100.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -13,7 +14,7 @@ import grain
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import shard_steps
+from elastic_ckpt.data import blocks, shard_steps
 
 
 class WindowShuffle(shard_steps.Step):
@@ -43,9 +44,99 @@ class WindowShuffle(shard_steps.Step):
     def __iter__(self) -> grain.DatasetIterator:
         return _WindowShuffleIterator(self, iter(self._parent))
 
+    def blocks(self) -> blocks.Blocks | None:
+        """The elements in blocks of whole windows, if the parent has blocks."""
+        parent = blocks.of(self._parent)
+        if parent is None:
+            return None
+        return _WindowBlocks(parent, window_size=self._window_size, seed=self._seed)
+
     def settings(self) -> dict[str, storage.Json]:
         """The window size and the seed."""
         return {"window_size": self._window_size, "seed": self._seed}
+
+
+class _WindowBlocks:
+    def __init__(self, parent: blocks.Blocks, *, window_size: int, seed: int) -> None:
+        self._parent, self._reader = parent, blocks.Reader(parent)
+        self._window_size, self._seed = window_size, seed
+        self._next_window = 0
+        # The elements of the next window that were taken.
+        self._taken = 0
+
+    def __next__(self) -> blocks.Block:
+        held = self._reader.fill(self._window_size)
+        if held < self._window_size and not (held and self._reader.has_ended):
+            self._reader.raise_end()
+        # All windows that are held, or the last, which may be shorter.
+        num_windows = max(1, self._reader.num_held // self._window_size)
+        num_taken = min(num_windows * self._window_size, self._reader.num_held)
+        elements = self._reader.take(num_taken)
+        ends = [min((n + 1) * self._window_size, num_taken) for n in range(num_windows)]
+        order, runs, begin = [], [], 0
+        for number, end in enumerate(ends, self._next_window):
+            generator = np.random.default_rng([self._seed, number])
+            order.append(begin + generator.permutation(end - begin))
+            window = _WindowPlaces(
+                elements.place(begin), elements.place(end), number, end - begin
+            )
+            runs.append((begin, blocks.Place(window, 0)))
+            begin = end
+        self._next_window += num_windows
+        shuffled = np.concatenate(order)
+        block = blocks.Block(
+            values=elements.values,
+            start=elements.start[shuffled],
+            length=elements.length[shuffled],
+            runs=tuple(runs),
+        )
+        first, self._taken = self._taken, 0
+        if first == len(block):
+            return next(self)
+        return block.cut(first, len(block)) if first else block
+
+    def end(self) -> blocks.Place:
+        end = self._reader.end()
+        return blocks.Place(_WindowPlaces(end, end, self._next_window, 0), 0)
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "parent": self._parent.get_state(),
+            "window": self._next_window - (0 if self._taken else 1),
+            "taken": self._taken,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self._reader = blocks.Reader(self._parent)
+        self._taken = state["taken"]
+        self._next_window = state["window"] + (0 if self._taken else 1)
+
+    def close(self) -> None:
+        self._parent.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _WindowPlaces:
+    # The places before and after a window, its number, and its size.
+    begin: blocks.Place
+    end: blocks.Place
+    window: int
+    size: int
+
+    def state(self, number: int, read: blocks.Place) -> dict[str, Any]:
+        if not number:
+            parent = self.begin.state(read.parent())
+            return {"parent": parent, "window": self.window - 1, "taken": 0}
+        if number == self.size:
+            # The window is used up, so nothing has to be read again.
+            parent = self.end.state(read.parent())
+            return {"parent": parent, "window": self.window, "taken": 0}
+        parent = self.begin.state(read.parent())
+        return {"parent": parent, "window": self.window, "taken": number}
+
+    def read(self, number: int) -> blocks.Place:
+        return self.end if number else self.begin
 
 
 class _WindowShuffleIterator(grain.DatasetIterator):

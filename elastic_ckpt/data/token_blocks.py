@@ -11,15 +11,23 @@ the block. At a resume these documents are read again, but not tokenised.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grain
 import numpy as np
 
-from elastic_ckpt.data import language
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import blocks, language, records
+from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data.sources import arrow_rows
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # A block ends at the first of these limits. 32,768 characters take about 5 ms.
 _MAX_DOCUMENTS = 16
@@ -72,6 +80,18 @@ class Tokens(grain.IterDataset[np.ndarray]):
     def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
         return _TokensIterator(self, iter(self._parent))
 
+    def blocks(self) -> blocks.Blocks:
+        """The documents in blocks."""
+        parent, column = self._parent, self._documents.column
+        if (
+            self._documents.tokenizer is None
+            and isinstance(parent, records.Records)
+            and column != records.RECORD
+            and (batches := parent.batches()) is not None
+        ):
+            return _ColumnBlocks(batches, self._documents)
+        return _TokenizedBlocks(_TokensIterator(self, iter(parent)))
+
 
 class _TokensIterator(grain.DatasetIterator[np.ndarray]):
     def __init__(self, dataset: Tokens, parent: grain.DatasetIterator) -> None:
@@ -84,6 +104,24 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
         self._taken = 0
 
     def __next__(self) -> np.ndarray:
+        block = self._with_documents()
+        is_half_taken = 2 * (self._taken + 1) >= block.num_documents
+        if is_half_taken:
+            self._read_ahead(block)
+        part, number = divmod(self._taken - block.first, _DOCUMENTS_AT_A_TIME)
+        tokens = block.parts[part].tokens()[number]
+        self._taken += 1
+        return tokens
+
+    def rest(self) -> tuple[list[np.ndarray], TokenPlaces]:
+        """The rest of the current block, or the next one, and its places."""
+        block = self._with_documents()
+        self._read_ahead(block)
+        tokens = [each for part in block.parts for each in part.tokens()]
+        first, self._taken = self._taken, block.num_documents
+        return tokens[first - block.first :], TokenPlaces(block.before, first)
+
+    def _with_documents(self) -> _Block:
         block = self._current()
         if self._taken == block.num_documents:
             assert block.end is not None
@@ -92,13 +130,11 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
             # The next call tries the parent again.
             self.set_state(self.get_state())
             raise block.end
-        is_half_taken = 2 * (self._taken + 1) >= block.num_documents
-        if self._num_threads and is_half_taken and not block.end:
+        return block
+
+    def _read_ahead(self, block: _Block) -> None:
+        if self._num_threads and not block.end:
             self._next_block = self._next_block or self._read()
-        part, number = divmod(self._taken - block.first, _DOCUMENTS_AT_A_TIME)
-        tokens = block.parts[part].tokens()[number]
-        self._taken += 1
-        return tokens
 
     def get_state(self) -> dict[str, Any]:
         if self._block and self._block.is_used_up(self._taken):
@@ -167,6 +203,131 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
             ],
             end=end,
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """The states before each document of a block, or of the rest of one."""
+
+    before: Any
+    first: int
+
+    def state(self, number: int, read: blocks.Place | None = None) -> dict[str, Any]:
+        """See `Places`."""
+        del read
+        return {"parent": self.before, "document": self.first + number}
+
+    def read(self, number: int) -> blocks.Place:
+        """See `Places`; no buffer is below."""
+        return blocks.Place(self, number)
+
+
+class _TokenizedBlocks:
+    """Documents that threads tokenise, in their blocks."""
+
+    def __init__(self, tokens: _TokensIterator) -> None:
+        self._tokens = tokens
+        self.get_state, self.set_state = tokens.get_state, tokens.set_state
+        self.close = tokens.close
+
+    def __next__(self) -> blocks.Block:
+        tokens, places = self._tokens.rest()
+        length = np.array([len(each) for each in tokens], np.int64)
+        start = np.cumsum(length) - length
+        return _block(np.concatenate(tokens), start, length, places)
+
+    def end(self) -> blocks.Place:
+        """See `Blocks`."""
+        return blocks.Place(blocks.Fixed(self.get_state()), 0)
+
+
+class _ColumnBlocks:
+    """Documents that are lists of tokens in a column."""
+
+    def __init__(
+        self, batches: records.RecordBatches, documents: language.Documents
+    ) -> None:
+        self._batches = batches
+        self._documents = documents
+
+    def __next__(self) -> blocks.Block:
+        batch, places = next(self._batches)
+        column = self._documents.column
+        columns = (
+            arrow_rows.tokens(batch.column(column))
+            if column in batch.schema.names
+            else None
+        )
+        with contextlib.suppress(errors.DataError):
+            if columns is not None:
+                values, start, length = columns
+                values = token_numbers.narrowed(values, place="")
+                return _block(values, start, length, _ColumnPlaces(places))
+        return self._one_by_one(batch, places)
+
+    def end(self) -> blocks.Place:
+        """See `Blocks`."""
+        return blocks.Place(blocks.Fixed(self.get_state()), 0)
+
+    def get_state(self) -> dict[str, Any]:
+        """See `Blocks`."""
+        return {"parent": self._batches.get_state(), "document": 0}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """See `Blocks`."""
+        before = state["parent"] if "document" in state else state
+        number = state.get("document", 0)
+        self._batches.set_state(before)
+        # The documents of an older state's block that were taken; see `Tokens`.
+        while number:
+            batch, places = next(self._batches)
+            num_taken = min(number, batch.num_rows)
+            self._batches.set_state(places.state(num_taken))
+            number -= num_taken
+
+    def close(self) -> None:
+        """See `Blocks`."""
+
+    def _one_by_one(
+        self, batch: pa.RecordBatch, places: records.RecordPlaces
+    ) -> blocks.Block:
+        # The documents before the first one that has an error.
+        found: list[language.Value] = []
+        for element in arrow_rows.elements(batch):
+            try:
+                found.append(self._documents.value(element))
+            except Exception:
+                self._batches.set_state(places.state(len(found)))
+                if not found:
+                    raise
+                break
+        tokens = self._documents.tokens(found)
+        length = np.array([len(each) for each in tokens], np.int64)
+        start = np.cumsum(length) - length
+        return _block(np.concatenate(tokens), start, length, _ColumnPlaces(places))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ColumnPlaces:
+    records: records.RecordPlaces
+
+    def state(self, number: int, read: blocks.Place | None = None) -> dict[str, Any]:
+        del read
+        return {"parent": self.records.state(number), "document": 0}
+
+    def read(self, number: int) -> blocks.Place:
+        return blocks.Place(self, number)
+
+
+def _block(
+    values: np.ndarray, start: np.ndarray, length: np.ndarray, places: blocks.Places
+) -> blocks.Block:
+    return blocks.Block(
+        values=values,
+        start=start,
+        length=length,
+        runs=((0, blocks.Place(places, 0)),),
+    )
 
 
 class _Block(NamedTuple):

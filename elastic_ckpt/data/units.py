@@ -65,7 +65,12 @@ class Units:
         return int(self.num_records.sum())
 
 
-def cut(block_records: Sequence[np.ndarray], num_shards: int) -> Units:
+def cut(
+    block_records: Sequence[np.ndarray],
+    num_shards: int,
+    *,
+    whole: Sequence[bool] | None = None,
+) -> Units:
     """The units of files whose blocks have the given numbers of records.
 
     A unit is a block. If shards would get too few blocks to have similar sizes, blocks
@@ -75,6 +80,7 @@ def cut(block_records: Sequence[np.ndarray], num_shards: int) -> Units:
     Args:
       block_records: for each file, the number of records in each block.
       num_shards: S.
+      whole: for each file, whether its blocks are not cut; by default all may be.
     """
     records = np.concatenate([np.asarray(b, np.int64) for b in block_records])
     counts = np.array([len(blocks) for blocks in block_records])
@@ -82,9 +88,13 @@ def cut(block_records: Sequence[np.ndarray], num_shards: int) -> Units:
     block = np.arange(len(records)) - np.repeat(np.cumsum(counts) - counts, counts)
     filled = records > 0
     file, block, records = file[filled], block[filled], records[filled]
+    may_cut = ~np.array(whole or [False] * len(counts), bool)[file]
     first, num_records = np.zeros_like(records), records
     if len(records) < _ENOUGH_BLOCKS * num_shards:
-        parts = _parts(records, num_shards)
+        parts = np.ones_like(records)
+        required = num_shards * -(-len(records) // num_shards) - np.sum(~may_cut)
+        if may_cut.any():
+            parts[may_cut] = _parts(records[may_cut], max(int(required), 1))
         # Part i of a block of n records begins at record i * n // parts.
         of_block = np.repeat(np.arange(len(records)), parts)
         part = np.arange(len(of_block)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -101,8 +111,9 @@ def cut(block_records: Sequence[np.ndarray], num_shards: int) -> Units:
     )
 
 
-def _parts(records: np.ndarray, num_shards: int) -> np.ndarray:
-    required = min(num_shards * -(-len(records) // num_shards), int(records.sum()))
+def _parts(records: np.ndarray, required: int) -> np.ndarray:
+    # Into how many parts each block is cut for about so many in all.
+    required = min(max(required, len(records)), int(records.sum()))
     # Finds the smallest size of a part that does not result in too many parts.
     low, high = 0, int(records.max())
     while high - low > 1:

@@ -75,7 +75,7 @@ def test_a_mistyped_override_is_refused(tmp_path):
         ("hardware: fpga", 'hardware must be one of "cpu", "gpu", "tpu", not \'fpga\''),
         (
             "grain_file_type: csv",
-            'grain_file_type must be one of "arrayrecord", "parquet", "tfrecord", not',
+            'grain_file_type must be one of "arrayrecord", "arrow", "jsonl".*, not',
         ),
     ],
 )

@@ -18,21 +18,30 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def elements(batch: pa.RecordBatch) -> Iterator[source.Element | str]:
-    """The rows of a batch; for a corrupt row, a description of the problem."""
+def checked(
+    batch: pa.RecordBatch, place: str, first: int
+) -> Iterator[pa.RecordBatch | source.CorruptError]:
+    """The rows of a batch, together if none is corrupt.
+
+    Args:
+      batch: as it was read.
+      place: where from, for errors.
+      first: the number of its first row there.
+    """
     if not _problem(batch):
-        yield from _valid_elements(batch)
+        yield batch
         return
     for row in range(batch.num_rows):
         alone = batch.slice(row, 1)
         problem = _problem(alone)
         if problem:
-            yield problem
+            yield source.corrupt(f"{place}, row {first + row}", problem)
         else:
-            yield from _valid_elements(alone)
+            yield alone
 
 
-def _valid_elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
+def elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
+    """The rows of a batch of which none is corrupt."""
     names = batch.schema.names
     for row in zip(*map(_values, batch.columns), strict=True):
         yield dict(zip(names, row, strict=True))
@@ -54,6 +63,27 @@ def _problem(batch: pa.RecordBatch) -> str:
             if values.null_count:
                 return "a list of numbers has a null in it"
     return ""
+
+
+def tokens(column: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Lists of whole numbers as columns: values, and the start and length of each list.
+
+    A list that is null has the length 0. None if the column has other values.
+    """
+    import pyarrow as pa
+
+    if not _is_numbers(column.type) or not pa.types.is_integer(column.type.value_type):
+        return None
+    offsets, numbers = _offsets_and_values(column)
+    values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
+    if len(numbers) < len(column.values):
+        # A view would keep the whole table in memory.
+        values = values.copy()
+    start = offsets[:-1].astype(np.int64) - int(offsets[0])
+    length = np.diff(offsets).astype(np.int64)
+    if column.null_count:
+        length[np.asarray(column.is_null())] = 0
+    return values, start, length
 
 
 def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:

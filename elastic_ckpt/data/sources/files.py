@@ -108,24 +108,25 @@ _ROUTES = {
     (".tfrecord", ".tfrecords"): (
         "set grain_file_type=tfrecord, or read it with ec.data.TFRecord"
     ),
-    (".jsonl", ".ndjson"): (
-        "JSON lines are converted by `elastic-ckpt data {file} OUT.parquet --column"
-        " text`; then set grain_file_type=parquet"
+    (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"): (
+        "set grain_file_type=jsonl, or read it with ec.data.JsonLines"
     ),
     (".arrow", ".feather"): (
-        "Arrow files are converted to Parquet, by Hugging Face's"
-        " load_from_disk(DIRECTORY).to_parquet(FILE), or by"
-        " pyarrow.parquet.write_table; then set grain_file_type=parquet"
+        "set grain_file_type=arrow, or read it with ec.data.Arrow"
     ),
+    (".bin", ".idx"): (
+        "set grain_file_type=megatron and name the .bin files, or read them with"
+        " ec.data.Megatron"
+    ),
+    (".tar",): ("set grain_file_type=webdataset, or read it with ec.data.WebDataset"),
     (".csv", ".tsv", ".json"): (
         "convert it to Parquet, such as by pandas (to_parquet); then set"
         " grain_file_type=parquet"
     ),
-    (".txt", ".md"): (
-        "text files are converted by `elastic-ckpt data DIRECTORY OUT.parquet`; then"
-        " set grain_file_type=parquet"
+    (".txt", ".md", ".txt.gz", ".txt.zst"): (
+        "set grain_file_type=text, or read it with ec.data.Text"
     ),
-    (".gz", ".zst", ".zip", ".tar", ".xz", ".bz2"): "decompress it first",
+    (".gz", ".zst", ".zip", ".xz", ".bz2"): "decompress it first",
 }
 
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 # The decoded size of a shard's batch, if its row group stays open.
-_BATCH_BYTES = 128 * 1024
+_BATCH_BYTES = 256 * 1024
 # A smaller row group does not stay open: it has larger batches, and is decoded from its
 # beginning for each. That costs less than holding a page while other shards read.
 _SMALL_BYTES = 2 * 1024 * 1024
-_SMALL_BATCH_BYTES = 512 * 1024
+_SMALL_BATCH_BYTES = 1024 * 1024
 # The size of a read from a column chunk.
 _BUFFER_BYTES = 64 * 1024
 # The size of a decoded number of each type in bytes.
@@ -89,6 +89,16 @@ class Parquet:
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the rows of a unit, a row group or a part of it, from number `skip`."""
+        for batch in self.read_batches(unit, skip):
+            if isinstance(batch, source.CorruptError):
+                yield batch
+            else:
+                yield from arrow_rows.elements(batch)
+
+    def read_batches(
+        self, unit: units.Unit, skip: int
+    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
+        """As `read`, but rows that follow each other are yielded together."""
         rows = _OpenRows(self, unit, skip)
         place = f"{self.files[unit.file]}, row group {unit.block}"
         row, stop = unit.first + skip, unit.first + unit.num_records
@@ -100,16 +110,13 @@ class Parquet:
             except corrupt_page as error:
                 yield from self._rest(unit, place, row, error)
                 return
-            for element in arrow_rows.elements(batch.slice(0, stop - row)):
-                if isinstance(element, str):
-                    yield source.corrupt(f"{place}, row {row}", element)
-                else:
-                    yield element
-                row += 1
+            batch = batch.slice(0, stop - row)
+            yield from arrow_rows.checked(batch, place, row)
+            row += batch.num_rows
 
     def _rest(
         self, unit: units.Unit, place: str, row: int, problem: Exception
-    ) -> Iterator[source.Read]:
+    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
         # The rows of a unit from `row` on, of a row group with damaged pages.
         stop = unit.first + unit.num_records
         left = files.retried(
@@ -126,12 +133,8 @@ class Parquet:
         lost = [(max(a, row), min(b, stop)) for a, b in left.lost]
         for first, end in [*((a, b) for a, b in lost if a < b), (stop, stop)]:
             for batch in left.table.slice(row, first - row).to_batches():
-                for element in arrow_rows.elements(batch):
-                    if isinstance(element, str):
-                        yield source.corrupt(f"{place}, row {row}", element)
-                    else:
-                        yield element
-                    row += 1
+                yield from arrow_rows.checked(batch, place, row)
+                row += batch.num_rows
             if first < end:
                 yield source.corrupt(
                     f"{place}, rows {first} to {end - 1}",

@@ -39,11 +39,14 @@ class FileIndex:
       content: its size, and a sample of its content.
       block_records: records of each block, int64 `[blocks]`.
       block_bytes: the offset of each block, or none if they are not known.
+      is_whole: whether blocks can only be read from their beginning on, so that they
+        are not cut into parts.
     """
 
     content: files.Content
     block_records: np.ndarray
     block_bytes: tuple[int, ...] = ()
+    is_whole: bool = False
 
     @property
     def num_records(self) -> int:
@@ -197,7 +200,12 @@ def num_records(source: Source) -> int:
 @functools.lru_cache(maxsize=256)
 def cut(source: Source, num_shards: int) -> units.Units:
     """The units of `source` for `num_shards` shards."""
-    return units.cut([i.block_records for i in indexes(source)], num_shards)
+    file_indexes = indexes(source)
+    return units.cut(
+        [index.block_records for index in file_indexes],
+        num_shards,
+        whole=[index.is_whole for index in file_indexes],
+    )
 
 
 def identity(source: Source, *, sampled: bool = True) -> dict[str, storage.Json]:

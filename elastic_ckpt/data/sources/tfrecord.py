@@ -2,26 +2,25 @@
 
 A record is its length (uint64, little-endian), the masked CRC-32C of these eight bytes,
 the data, and the data's masked CRC-32C (TensorFlow's `record_writer.h`). Finding the
-records requires a pass over all lengths. It is made once for each version of a file:
-the offset of each block of 1,024 records is cached below
-`$XDG_CACHE_HOME/elastic_ckpt`. A reader compares the end of each block with the index.
+records requires a pass over all lengths, for an index of the blocks of 1,024 records
+(`offset_index`). A reader compares the end of each block with the index.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import struct
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import google_crc32c
+import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import checked_json, digest, errors, storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import files, record_format, source
+from elastic_ckpt.data.sources import files, offset_index, record_format, source
 
 _LENGTH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
@@ -29,7 +28,6 @@ _HEADER_BYTES = 12
 _FOOTER_BYTES = 4
 # The size of a read.
 _BUFFER_BYTES = 256 * 1024
-_INDEX_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,19 +50,10 @@ class TFRecord(record_format.RecordFiles):
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
         content = files.content(file)
-        cached = _cache_path(file, content)
-        try:
-            fields = checked_json.read(cached, what="index", version=_INDEX_VERSION)
-            starts, num_records = tuple(fields["block_bytes"]), fields["num_records"]
-        except (errors.DataError, OSError):
-            starts, num_records = _walk(file, content.num_bytes)
-            if content.version:
-                _keep(cached, starts, num_records)
-        return source.FileIndex(
-            content=content,
-            block_records=source.blocks(num_records),
-            block_bytes=starts,
+        offsets = offset_index.cached(
+            "tfrecord", file, content, lambda: _walk(file, content.num_bytes)
         )
+        return offsets.file_index(content)
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the records of a unit, a block or a part of one, from number `skip`."""
@@ -172,7 +161,7 @@ def _masked_crc(data: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _walk(file: str, num_bytes: int) -> tuple[tuple[int, ...], int]:
+def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
     starts: list[int] = []
     offset, count = 0, 0
     with files.opened(file) as stream:
@@ -190,7 +179,9 @@ def _walk(file: str, num_bytes: int) -> tuple[tuple[int, ...], int]:
             f"{file}: cut short in record {count - 1} (after {num_bytes} bytes);"
             " restore it from a copy"
         )
-    return tuple(starts), count
+    return offset_index.Offsets(
+        start=np.array(starts, np.int64), num_records=source.blocks(count)
+    )
 
 
 def _foreign(file: str, offset: int, header: bytes) -> str:
@@ -206,24 +197,3 @@ def _foreign(file: str, offset: int, header: bytes) -> str:
     if not file.lower().endswith((".tfrecord", ".tfrecords")):
         advice = files.route(file, advice)
     return f"{file}, byte {offset}: not a TFRecord file, or damaged there; {advice}"
-
-
-def _cache_path(file: str, content: files.Content) -> epath.Path:
-    # A file with another version or sample has another cache entry.
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    place = os.path.abspath(file) if storage.is_local(file) else file
-    name = digest.json_digest([place, *dataclasses.astuple(content)])
-    return epath.Path(root) / "elastic_ckpt" / "tfrecord" / f"{name}.json"
-
-
-def _keep(path: epath.Path, starts: tuple[int, ...], num_records: int) -> None:
-    fields: dict[str, storage.Json] = {
-        "block_bytes": list(starts),
-        "num_records": num_records,
-    }
-    content = checked_json.to_bytes(fields, version=_INDEX_VERSION)
-    try:
-        storage.write_atomic(path, content)
-    except OSError:
-        # Without the cache the next start makes another pass over the file.
-        return

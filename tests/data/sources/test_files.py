@@ -118,11 +118,13 @@ def test_where_data_is_not_read_from_the_way_is_named(url, way):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("a.jsonl", "`elastic-ckpt data .*/a.jsonl OUT.parquet --col"),
-        ("a.arrow", r"load_from_disk\(DIRECTORY\).to_parquet"),
+        ("a.jsonl", "set grain_file_type=jsonl"),
+        ("a.arrow", "set grain_file_type=arrow, or read it with ec.data.Arrow"),
+        ("a.bin", "set grain_file_type=megatron"),
         ("a.csv", "convert it to Parquet, such as by pandas"),
-        ("a.txt", "`elastic-ckpt data DIRECTORY OUT.parquet`"),
-        ("a.tar", "decompress it first"),
+        ("a.txt", "set grain_file_type=text"),
+        ("a.tar", "set grain_file_type=webdataset"),
+        ("a.zip", "decompress it first"),
         ("a.parquet", "set grain_file_type=parquet"),
         ("a.tfrecord", "set grain_file_type=tfrecord"),
         ("a.array_record", "set grain_file_type=arrayrecord"),

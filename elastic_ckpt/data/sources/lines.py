@@ -1,0 +1,347 @@
+"""Files of lines: JSON Lines, and plain text.
+
+Each line that is not blank is a record. Finding the blocks of 1,024 of them requires a
+pass over the file (`offset_index`). A compressed file is one block, which is not cut:
+whoever reads it from the middle on decompresses what is before.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+
+from elastic_ckpt.core import errors, extras, storage
+from elastic_ckpt.data import units
+from elastic_ckpt.data.sources import files, offset_index, source
+
+_GZIP, _ZSTD = ".gz", ".zst"
+_COMPRESSED = (_GZIP, _ZSTD)
+# About how many bytes are read together.
+_RUN_BYTES = 256 * 1024
+TEXT_COLUMN = "text"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineFiles(abc.ABC):
+    """Files of lines, as they are or compressed (`.gz`, `.zst`).
+
+    Attributes:
+      files: the paths or URIs of the files.
+      columns: the columns to read; all if it is empty.
+      file_type: the format of the files, which each subclass sets.
+    """
+
+    file_type: ClassVar[str]
+    files: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        source.take_names(self, required="files", optional="columns")
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The format and the columns that are read."""
+        return {"format": self.file_type, "columns": list(self.columns)}
+
+    def index(self, file: str) -> source.FileIndex:
+        """The offsets of the blocks, from the cache or from a pass over the file."""
+        content = files.content(file)
+        offsets = offset_index.cached(
+            self.file_type, file, content, lambda: _walk(file, self._check)
+        )
+        index = offsets.file_index(content)
+        return dataclasses.replace(index, is_whole=_is_compressed(file))
+
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
+        """Reads the records of a unit, a block or a part of one, from number `skip`."""
+        file = self.files[unit.file]
+        index = source.indexes(self)[unit.file]
+        lines = _Lines(file, index.block_bytes[unit.block], unit.first + skip)
+        number = int(index.block_records[: unit.block].sum()) + unit.first + skip
+        left = unit.num_records - skip
+        with contextlib.closing(lines):
+            while left:
+                place = f"{file}, record {number}"
+                try:
+                    run = files.retried(functools.partial(lines.read, left), place)
+                except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                    yield source.corrupt(
+                        place, f"{error}; later ones cannot be read", num_records=left
+                    )
+                    return
+                if not run:
+                    raise errors.DataError(
+                        f"{place}: the file ends here, but has {left} more records in"
+                        " its index: it has changed during the run; restore it from a"
+                        " copy, and start the run again"
+                    )
+                for line in run:
+                    yield self._element(line, f"{file}, record {number}")
+                    number += 1
+                left -= len(run)
+
+    @abc.abstractmethod
+    def _element(self, line: bytes, place: str) -> source.Read:
+        """The element of a line without its end."""
+
+    @abc.abstractmethod
+    def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
+        """Raises a DataError if the first or the last line shows another format."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonLines(LineFiles):
+    """JSON Lines as a source: a JSON object on each line.
+
+    Files that end in `.gz` or `.zst` are decompressed. An element has the value of each
+    field by name: lists of numbers as arrays (int64, or float64), other values as JSON
+    has them. A line that is no JSON object is corrupt.
+
+    Attributes:
+      files: the paths or URIs of the files.
+      columns: the fields to read; all if it is empty.
+    """
+
+    file_type = "jsonl"
+
+    def _element(self, line: bytes, place: str) -> source.Read:
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            return source.corrupt(place, f"not JSON: {error}")
+        if not isinstance(fields, dict):
+            return source.corrupt(place, f"a {type(fields).__name__}, not an object")
+        names = self.columns or tuple(fields)
+        missing = sorted(set(names) - fields.keys())
+        if missing:
+            raise errors.DataError(
+                f"{place}: no field {missing}, only {sorted(fields)}; set columns,"
+                " which is train_data_columns in a configuration"
+            )
+        return {name: _value(fields[name]) for name in names}
+
+    def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
+        try:
+            json.loads(line)
+        except ValueError as error:
+            if is_first:
+                what = "not a JSON Lines file: its first line"
+                advice = "restore it, or read it as its own format (grain_file_type)"
+                if not file.lower().endswith((".jsonl", ".ndjson")):
+                    advice = files.route(file, advice)
+            else:
+                what, advice = "cut short: its last line", "restore it from a copy"
+            raise errors.DataError(
+                f"{file}: {what} is not JSON ({error}); {advice}"
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text(LineFiles):
+    """Plain text in UTF-8 as a source: a document on each line, or in each file.
+
+    Files that end in `.gz` or `.zst` are decompressed. An element has one column, the
+    text without the end of its line. Blank lines are no documents.
+
+    Attributes:
+      files: the paths or URIs of the files.
+      columns: the name of the only column, by default `text`.
+      whole_files: whether a file is one document.
+    """
+
+    file_type = "text"
+    whole_files: bool = False
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The format, the column, and what is a document."""
+        return {**super().settings(), "whole_files": self.whole_files}
+
+    def index(self, file: str) -> source.FileIndex:
+        """See `LineFiles`."""
+        if not self.whole_files:
+            return super().index(file)
+        content = files.content(file)
+        return source.FileIndex(
+            content=content,
+            block_records=np.ones(min(content.num_bytes, 1), np.int64),
+        )
+
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
+        """See `LineFiles`."""
+        if not self.whole_files:
+            yield from super().read(unit, skip)
+        elif not skip:
+            file = self.files[unit.file]
+            try:
+                content = files.retried(functools.partial(_content, file), file)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                yield source.corrupt(file, error)
+                return
+            yield self._element(content, file)
+
+    def _element(self, line: bytes, place: str) -> source.Read:
+        name = self.columns[0] if self.columns else TEXT_COLUMN
+        try:
+            return {name: line.decode()}
+        except UnicodeDecodeError as error:
+            return source.corrupt(place, error)
+
+    def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
+        if is_first and b"\0" in line:
+            advice = files.route(file, "read it as its own format (grain_file_type)")
+            raise errors.DataError(f"{file}: not text, it has NUL bytes; {advice}")
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list) and value and set(map(type, value)) <= {int, float}:
+        return np.array(value)
+    return value
+
+
+class _Lines:
+    # The lines of a file from an offset on that are not blank, without the first few. A
+    # compressed file stays open, because it is read from its beginning otherwise.
+    def __init__(self, file: str, offset: int, num_before: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._num_before = num_before
+        self._stream: BinaryIO | None = None
+
+    def read(self, most: int) -> list[bytes]:
+        """The next lines, at least one if there are any; may be tried again."""
+        try:
+            stream = self._stream or self._opened()
+            lines: list[bytes] = []
+            num_bytes = 0
+            for line in stream:
+                num_bytes += len(line)
+                if line.strip():
+                    lines.append(line.rstrip(b"\r\n"))
+                if len(lines) == most or (lines and num_bytes >= _RUN_BYTES):
+                    break
+        except BaseException:
+            self.close()
+            raise
+        self._num_before += len(lines)
+        if _is_compressed(self._file):
+            self._stream = stream
+        else:
+            self._offset, self._num_before = stream.tell(), 0
+            stream.close()
+        return lines
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _opened(self) -> BinaryIO:
+        stream = _opened(self._file)
+        try:
+            if self._offset:
+                stream.seek(self._offset)
+            left = self._num_before
+            while left and (line := stream.readline()):
+                left -= bool(line.strip())
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+
+def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
+    # A pass over the lines; a compressed file has one block.
+    starts: list[int] = []
+    counts: list[int] = []
+    offset, last = 0, b""
+    is_compressed = _is_compressed(file)
+    try:
+        with contextlib.closing(_opened(file)) as stream:
+            for line in stream:
+                if line.strip():
+                    if not starts or (
+                        counts[-1] == source.BLOCK_RECORDS and not is_compressed
+                    ):
+                        if not starts:
+                            check(line, file, is_first=True)
+                        starts.append(0 if is_compressed else offset)
+                        counts.append(0)
+                    counts[-1] += 1
+                    last = line
+                offset += len(line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise errors.DataError(
+            f"{file}: cannot be decompressed ({error}); restore it from a copy"
+        ) from None
+    if last:
+        check(last, file, is_first=False)
+    return offset_index.Offsets(
+        start=np.array(starts, np.int64), num_records=np.array(counts, np.int64)
+    )
+
+
+def _content(file: str) -> bytes:
+    with contextlib.closing(_opened(file)) as stream:
+        return stream.read()
+
+
+def _is_compressed(file: str) -> bool:
+    return file.lower().endswith(_COMPRESSED)
+
+
+def _opened(file: str) -> BinaryIO:
+    # A file, open for reading what is in it, decompressed.
+    stack = contextlib.ExitStack()
+    stream = stack.enter_context(files.opened(file))
+    if file.lower().endswith(_GZIP):
+        return _Closing(gzip.GzipFile(fileobj=stream), stack)
+    if file.lower().endswith(_ZSTD):
+        pyarrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it")
+        raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
+        return _Closing(raw, stack)
+    return stream
+
+
+class _Closing(io.BufferedReader):
+    # What is decompressed; closes the file, too.
+    def __init__(self, raw: Any, stack: contextlib.ExitStack) -> None:
+        super().__init__(_Raw(raw), _RUN_BYTES)
+        self._stack = stack
+
+    def close(self) -> None:
+        with self._stack:
+            super().close()
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")
+        try:
+            read = self._stream.read(len(into))
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # Of bytes that cannot be decompressed.
+            raise EOFError(str(error)) from None
+        into[: len(read)] = read
+        return len(read)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._stream.close()
+        super().close()

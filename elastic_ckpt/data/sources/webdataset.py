@@ -1,0 +1,180 @@
+"""WebDataset: tar archives whose consecutive members of one name are a sample.
+
+`0001.jpg` and `0001.txt` are the fields `jpg` and `txt` of the sample `0001`. Finding
+the samples requires a pass over the headers of the members (`offset_index`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import tarfile
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import units
+from elastic_ckpt.data.sources import files, offset_index, source
+
+# The field with the name of a sample.
+KEY = "__key__"
+# Samples of a block.
+_BLOCK_SAMPLES = 64
+# About how many bytes are read together.
+_RUN_BYTES = 4 * 2**20
+_FAILURES = (tarfile.TarError, EOFError, UnicodeDecodeError, ValueError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WebDataset:
+    """Tar archives in WebDataset's form as a source; a block is 64 samples.
+
+    An element has the content of each file of a sample, bytes, by the end of its name
+    after the first dot (`jpg`, `seg.png`), and `__key__`, what is before: decode them
+    in a function of your own. Archives must not be compressed.
+
+    Attributes:
+      files: the paths or URIs of the archives.
+      columns: the fields to read; all if it is empty.
+    """
+
+    files: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        source.take_names(self, required="files", optional="columns")
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The format and the fields that are read."""
+        return {"format": "webdataset", "columns": list(self.columns)}
+
+    def index(self, file: str) -> source.FileIndex:
+        """The offsets of the blocks, from the cache or from a pass over the file."""
+        content = files.content(file)
+        offsets = offset_index.cached(
+            "webdataset", file, content, lambda: _walk(file, content.num_bytes)
+        )
+        return offsets.file_index(content)
+
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
+        """Reads the samples of a unit, a block or a part of one, from `skip` on."""
+        file = self.files[unit.file]
+        offset = source.indexes(self)[unit.file].block_bytes[unit.block]
+        number = unit.block * _BLOCK_SAMPLES + unit.first + skip
+        before, left = unit.first + skip, unit.num_records - skip
+        while left:
+            place = f"{file}, sample {number}"
+            try:
+                run, offset = files.retried(
+                    functools.partial(_read_run, file, offset, before, left), place
+                )
+            except _FAILURES as error:
+                yield source.corrupt(
+                    place,
+                    f"{error}; later samples of this block cannot be found",
+                    num_records=left,
+                )
+                return
+            for sample in run:
+                yield self._element(sample, f"{file}, sample {number}")
+                number += 1
+            before, left = 0, left - len(run)
+
+    def _element(self, sample: source.Element, place: str) -> source.Element:
+        if not self.columns:
+            return sample
+        missing = sorted(set(self.columns) - sample.keys())
+        if missing:
+            raise errors.DataError(
+                f"{place}: no field {missing}, only {sorted(sample)}; set columns,"
+                " which is train_data_columns in a configuration"
+            )
+        return {name: sample[name] for name in self.columns}
+
+
+def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
+    starts: list[int] = []
+    counts: list[int] = []
+    last, end = None, 0
+    try:
+        with _opened(file, 0) as archive:
+            for member in archive:
+                name = _named(member)
+                if name is not None and name[0] != last:
+                    last = name[0]
+                    if not starts or counts[-1] == _BLOCK_SAMPLES:
+                        starts.append(member.offset)
+                        counts.append(0)
+                    counts[-1] += 1
+                end = member.offset_data + member.size
+    except _FAILURES as error:
+        advice = "restore it, or read it as its own format (grain_file_type)"
+        if not file.lower().endswith(".tar"):
+            advice = files.route(file, advice)
+        raise errors.DataError(
+            f"{file}: not a complete tar archive ({error}); {advice}"
+        ) from None
+    # Two blocks of zeros end an archive.
+    if num_bytes < end + 2 * tarfile.BLOCKSIZE:
+        raise errors.DataError(
+            f"{file}: cut short after {num_bytes} bytes, not a complete tar archive;"
+            " restore it from a copy"
+        )
+    return offset_index.Offsets(
+        start=np.array(starts, np.int64), num_records=np.array(counts, np.int64)
+    )
+
+
+def _read_run(
+    file: str, offset: int, before: int, limit: int
+) -> tuple[list[source.Element], int]:
+    # Some samples after the first few; and the offset of the sample after them.
+    run: list[source.Element] = []
+    num_bytes, last = 0, None
+    with _opened(file, offset) as archive:
+        for member in archive:
+            name = _named(member)
+            if name is None:
+                continue
+            key, field = name
+            if key != last:
+                if last is not None and before:
+                    before -= 1
+                if not before and (
+                    len(run) == limit or (run and num_bytes >= _RUN_BYTES)
+                ):
+                    return run, member.offset
+                last = key
+                if not before:
+                    run.append({KEY: key})
+            if not before:
+                opened = archive.extractfile(member)
+                content = opened.read() if opened is not None else b""
+                if len(content) < member.size:
+                    raise EOFError(f"{member.name} is cut short")
+                run[-1][field] = content
+                num_bytes += member.size
+    if not run:
+        raise EOFError("the archive ends before")
+    return run, archive.offset
+
+
+def _named(member: tarfile.TarInfo) -> tuple[str, str] | None:
+    # The key and the field of a file; None if it is of no sample.
+    directory, slash, name = member.name.rpartition("/")
+    key, dot, field = name.partition(".")
+    if not member.isfile() or not dot or not key:
+        return None
+    return f"{directory}{slash}{key}", field.lower()
+
+
+@contextlib.contextmanager
+def _opened(file: str, offset: int) -> Iterator[tarfile.TarFile]:
+    stream: BinaryIO
+    with files.opened(file) as stream:
+        stream.seek(offset)
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
+            yield archive

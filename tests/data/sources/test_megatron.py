@@ -1,0 +1,130 @@
+"""Megatron's indexed datasets."""
+
+import contextlib
+import pathlib
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import language, records, token_blocks
+from elastic_ckpt.data.sources import files, megatron, source
+from tests import corpora, megatron_files, source_contract
+
+
+def documents(number, *, seed=0):
+    random = np.random.default_rng(seed)
+    return [
+        [random.integers(0, 100, size) for size in random.integers(0, 9, sequences)]
+        for sequences in random.integers(0, 4, number)
+    ]
+
+
+def flat(document):
+    return [int(token) for sequence in document for token in sequence]
+
+
+def read(dataset, num_shards=1, **reading):
+    elements = source_contract.read_all(
+        dataset, num_shards, **{"num_epochs": 1, **reading}
+    )
+    elements.sort(key=lambda element: element["record"])
+    return [element["tokens"] for element in elements]
+
+
+@pytest.mark.parametrize("dtype", megatron_files.CODES)
+@pytest.mark.parametrize("gap", [0, 8])
+@pytest.mark.parametrize("num_shards", [1, 5])
+def test_documents_are_read_as_they_were_written(
+    tmp_path, monkeypatch, dtype, gap, num_shards
+):
+    monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
+    monkeypatch.setattr(megatron, "_RUN_BYTES", 64)
+    held = documents(43)
+    dataset = megatron.Megatron(
+        files=(megatron_files.write(tmp_path, held, dtype, gap=gap),)
+    )
+    tokens = read(dataset, num_shards, shuffle_seed=3)
+    assert [each.tolist() for each in tokens] == [flat(each) for each in held]
+    assert {each.dtype for each in tokens} == {np.dtype(dtype)}
+
+
+def test_files_of_a_store_are_those_of_a_directory(tmp_path):
+    held = documents(30)
+    file = megatron_files.write(tmp_path, held)
+    uri = corpora.upload(file, tmp_path.name)
+    corpora.upload(file.replace(".bin", ".idx"), tmp_path.name)
+    local, remote = (megatron.Megatron(files=(each,)) for each in (file, uri))
+    assert source.identity(local) == source.identity(remote)
+    for one, other in zip(read(local), read(remote), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+def test_the_state_before_every_document_can_be_resumed_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
+    dataset = megatron.Megatron(files=(megatron_files.write(tmp_path, documents(43)),))
+    source_contract.assert_resumes_everywhere(
+        lambda: source_contract.read(dataset, 1, 3, shuffle_seed=7, num_epochs=2)
+    )
+
+
+def test_the_column_may_have_another_name_and_is_read_in_blocks(tmp_path):
+    held = documents(30)
+    dataset = megatron.Megatron(
+        files=(megatron_files.write(tmp_path, held),), columns=("text",)
+    )
+    made = token_blocks.Tokens(
+        records.Records(dataset, shard=0, num_shards=1),
+        documents=language.Documents(column="text", tokenizer=None),
+    )
+    block = next(made.blocks())
+    assert len(block) == 30
+    assert block.length.tolist() == [len(flat(each)) for each in held]
+
+
+def test_an_index_that_is_replaced_has_another_identity(tmp_path):
+    file = megatron_files.write(tmp_path, [[[1, 2], [3]], [[4]]])
+    before = source.identity(megatron.Megatron(files=(file,)))
+    megatron_files.write(tmp_path, [[[1], [2, 3]], [[4]]])
+    assert source.identity(megatron.Megatron(files=(file,))) != before
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kept", "match"),
+    [
+        (".idx", 5, r"data\.idx: cut short"),
+        (".idx", 60, r"data\.idx: cut short"),
+        (".bin", 10, r"data\.bin: cut short, 10 of"),
+        (".idx", None, r"data\.idx: not an index of Megatron"),
+        (".idx", 0, r"data\.idx"),
+    ],
+)
+def test_files_that_are_not_whole_are_named(tmp_path, suffix, kept, match):
+    file = megatron_files.write(tmp_path, documents(30))
+    path = pathlib.Path(file).with_suffix(suffix)
+    path.write_bytes(b"x" * 99 if kept is None else path.read_bytes()[:kept])
+    with pytest.raises(errors.DataError, match=match + ".*(restore|write)"):
+        source.indexes(megatron.Megatron(files=(file,)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_spoilt_index_is_an_error_or_loses_no_document(tmp_path, seed):
+    random = np.random.default_rng(seed)
+    file = megatron_files.write(tmp_path, documents(30))
+    path = pathlib.Path(file).with_suffix(".idx")
+    content = bytearray(path.read_bytes())
+    for place in random.integers(0, len(content), 3):
+        content[place] ^= 1 << int(random.integers(8))
+    path.write_bytes(bytes(content))
+    with contextlib.suppress(errors.DataError):
+        assert len(read(megatron.Megatron(files=(file,)))) == 30
+
+
+def test_a_missing_index_is_named_and_other_files_are_refused(tmp_path):
+    file = megatron_files.write(tmp_path, documents(3))
+    pathlib.Path(file).with_suffix(".idx").unlink()
+    files.forget_all()
+    with pytest.raises(errors.DataError, match=r"data\.bin.*(correct|restore)"):
+        source.indexes(megatron.Megatron(files=(file,)))
+    with pytest.raises(errors.ConfigError, match=r"is no \.bin file"):
+        megatron.Megatron(files=("data.idx",))

@@ -1,0 +1,121 @@
+"""Rows that are made of blocks, and their states, are those of single examples."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.data import (
+    language,
+    mixing,
+    records,
+    row_blocks,
+    shard_rows,
+    shuffling,
+    token_blocks,
+)
+from tests import formats
+
+TOKENS = language.Documents(column="tokens", tokenizer=None)
+MOST_ROWS = 60
+
+
+def pipeline(
+    parts, *, packing, length, truncate, window, epochs, weights, max_examples
+):
+    """The examples of a shard, and what makes rows of them."""
+    read = {
+        part.name: token_blocks.Tokens(
+            records.Records(
+                part.source,
+                shard=1,
+                num_shards=3,
+                read_options=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
+            ),
+            documents=TOKENS,
+        )
+        for part in parts
+        if part.name in weights
+    }
+    examples = language.Examples(
+        mixing.Mixture(read, weights, shard=1), length=length, truncate=truncate
+    )
+    if window:
+        examples = shuffling.WindowShuffle(examples, window_size=window, seed=7)
+
+    def rows(examples):
+        if not packing:
+            return language.Padded(examples, length=length)
+        return language.packed(
+            examples,
+            packing=packing,
+            length=length,
+            seed=11,
+            max_examples=0 if packing == language.CONCAT_THEN_SPLIT else max_examples,
+        )
+
+    return examples, rows
+
+
+PIPELINES = st.fixed_dictionaries(
+    {
+        "packing": st.sampled_from(["", *language.PACKINGS]),
+        "length": st.integers(1, 40),
+        "truncate": st.booleans(),
+        "window": st.sampled_from([0, 1, 3, 20]),
+        "epochs": st.sampled_from([1, 2, None]),
+        "weights": st.sampled_from(
+            [
+                {"web": 1.0},
+                {"books": 1.0},
+                {"books": 0.2, "web": 0.8},
+                {"books": 0.0, "code": 1.0, "web": 0.05},
+                {"books": 0.2, "code": 0.3, "web": 0.5},
+            ]
+        ),
+        "max_examples": st.sampled_from([0, 1, 3]),
+    }
+)
+
+
+def content(row):
+    return {name: (each.dtype, each.tolist()) for name, each in row.items()}
+
+
+def following(iterator, num_rows):
+    return [content(row) for row in itertools.islice(iterator, num_rows)]
+
+
+def restored(dataset, state):
+    iterator = iter(dataset)
+    iterator.set_state(shard_rows.from_json(shard_rows.to_json(state)))
+    return iterator
+
+
+@pytest.mark.parametrize("file_format", formats.FORMATS)
+@given(chosen=PIPELINES, stops=st.lists(st.integers(0, MOST_ROWS), max_size=3))
+@settings(max_examples=60)
+def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
+    files, file_format, chosen, stops
+):
+    examples, rows = pipeline(files[file_format], **chosen)
+    of_blocks, of_single = rows(examples), rows(formats.Single(examples))
+    ours, theirs = iter(of_blocks), iter(of_single)
+    assert isinstance(ours, row_blocks.RowBlocks)
+    assert not isinstance(theirs, row_blocks.RowBlocks)
+    expected = following(iter(of_single), 2 * MOST_ROWS)
+    for number, row in enumerate(expected[:MOST_ROWS]):
+        if number in stops:
+            for state, dataset in itertools.product(
+                (ours.get_state(), theirs.get_state()), (of_blocks, of_single)
+            ):
+                rest = following(restored(dataset, state), MOST_ROWS)
+                assert rest == expected[number : number + MOST_ROWS]
+        assert content(next(ours)) == row
+        next(theirs)
+    if len(expected) < MOST_ROWS:
+        with pytest.raises(StopIteration):
+            next(ours)
+        with pytest.raises(StopIteration):
+            next(restored(of_single, ours.get_state()))
