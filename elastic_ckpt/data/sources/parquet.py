@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 # The decoded size of a shard's batch, if its row group stays open.
-_BATCH_BYTES = 256 * 1024
+_BATCH_BYTES = 128 * 1024
 # A smaller row group does not stay open: it has larger batches, and is decoded from its
 # beginning for each. That costs less than holding a page while other shards read.
 _SMALL_BYTES = 2 * 1024 * 1024
-_SMALL_BATCH_BYTES = 1024 * 1024
+_SMALL_BATCH_BYTES = 512 * 1024
+# Batches are so many times as large if they stay columns.
+_IN_COLUMNS = 2
 # The size of a read from a column chunk.
 _BUFFER_BYTES = 64 * 1024
 # The size of a decoded number of each type in bytes.
@@ -89,7 +91,7 @@ class Parquet:
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the rows of a unit, a row group or a part of it, from number `skip`."""
-        for batch in self.read_batches(unit, skip):
+        for batch in self._read(_OpenRows(self, unit, skip), unit, skip):
             if isinstance(batch, source.CorruptError):
                 yield batch
             else:
@@ -99,7 +101,11 @@ class Parquet:
         self, unit: units.Unit, skip: int
     ) -> Iterator[pa.RecordBatch | source.CorruptError]:
         """As `read`, but rows that follow each other are yielded together."""
-        rows = _OpenRows(self, unit, skip)
+        return self._read(_OpenRows(self, unit, skip, scale=_IN_COLUMNS), unit, skip)
+
+    def _read(
+        self, rows: _OpenRows, unit: units.Unit, skip: int
+    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
         place = f"{self.files[unit.file]}, row group {unit.block}"
         row, stop = unit.first + skip, unit.first + unit.num_records
         # A local name: at the end of the program the module's may be deleted first.
@@ -165,10 +171,20 @@ class _CorruptPage(Exception):
 
 
 class _OpenRows:
-    """Batches of a row group from a row on; it may be closed between two batches."""
+    """Batches of a row group from a row on; it may be closed between two batches.
 
-    def __init__(self, parquet: Parquet, unit: units.Unit, skip: int) -> None:
+    Args:
+      parquet: the files.
+      unit: the row group, or a part of it.
+      skip: the rows of the unit to leave out.
+      scale: how many times as large as usual the batches are.
+    """
+
+    def __init__(
+        self, parquet: Parquet, unit: units.Unit, skip: int, *, scale: int = 1
+    ) -> None:
         self._parquet = parquet
+        self._scale = scale
         self._unit = unit
         self.row = unit.first + skip
         is_small = _row_group_bytes(parquet, unit) <= _SMALL_BYTES
@@ -180,7 +196,7 @@ class _OpenRows:
         table = _shared_table(self._parquet, unit) if _is_small_part(unit) else None
         if table is not None:
             return _skipped(_shared(table, unit), self.row - unit.first)
-        return _skipped(_streamed(self._parquet, unit), self.row)
+        return _skipped(_streamed(self._parquet, unit, self._scale), self.row)
 
 
 def _next(rows: _OpenRows) -> pa.RecordBatch:
@@ -226,11 +242,14 @@ def _skipped(
     yield from batches
 
 
-def _streamed(parquet: Parquet, unit: units.Unit) -> Iterator[pa.RecordBatch]:
+def _streamed(
+    parquet: Parquet, unit: units.Unit, scale: int
+) -> Iterator[pa.RecordBatch]:
     file, columns = parquet.files[unit.file], list(parquet.columns) or None
     num_bytes = _row_group_bytes(parquet, unit)
     batch_bytes = _BATCH_BYTES if num_bytes > _SMALL_BYTES else _SMALL_BATCH_BYTES
-    batch_rows = -(-unit.block_records // max(1, -(-num_bytes // batch_bytes)))
+    num_batches = max(1, -(-num_bytes // (scale * batch_bytes)))
+    batch_rows = -(-unit.block_records // num_batches)
     with _open(file, buffered=True) as opened:
         yield from opened.iter_batches(
             batch_size=batch_rows,
