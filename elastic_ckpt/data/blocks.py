@@ -177,7 +177,6 @@ class Reader:
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._held: collections.deque[Block] = collections.deque()
-        self._last: Place | None = None
         self._problem: BaseException | None = None
         self.num_held = 0
 
@@ -195,7 +194,6 @@ class Reader:
                 break
             self._held.append(block)
             self.num_held += len(block)
-            self._last = block.place(len(block))
         return min(self.num_held, num_elements)
 
     def raise_end(self) -> None:
@@ -238,13 +236,6 @@ class Reader:
     def lengths(self) -> list[np.ndarray]:
         """The lengths of the elements that are held, by block."""
         return [block.length for block in self._held]
-
-    def place(self) -> Place | None:
-        """The place before the first element that is held, or after the last one.
-
-        None before anything was read.
-        """
-        return self._held[0].place(0) if self._held else self._last
 
     def end(self) -> Place:
         """The place after the last element of all."""

@@ -78,7 +78,16 @@ def write_arrayrecord(
 def write(
     directory: str, file: str, *, file_type: str, column: str = "text"
 ) -> Written:
-    """Like `write_arrayrecord`, for any of the file types that can be read."""
+    """Like `write_arrayrecord`, for any of the file types that can be written.
+
+    Raises:
+      ConfigError: if that is another file type.
+    """
+    if file_type not in _WRITERS:
+        raise errors.ConfigError(
+            f"{file}: text is not written to files of the type {file_type}; write"
+            f" {', '.join(sorted(_WRITERS))} (grain_file_type), or read your own files"
+        )
     if storage.is_local(directory):
         contents = _local_contents(directory)
     else:

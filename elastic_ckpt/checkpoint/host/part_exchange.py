@@ -35,7 +35,6 @@ from elastic_ckpt.tiers.source import ReadError
 # Exchanges are about copies that hosts take, shares of a backup, or reads of a restore.
 Kind = Literal["copies", "backup", "restore"]
 KINDS: tuple[Kind, ...] = ("copies", "backup", "restore")
-_THREADS = FAN_IN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +94,7 @@ class PartExchange:
         children = self._tree.children(self._host)
         merged, unread = self._offered, []
         if children:
-            with background.pool(_THREADS, "offers") as pool:
+            with background.pool(FAN_IN, "offers") as pool:
                 offers = list(pool.map(self._read_offer, children))
             merged = PartMessage.merged([self._offered, *(each for each, _ in offers)])
             unread = [letter for _, letter in offers if letter is not None]

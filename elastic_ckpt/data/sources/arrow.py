@@ -81,11 +81,7 @@ class Arrow:
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the rows of a unit, a record batch or a part of it, from `skip` on."""
-        for batch in self.read_batches(unit, skip):
-            if isinstance(batch, source.CorruptError):
-                yield batch
-            else:
-                yield from arrow_rows.elements(batch)
+        return arrow_rows.records(self.read_batches(unit, skip))
 
     def read_batches(
         self, unit: units.Unit, skip: int

@@ -7,7 +7,7 @@ other batches, and must skip the same rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,17 @@ def checked(
             yield source.corrupt(f"{place}, row {first + row}", problem)
         else:
             yield alone
+
+
+def records(
+    batches: Iterable[pa.RecordBatch | source.CorruptError],
+) -> Iterator[source.Read]:
+    """The rows of batches one by one, and the errors between them."""
+    for batch in batches:
+        if isinstance(batch, source.CorruptError):
+            yield batch
+        else:
+            yield from elements(batch)
 
 
 def elements(batch: pa.RecordBatch) -> Iterator[source.Element]:

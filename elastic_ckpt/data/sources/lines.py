@@ -26,6 +26,8 @@ from elastic_ckpt.data.sources import files, offset_index, source
 
 _GZIP, _ZSTD = ".gz", ".zst"
 _COMPRESSED = (_GZIP, _ZSTD)
+# Errors of bytes that cannot be decompressed.
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 # About how many bytes are read together.
 _RUN_BYTES = 256 * 1024
 TEXT_COLUMN = "text"
@@ -73,7 +75,7 @@ class LineFiles(abc.ABC):
                 place = f"{file}, record {number}"
                 try:
                     run = files.retried(functools.partial(lines.read, left), place)
-                except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                except _DAMAGED as error:
                     yield source.corrupt(
                         place, f"{error}; later ones cannot be read", num_records=left
                     )
@@ -116,7 +118,7 @@ class JsonLines(LineFiles):
     def _element(self, line: bytes, place: str) -> source.Read:
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return source.corrupt(place, f"not JSON: {error}")
         if not isinstance(fields, dict):
             return source.corrupt(place, f"a {type(fields).__name__}, not an object")
@@ -132,7 +134,7 @@ class JsonLines(LineFiles):
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
         try:
             json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if is_first:
                 what = "not a JSON Lines file: its first line"
                 advice = "restore it, or read it as its own format (grain_file_type)"
@@ -183,7 +185,7 @@ class Text(LineFiles):
             file = self.files[unit.file]
             try:
                 content = files.retried(functools.partial(_content, file), file)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            except _DAMAGED as error:
                 yield source.corrupt(file, error)
                 return
             yield self._element(content, file)
@@ -218,19 +220,23 @@ class _Lines:
 
     def read(self, most: int) -> list[bytes]:
         """The next lines, at least one if there are any; may be tried again."""
+        lines: list[bytes] = []
+        num_bytes = 0
         try:
             stream = self._stream or self._opened()
-            lines: list[bytes] = []
-            num_bytes = 0
             for line in stream:
                 num_bytes += len(line)
                 if line.strip():
                     lines.append(line.rstrip(b"\r\n"))
                 if len(lines) == most or (lines and num_bytes >= _RUN_BYTES):
                     break
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if not isinstance(error, _DAMAGED) or not lines:
+                raise
+            # Those before the damage are returned first, wherever reading began.
+            self._num_before += len(lines)
+            return lines
         self._num_before += len(lines)
         if _is_compressed(self._file):
             self._stream = stream
@@ -278,7 +284,7 @@ def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
                     counts[-1] += 1
                     last = line
                 offset += len(line)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except _DAMAGED as error:
         raise errors.DataError(
             f"{file}: cannot be decompressed ({error}); restore it from a copy"
         ) from None

@@ -82,7 +82,7 @@ class Megatron:
                 f"{_index_of(file)}: cut short, or damaged: {of_index.num_bytes} of"
                 f" {header.num_index_bytes} bytes; restore it from a copy"
             )
-        if header.num_sequences:
+        if header.num_sequences and header.num_documents:
             last = _read(file, header, header.num_documents - 1, header.num_documents)
             end = int((last.offset + last.length * header.width).max(initial=0))
             if end > content.num_bytes:
@@ -97,11 +97,7 @@ class Megatron:
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the documents of a unit, a block or a part of one, from `skip` on."""
-        for batch in self.read_batches(unit, skip):
-            if isinstance(batch, source.CorruptError):
-                yield batch
-            else:
-                yield from arrow_rows.elements(batch)
+        return arrow_rows.records(self.read_batches(unit, skip))
 
     def read_batches(
         self, unit: units.Unit, skip: int

@@ -91,11 +91,8 @@ class Parquet:
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the rows of a unit, a row group or a part of it, from number `skip`."""
-        for batch in self._read(_OpenRows(self, unit, skip), unit, skip):
-            if isinstance(batch, source.CorruptError):
-                yield batch
-            else:
-                yield from arrow_rows.elements(batch)
+        rows = _OpenRows(self, unit, skip)
+        return arrow_rows.records(self._read(rows, unit, skip))
 
     def read_batches(
         self, unit: units.Unit, skip: int

@@ -101,7 +101,7 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
     last, end = None, 0
     try:
         with _opened(file, 0) as archive:
-            for member in archive:
+            for member in _members(archive):
                 name = _named(member)
                 if name is not None and name[0] != last:
                     last = name[0]
@@ -133,33 +133,57 @@ def _read_run(
 ) -> tuple[list[source.Element], int]:
     # Some samples after the first few; and the offset of the sample after them.
     run: list[source.Element] = []
-    num_bytes, last = 0, None
+    num_bytes, last, first_of_last = 0, None, offset
     with _opened(file, offset) as archive:
-        for member in archive:
-            name = _named(member)
-            if name is None:
-                continue
-            key, field = name
-            if key != last:
-                if last is not None and before:
-                    before -= 1
-                if not before and (
-                    len(run) == limit or (run and num_bytes >= _RUN_BYTES)
-                ):
-                    return run, member.offset
-                last = key
+        try:
+            for member in _members(archive):
+                name = _named(member)
+                if name is None:
+                    continue
+                key, field = name
+                if key != last:
+                    if last is not None and before:
+                        before -= 1
+                    if not before and (
+                        len(run) == limit or (run and num_bytes >= _RUN_BYTES)
+                    ):
+                        return run, member.offset
+                    last = key
+                    if not before:
+                        run.append({KEY: key})
+                        first_of_last = member.offset
                 if not before:
-                    run.append({KEY: key})
-            if not before:
-                opened = archive.extractfile(member)
-                content = opened.read() if opened is not None else b""
-                if len(content) < member.size:
-                    raise EOFError(f"{member.name} is cut short")
-                run[-1][field] = content
-                num_bytes += member.size
+                    opened = archive.extractfile(member)
+                    content = opened.read() if opened is not None else b""
+                    if len(content) < member.size:
+                        raise EOFError(f"{member.name} is cut short")
+                    run[-1][field] = content
+                    num_bytes += member.size
+        except _FAILURES:
+            if len(run) < 2:
+                raise
+            # Those before the damage are returned first, wherever reading began. The
+            # last one may lack files.
+            return run[:-1], first_of_last
     if not run:
         raise EOFError("the archive ends before")
     return run, archive.offset
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    # A damaged size could lead back to a header that was read before, endlessly.
+    last = -1
+    for member in archive:
+        if member.size < 0 or member.offset <= last:
+            raise tarfile.ReadError(f"the size of {member.name!r} is damaged")
+        last = member.offset
+        yield member
+    # `tarfile` takes a header that it cannot read for the end.
+    stream = archive.fileobj
+    assert stream is not None
+    stream.seek(archive.offset)
+    if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
+        raise tarfile.ReadError(f"the header at byte {archive.offset} is damaged")
 
 
 def _named(member: tarfile.TarInfo) -> tuple[str, str] | None:

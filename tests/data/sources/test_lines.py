@@ -125,9 +125,14 @@ def test_damage_in_a_compressed_file_loses_its_rest(tmp_path, suffix, monkeypatc
     num_read = sum(1 for _ in iterator)
     assert 0 < num_read < 20_000
     assert iterator.get_state()["skipped"] == 20_000 - num_read
+    # What is lost does not depend on where reading began.
+    for begin in (1, num_read // 2, num_read - 7, num_read):
+        resumed = iter(source_contract.read(dataset, 0, 1, **reading))
+        resumed.set_state({"turn": 0, "taken": begin})
+        assert sum(1 for _ in resumed) == num_read - begin
 
 
-@pytest.mark.parametrize("line", ["[1, 2]", "{", '"a"', "3"])
+@pytest.mark.parametrize("line", ["[1, 2]", "{", '"a"', "3", "[" * 100_000])
 def test_a_line_that_is_no_object_is_corrupt(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + line + '\n{"text": "b"}\n')

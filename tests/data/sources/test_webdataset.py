@@ -118,7 +118,39 @@ def test_a_damaged_header_loses_the_rest_of_its_block(tmp_path, num_shards):
     with pytest.raises(errors.DataError, match=r"a\.tar, sample \d+: corrupt"):
         read(dataset, num_shards)
     kept = read(dataset, num_shards, skip_corrupt=True)
-    lost = [each for each in samples(24) if each not in kept]
-    assert {each["__key__"] for each in lost} >= {"images/00010"}
-    assert set(map(str, kept)) <= set(map(str, samples(24)))
-    assert all(int(each["__key__"][-5:]) in range(8, 16) for each in lost)
+    # The sample before may lack files; of the next block none is lost.
+    assert kept == samples(24)[:9] + samples(24)[16:]
+
+
+def test_what_a_damaged_header_costs_does_not_depend_on_where_reading_began(tmp_path):
+    path = pathlib.Path(written(tmp_path / "a.tar", samples(24)))
+    dataset = webdataset.WebDataset(files=(str(path),))
+    source.indexes(dataset)
+    content = path.read_bytes()
+    at = content.index(b"images/00013.txt")
+    path.write_bytes(content[:at] + b"\xff" * 200 + content[at + 200 :])
+    source_contract.assert_resumes_everywhere(
+        lambda: source_contract.read(dataset, 0, 1, num_epochs=1, skip_corrupt=True)
+    )
+
+
+def test_an_archive_with_a_damaged_header_is_named_at_the_start(tmp_path):
+    path = pathlib.Path(written(tmp_path / "a.tar", samples(24)))
+    content = path.read_bytes()
+    at = content.index(b"images/00013.txt")
+    path.write_bytes(content[:at] + b"\xff" * 200 + content[at + 200 :])
+    with pytest.raises(errors.DataError, match=r"a\.tar: .*the header at byte"):
+        source.indexes(webdataset.WebDataset(files=(str(path),)))
+
+
+def test_a_size_below_zero_is_an_error_and_no_endless_loop(tmp_path):
+    path = pathlib.Path(written(tmp_path / "a.tar", samples(3)))
+    content = bytearray(path.read_bytes())
+    header = content.index(b"images/00001.jpg")
+    content[header + 124 : header + 136] = (-1024).to_bytes(12, "big", signed=True)
+    content[header + 148 : header + 156] = b" " * 8
+    total = sum(content[header : header + 512])
+    content[header + 148 : header + 156] = b"%06o\0 " % total
+    path.write_bytes(bytes(content))
+    with pytest.raises(errors.DataError, match=r"a\.tar: not a complete tar archive"):
+        source.indexes(webdataset.WebDataset(files=(str(path),)))
