@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+NO_VALUES = np.empty(0, np.int32)
+
 
 class Places(Protocol):
     """The states before each element of a block, and after the last."""
@@ -74,7 +76,7 @@ class Block:
     """Documents, or examples, of tokens that lie in one array.
 
     Attributes:
-      values: tokens, int32 `[tokens]`.
+      values: tokens, int32 `[tokens]`, or uint16 if all of them fit.
       start: where each element begins in `values`, int64 `[elements]`.
       length: of each element, int64 `[elements]`.
       runs: the places, as pairs of the number of an element and the place before it;
@@ -96,6 +98,10 @@ class Block:
                 return Place(place.of, place.number + number - first)
         raise IndexError(number)
 
+    def without_values(self) -> Block:
+        """The same without the tokens, for its places."""
+        return Block(NO_VALUES, self.start, self.length, self.runs)
+
     def cut(self, first: int, stop: int) -> Block:
         """The elements from `first` to before `stop`."""
         runs = [(0, self.place(first))]
@@ -109,10 +115,13 @@ class Block:
 
 
 class Blocks(Protocol):
-    """Iterates over the blocks of a dataset."""
+    """Reads the elements of a dataset in blocks."""
 
-    def __next__(self) -> Block:
+    def read(self, at_most: int) -> Block:
         """The next elements, at least one.
+
+        Args:
+          at_most: how many are wanted; more if they were made together.
 
         Raises:
           StopIteration: after the last.
@@ -121,7 +130,7 @@ class Blocks(Protocol):
         ...
 
     def end(self) -> Place:
-        """The place after the last element, once `__next__` has ended."""
+        """The place after the last element, once `read` has ended."""
         ...
 
     def get_state(self) -> Any:
@@ -147,24 +156,47 @@ def joined(parts: Sequence[Block]) -> Block:
     """The elements of several blocks, of whose tokens those between are kept."""
     if len(parts) == 1:
         return parts[0]
-    values, starts, runs = [], [], []
-    num_values = num_elements = 0
+    runs: list[tuple[int, Place]] = []
+    num_elements = 0
     for part in parts:
-        low = int(part.start.min())
-        high = int((part.start + part.length).max())
-        # An example of n tokens has a target after the last of them.
-        tokens = part.values[low : high + 1]
-        values.append(tokens)
-        starts.append(part.start + (num_values - low))
         runs += [(num_elements + n, place) for n, place in part.runs]
-        num_values += len(tokens)
         num_elements += len(part)
-    return Block(
-        values=np.concatenate(values),
-        start=np.concatenate(starts),
-        length=np.concatenate([part.length for part in parts]),
-        runs=tuple(runs),
-    )
+    values, start, length = together([(p.values, p.start, p.length) for p in parts])
+    return Block(values=values, start=start, length=length, runs=tuple(runs))
+
+
+# The values, and the start and length of lists in them.
+Lists = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def together(parts: Sequence[Lists]) -> Lists:
+    """The lists of all parts, whose values are in one array."""
+    if len(parts) == 1:
+        return parts[0]
+    values: list[np.ndarray] = []
+    starts: list[int] = []
+    num_values = 0
+    for of, start, length in parts:
+        if len(start) > _FEW:
+            low, high = int(start.min()), int((start + length).max()) + 1
+            if high - low <= _DENSE * int(length.sum()):
+                values.append(of[low:high])
+                starts += (start + (num_values - low)).tolist()
+                num_values += len(values[-1])
+                continue
+        for first, size in zip(start.tolist(), length.tolist(), strict=True):
+            # An example of n tokens has a target after the last of them.
+            values.append(of[first : first + size + 1])
+            starts.append(num_values)
+            num_values += len(values[-1])
+    length = np.concatenate([length for _, _, length in parts])
+    return np.concatenate(values), np.array(starts, np.int64), length
+
+
+# Lists are moved together, with what is between them, if they are more than so many,
+# and lie so close together that this is no more than so many times as much.
+_FEW = 16
+_DENSE = 2
 
 
 class Reader:
@@ -188,7 +220,7 @@ class Reader:
         """
         while self.num_held < num_elements and self._problem is None:
             try:
-                block = next(self._blocks)
+                block = self._blocks.read(num_elements - self.num_held)
             except Exception as error:
                 self._problem = error
                 break

@@ -218,9 +218,9 @@ class _ExampleBlocks:
         # The chunks of the next document that were taken.
         self._taken = 0
 
-    def __next__(self) -> blocks.Block:
+    def read(self, at_most: int) -> blocks.Block:
         while True:
-            block = self._of(next(self._parent))
+            block = self._of(self._parent.read(at_most))
             first, self._taken = self._taken, 0
             if len(block) > first:
                 return block.cut(first, len(block)) if first else block
@@ -237,9 +237,7 @@ class _ExampleBlocks:
             chunk = np.arange(len(document))
             chunk -= np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
         first = chunk * self._length
-        places = _ExamplePlaces(
-            dataclasses.replace(documents, values=_NO_TOKENS), document, chunk
-        )
+        places = _ExamplePlaces(documents.without_values(), document, chunk)
         return blocks.Block(
             values=documents.values,
             start=documents.start[document] + first,

@@ -15,8 +15,9 @@ import collections
 import copy
 import dataclasses
 import fractions
+import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -141,6 +142,38 @@ def first_multiple(step: int, modulus: int, low: int, high: int) -> int:
     return -(-(low + modulus * turns) // step)
 
 
+@functools.lru_cache(maxsize=64)
+def _intervals(weights: tuple[tuple[str, float], ...]) -> list[tuple[int, str]]:
+    # `bounds`, which all shards share.
+    return bounds(dict(weights))
+
+
+class Parts(Mapping[str, grain.IterDataset]):
+    """Datasets by name, each made when it is used.
+
+    Args:
+      names: of all of them.
+      make: makes one by its name; all have `blocks`, or none.
+    """
+
+    def __init__(
+        self, names: Iterable[str], make: Callable[[str], grain.IterDataset]
+    ) -> None:
+        self._names = dict.fromkeys(names)
+        self._make = make
+
+    def __getitem__(self, name: str) -> grain.IterDataset:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Mixture(shard_steps.Step):
     """Mixes several datasets of one shard by weight.
 
@@ -153,7 +186,7 @@ class Mixture(shard_steps.Step):
     which it reads again, in the same order. Datasets that have ended are tried again.
 
     Args:
-      parts: the datasets by name.
+      parts: the datasets by name; `Parts` are made when they are opened.
       weights: the weight of each name, 0 or more; only their ratios count.
       shard: the number of the shard.
     """
@@ -174,9 +207,13 @@ class Mixture(shard_steps.Step):
             )
         check_weights(weights)
         # Sorted by name, so that the order of the list does not matter.
-        self._parts = {name: parts[name] for name in sorted(parts)}
-        super().__init__(list(self._parts.values()))
-        self._weights = {name: weights[name] for name in self._parts}
+        if isinstance(parts, Parts):
+            self._parts: Mapping[str, grain.IterDataset] = parts
+            super().__init__()
+        else:
+            self._parts = {name: parts[name] for name in sorted(parts)}
+            super().__init__(list(self._parts.values()))
+        self._weights = {name: weights[name] for name in sorted(parts)}
         self._shard = self.shard = shard
 
     def __iter__(self) -> grain.DatasetIterator:
@@ -184,7 +221,10 @@ class Mixture(shard_steps.Step):
 
     def blocks(self) -> blocks.Blocks | None:
         """The elements in blocks; None if a dataset yields single elements only."""
-        for part in self._parts.values():
+        names = list(self._parts)
+        if isinstance(self._parts, Parts):
+            names = names[:1]
+        for part in map(self._parts.__getitem__, names):
             if isinstance(part, Mixture) or not hasattr(part, "blocks"):
                 return None
         return _MixtureBlocks(self)
@@ -239,7 +279,7 @@ class _Draws:
     def _begin(self, number: int) -> None:
         self._number, self._stage = number, self._schedule[number]
         weights = self._stage[_WEIGHTS]
-        self._ends = bounds(weights)
+        self._ends = _intervals(tuple(weights.items()))
         # Includes datasets that had ended: the weights inside them may have changed.
         self._active = weights.keys() & self._parts.keys()
 
@@ -363,14 +403,19 @@ class _MixtureBlocks(_Draws):
     """The elements of a mixture in blocks, drawn many turns at a time."""
 
     def __init__(self, mixture: Mixture) -> None:
+        self._names = sorted(mixture._parts)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._readers: dict[int, blocks.Reader] = {}
         super().__init__(mixture)
-        self._names = list(self._parts)
-        self._readers: dict[str, blocks.Reader] = {}
         # The place or the saved state of each dataset that was opened, by name.
         self._at: dict[str, Any] = {}
         self._mean_tokens = 0.0
+        # The first rows need few elements.
+        self._num_drawn = _LEAST_TURNS
 
-    def __next__(self) -> blocks.Block:
+    def read(self, at_most: int) -> blocks.Block:
+        """See `Blocks`."""
+        del at_most
         while self._stage is not self._now:
             block = self._draw(self._stage[_UNTIL])
             if block is not None:
@@ -400,103 +445,93 @@ class _MixtureBlocks(_Draws):
         """See `Blocks`."""
         self._readers = {}
 
+    def _begin(self, number: int) -> None:
+        super()._begin(number)
+        self._ends_of = np.array([end for end, _ in self._ends[:-1]], np.uint64)
+        # The number of the dataset of each interval; -1 if it is not active.
+        self._drawn = np.array(
+            [
+                self._numbers[name] if name in self._active else -1
+                for _, name in self._ends
+            ]
+        )
+
     def _draw(self, until: int | None) -> blocks.Block | None:
         # Elements of turns before `until`, if there are any.
         while self._active:
             turns, chosen = self._next_turns(until)
             if not len(turns):
                 return None
-            counts = np.bincount(chosen, minlength=len(self._names))
-            num, lacking = len(turns), ""
+            counts = np.bincount(chosen)
+            num, lacking = len(turns), -1
             for number in np.flatnonzero(counts).tolist():
-                reader = self._reader(self._names[number])
-                held = reader.fill(int(counts[number]))
-                if held < counts[number]:
+                count = int(counts[number])
+                held = self._reader(number).fill(count)
+                if held < count:
                     first = int(np.flatnonzero(chosen == number)[held])
                     if first < num:
-                        num, lacking = first, self._names[number]
+                        num, lacking = first, number
             if num:
                 return self._taken_at(turns[:num], chosen[:num])
             try:
-                self._readers[lacking].raise_end()
+                self._reader(lacking).raise_end()
             except StopIteration:
-                self._active.remove(lacking)
+                self._active.remove(self._names[lacking])
+                self._drawn[self._drawn == lacking] = -1
         return None
 
     def _next_turns(self, until: int | None) -> tuple[np.ndarray, np.ndarray]:
         # Some of the next turns of datasets that have not ended, and those datasets.
-        number = self._num_turns()
-        if len(self._ends) == 1:
-            ((_, name),) = self._ends
-            last = self._turn + number
-            turns = np.arange(self._turn, last if until is None else min(last, until))
-            return turns, np.full(len(turns), self._names.index(name))
-        ends = np.array([end for end, _ in self._ends[:-1]], np.uint64)
-        names = np.array(
-            [
-                self._names.index(name) if name in self._active else -1
-                for _, name in self._ends
-            ]
-        )
-        first = self._turn
+        first, number = self._turn, self._num_turns()
         last = first + number if until is None else min(first + number, until)
         turns = np.arange(first, last)
         points = turns.astype(np.uint64) * np.uint64(_GOLDEN)
         points += np.uint64(self._shard * _PHASE % _ONE)
-        chosen = names[np.searchsorted(ends, points, side="right")]
+        chosen = self._drawn[np.searchsorted(self._ends_of, points, side="right")]
         is_active = chosen >= 0
-        if is_active.any() or not len(turns):
+        if is_active.all():
+            return turns, chosen
+        if is_active.any():
             return turns[is_active], chosen[is_active]
         turn, name = next_chosen(
             self._turn, shard=self._shard, ends=self._ends, among=self._active
         )
         if until is not None and turn >= until:
             return turns[:0], chosen[:0]
-        return np.array([turn]), np.array([self._names.index(name)])
+        return np.array([turn]), np.array([self._numbers[name]])
 
     def _num_turns(self) -> int:
         # As many as have about the tokens of a block, if elements are as before.
-        only = len(self._active) == 1 and len(self._ends) == 1
-        if only:
-            reader = self._reader(next(iter(self._active)))
-            return max(1, reader.fill(1) and reader.num_held)
         if not self._mean_tokens:
             return _LEAST_TURNS
-        return int(min(max(_BLOCK_TOKENS / self._mean_tokens, 1), _MOST_TURNS))
+        wanted = int(min(max(_BLOCK_TOKENS / self._mean_tokens, 1), _MOST_TURNS))
+        self._num_drawn = min(2 * self._num_drawn, wanted)
+        return self._num_drawn
 
     def _taken_at(self, turns: np.ndarray, chosen: np.ndarray) -> blocks.Block:
         # The block of these turns, which their datasets have.
         before = self._places(turns=turns, chosen=chosen)
-        numbers = list(dict.fromkeys(chosen.tolist()))
-        read = {}
-        for number in numbers:
-            name = self._names[number]
-            num_taken = int(np.count_nonzero(chosen == number))
-            block = self._readers[name].take(num_taken)
-            read[number] = block
+        counts = np.bincount(chosen)
+        parts = []
+        for number in np.flatnonzero(counts).tolist():
+            name, num_taken = self._names[number], int(counts[number])
+            block = self._readers[number].take(num_taken)
+            parts.append((block.values, block.start, block.length))
+            before.of_part[number] = block.without_values()
             self._at[name] = block.place(num_taken)
             self._taken[name] = self._taken.get(name, 0) + num_taken
-        before.of_part = {
-            n: dataclasses.replace(b, values=_NONE) for n, b in read.items()
-        }
         self._turn = int(turns[-1]) + 1
-        drawn = blocks.joined([read[number] for number in numbers])
-        start, length = drawn.start, drawn.length
-        if len(numbers) > 1:
+        values, start, length = blocks.together(parts)
+        if len(parts) > 1:
             # Of each dataset's elements, which follow each other, the next is drawn.
-            order = np.empty(len(turns), np.int64)
-            place = 0
-            for number in numbers:
-                at = np.flatnonzero(chosen == number)
-                order[at] = np.arange(place, place + len(at))
-                place += len(at)
-            start, length = start[order], length[order]
-        mean = float(length.sum()) / len(turns)
-        self._mean_tokens = (
-            (self._mean_tokens + mean) / 2 if self._mean_tokens else mean
-        )
+            place = np.argsort(chosen, kind="stable")
+            in_turn = np.empty((2, len(turns)), np.int64)
+            in_turn[0, place], in_turn[1, place] = start, length
+            start, length = in_turn
+        mean = max(1.0, float(length.sum()) / len(turns))
+        self._mean_tokens = (self._mean_tokens or mean) / 2 + mean / 2
         return blocks.Block(
-            values=drawn.values,
+            values=values,
             start=start,
             length=length,
             runs=((0, blocks.Place(before, 0)),),
@@ -522,15 +557,16 @@ class _MixtureBlocks(_Draws):
             is_end=is_end,
         )
 
-    def _reader(self, name: str) -> blocks.Reader:
-        reader = self._readers.get(name)
+    def _reader(self, number: int) -> blocks.Reader:
+        reader = self._readers.get(number)
         if reader is None:
+            name = self._names[number]
             of_part = blocks.of(self._parts[name])
             assert of_part is not None
             if name in self._saved:
                 of_part.set_state(self._saved.pop(name))
             self._at[name] = of_part.get_state()
-            reader = self._readers[name] = blocks.Reader(of_part)
+            reader = self._readers[number] = blocks.Reader(of_part)
         return reader
 
 

@@ -88,6 +88,7 @@ class LanguagePipeline:
       num_processes: processes of a host that share these threads.
       vocab_size: rows of the model's embedding. Data that is already tokenized is
         checked against it; 0 disables the check.
+      deals_units: whether units are dealt to shards, as in states of older programs.
     """
 
     parts: tuple[Part, ...]
@@ -103,10 +104,12 @@ class LanguagePipeline:
     tokenizer_threads: int = 0
     num_processes: int = 1
     vocab_size: int = 0
+    deals_units: bool = False
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The rows of a shard."""
-        read = {part.name: self._tokens(part, shard) for part in self.parts}
+        parts = {part.name: part for part in self.parts}
+        read = mixing.Parts(parts, lambda name: self._tokens(parts[name], shard))
         weights = {part.name: part.weight for part in self.parts}
         examples = language.Examples(
             # Even a single dataset is a mixture: others may be added at a resume.
@@ -152,10 +155,11 @@ class LanguagePipeline:
         tokenizer = self.documents.tokenizer
         # Older states lack this setting: it is included only if there is a limit.
         limit = {"max_segments_per_seq": self.max_examples} if self.max_examples else {}
+        sources = source.in_threads(self._source_identity, self.parts)
         return {
             pipeline_changes.DATASETS: {
-                part.name: {"weight": part.weight, **self._source_identity(part)}
-                for part in self.parts
+                part.name: {"weight": part.weight, **of_source}
+                for part, of_source in zip(self.parts, sources, strict=True)
             },
             "tokenizer": tokenizer.identity() if tokenizer else None,
             "train_data_columns": self.documents.column,
@@ -169,7 +173,12 @@ class LanguagePipeline:
             "data_shuffle_seed": self.seed,
             pipeline_changes.NUM_EPOCH: self.reading.num_epochs or 0,
             **limit,
+            **({} if self.deals_units else records.DEALING),
         }
+
+    def dealing_units(self) -> LanguagePipeline:
+        """This pipeline as older programs dealt its records."""
+        return dataclasses.replace(self, deals_units=True)
 
     def renamed(self, names: Mapping[str, str]) -> LanguagePipeline:
         """This pipeline with other dataset names."""
@@ -190,6 +199,7 @@ class LanguagePipeline:
             num_shards=self.num_shards,
             read_options=self.reading,
         )
+        read.deals_units = self.deals_units
         return token_blocks.Tokens(
             read, documents=self.documents, num_threads=self.threads_of_process()
         )

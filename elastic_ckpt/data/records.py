@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import grain
 import numpy as np
@@ -15,16 +16,20 @@ from absl import logging
 
 from elastic_ckpt.core import errors, renamed, storage
 from elastic_ckpt.data import cursors, shard_steps, units
-from elastic_ckpt.data.sources import source
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from elastic_ckpt.data.sources import files, kept_blocks, source
 
 # The field of an element with the number of its record in the list of all epochs.
 RECORD = "record"
 
+# The setting of pipelines whose shards have equal shares of the records; those of older
+# programs lack it.
+DEALING: dict[str, storage.Json] = {"dealing": "shares"}
+
 # The field of a cursor with the number of corrupt records that were skipped.
 _SKIPPED = "skipped"
+
+# The records that are converted to elements together.
+_ELEMENTS = 64
 
 # When a shard without rows is an error: after this many records if these are two
 # epochs, or after the second number of records if they are from this many units.
@@ -94,9 +99,15 @@ class Records(shard_steps.Step[source.Element]):
     def __iter__(self) -> grain.DatasetIterator[source.Element]:
         return _RecordsIterator(self)
 
-    def batches(self) -> RecordBatches | None:
-        """The records in batches of columns; None if the source has only records."""
-        return RecordBatches(self) if hasattr(self._source, "read_batches") else None
+    def batches(self, *, tokens: str = "") -> RecordBatches | None:
+        """The records in batches of columns; None if the source has only records.
+
+        Args:
+          tokens: the column of tokens if nothing else is needed.
+        """
+        if not hasattr(self._source, "read_batches"):
+            return None
+        return RecordBatches(self, tokens=tokens)
 
     def epoch_records(self) -> int:
         """The number of records in an epoch, over all shards."""
@@ -111,142 +122,365 @@ class Records(shard_steps.Step[source.Element]):
         return {
             "shuffle_seed": reading.shuffle_seed,
             "num_epochs": reading.num_epochs,
+            **({} if self.deals_units else DEALING),
             # Damage that is skipped does not change the identity of a file.
             **source.identity(self._source, sampled=not reading.skip_corrupt),
         }
 
 
-class _UnitsInTurn:
-    """Reads the units of a shard in turn, record by record or batch by batch.
+class _InTurn:
+    """Reads the records of a shard in turn, one by one or many at a time.
 
     Args:
       records: of the shard.
       read: of their source: what a unit has after some of its records.
+      tokens: the column of tokens if nothing else is needed.
     """
 
     def __init__(
-        self, records: Records, read: Callable[[units.Unit, int], Iterator[Any]]
+        self,
+        records: Records,
+        read: Callable[[units.Unit, int], Iterator[Any]],
+        *,
+        tokens: str = "",
     ) -> None:
+        self._tokens = tokens
         self._source, self._reading = records._source, records._reading
-        self._shard, self._num_shards = records._shard, records._num_shards
         self._read = read
-        self._units = source.cut(self._source, self._num_shards)
+        self._records = records
+        self._dealt: _Units | _Shares = _dealt(records)
         self._turn, self._taken, self._skipped = 0, 0, 0
+        # The unit that is read, how many of its records were, and what is left of it.
+        self._unit: units.Unit | None = None
+        self._in_unit = 0
         self._open: Iterator[Any] | None = None
-        self._first_record = 0
         # The number of records after which the next unit is requested.
         self._ahead_at = 0
 
-    def next(self) -> Any:
+    def next(self, at_most: int) -> Any:
         """What is read next; the caller counts it by `took`."""
         while True:
-            if self._open is None:
-                self._open = self._open_unit()
-            try:
-                read = next(self._open)
-            except StopIteration:
-                self._turn, self._taken, self._open = self._turn + 1, 0, None
-                continue
-            except BaseException:
-                # A generator ends when it raises; the unit is opened again.
-                self._open = None
-                raise
+            read = self._next(at_most)
             if not isinstance(read, source.CorruptError):
                 return read
             if not self._reading.skip_corrupt:
                 self._open = None
                 raise read
             logging.warning("%s; skipped %d", read, read.num_records)
-            self._taken += read.num_records
+            self._count(read.num_records)
             self._skipped += read.num_records
             _FRUITLESS.note_corrupt(read)
 
-    def took(self, num_records: int, columns: Collection[str]) -> int:
-        """Counts records; returns the number of the first in the list of all epochs."""
+    def took(self, num_records: int, columns: Collection[str]) -> None:
+        """Counts records that were read."""
         if RECORD in columns:
             raise errors.DataError(
                 f"{self._source.files[0]}: its column {RECORD!r} has the name of a"
                 " field that Records adds; select other columns, or rename it"
             )
-        first = self._first_record + self._taken
-        before, self._taken = self._taken, self._taken + num_records
-        if before < self._ahead_at <= self._taken:
-            self._read_ahead()
-        return first
+        before = self._in_unit
+        self._count(num_records)
+        if self._unit is not None and before < self._ahead_at <= self._in_unit:
+            self._read_ahead(self._unit)
+
+    def record(self) -> int:
+        """The number of the record to be counted next in the list of all epochs."""
+        dealt = self._dealt
+        if self._unit is None:
+            assert isinstance(dealt, _Shares)
+            number = dealt.record(self._turn, self._taken)
+        else:
+            number = self._unit.record + self._in_unit
+        return dealt.epoch(self._turn) * dealt.total_records + number
 
     def get_state(self) -> dict[str, Any]:
-        return _state(self._turn, self._taken, self._skipped)
+        state = self._dealt.state(self._turn, self._taken)
+        return state | {_SKIPPED: self._skipped} if self._skipped else state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._turn, self._taken = state["turn"], state["taken"]
+        if _TURN in state and isinstance(self._dealt, _Shares):
+            # A state of an older program, which goes on as it was.
+            self._dealt = _Units(self._records)
+        self._turn, self._taken = self._dealt.of_state(state)
         self._skipped = state.get(_SKIPPED, 0)
-        self._open = None
+        self._unit = self._open = None
 
-    def _open_unit(self) -> Iterator[Any]:
-        epoch, unit = self._unit(self._turn)
-        _FRUITLESS.count(unit.num_records, 2 * self._units.total_records, self._source)
-        self._first_record = epoch * self._units.total_records + unit.record
-        self._ahead_at = unit.num_records // 2
-        source.read_ahead(self._source, unit)
-        return self._read(unit, self._taken)
+    def _next(self, at_most: int) -> Any:
+        if self._dealt.in_group:
+            return self._next_of_group(at_most)
+        while True:
+            unit = self._unit
+            if unit is not None:
+                # At its end, formats check what is behind it.
+                read = self._next_of_unit(unit)
+                if read is not None:
+                    return read
+                self._turn, self._taken = self._dealt.after(
+                    self._turn, self._taken, unit.num_records - self._in_unit
+                )
+            self._unit = self._open = None
+            self._turn, self._taken, self._in_unit, unit = self._unit_at(
+                self._turn, self._taken
+            )
+            self._count_fruitless(unit.num_records)
+            self._ahead_at = unit.num_records // 2
+            source.read_ahead(self._source, unit)
+            self._unit = unit
 
-    def _read_ahead(self) -> None:
-        with contextlib.suppress(StopIteration):
-            source.read_ahead(self._source, self._unit(self._turn + 1)[1])
+    def _next_of_unit(self, unit: units.Unit) -> Any:
+        # The next records of a unit; None if there is none.
+        if self._open is None:
+            self._open = self._read(unit, self._in_unit)
+        try:
+            return next(self._open, None)
+        except BaseException:
+            # A generator ends when it raises; the unit is opened again.
+            self._open = None
+            raise
 
-    def _unit(self, turn: int) -> tuple[int, units.Unit]:
-        # The epoch and the unit of a turn.
-        reading, count = self._reading, len(self._units)
-        epoch, place = units.dealt(
-            turn, shard=self._shard, num_shards=self._num_shards, num_units=count
-        )
-        if reading.num_epochs is not None and epoch >= reading.num_epochs:
+    def _next_of_group(self, at_most: int) -> Any:
+        dealt = self._dealt
+        assert isinstance(dealt, _Shares)
+        while not (picked := dealt.picked(self._turn, self._taken, at_most)):
+            self._turn, self._taken = self._turn + 1, 0
+            self._check_epoch(self._turn)
+        self._check_epoch(self._turn)
+        self._count_fruitless(sum(len(rows) for _, rows in picked))
+        return kept_blocks.read(self._source, picked, tokens=self._tokens)
+
+    def _count_fruitless(self, num_records: int) -> None:
+        _FRUITLESS.count(num_records, 2 * self._dealt.total_records, self._source)
+
+    def _count(self, num_records: int) -> None:
+        self._in_unit += num_records
+        self._taken += num_records
+
+    def _check_epoch(self, turn: int) -> None:
+        epochs = self._reading.num_epochs
+        if epochs is not None and self._dealt.epoch(turn) >= epochs:
             raise StopIteration
-        if reading.shuffle_seed is not None:
-            key = (reading.shuffle_seed, epoch)
-            place = units.permuted(place, length=count, key=key)
-        return epoch, self._units[place]
+
+    def _unit_at(self, turn: int, taken: int) -> tuple[int, int, int, units.Unit]:
+        # The unit at a turn, or the first after it, and how much of it was taken.
+        while True:
+            self._check_epoch(turn)
+            found = self._dealt.unit(turn, taken)
+            if found is not None:
+                return turn, taken, *found
+            turn, taken = turn + 1, 0
+
+    def _read_ahead(self, unit: units.Unit) -> None:
+        following = self._dealt.after(
+            self._turn, self._taken, unit.num_records - self._in_unit
+        )
+        with contextlib.suppress(StopIteration):
+            source.read_ahead(self._source, self._unit_at(*following)[-1])
 
 
-def _state(turn: int, taken: int, skipped: int) -> dict[str, Any]:
-    state = {"turn": turn, "taken": taken}
-    return state | {_SKIPPED: skipped} if skipped else state
+# The fields of a state: the unit by its turn, or the epoch, and the records that were
+# taken from it.
+_TURN, _EPOCH, _TAKEN = "turn", "epoch", "taken"
+
+
+class _Units:
+    """Units are dealt to shards, as older programs did; see `units.dealt`."""
+
+    in_group = False
+
+    def __init__(self, records: Records) -> None:
+        self._shard, self._num_shards = records._shard, records._num_shards
+        self._seed = records._reading.shuffle_seed
+        self._units = source.cut(records._source, self._num_shards)
+        self.total_records = self._units.total_records
+
+    def epoch(self, turn: int) -> int:
+        """The epoch of a turn."""
+        return self._place(turn)[0]
+
+    def unit(self, turn: int, taken: int) -> tuple[int, units.Unit]:
+        """How many records were taken of the unit of a turn, and the unit."""
+        epoch, place = self._place(turn)
+        if self._seed is not None:
+            key = (self._seed, epoch)
+            place = units.permuted(place, length=len(self._units), key=key)
+        return taken, self._units[place]
+
+    def after(self, turn: int, taken: int, num_left: int) -> tuple[int, int]:
+        """The turn, and what was taken, after the rest of a unit."""
+        del taken, num_left
+        return turn + 1, 0
+
+    def state(self, turn: int, taken: int) -> dict[str, Any]:
+        """A state without the records that were skipped."""
+        return {_TURN: turn, _TAKEN: taken}
+
+    def of_state(self, state: dict[str, Any]) -> tuple[int, int]:
+        """The inverse of `state`."""
+        return state[_TURN], state[_TAKEN]
+
+    def _place(self, turn: int) -> tuple[int, int]:
+        return units.dealt(
+            turn,
+            shard=self._shard,
+            num_shards=self._num_shards,
+            num_units=len(self._units),
+        )
+
+
+class _Shares:
+    """Each shard has a share of the records of each epoch; see `units.share`."""
+
+    def __init__(self, records: Records) -> None:
+        self._shard, self._num_shards = records._shard, records._num_shards
+        self._seed, self._source = records._reading.shuffle_seed, records._source
+        self._group, self._units = _shared_units(self._source, self._num_shards)
+        self.in_group = self._group > 0
+        self.total_records = self._units.total_records
+        self._epoch = -1
+        self._share = range(0)
+        self._order: units.Order | None = None
+
+    def epoch(self, turn: int) -> int:
+        """The epoch, which is the turn."""
+        return turn
+
+    def unit(self, turn: int, taken: int) -> tuple[int, units.Unit] | None:
+        """The unit that is next in an epoch, and how much was taken; None after it."""
+        order, share = self._at_epoch(turn), self._share
+        if taken == len(share):
+            return None
+        number, begin, end = order.at(share[taken])
+        unit = self._units[number]
+        # Of the unit, the part that is in the share.
+        first, stop = max(begin, share[0]), min(end, share[-1] + 1)
+        part = dataclasses.replace(
+            unit,
+            first=unit.first + first - begin,
+            num_records=stop - first,
+            record=unit.record + first - begin,
+        )
+        return share[taken] - first, part
+
+    def picked(
+        self, turn: int, taken: int, at_most: int
+    ) -> list[tuple[units.Unit, np.ndarray]]:
+        """Blocks, and numbers of records in them, that are next in an epoch."""
+        order, places = self._at_epoch(turn), self._share[taken : taken + at_most]
+        return [(self._units[number], rows) for number, rows in order.picked(places)]
+
+    def record(self, turn: int, taken: int) -> int:
+        """The number of a record over all files."""
+        order, share = self._at_epoch(turn), self._share
+        ((number, rows),) = order.picked(share[taken : taken + 1])
+        return int(self._units.record[number]) + int(rows[0])
+
+    def after(self, turn: int, taken: int, num_left: int) -> tuple[int, int]:
+        """The turn, and what was taken, after the rest of a unit."""
+        return turn, taken + num_left
+
+    def state(self, turn: int, taken: int) -> dict[str, Any]:
+        """A state without the records that were skipped."""
+        return {_EPOCH: turn, _TAKEN: taken}
+
+    def of_state(self, state: dict[str, Any]) -> tuple[int, int]:
+        """The inverse of `state`."""
+        return state[_EPOCH], state[_TAKEN]
+
+    def _at_epoch(self, epoch: int) -> units.Order:
+        if self._order is None or epoch != self._epoch:
+            self._share = units.share(
+                self._shard,
+                num_shards=self._num_shards,
+                num_records=self.total_records,
+                epoch=epoch,
+                group=max(self._group, 1),
+            )
+            self._order = _order(
+                self._units, self._seed, epoch, with_rows=self.in_group
+            )
+            self._epoch = epoch
+        return self._order
+
+
+def _dealt(records: Records) -> _Units | _Shares:
+    if records.deals_units or source.has_whole_blocks(records._source):
+        return _Units(records)
+    return _Shares(records)
+
+
+@functools.cache
+def _shared_units(of: source.Source, num_shards: int) -> tuple[int, units.Units]:
+    # How many shards read the same blocks together, or 0, and the units.
+    blocks = source.whole_blocks(of)
+    if hasattr(of, "decoded") and units.are_small(blocks):
+        return min(num_shards, units.GROUP_SHARDS), blocks
+    return 0, source.cut(of, num_shards)
+
+
+@functools.lru_cache(maxsize=4096)
+def _order(
+    of: units.Units, seed: int | None, epoch: int, *, with_rows: bool
+) -> units.Order:
+    key = None if seed is None else (seed, epoch)
+    return units.Order.of(of, key, with_rows=with_rows)
+
+
+files.register_cache(_shared_units.cache_clear)
+files.register_cache(_order.cache_clear)
 
 
 class _RecordsIterator(grain.DatasetIterator[source.Element]):
     def __init__(self, records: Records) -> None:
         super().__init__()
-        self._in_turn = _UnitsInTurn(records, records._source.read)
+        self._in_turn = _InTurn(records, records._source.read)
+        self._elements: Iterator[source.Element] = iter(())
 
     def __next__(self) -> source.Element:
-        element = self._in_turn.next()
-        element[RECORD] = self._in_turn.took(1, element)
+        element = next(self._elements, None)
+        if element is None:
+            read = self._in_turn.next(_ELEMENTS)
+            if isinstance(read, kept_blocks.Picked):
+                self._elements = read.elements()
+                read = next(self._elements)
+            element = read
+        record = self._in_turn.record()
+        self._in_turn.took(1, element)
+        element[RECORD] = record
         return element
 
     def get_state(self) -> dict[str, Any]:
         return self._in_turn.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
+        self._elements = iter(())
         self._in_turn.set_state(state)
 
 
 class RecordBatches:
-    """The records of a shard in Arrow's batches.
+    """The records of a shard, many at a time.
 
     Args:
       records: of the shard, of a source that has batches.
+      tokens: the column of tokens if nothing else is needed.
     """
 
-    def __init__(self, records: Records) -> None:
-        self._in_turn = _UnitsInTurn(records, cast(Any, records._source).read_batches)
+    def __init__(self, records: Records, *, tokens: str = "") -> None:
+        read = cast(Any, records._source).read_batches
+        self._in_turn = _InTurn(records, read, tokens=tokens)
 
-    def __next__(self) -> tuple[pa.RecordBatch, RecordPlaces]:
-        """The next records, and their places."""
+    def read(self, at_most: int) -> tuple[kept_blocks.Picked, RecordPlaces]:
+        """The next records, and their places.
+
+        Args:
+          at_most: how many are wanted; may be more if they are decoded together.
+        """
         before = self._in_turn.get_state()
-        batch = self._in_turn.next()
+        read = self._in_turn.next(at_most)
+        if not isinstance(read, kept_blocks.Picked):
+            read = kept_blocks.all_of(read)
         first = self._in_turn.get_state()
-        self._in_turn.took(batch.num_rows, batch.schema.names)
-        return batch, RecordPlaces(before=before, first=first)
+        self._in_turn.took(read.num_rows, read.names)
+        return read, RecordPlaces(before=before, first=first)
 
     def get_state(self) -> dict[str, Any]:
         """The state after the last batch."""

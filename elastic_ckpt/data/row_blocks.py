@@ -159,7 +159,7 @@ class Concatenated(RowBlocks):
         )
         at_end = np.searchsorted(ends, np.minimum(row_ends, stop))
         is_whole = ends[at_end] == np.minimum(row_ends, stop)
-        places = dataclasses.replace(examples, values=_NONE)
+        places = examples.without_values()
         rests = np.where(is_whole, 0, row_ends - before[at_end])
         self._reader.drop(int(at_end[-1] + is_whole[-1]))
         self._taken = int(rests[-1])
@@ -214,7 +214,7 @@ class Padded(RowBlocks):
             reader.raise_end()
         num_rows = min(reader.num_held, max(1, _TOKENS // self._length))
         examples = reader.take(num_rows)
-        places = dataclasses.replace(examples, values=_NONE)
+        places = examples.without_values()
 
         def after(number: int) -> Callable[[], Any]:
             return places.place(number).state
@@ -367,8 +367,8 @@ def _gathered(pieces: blocks.Block) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     # The inputs, targets and positions of pieces, token by token.
     numbers = blocks.gathered(pieces, pieces.length)
     return (
-        pieces.values.take(numbers),
-        pieces.values[1:].take(numbers),
+        pieces.values.take(numbers).astype(np.int32, copy=False),
+        pieces.values[1:].take(numbers).astype(np.int32, copy=False),
         blocks.counted(pieces.length),
     )
 
@@ -383,8 +383,8 @@ def _copied(pieces: blocks.Block) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ]
     counted = np.arange(max(sizes), dtype=np.int32)
     return (
-        np.concatenate([values[span] for span in spans]),
-        np.concatenate([ahead[span] for span in spans]),
+        np.concatenate([values[span] for span in spans], dtype=np.int32),
+        np.concatenate([ahead[span] for span in spans], dtype=np.int32),
         np.concatenate([counted[:size] for size in sizes]),
     )
 
@@ -423,7 +423,7 @@ def _padded(examples: blocks.Block, length: int) -> Rows:
     position = np.broadcast_to(counted, shape)
     if (sizes == length).all() and (steps == (step := steps[:1].sum() or 1)).all():
         # Rows lie in the block as they are needed.
-        values = examples.values[int(examples.start[0]) :]
+        values = examples.values[int(examples.start[0]) :].astype(np.int32, copy=False)
         strides = (int(step) * values.strides[0], values.strides[0])
         inputs, targets = (
             np.lib.stride_tricks.as_strided(each, shape, strides, writeable=False)

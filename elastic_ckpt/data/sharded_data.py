@@ -29,6 +29,7 @@ from elastic_ckpt.data import (
     pipeline_changes,
     plan,
     readers,
+    records,
     rows,
     shard_rows,
     shard_steps,
@@ -46,6 +47,9 @@ class Renamable(Protocol):
 
     def renamed(self, names: Mapping[str, str]) -> MakeShard:
         """The same with other names: `names` maps current names to new ones."""
+
+    def dealing_units(self) -> Renamable:
+        """The same, with units dealt to shards; see `Records`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,10 +109,32 @@ class ShardedData:
         """This data, with its datasets renamed to their names in a saved pipeline.
 
         A dataset is recognised by its files. Names in the user's own mixtures do not
-        change.
+        change. Records are dealt to shards as they were when the state was saved.
         """
+        deals_units = not any(
+            records.DEALING.items() <= part.items()
+            for part in cursors.parts(dict(pipeline))
+        )
+        if isinstance(self.make_shard, shard_steps.CheckedShards):
+            make_shard = dataclasses.replace(self.make_shard, deals_units=deals_units)
+            return dataclasses.replace(self, make_shard=make_shard)
         if not isinstance(self.make_shard, Renamable):
             return self
+        assert isinstance(self.pipeline, dict)
+        if deals_units:
+            kept = {
+                key: value
+                for key, value in self.pipeline.items()
+                if key not in records.DEALING
+            }
+            older = dataclasses.replace(
+                self, make_shard=self.make_shard.dealing_units(), pipeline=kept
+            )
+            return older._under_saved_names(pipeline)
+        return self._under_saved_names(pipeline)
+
+    def _under_saved_names(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
+        assert isinstance(self.make_shard, Renamable)
         assert isinstance(self.pipeline, dict)
         datasets = self.pipeline[pipeline_changes.DATASETS]
         saved: Any = pipeline.get(pipeline_changes.DATASETS) or {}

@@ -64,7 +64,7 @@ class _WindowBlocks:
         # The elements of the next window that were taken.
         self._taken = 0
 
-    def __next__(self) -> blocks.Block:
+    def read(self, at_most: int) -> blocks.Block:
         held = self._reader.fill(self._window_size)
         if held < self._window_size and not (held and self._reader.has_ended):
             self._reader.raise_end()
@@ -92,7 +92,7 @@ class _WindowBlocks:
         )
         first, self._taken = self._taken, 0
         if first == len(block):
-            return next(self)
+            return self.read(at_most)
         return block.cut(first, len(block)) if first else block
 
     def end(self) -> blocks.Place:

@@ -11,23 +11,17 @@ the block. At a resume these documents are read again, but not tokenised.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data import blocks, language, records
-from elastic_ckpt.data import tokens as token_numbers
-from elastic_ckpt.data.sources import arrow_rows
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from elastic_ckpt.data.sources import kept_blocks
 
 # A block ends at the first of these limits. 32,768 characters take about 5 ms.
 _MAX_DOCUMENTS = 16
@@ -87,7 +81,7 @@ class Tokens(grain.IterDataset[np.ndarray]):
             self._documents.tokenizer is None
             and isinstance(parent, records.Records)
             and column != records.RECORD
-            and (batches := parent.batches()) is not None
+            and (batches := parent.batches(tokens=column)) is not None
         ):
             return _ColumnBlocks(batches, self._documents)
         return _TokenizedBlocks(_TokensIterator(self, iter(parent)))
@@ -230,7 +224,9 @@ class _TokenizedBlocks:
         self.get_state, self.set_state = tokens.get_state, tokens.set_state
         self.close = tokens.close
 
-    def __next__(self) -> blocks.Block:
+    def read(self, at_most: int) -> blocks.Block:
+        """See `Blocks`."""
+        del at_most
         tokens, places = self._tokens.rest()
         length = np.array([len(each) for each in tokens], np.int64)
         start = np.cumsum(length) - length
@@ -250,20 +246,13 @@ class _ColumnBlocks:
         self._batches = batches
         self._documents = documents
 
-    def __next__(self) -> blocks.Block:
-        batch, places = next(self._batches)
-        column = self._documents.column
-        columns = (
-            arrow_rows.tokens(batch.column(column))
-            if column in batch.schema.names
-            else None
-        )
-        with contextlib.suppress(errors.DataError):
-            if columns is not None:
-                values, start, length = columns
-                values = token_numbers.narrowed(values, place="")
-                return _block(values, start, length, _ColumnPlaces(places))
-        return self._one_by_one(batch, places)
+    def read(self, at_most: int) -> blocks.Block:
+        """See `Blocks`."""
+        picked, places = self._batches.read(at_most)
+        lists = picked.lists(self._documents.column)
+        if lists is not None:
+            return _block(*lists, _ColumnPlaces(places))
+        return self._one_by_one(picked, places)
 
     def end(self) -> blocks.Place:
         """See `Blocks`."""
@@ -280,7 +269,7 @@ class _ColumnBlocks:
         self._batches.set_state(before)
         # The documents of an older state's block that were taken; see `Tokens`.
         while number:
-            batch, places = next(self._batches)
+            batch, places = self._batches.read(number)
             num_taken = min(number, batch.num_rows)
             self._batches.set_state(places.state(num_taken))
             number -= num_taken
@@ -289,11 +278,11 @@ class _ColumnBlocks:
         """See `Blocks`."""
 
     def _one_by_one(
-        self, batch: pa.RecordBatch, places: records.RecordPlaces
+        self, picked: kept_blocks.Picked, places: records.RecordPlaces
     ) -> blocks.Block:
         # The documents before the first one that has an error.
         found: list[language.Value] = []
-        for element in arrow_rows.elements(batch):
+        for element in picked.elements():
             try:
                 found.append(self._documents.value(element))
             except Exception:

@@ -1,13 +1,18 @@
-"""Units of work, and their assignment to shards, as pure functions of numbers.
+"""Which records each shard reads, as pure functions of numbers.
 
-Each epoch has its own order of units, a keyed permutation that is computed one number
-at a time. The epochs together form one endless list, and shard `s` of S reads entries
-`s`, `s + S`, `s + 2S` and so on. Thus each unit is read once in an epoch, and all
-shards read the same number of units, whatever the number of units.
+Each epoch has its own order of blocks, or of parts of them: a keyed permutation. It is
+also an order of records, and shards have equal `share`s of it: the numbers of records
+that two shards read in any number of epochs differ by one at most. A share is a run of
+the order, or every g-th record of one, where g shards read small blocks together.
+
+Data whose blocks can only be read as a whole, and states of older programs, have units
+`dealt` instead: the epochs together form one endless list of units, and shard `s` of S
+reads entries `s`, `s + S`, `s + 2S` and so on.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -15,6 +20,13 @@ import numpy as np
 
 # The number of blocks per shard from which differences in their sizes average out.
 _ENOUGH_BLOCKS = 4
+
+# Shards read blocks together if none has more records than this, and all blocks not
+# more than that: each host may have to read all of them.
+_SMALL_BLOCK_RECORDS = 4096
+_SMALL_RECORDS = 2**20
+# The most shards that read the same blocks together.
+GROUP_SHARDS = 256
 
 _MASK = 2**64 - 1
 _ROUNDS = 6
@@ -56,8 +68,14 @@ class Units:
         return len(self.file)
 
     def __getitem__(self, number: int) -> Unit:
-        fields = dataclasses.fields(self)
-        return Unit(**{f.name: int(getattr(self, f.name)[number]) for f in fields})
+        return Unit(
+            file=int(self.file[number]),
+            block=int(self.block[number]),
+            first=int(self.first[number]),
+            num_records=int(self.num_records[number]),
+            block_records=int(self.block_records[number]),
+            record=int(self.record[number]),
+        )
 
     @property
     def total_records(self) -> int:
@@ -127,6 +145,122 @@ def _parts(records: np.ndarray, required: int) -> np.ndarray:
     return parts
 
 
+def are_small(blocks: Units) -> bool:
+    """Whether shards read blocks together, a few records of each at a time."""
+    largest = int(blocks.block_records.max())
+    return largest <= _SMALL_BLOCK_RECORDS and blocks.total_records <= _SMALL_RECORDS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Order:
+    """The order of the records of an epoch.
+
+    Attributes:
+      units: the units, in the order of the files.
+      number: the numbers of units in the order of the epoch, int64 `[units]`.
+      start: how many records are before each of those, and in all, `[units + 1]`.
+      rows: the number of each record in its unit, uint16 `[records]`, if records are
+        shuffled within units; None if they are not.
+    """
+
+    units: Units
+    number: np.ndarray
+    start: Sequence[int]
+    rows: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls, units: Units, key: tuple[int, int] | None, *, with_rows: bool = False
+    ) -> Order:
+        """The order of an epoch.
+
+        Args:
+          units: to be ordered.
+          key: a seed and the number of the epoch; None leaves units and records in the
+            order of the files.
+          with_rows: whether records are shuffled within units, too; units then have at
+            most 2**16 records.
+        """
+        number, rows = np.arange(len(units)), None
+        if key is not None:
+            number = all_permuted(len(units), key=key)
+        sizes = units.num_records[number]
+        if key is not None and with_rows:
+            seed, epoch = key
+            rows = np.concatenate(
+                [
+                    np.random.default_rng([seed % 2**64, epoch, record]).permutation(
+                        size
+                    )
+                    for record, size in zip(
+                        units.record[number].tolist(), sizes.tolist(), strict=True
+                    )
+                ]
+            ).astype(np.uint16)
+        start = np.zeros(len(units) + 1, np.int64)
+        np.cumsum(sizes, out=start[1:])
+        return cls(units=units, number=number, start=memoryview(start.data), rows=rows)
+
+    def at(self, place: int) -> tuple[int, int, int]:
+        """The number of the unit at a place, and the places of its begin and end."""
+        index = bisect.bisect_right(self.start, place) - 1
+        return int(self.number[index]), self.start[index], self.start[index + 1]
+
+    def picked(self, places: range) -> list[tuple[int, np.ndarray]]:
+        """The records at ascending places: the number of each unit, and those of it."""
+        picked = []
+        number = 0
+        while number < len(places):
+            unit, begin, end = self.at(places[number])
+            until = min(len(places), -(-(end - places.start) // places.step))
+            some = places[number:until]
+            if self.rows is None:
+                rows = np.arange(some.start - begin, some.stop - begin, some.step)
+            else:
+                rows = self.rows[some.start : some.stop : some.step]
+            picked.append((unit, rows))
+            number = until
+        return picked
+
+
+def share(
+    shard: int, *, num_shards: int, num_records: int, epoch: int, group: int = 1
+) -> range:
+    """The places, in the order of an epoch, of the records that a shard reads.
+
+    Shards that read one record more are others in each epoch, in turn: after any number
+    of epochs with N records together, they are the first N modulo S shards.
+
+    Args:
+      shard: its number, from 0.
+      num_shards: S.
+      num_records: of the epoch.
+      epoch: its number, from 0.
+      group: how many shards take the records of one run in turn.
+    """
+    least, rest = divmod(num_records, num_shards)
+    # The shards from `first_more` on, modulo S, read one record more.
+    first_more = epoch * rest % num_shards
+
+    def num_more(shard: int) -> int:
+        # How many of the shards before this one read one record more.
+        end = first_more + rest
+        return max(0, min(shard, end) - first_more) + max(
+            0, min(shard, end - num_shards)
+        )
+
+    begin = shard - shard % group
+    step = min(group, num_shards - begin)
+    first = begin * least + num_more(begin)
+    num = least + num_more(shard + 1) - num_more(shard)
+    # Within the group, the shards that read more come first.
+    lead = first_more - begin
+    if not 0 <= lead < step:
+        lead = 0
+    first += (shard - begin - lead) % step
+    return range(first, first + num * step, step)
+
+
 def dealt(turn: int, *, shard: int, num_shards: int, num_units: int) -> tuple[int, int]:
     """The epoch, and the index in its order, of the unit `shard` reads at `turn`."""
     return divmod(turn * num_shards + shard, num_units)
@@ -152,9 +286,36 @@ def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
             return place
 
 
+def all_permuted(length: int, *, key: tuple[int, ...]) -> np.ndarray:
+    """`permuted` of all of `range(length)`, int64 `[length]`."""
+    bits = np.uint64(max(1, (length - 1).bit_length() + 1 >> 1))
+    half = np.uint64((1 << int(bits)) - 1)
+    seed = 0
+    for part in key:
+        seed = mixed(seed ^ part)
+    place = np.arange(length, dtype=np.uint64)
+    outside = np.arange(length)
+    while len(outside):
+        left, right = place[outside] >> bits, place[outside] & half
+        for turn in range(_ROUNDS):
+            start = np.uint64((seed + (turn << 56)) & _MASK)
+            left, right = right, left ^ (_all_mixed(start + right) & half)
+        place[outside] = left << bits | right
+        outside = outside[place[outside] >= length]
+    return place.astype(np.int64)
+
+
 def mixed(number: int) -> int:
     """A 64-bit hash of a number: SplitMix64's finaliser (Steele et al. 2014)."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
     return number ^ number >> 31
+
+
+def _all_mixed(number: np.ndarray) -> np.ndarray:
+    # `mixed` of each number, uint64.
+    number = number + np.uint64(0x9E3779B97F4A7C15)
+    number = (number ^ number >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    number = (number ^ number >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return number ^ number >> np.uint64(31)

@@ -28,14 +28,14 @@ def checked(
       place: where from, for errors.
       first: the number of its first row there.
     """
-    if not _problem(batch):
+    if not problem(batch):
         yield batch
         return
     for row in range(batch.num_rows):
         alone = batch.slice(row, 1)
-        problem = _problem(alone)
-        if problem:
-            yield source.corrupt(f"{place}, row {first + row}", problem)
+        why = problem(alone)
+        if why:
+            yield source.corrupt(f"{place}, row {first + row}", why)
         else:
             yield alone
 
@@ -58,7 +58,7 @@ def elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
         yield dict(zip(names, row, strict=True))
 
 
-def _problem(batch: pa.RecordBatch) -> str:
+def problem(batch: pa.RecordBatch) -> str:
     """The reason why a row of a batch is corrupt; empty if none is."""
     import pyarrow as pa
 

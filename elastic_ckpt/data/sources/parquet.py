@@ -18,7 +18,13 @@ import numpy as np
 
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import arrow_rows, files, parquet_pages, source
+from elastic_ckpt.data.sources import (
+    arrow_rows,
+    files,
+    kept_blocks,
+    parquet_pages,
+    source,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,10 +106,40 @@ class Parquet:
         """As `read`, but rows that follow each other are yielded together."""
         return self._read(_OpenRows(self, unit, skip, scale=_IN_COLUMNS), unit, skip)
 
+    def decoded(self, unit: units.Unit, *, tokens: str = "") -> kept_blocks.Decoded:
+        """The row group of a unit, shared by all shards of the process."""
+        key = (self.files[unit.file], unit.block, self.columns, tokens)
+        return kept_blocks.kept(key, functools.partial(self._decoded, unit, tokens))
+
+    def _decoded(self, unit: units.Unit, tokens: str) -> kept_blocks.Decoded:
+        file, block = self.files[unit.file], unit.block
+        place = self.place(unit)
+        try:
+            batch = files.retried(
+                functools.partial(_row_group, file, block, self.columns), place
+            )
+            if batch.num_rows == unit.block_records:
+                return kept_blocks.Decoded(batch, tokens=tokens)
+            problem: object = "not as many rows as in the footer"
+        except _CorruptPage as error:
+            problem = error
+        left = files.retried(
+            functools.partial(_salvaged, file, block, self.columns), place
+        )
+        lost = np.zeros(unit.block_records, bool)
+        for first, stop in ((0, len(lost)),) if left is None else left.lost:
+            lost[first:stop] = True
+        batch = None if left is None else _joined(left.table)
+        return kept_blocks.Decoded(batch, lost=lost, problem=problem)
+
+    def place(self, unit: units.Unit) -> str:
+        """The row group of a unit, for errors."""
+        return f"{self.files[unit.file]}, row group {unit.block}"
+
     def _read(
         self, rows: _OpenRows, unit: units.Unit, skip: int
     ) -> Iterator[pa.RecordBatch | source.CorruptError]:
-        place = f"{self.files[unit.file]}, row group {unit.block}"
+        place = self.place(unit)
         row, stop = unit.first + skip, unit.first + unit.num_records
         # A local name: at the end of the program the module's may be deleted first.
         corrupt_page = _CorruptPage
@@ -218,6 +254,27 @@ def _is_from_outside(error: Exception) -> bool:
     # Arrow also raises OSError for bytes that it cannot decode, but without an errno.
     bare = type(error) is OSError and error.errno is None
     return isinstance(error, OSError) and not bare
+
+
+def _row_group(file: str, block: int, columns: tuple[str, ...]) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    try:
+        with _open(file, buffered=False) as opened:
+            return _joined(
+                opened.read_row_group(
+                    block, columns=list(columns) or None, use_threads=False
+                )
+            )
+    except (pa.ArrowInvalid, pa.ArrowException, OSError, EOFError) as error:
+        if _is_from_outside(error):
+            raise
+        raise _CorruptPage(error) from None
+
+
+def _joined(table: pa.Table) -> pa.RecordBatch:
+    (batch,) = table.combine_chunks().to_batches()
+    return batch
 
 
 def _shared(table: pa.Table, unit: units.Unit) -> Iterator[pa.RecordBatch]:

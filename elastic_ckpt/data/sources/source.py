@@ -12,14 +12,16 @@ import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import files
+
+T = TypeVar("T")
 
 # A record: its columns by name.
 Element = dict[str, Any]
@@ -149,7 +151,7 @@ def take_names(source: Any, **fields: str) -> None:
         object.__setattr__(source, field, names)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def indexes(source: Source) -> tuple[FileIndex, ...]:
     """The index of each file, read once in each process.
 
@@ -160,8 +162,7 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
     def read(file: str) -> FileIndex:
         return files.retried(lambda: source.index(file), file, at_start=True)
 
-    with _threads(source) as pool:
-        file_indexes = tuple(pool.map(read, source.files))
+    file_indexes = tuple(in_threads(read, source.files))
     if not any(index.num_records for index in file_indexes):
         raise errors.DataError(
             f"{', '.join(source.files)}: not one record; write them again with"
@@ -173,15 +174,18 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
 def current_indexes(source: Source) -> tuple[FileIndex, ...]:
     """The index of each file; if one has changed since, all are indexed again."""
     versions = [index.content.version for index in indexes(source)]
-    with _threads(source) as pool:
-        if any(pool.map(files.has_changed, source.files, versions)):
-            files.forget_all()
+    if any(in_threads(files.has_changed, source.files, versions)):
+        files.forget_all()
     return indexes(source)
 
 
-def _threads(source: Source) -> concurrent.futures.ThreadPoolExecutor:
-    workers = min(_INDEX_THREADS, len(source.files))
-    return concurrent.futures.ThreadPoolExecutor(workers)
+def in_threads(function: Callable[..., T], *items: Sequence[Any]) -> list[T]:
+    """The results of a function for each item, as of `map`, called in threads."""
+    workers = min(_INDEX_THREADS, len(items[0]))
+    if workers < 2:
+        return list(map(function, *items))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(function, *items))
 
 
 def read_ahead(source: Source, unit: units.Unit) -> None:
@@ -197,7 +201,7 @@ def num_records(source: Source) -> int:
     return sum(index.num_records for index in indexes(source))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def cut(source: Source, num_shards: int) -> units.Units:
     """The units of `source` for `num_shards` shards."""
     file_indexes = indexes(source)
@@ -206,6 +210,16 @@ def cut(source: Source, num_shards: int) -> units.Units:
         num_shards,
         whole=[index.is_whole for index in file_indexes],
     )
+
+
+def whole_blocks(source: Source) -> units.Units:
+    """The blocks of `source`, as units."""
+    return units.cut([index.block_records for index in indexes(source)], 0)
+
+
+def has_whole_blocks(source: Source) -> bool:
+    """Whether some blocks can only be read from their beginning on."""
+    return any(index.is_whole for index in indexes(source))
 
 
 def identity(source: Source, *, sampled: bool = True) -> dict[str, storage.Json]:

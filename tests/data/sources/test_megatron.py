@@ -77,7 +77,7 @@ def test_the_column_may_have_another_name_and_is_read_in_blocks(tmp_path):
         records.Records(dataset, shard=0, num_shards=1),
         documents=language.Documents(column="text", tokenizer=None),
     )
-    block = next(made.blocks())
+    block = made.blocks().read(30)
     assert len(block) == 30
     assert block.length.tolist() == [len(flat(each)) for each in held]
 
