@@ -24,7 +24,7 @@ import grain
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import blocks, cursors, shard_steps
+from elastic_ckpt.data import blocks, cursors, records, shard_steps, token_blocks
 
 # The unit interval in 64 bits; the fractions of the golden ratio and of sqrt(2) in it.
 _ONE = 2**64
@@ -154,13 +154,19 @@ class Parts(Mapping[str, grain.IterDataset]):
     Args:
       names: of all of them.
       make: makes one by its name; all have `blocks`, or none.
+      columns: returns the same documents by their place, if they have some.
     """
 
     def __init__(
-        self, names: Iterable[str], make: Callable[[str], grain.IterDataset]
+        self,
+        names: Collection[str],
+        make: Callable[[str], grain.IterDataset],
+        *,
+        columns: Callable[[str], token_blocks.Columns | None] = lambda _: None,
     ) -> None:
-        self._names = dict.fromkeys(names)
+        self._names = names
         self._make = make
+        self.columns = columns
 
     def __getitem__(self, name: str) -> grain.IterDataset:
         if name not in self._names:
@@ -412,6 +418,12 @@ class _MixtureBlocks(_Draws):
         self._mean_tokens = 0.0
         # The first rows need few elements.
         self._num_drawn = _LEAST_TURNS
+        # How far the datasets with columns have been read, int64 `[3, datasets]`: the
+        # fields of a `records.Place`; the epoch of those that were not is -1.
+        self._read_to = np.full((3, len(self._names)), -1, np.int64)
+        # What was read ahead of a draw, or why nothing was.
+        self._drawn_now: dict[int, tuple[blocks.Lists, records.Place]] = {}
+        self._problems: dict[int, Exception] = {}
 
     def read(self, at_most: int) -> blocks.Block:
         """See `Blocks`."""
@@ -440,6 +452,8 @@ class _MixtureBlocks(_Draws):
         self.close()
         self._restore(state)
         self._at = dict(self._saved)
+        self._read_to[:] = -1
+        self._num_drawn, self._mean_tokens = _LEAST_TURNS, 0.0
 
     def close(self) -> None:
         """See `Blocks`."""
@@ -466,7 +480,7 @@ class _MixtureBlocks(_Draws):
             num, lacking = len(turns), -1
             for number in np.flatnonzero(counts).tolist():
                 count = int(counts[number])
-                held = self._reader(number).fill(count)
+                held = self._fill(number, count)
                 if held < count:
                     first = int(np.flatnonzero(chosen == number)[held])
                     if first < num:
@@ -474,6 +488,8 @@ class _MixtureBlocks(_Draws):
             if num:
                 return self._taken_at(turns[:num], chosen[:num])
             try:
+                if lacking in self._problems:
+                    raise self._problems.pop(lacking)
                 self._reader(lacking).raise_end()
             except StopIteration:
                 self._active.remove(self._names[lacking])
@@ -505,6 +521,8 @@ class _MixtureBlocks(_Draws):
         if not self._mean_tokens:
             return _LEAST_TURNS
         wanted = int(min(max(_BLOCK_TOKENS / self._mean_tokens, 1), _MOST_TURNS))
+        # Few turns of many datasets would read a single element of most.
+        wanted = max(wanted, min(len(self._names), 2 * _MOST_TURNS))
         self._num_drawn = min(2 * self._num_drawn, wanted)
         return self._num_drawn
 
@@ -512,14 +530,26 @@ class _MixtureBlocks(_Draws):
         # The block of these turns, which their datasets have.
         before = self._places(turns=turns, chosen=chosen)
         counts = np.bincount(chosen)
-        parts = []
+        parts, columns, read_to = [], [], []
         for number in np.flatnonzero(counts).tolist():
             name, num_taken = self._names[number], int(counts[number])
+            self._taken[name] = self._taken.get(name, 0) + num_taken
+            if number in self._drawn_now:
+                (values, start, length), place = self._drawn_now[number]
+                if num_taken < len(start):
+                    start, length = start[:num_taken], length[:num_taken]
+                parts.append((values, start, length))
+                before.of_part[number] = place
+                columns.append(number)
+                read_to.append((place.epoch, place.taken + num_taken, place.skipped))
+                continue
             block = self._readers[number].take(num_taken)
             parts.append((block.values, block.start, block.length))
             before.of_part[number] = block.without_values()
             self._at[name] = block.place(num_taken)
-            self._taken[name] = self._taken.get(name, 0) + num_taken
+        if columns:
+            self._read_to[:, columns] = np.array(read_to).T
+        self._drawn_now = {}
         self._turn = int(turns[-1]) + 1
         values, start, length = blocks.together(parts)
         if len(parts) > 1:
@@ -551,11 +581,57 @@ class _MixtureBlocks(_Draws):
             chosen=chosen,
             taken=dict(self._taken),
             at=dict(self._at),
+            read_to=self._read_to.copy(),
             of_part={},
             schedule=self._schedule,
             stage=self._number,
             is_end=is_end,
         )
+
+    def _fill(self, number: int, count: int) -> int:
+        # How many of the next `count` elements of a dataset there are.
+        name = self._names[number]
+        columns = None if number in self._readers else self._columns(name)
+        if columns is None:
+            return self._reader(number).fill(count)
+        at = self._place(number)
+        if at is None:
+            return self._reader(number).fill(count)
+        try:
+            lists, first = columns.next(self._shard, at, count)
+        except token_blocks.NotTokensError:
+            if self._read_to[0, number] >= 0:
+                self._saved[name] = _document_state(at)
+            self._read_to[:, number] = -1
+            return self._reader(number).fill(count)
+        except Exception as error:
+            self._problems[number] = error
+            return 0
+        self._drawn_now[number] = lists, first
+        return len(lists[1])
+
+    def _place(self, number: int) -> records.Place | None:
+        # How far a dataset with columns was read; None if a reader must go on.
+        if self._read_to[0, number] >= 0:
+            return records.Place(*self._read_to[:, number].tolist())
+        name = self._names[number]
+        if name not in self._saved:
+            return records.Place()
+        saved = self._saved[name]
+        place = (
+            records.Place.of(saved.get("parent", {}))
+            if isinstance(saved, dict)
+            else None
+        )
+        if place is None or saved.get("document"):
+            return None
+        del self._saved[name], self._at[name]
+        self._read_to[:, number] = place
+        return place
+
+    def _columns(self, name: str) -> token_blocks.Columns | None:
+        parts = self._parts
+        return parts.columns(name) if isinstance(parts, Parts) else None
 
     def _reader(self, number: int) -> blocks.Reader:
         reader = self._readers.get(number)
@@ -570,6 +646,11 @@ class _MixtureBlocks(_Draws):
         return reader
 
 
+def _document_state(place: records.Place) -> dict[str, Any]:
+    # The state of `Tokens` at a place.
+    return {"parent": place.state(), "document": 0}
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _MixturePlaces:
     """The states before the elements of a block of a mixture.
@@ -580,7 +661,9 @@ class _MixturePlaces:
       chosen: the number of each element's dataset, int64 `[elements]`.
       taken: how many elements of each dataset were taken before the block.
       at: the place, or the saved state, of each opened dataset before the block.
-      of_part: the elements of each dataset in the block, without their tokens.
+      read_to: how far datasets with columns were read before the block; -1 if not.
+      of_part: the elements of each dataset in the block, without their tokens; or the
+        place of the first of them, of a dataset with columns.
       schedule: the stages; see `_Draws`.
       stage: the number of the stage of the block.
       is_end: whether nothing follows.
@@ -591,7 +674,8 @@ class _MixturePlaces:
     chosen: np.ndarray
     taken: dict[str, int]
     at: dict[str, Any]
-    of_part: dict[int, blocks.Block]
+    read_to: np.ndarray
+    of_part: dict[int, blocks.Block | records.Place]
     schedule: list[dict[str, Any]]
     stage: int
     is_end: bool
@@ -600,10 +684,18 @@ class _MixturePlaces:
         """See `Places`."""
         counts = np.bincount(self.chosen[:number], minlength=len(self.names))
         taken, parts = dict(self.taken), dict(self.at)
+        for part in np.flatnonzero(self.read_to[0] >= 0).tolist():
+            place = records.Place(*self.read_to[:, part].tolist())
+            parts[self.names[part]] = _document_state(place)
         for part in np.flatnonzero(counts).tolist():
             name, count = self.names[part], int(counts[part])
             taken[name] = taken.get(name, 0) + count
-            parts[name] = self.of_part[part].place(count)
+            elements = self.of_part[part]
+            if isinstance(elements, blocks.Block):
+                parts[name] = elements.place(count)
+            else:
+                place = elements._replace(taken=elements.taken + count)
+                parts[name] = _document_state(place)
         turn = int(self.turns[number])
         state: dict[str, Any] = {
             "turn": turn,

@@ -108,12 +108,15 @@ class LanguagePipeline:
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The rows of a shard."""
-        parts = {part.name: part for part in self.parts}
-        read = mixing.Parts(parts, lambda name: self._tokens(parts[name], shard))
-        weights = {part.name: part.weight for part in self.parts}
+        parts = self._by_name
+        read = mixing.Parts(
+            parts,
+            lambda name: self._tokens(parts[name], shard),
+            columns=lambda name: self._columns(parts[name]),
+        )
         examples = language.Examples(
             # Even a single dataset is a mixture: others may be added at a resume.
-            mixing.Mixture(read, weights, shard=shard),
+            mixing.Mixture(read, self._weights, shard=shard),
             length=self.length,
             truncate=self.truncate,
         )
@@ -187,6 +190,42 @@ class LanguagePipeline:
             for part in self.parts
         )
         return dataclasses.replace(self, parts=parts)
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Part]:
+        return {part.name: part for part in self.parts}
+
+    @functools.cached_property
+    def _weights(self) -> dict[str, float]:
+        return {part.name: part.weight for part in self.parts}
+
+    @functools.cached_property
+    def _columns_of(self) -> dict[str, token_blocks.Columns | None]:
+        # Not pickled: see `__getstate__`.
+        return {}
+
+    def _columns(self, part: Part) -> token_blocks.Columns | None:
+        if part.name not in self._columns_of:
+            self._columns_of[part.name] = self._made_columns(part)
+        return self._columns_of[part.name]
+
+    def _made_columns(self, part: Part) -> token_blocks.Columns | None:
+        column = self.documents.column
+        if (
+            self.deals_units
+            or self.documents.tokenizer is not None
+            or column == records.RECORD
+            or not records.SmallBlocks.exist(part.source, self.num_shards)
+        ):
+            return None
+        read = records.SmallBlocks(
+            part.source, self.num_shards, self.reading, tokens=column
+        )
+        return token_blocks.Columns(read, column)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is read here is read again elsewhere.
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def _source_identity(self, part: Part) -> dict[str, storage.Json]:
         # Damage that is skipped does not change the identity of a file.

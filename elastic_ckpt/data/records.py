@@ -8,14 +8,14 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grain
 import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, renamed, storage
-from elastic_ckpt.data import cursors, shard_steps, units
+from elastic_ckpt.data import blocks, cursors, shard_steps, units
 from elastic_ckpt.data.sources import files, kept_blocks, source
 
 # The field of an element with the number of its record in the list of all epochs.
@@ -61,6 +61,10 @@ class ReadOptions:
                 f"ReadOptions: num_epochs={self.num_epochs}; give 1 or more, or None to"
                 " read endlessly"
             )
+
+
+# What a unit of a source has after some of its records.
+_Read = Callable[[units.Unit, int], Iterator[Any]]
 
 
 class Records(shard_steps.Step[source.Element]):
@@ -128,27 +132,64 @@ class Records(shard_steps.Step[source.Element]):
         }
 
 
+def _in_turn(records: Records, read: _Read, *, tokens: str = "") -> _InTurn | _InShare:
+    deals_units = records.deals_units or source.has_whole_blocks(records._source)
+    if deals_units or not SmallBlocks.exist(records._source, records._num_shards):
+        return _InTurn(records, read, deals_units=deals_units)
+    return _InShare(records, tokens=tokens)
+
+
+class _InShare:
+    """Reads the records of a shard from small blocks.
+
+    Args:
+      records: of the shard.
+      tokens: the column of tokens if nothing else is needed.
+    """
+
+    def __init__(self, records: Records, *, tokens: str) -> None:
+        self._blocks = _small_blocks(
+            records._source, records._num_shards, records._reading, tokens
+        )
+        self._shard = records._shard
+        self._at = Place()
+
+    def next(self, at_most: int) -> kept_blocks.Picked:
+        """What is read next; the caller counts it by `took`."""
+        read, self._at = self._blocks.next(self._shard, self._at, at_most)
+        return read
+
+    def took(self, num_records: int, columns: Collection[str]) -> None:
+        """Counts records that were read."""
+        del columns
+        self._at = self._at._replace(taken=self._at.taken + num_records)
+
+    def record(self) -> int:
+        """The number of the record to be counted next in the list of all epochs."""
+        return self._blocks.record(self._shard, self._at)
+
+    def get_state(self) -> dict[str, Any]:
+        return self._at.state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        at = Place.of(state)
+        assert at is not None
+        self._at = at
+
+
 class _InTurn:
     """Reads the records of a shard in turn, one by one or many at a time.
 
     Args:
       records: of the shard.
       read: of their source: what a unit has after some of its records.
-      tokens: the column of tokens if nothing else is needed.
+      deals_units: whether units are dealt to shards.
     """
 
-    def __init__(
-        self,
-        records: Records,
-        read: Callable[[units.Unit, int], Iterator[Any]],
-        *,
-        tokens: str = "",
-    ) -> None:
-        self._tokens = tokens
+    def __init__(self, records: Records, read: _Read, *, deals_units: bool) -> None:
         self._source, self._reading = records._source, records._reading
         self._read = read
-        self._records = records
-        self._dealt: _Units | _Shares = _dealt(records)
+        self._dealt = _Units(records) if deals_units else _Shares(records)
         self._turn, self._taken, self._skipped = 0, 0, 0
         # The unit that is read, how many of its records were, and what is left of it.
         self._unit: units.Unit | None = None
@@ -159,25 +200,20 @@ class _InTurn:
 
     def next(self, at_most: int) -> Any:
         """What is read next; the caller counts it by `took`."""
+        del at_most
         while True:
-            read = self._next(at_most)
+            read = self._next()
             if not isinstance(read, source.CorruptError):
                 return read
             if not self._reading.skip_corrupt:
                 self._open = None
-                raise read
-            logging.warning("%s; skipped %d", read, read.num_records)
+            _note_corrupt(read, skips=self._reading.skip_corrupt)
             self._count(read.num_records)
             self._skipped += read.num_records
-            _FRUITLESS.note_corrupt(read)
 
     def took(self, num_records: int, columns: Collection[str]) -> None:
         """Counts records that were read."""
-        if RECORD in columns:
-            raise errors.DataError(
-                f"{self._source.files[0]}: its column {RECORD!r} has the name of a"
-                " field that Records adds; select other columns, or rename it"
-            )
+        _check_names(self._source, columns)
         before = self._in_unit
         self._count(num_records)
         if self._unit is not None and before < self._ahead_at <= self._in_unit:
@@ -185,29 +221,20 @@ class _InTurn:
 
     def record(self) -> int:
         """The number of the record to be counted next in the list of all epochs."""
-        dealt = self._dealt
-        if self._unit is None:
-            assert isinstance(dealt, _Shares)
-            number = dealt.record(self._turn, self._taken)
-        else:
-            number = self._unit.record + self._in_unit
-        return dealt.epoch(self._turn) * dealt.total_records + number
+        assert self._unit is not None
+        number = self._unit.record + self._in_unit
+        return self._dealt.epoch(self._turn) * self._dealt.total_records + number
 
     def get_state(self) -> dict[str, Any]:
         state = self._dealt.state(self._turn, self._taken)
         return state | {_SKIPPED: self._skipped} if self._skipped else state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if _TURN in state and isinstance(self._dealt, _Shares):
-            # A state of an older program, which goes on as it was.
-            self._dealt = _Units(self._records)
         self._turn, self._taken = self._dealt.of_state(state)
         self._skipped = state.get(_SKIPPED, 0)
         self._unit = self._open = None
 
-    def _next(self, at_most: int) -> Any:
-        if self._dealt.in_group:
-            return self._next_of_group(at_most)
+    def _next(self) -> Any:
         while True:
             unit = self._unit
             if unit is not None:
@@ -222,7 +249,9 @@ class _InTurn:
             self._turn, self._taken, self._in_unit, unit = self._unit_at(
                 self._turn, self._taken
             )
-            self._count_fruitless(unit.num_records)
+            _FRUITLESS.count(
+                unit.num_records, 2 * self._dealt.total_records, self._source
+            )
             self._ahead_at = unit.num_records // 2
             source.read_ahead(self._source, unit)
             self._unit = unit
@@ -238,32 +267,16 @@ class _InTurn:
             self._open = None
             raise
 
-    def _next_of_group(self, at_most: int) -> Any:
-        dealt = self._dealt
-        assert isinstance(dealt, _Shares)
-        while not (picked := dealt.picked(self._turn, self._taken, at_most)):
-            self._turn, self._taken = self._turn + 1, 0
-            self._check_epoch(self._turn)
-        self._check_epoch(self._turn)
-        self._count_fruitless(sum(len(rows) for _, rows in picked))
-        return kept_blocks.read(self._source, picked, tokens=self._tokens)
-
-    def _count_fruitless(self, num_records: int) -> None:
-        _FRUITLESS.count(num_records, 2 * self._dealt.total_records, self._source)
-
     def _count(self, num_records: int) -> None:
         self._in_unit += num_records
         self._taken += num_records
 
-    def _check_epoch(self, turn: int) -> None:
-        epochs = self._reading.num_epochs
-        if epochs is not None and self._dealt.epoch(turn) >= epochs:
-            raise StopIteration
-
     def _unit_at(self, turn: int, taken: int) -> tuple[int, int, int, units.Unit]:
         # The unit at a turn, or the first after it, and how much of it was taken.
+        epochs = self._reading.num_epochs
         while True:
-            self._check_epoch(turn)
+            if epochs is not None and self._dealt.epoch(turn) >= epochs:
+                raise StopIteration
             found = self._dealt.unit(turn, taken)
             if found is not None:
                 return turn, taken, *found
@@ -284,8 +297,6 @@ _TURN, _EPOCH, _TAKEN = "turn", "epoch", "taken"
 
 class _Units:
     """Units are dealt to shards, as older programs did; see `units.dealt`."""
-
-    in_group = False
 
     def __init__(self, records: Records) -> None:
         self._shard, self._num_shards = records._shard, records._num_shards
@@ -332,13 +343,9 @@ class _Shares:
 
     def __init__(self, records: Records) -> None:
         self._shard, self._num_shards = records._shard, records._num_shards
-        self._seed, self._source = records._reading.shuffle_seed, records._source
-        self._group, self._units = _shared_units(self._source, self._num_shards)
-        self.in_group = self._group > 0
+        self._seed = records._reading.shuffle_seed
+        _, self._units = _shared_units(records._source, self._num_shards)
         self.total_records = self._units.total_records
-        self._epoch = -1
-        self._share = range(0)
-        self._order: units.Order | None = None
 
     def epoch(self, turn: int) -> int:
         """The epoch, which is the turn."""
@@ -346,9 +353,15 @@ class _Shares:
 
     def unit(self, turn: int, taken: int) -> tuple[int, units.Unit] | None:
         """The unit that is next in an epoch, and how much was taken; None after it."""
-        order, share = self._at_epoch(turn), self._share
+        share = units.share(
+            self._shard,
+            num_shards=self._num_shards,
+            num_records=self.total_records,
+            epoch=turn,
+        )
         if taken == len(share):
             return None
+        order = _order(self._units, self._seed, turn)
         number, begin, end = order.at(share[taken])
         unit = self._units[number]
         # Of the unit, the part that is in the share.
@@ -360,19 +373,6 @@ class _Shares:
             record=unit.record + first - begin,
         )
         return share[taken] - first, part
-
-    def picked(
-        self, turn: int, taken: int, at_most: int
-    ) -> list[tuple[units.Unit, np.ndarray]]:
-        """Blocks, and numbers of records in them, that are next in an epoch."""
-        order, places = self._at_epoch(turn), self._share[taken : taken + at_most]
-        return [(self._units[number], rows) for number, rows in order.picked(places)]
-
-    def record(self, turn: int, taken: int) -> int:
-        """The number of a record over all files."""
-        order, share = self._at_epoch(turn), self._share
-        ((number, rows),) = order.picked(share[taken : taken + 1])
-        return int(self._units.record[number]) + int(rows[0])
 
     def after(self, turn: int, taken: int, num_left: int) -> tuple[int, int]:
         """The turn, and what was taken, after the rest of a unit."""
@@ -386,53 +386,193 @@ class _Shares:
         """The inverse of `state`."""
         return state[_EPOCH], state[_TAKEN]
 
-    def _at_epoch(self, epoch: int) -> units.Order:
-        if self._order is None or epoch != self._epoch:
-            self._share = units.share(
-                self._shard,
-                num_shards=self._num_shards,
-                num_records=self.total_records,
-                epoch=epoch,
-                group=max(self._group, 1),
-            )
-            self._order = _order(
-                self._units, self._seed, epoch, with_rows=self.in_group
-            )
-            self._epoch = epoch
-        return self._order
+
+class Place(NamedTuple):
+    """How far a shard has read its records.
+
+    Attributes:
+      epoch: the current one.
+      taken: the records of its share that it has read, with corrupt ones.
+      skipped: the corrupt ones of all epochs.
+    """
+
+    epoch: int = 0
+    taken: int = 0
+    skipped: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """The state of `Records` at this place."""
+        state = {_EPOCH: self.epoch, _TAKEN: self.taken}
+        return state | {_SKIPPED: self.skipped} if self.skipped else state
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Place | None:
+        """The place of a state; None if it is of an older program."""
+        if _EPOCH not in state:
+            return None
+        return cls(state[_EPOCH], state[_TAKEN], state.get(_SKIPPED, 0))
 
 
-def _dealt(records: Records) -> _Units | _Shares:
-    if records.deals_units or source.has_whole_blocks(records._source):
-        return _Units(records)
-    return _Shares(records)
+# The epochs whose order is kept: shards are not all in the same one.
+_MOST_ORDERS = 3
+
+
+class SmallBlocks:
+    """Records of small blocks that shards read together; see `units.are_small`.
+
+    Args:
+      of: their source.
+      num_shards: S.
+      reading: the order, and the number of epochs.
+      tokens: the column of tokens if nothing else is needed.
+    """
+
+    def __init__(
+        self,
+        of: source.Source,
+        num_shards: int,
+        reading: ReadOptions,
+        *,
+        tokens: str = "",
+    ) -> None:
+        self._source, self._num_shards, self._reading = of, num_shards, reading
+        self._tokens = tokens
+        self._group, self._units = _shared_units(of, num_shards)
+        self.total_records = self._units.total_records
+        self._blocks = [self._units[number] for number in range(len(self._units))]
+        # The orders of the last epochs.
+        self._orders: dict[int, units.Order] = {}
+
+    @classmethod
+    def exist(cls, of: source.Source, num_shards: int) -> bool:
+        """Whether a source has them."""
+        return bool(_shared_units(of, num_shards)[0])
+
+    def next(
+        self, shard: int, at: Place, at_most: int
+    ) -> tuple[kept_blocks.Picked, Place]:
+        """The next records, at least one, and the place of the first.
+
+        Raises:
+          StopIteration: after the last epoch.
+        """
+        epoch, taken, skipped = at
+        while True:
+            picked = self._picked(shard, epoch, taken, at_most)
+            if not picked:
+                epoch, taken = epoch + 1, 0
+                continue
+            num_records = sum(len(rows) for _, rows in picked)
+            _FRUITLESS.count(num_records, 2 * self.total_records, self._source)
+            read = kept_blocks.read(self._source, picked, tokens=self._tokens)
+            if not isinstance(read, source.CorruptError):
+                _check_names(self._source, read.names)
+                return read, Place(epoch, taken, skipped)
+            _note_corrupt(read, skips=self._reading.skip_corrupt)
+            taken += read.num_records
+            skipped += read.num_records
+
+    def next_lists(
+        self, shard: int, at: Place, at_most: int, column: str
+    ) -> tuple[blocks.Lists, Place] | None:
+        """As `next`, the lists of a column; None if it has other values."""
+        picked = self._picked(shard, at.epoch, at.taken, at_most)
+        if len(picked) == 1:
+            ((unit, rows),) = picked
+            block = kept_blocks.kept(self._source, unit, self._tokens)
+            if block.corrupt is None and RECORD not in block.names:
+                # Most reads of many datasets are of a record or two.
+                _FRUITLESS.count(len(rows), 2 * self.total_records, self._source)
+                lists = block.lists(column)
+                if lists is None:
+                    return None
+                values, start, length = lists
+                return (values, start[rows], length[rows]), at
+        read, first = self.next(shard, at, at_most)
+        some = read.lists(column)
+        return None if some is None else (some, first)
+
+    def record(self, shard: int, at: Place) -> int:
+        """The number of the record at a place in the list of all epochs."""
+        ((unit, rows),) = self._picked(shard, at.epoch, at.taken, 1)
+        return at.epoch * self.total_records + unit.record + int(rows[0])
+
+    def _picked(
+        self, shard: int, epoch: int, taken: int, at_most: int
+    ) -> list[tuple[units.Unit, np.ndarray]]:
+        reading = self._reading
+        if reading.num_epochs is not None and epoch >= reading.num_epochs:
+            raise StopIteration
+        share = units.share(
+            shard,
+            num_shards=self._num_shards,
+            num_records=self.total_records,
+            epoch=epoch,
+            group=self._group,
+        )
+        order = self._orders.get(epoch)
+        if order is None:
+            key = (
+                None if reading.shuffle_seed is None else (reading.shuffle_seed, epoch)
+            )
+            order = units.Order.of(self._units, key, with_rows=True)
+            self._orders[epoch] = order
+            if len(self._orders) > _MOST_ORDERS:
+                del self._orders[next(iter(self._orders))]
+        return [
+            (self._blocks[number], rows)
+            for number, rows in order.picked(share[taken : taken + at_most])
+        ]
+
+
+def _note_corrupt(read: source.CorruptError, *, skips: bool) -> None:
+    # Raises the error unless corrupt records are skipped.
+    if not skips:
+        raise read
+    logging.warning("%s; skipped %d", read, read.num_records)
+    _FRUITLESS.note_corrupt(read)
+
+
+def _check_names(of: source.Source, columns: Collection[str]) -> None:
+    if RECORD in columns:
+        raise errors.DataError(
+            f"{of.files[0]}: its column {RECORD!r} has the name of a field that Records"
+            " adds; select other columns, or rename it"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _small_blocks(
+    of: source.Source, num_shards: int, reading: ReadOptions, tokens: str
+) -> SmallBlocks:
+    # Those that the shards of a process share.
+    return SmallBlocks(of, num_shards, reading, tokens=tokens)
 
 
 @functools.cache
 def _shared_units(of: source.Source, num_shards: int) -> tuple[int, units.Units]:
     # How many shards read the same blocks together, or 0, and the units.
-    blocks = source.whole_blocks(of)
-    if hasattr(of, "decoded") and units.are_small(blocks):
-        return min(num_shards, units.GROUP_SHARDS), blocks
+    whole = source.whole_blocks(of)
+    if hasattr(of, "decoded") and units.are_small(whole):
+        return min(num_shards, units.GROUP_SHARDS), whole
     return 0, source.cut(of, num_shards)
 
 
-@functools.lru_cache(maxsize=4096)
-def _order(
-    of: units.Units, seed: int | None, epoch: int, *, with_rows: bool
-) -> units.Order:
-    key = None if seed is None else (seed, epoch)
-    return units.Order.of(of, key, with_rows=with_rows)
+@functools.lru_cache(maxsize=64)
+def _order(of: units.Units, seed: int | None, epoch: int) -> units.Order:
+    return units.Order.of(of, None if seed is None else (seed, epoch))
 
 
 files.register_cache(_shared_units.cache_clear)
 files.register_cache(_order.cache_clear)
+files.register_cache(_small_blocks.cache_clear)
 
 
 class _RecordsIterator(grain.DatasetIterator[source.Element]):
     def __init__(self, records: Records) -> None:
         super().__init__()
-        self._in_turn = _InTurn(records, records._source.read)
+        self._records = records
+        self._in_turn = _in_turn(records, records._source.read)
         self._elements: Iterator[source.Element] = iter(())
 
     def __next__(self) -> source.Element:
@@ -453,6 +593,10 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._elements = iter(())
+        if _TURN in state:
+            # A state of an older program, which goes on as it was.
+            read = self._records._source.read
+            self._in_turn = _InTurn(self._records, read, deals_units=True)
         self._in_turn.set_state(state)
 
 
@@ -465,8 +609,9 @@ class RecordBatches:
     """
 
     def __init__(self, records: Records, *, tokens: str = "") -> None:
-        read = cast(Any, records._source).read_batches
-        self._in_turn = _InTurn(records, read, tokens=tokens)
+        self._records = records
+        self._read = cast(Any, records._source).read_batches
+        self._in_turn = _in_turn(records, self._read, tokens=tokens)
 
     def read(self, at_most: int) -> tuple[kept_blocks.Picked, RecordPlaces]:
         """The next records, and their places.
@@ -488,6 +633,8 @@ class RecordBatches:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on from a state of `Records`."""
+        if _TURN in state:
+            self._in_turn = _InTurn(self._records, self._read, deals_units=True)
         self._in_turn.set_state(state)
 
 

@@ -242,6 +242,10 @@ def share(
     # The shards from `first_more` on, modulo S, read one record more.
     first_more = epoch * rest % num_shards
 
+    if group == num_shards:
+        place = (shard - first_more) % num_shards
+        return range(place, num_records, num_shards)
+
     def num_more(shard: int) -> int:
         # How many of the shards before this one read one record more.
         end = first_more + rest

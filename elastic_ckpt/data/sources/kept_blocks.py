@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,7 +169,7 @@ def read(
     """
     parts: list[tuple[Decoded, np.ndarray | None]] = []
     for unit, rows in picked:
-        block = of.decoded(unit, tokens=tokens)
+        block = kept(of, unit, tokens)
         if block.corrupt is None:
             parts.append((block, rows))
             continue
@@ -202,13 +202,14 @@ class _Kept:
         self._blocks = collections.OrderedDict()
         self._num_bytes = 0
 
-    def get(self, key: Hashable, decode: Callable[[], Decoded]) -> Decoded:
+    def get(self, of: Any, unit: units.Unit, tokens: str) -> Decoded:
+        key = (of.files[unit.file], unit.block, of.columns, tokens)
         with self._lock:
             found = self._blocks.get(key)
             if found is not None:
                 self._blocks.move_to_end(key)
                 return found
-        made = decode()
+        made = of.decoded(unit, tokens=tokens)
         with self._lock:
             if key not in self._blocks:
                 self._blocks[key] = made
@@ -228,11 +229,12 @@ _KEPT = _Kept()
 files.register_cache(_KEPT.clear)
 
 
-def kept(key: Hashable, decode: Callable[[], Decoded]) -> Decoded:
-    """A block, decoded now if it is not kept.
+def kept(of: Any, unit: units.Unit, tokens: str) -> Decoded:
+    """The block of a unit, decoded now if it is not kept.
 
     Args:
-      key: of the block; the same for the same version of a file and the same columns.
-      decode: decodes it.
+      of: the source, with the attributes `files` and `columns` and a method `decoded`.
+      unit: in the block.
+      tokens: the column of tokens if nothing else is needed.
     """
-    return _KEPT.get(key, decode)
+    return _KEPT.get(of, unit, tokens)

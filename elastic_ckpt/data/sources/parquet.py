@@ -107,11 +107,7 @@ class Parquet:
         return self._read(_OpenRows(self, unit, skip, scale=_IN_COLUMNS), unit, skip)
 
     def decoded(self, unit: units.Unit, *, tokens: str = "") -> kept_blocks.Decoded:
-        """The row group of a unit, shared by all shards of the process."""
-        key = (self.files[unit.file], unit.block, self.columns, tokens)
-        return kept_blocks.kept(key, functools.partial(self._decoded, unit, tokens))
-
-    def _decoded(self, unit: units.Unit, tokens: str) -> kept_blocks.Decoded:
+        """The row group of a unit; of the column of tokens only, if one is named."""
         file, block = self.files[unit.file], unit.block
         place = self.place(unit)
         try:
