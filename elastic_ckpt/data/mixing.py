@@ -631,6 +631,34 @@ def names(made: grain.IterDataset) -> set[str]:
     return {name for mixture in mixtures for name in mixture._parts}
 
 
+def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The datasets of a pipeline, last to first, with the name of their mixture's part.
+
+    The name is empty outside of mixtures, and `outer/inner` in a mixture inside one.
+    """
+    yield name, made
+    if isinstance(made, Mixture):
+        for part, dataset in made._parts.items():
+            yield from by_name(dataset, f"{name}/{part}".lstrip("/"))
+        return
+    for parent in shard_steps.parents(made):
+        yield from by_name(parent, name)
+
+
+def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The states inside the state of a pipeline, outermost first; see `by_name`."""
+    if isinstance(state, dict):
+        yield name, state
+        if TAKEN in state and "parts" in state:
+            for part, of_part in state["parts"].items():
+                yield from states_by_name(of_part, f"{name}/{part}".lstrip("/"))
+            return
+        state = list(state.values())
+    if isinstance(state, list | tuple):
+        for value in state:
+            yield from states_by_name(value, name)
+
+
 def taken(shard_cursors: Iterable[cursors.Cursor]) -> dict[str, int]:
     """The number of elements taken from each dataset, by the cursors of all shards."""
     counts: collections.Counter[str] = collections.Counter()

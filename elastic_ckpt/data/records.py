@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -58,6 +59,45 @@ class ReadOptions:
             )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A record that is read in some epoch.
+
+    Attributes:
+      file: the path or URI of its file.
+      record: its number in the file, from 0.
+      epoch: the epoch, from 0.
+    """
+
+    file: str
+    record: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """When a shard reads a record.
+
+    Attributes:
+      number: that of the field `record`.
+      epoch: the epoch, from 0.
+      shard: the shard that reads it.
+      turn: the number of units that this shard reads before that of the record.
+      skip: the number of records before it in its unit.
+    """
+
+    number: int
+    epoch: int
+    shard: int
+    turn: int
+    skip: int
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """`turn` and `skip`, which are ordered as the shard reads."""
+        return self.turn, self.skip
+
+
 class Records(shard_steps.Step[source.Element]):
     """A `grain.IterDataset` of one shard's records, as dicts of columns.
 
@@ -90,6 +130,8 @@ class Records(shard_steps.Step[source.Element]):
         self._shard = self.shard = shard
         self._num_shards = self.num_shards = num_shards
         self._reading = read_options or ReadOptions()
+        # What replaces the number of each record in its field `record`.
+        self._tag: Callable[[int], int] | None = None
 
     def __iter__(self) -> grain.DatasetIterator[source.Element]:
         return _RecordsIterator(self)
@@ -101,6 +143,84 @@ class Records(shard_steps.Step[source.Element]):
     def epoch_records(self) -> int:
         """The number of records in an epoch, over all shards."""
         return source.num_records(self._source)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths or URIs of the files, in order."""
+        return self._source.files
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(i.content.num_bytes for i in source.indexes(self._source))
+
+    def tag(self, tag: Callable[[int], int]) -> None:
+        """Calls `tag` for each record that is read one by one; see `provenance`.
+
+        Args:
+          tag: returns what the field `record` has in place of the record's number.
+        """
+        self._tag = tag
+
+    def origin(self, number: int) -> Origin:
+        """The record that has `number` in its field `record`."""
+        epoch, record = divmod(number, self.epoch_records())
+        firsts = self._first_records
+        # Of the files that begin there, all but the last are empty.
+        file = int(np.searchsorted(firsts, record, side="right")) - 1
+        return Origin(
+            file=self.files[file], record=record - int(firsts[file]), epoch=epoch
+        )
+
+    def turns(self, file: int, record: int) -> Iterator[Turn]:
+        """When shards read a record, epoch by epoch.
+
+        Args:
+          file: the number of the file.
+          record: the record's number in the file, from 0.
+
+        Raises:
+          DataError: if the file has no such record.
+        """
+        of_file = source.indexes(self._source)[file].num_records
+        if not 0 <= record < of_file:
+            raise errors.DataError(
+                f"{self.files[file]} has no record {record}: its {of_file:,} records"
+                f" are numbered from 0 to {of_file - 1}"
+            )
+        record += int(self._first_records[file])
+        cut = source.cut(self._source, self._num_shards)
+        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
+        seed, num_epochs = self._reading.shuffle_seed, self._reading.num_epochs
+        for epoch in itertools.count() if num_epochs is None else range(num_epochs):
+            place = unit
+            if seed is not None:
+                place = units.place_of(unit, length=len(cut), key=(seed, epoch))
+            turn, shard = divmod(epoch * len(cut) + place, self._num_shards)
+            yield Turn(
+                number=epoch * cut.total_records + record,
+                epoch=epoch,
+                shard=shard,
+                turn=turn,
+                skip=record - int(cut.record[unit]),
+            )
+
+    def num_read(self, turn: int, taken: int) -> float:
+        """About how many records a shard has read at a state, which has these."""
+        cut = source.cut(self._source, self._num_shards)
+        return turn * cut.total_records / len(cut) + taken
+
+    def epoch_at(self, turn: int, *, shard: int) -> int:
+        """The epoch of the unit that a shard reads at `turn`."""
+        cut = source.cut(self._source, self._num_shards)
+        shards = {"shard": shard, "num_shards": self._num_shards}
+        return units.dealt(turn, **shards, num_units=len(cut))[0]
+
+    @functools.cached_property
+    def _first_records(self) -> np.ndarray:
+        # The number of the first record of each file, over all files.
+        counts = np.array([i.num_records for i in source.indexes(self._source)])
+        return np.cumsum(counts) - counts
 
     def __str__(self) -> str:
         return f"Records(shard={self.shard} of {self.num_shards})"
@@ -217,10 +337,12 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
     def __init__(self, records: Records) -> None:
         super().__init__()
         self._in_turn = _UnitsInTurn(records, records._source.read)
+        self._tag = records._tag
 
     def __next__(self) -> source.Element:
         element = self._in_turn.next()
-        element[RECORD] = self._in_turn.took(1, element)
+        number = self._in_turn.took(1, element)
+        element[RECORD] = self._tag(number) if self._tag else number
         return element
 
     def get_state(self) -> dict[str, Any]:
@@ -245,8 +367,8 @@ class RecordBatches:
         before = self._in_turn.get_state()
         batch = self._in_turn.next()
         first = self._in_turn.get_state()
-        self._in_turn.took(batch.num_rows, batch.schema.names)
-        return batch, RecordPlaces(before=before, first=first)
+        number = self._in_turn.took(batch.num_rows, batch.schema.names)
+        return batch, RecordPlaces(before=before, first=first, number=number)
 
     def get_state(self) -> dict[str, Any]:
         """The state after the last batch."""
@@ -264,10 +386,12 @@ class RecordPlaces:
     Attributes:
       before: the state before corrupt records that were skipped before the batch.
       first: the state before its first record.
+      number: that of its first record in the list of all epochs.
     """
 
     before: dict[str, Any]
     first: dict[str, Any]
+    number: int
 
     def state(self, number: int) -> dict[str, Any]:
         """The state before record `number`."""

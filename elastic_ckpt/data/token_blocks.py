@@ -39,6 +39,7 @@ _DOCUMENTS_AT_A_TIME = 8
 LOCAL_HOSTS_VARIABLE = "LOCAL_WORLD_SIZE"
 
 Tokenize = Callable[[Sequence[language.Value]], list[np.ndarray]]
+Renumber = Callable[[blocks.Block, int], blocks.Block]
 
 
 def num_threads(asked: int, *, num_processes: int = 1) -> int:
@@ -74,8 +75,24 @@ class Tokens(grain.IterDataset[np.ndarray]):
         num_threads: int = 0,
     ) -> None:
         super().__init__(parent)
-        self._documents = documents
+        self._documents = self._of_column = documents
         self._num_threads = num_threads
+        self._renumbered: Renumber | None = None
+
+    def follow(self, documents: language.Documents, renumbered: Renumber) -> None:
+        """Replaces each token by a number that names it; see `provenance`.
+
+        Args:
+          documents: makes these numbers of records.
+          renumbered: returns a block of a column with these numbers, given the number
+            of its first record.
+        """
+        self._documents, self._renumbered = documents, renumbered
+
+    @property
+    def documents(self) -> language.Documents:
+        """How a record becomes tokens."""
+        return self._documents
 
     def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
         return _TokensIterator(self, iter(self._parent))
@@ -89,7 +106,7 @@ class Tokens(grain.IterDataset[np.ndarray]):
             and column != records.RECORD
             and (batches := parent.batches()) is not None
         ):
-            return _ColumnBlocks(batches, self._documents)
+            return _ColumnBlocks(batches, self._of_column, self._renumbered)
         return _TokenizedBlocks(_TokensIterator(self, iter(parent)))
 
 
@@ -245,13 +262,25 @@ class _ColumnBlocks:
     """Documents that are lists of tokens in a column."""
 
     def __init__(
-        self, batches: records.RecordBatches, documents: language.Documents
+        self,
+        batches: records.RecordBatches,
+        documents: language.Documents,
+        renumbered: Renumber | None,
     ) -> None:
         self._batches = batches
         self._documents = documents
+        self._renumbered = renumbered
 
     def __next__(self) -> blocks.Block:
         batch, places = next(self._batches)
+        block = self._of_batch(batch, places)
+        if self._renumbered is None:
+            return block
+        return self._renumbered(block, places.number)
+
+    def _of_batch(
+        self, batch: pa.RecordBatch, places: records.RecordPlaces
+    ) -> blocks.Block:
         column = self._documents.column
         columns = (
             arrow_rows.tokens(batch.column(column))

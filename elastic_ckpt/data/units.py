@@ -138,11 +138,8 @@ def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
     A Feistel network over the smallest square that contains the range, applied until
     the result is in the range (Black and Rogaway 2002). It needs no storage.
     """
-    bits = max(1, (length - 1).bit_length() + 1 >> 1)
+    bits, seed = _network(length, key)
     half = (1 << bits) - 1
-    seed = 0
-    for part in key:
-        seed = mixed(seed ^ part)
     while True:
         left, right = place >> bits, place & half
         for turn in range(_ROUNDS):
@@ -150,6 +147,27 @@ def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
         place = left << bits | right
         if place < length:
             return place
+
+
+def place_of(number: int, *, length: int, key: tuple[int, ...]) -> int:
+    """The index at which `permuted` has `number`: the network, run backwards."""
+    bits, seed = _network(length, key)
+    half = (1 << bits) - 1
+    while True:
+        left, right = number >> bits, number & half
+        for turn in reversed(range(_ROUNDS)):
+            left, right = right ^ (mixed(seed + (turn << 56) + left) & half), left
+        number = left << bits | right
+        if number < length:
+            return number
+
+
+def _network(length: int, key: tuple[int, ...]) -> tuple[int, int]:
+    # The bits of half a number, and the seed of the rounds.
+    seed = 0
+    for part in key:
+        seed = mixed(seed ^ part)
+    return max(1, (length - 1).bit_length() + 1 >> 1), seed
 
 
 def mixed(number: int) -> int:
