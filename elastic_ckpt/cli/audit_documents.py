@@ -7,16 +7,23 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import errors
+from elastic_ckpt.data import datasets
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from elastic_ckpt.cli import audit
     from elastic_ckpt.data import provenance as documents
     from elastic_ckpt.training import provenance
+
+# Data states that are read at once.
+_READERS = 16
 
 _OUTCOMES = {
     "used": "used",
@@ -24,7 +31,7 @@ _OUTCOMES = {
     "too_short": "makes no example: it has fewer than two tokens",
     "filtered": "left out by the pipeline",
     "corrupt": "corrupt, and skipped",
-    "buffered": "read into a shuffle window or an incomplete row, in no step yet",
+    "read_ahead": "read ahead, in no step yet",
     "not_yet_used": "not used yet",
 }
 
@@ -60,17 +67,21 @@ def describe_reading(reading: provenance.Reading) -> str:
         return f"computing which records {reading.num_rows:,} rows have; reading none"
     shards = ", ".join(map(str, reading.shards[:8]))
     more = ", ..." if len(reading.shards) > 8 else ""
-    amount = ""
+    amount = (
+        f" of files with {reading.epoch_records:,} records and"
+        f" {reading.epoch_bytes / 1e6:,.1f} MB"
+    )
     if reading.num_records is not None and reading.num_bytes is not None:
         amount = (
             f", about {reading.num_records:,} records with"
-            f" {reading.num_bytes / 1e6:,.1f} MB"
+            f" {reading.num_bytes / 1e6:,.1f} MB{amount}"
         )
     start = "the beginning of the data"
     if reading.from_step is not None:
         start = f"the data state of checkpoint {reading.from_step}"
+    plural = "s" * (len(reading.shards) > 1)
     return (
-        f"reading {len(reading.shards)} logical shards ({shards}{more}) from {start}:"
+        f"reading logical shard{plural} {shards}{more} from {start}:"
         f" at most {reading.num_rows:,} rows{amount}"
     )
 
@@ -150,8 +161,10 @@ def _lines_of_row(row: provenance.UsedRow) -> Iterator[str]:
 
 
 def _document(of: provenance.Found | documents.Piece) -> str:
-    dataset = f" ({of.dataset})" if of.dataset else ""
-    return f"{os.path.basename(of.file)}:{of.record}{dataset}"
+    file = os.path.basename(of.file)
+    # A dataset of a list is named after its files, and the only one has no name.
+    is_named = of.dataset not in ("", file, datasets.ONLY)
+    return f"{file}:{of.record}" + f" ({of.dataset})" * is_named
 
 
 def _tokens(first: int, number: int | None) -> str:
@@ -163,22 +176,37 @@ def _print_json(readings: list[provenance.Reading], **content: Any) -> None:
     print(json.dumps(as_json, indent=2))
 
 
-def _saved(directory: str) -> Iterator[provenance.SavedData]:
+def _saved(directory: str) -> list[provenance.SavedData]:
     # The data states in storage that can be read.
     from elastic_ckpt.checkpoint import summary
+
+    steps = summary.steps(run_directory.saved_steps_of(directory))
+    with futures.ThreadPoolExecutor(_READERS) as pool:
+        return [
+            saved
+            for of_step in pool.map(_saved_at, steps.keys(), steps.values())
+            for saved in of_step
+        ]
+
+
+def _saved_at(step: int, path: epath.Path) -> list[provenance.SavedData]:
     from elastic_ckpt.data import cursors, state
     from elastic_ckpt.training import provenance
 
-    for step, path in summary.steps(run_directory.saved_steps_of(directory)).items():
-        for part in path.iterdir():
-            if not (part / state.FILE_NAME).exists():
-                continue
-            try:
-                saved = state.read(part)
-            except errors.DataError:
-                continue
+    found = []
+    for part in path.iterdir():
+        if not (part / state.FILE_NAME).exists():
+            continue
+        try:
+            saved = state.read(part)
+        except errors.DataError:
+            # An older state serves, too.
+            continue
 
-            def read(shards: Any, part: Any = part, saved: Any = saved) -> Any:
-                return cursors.read(part, shards, saved.position)
+        def read(
+            shards: Iterable[int], part: epath.Path = part, saved: Any = saved
+        ) -> cursors.Cursors:
+            return cursors.read(part, shards, saved.position)
 
-            yield provenance.SavedData(step=step, state=saved, cursors=read)
+        found.append(provenance.SavedData(step=step, state=saved, cursors=read))
+    return found

@@ -14,6 +14,7 @@ or its order of records has.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -51,7 +52,7 @@ Outcome = Literal[
     "too_short",
     "filtered",
     "corrupt",
-    "buffered",
+    "read_ahead",
     "not_yet_used",
 ]
 
@@ -67,6 +68,8 @@ class Reading:
         with the data.
       num_records: about how many records that takes; None if no saved state tells.
       num_bytes: about how many bytes these take in their files; likewise.
+      epoch_records: the records of all files; 0 if no file is read.
+      epoch_bytes: their bytes.
     """
 
     shards: tuple[int, ...]
@@ -74,6 +77,8 @@ class Reading:
     from_step: int | None
     num_records: int | None
     num_bytes: int | None
+    epoch_records: int
+    epoch_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,8 +116,8 @@ class Found:
       shard: the logical shard that reads it; None if the data has no shards.
       outcome: `used` by steps; `left_out` with other rows when the run went back;
         `too_short` for an example; `filtered` by the pipeline; `corrupt` and skipped;
-        `buffered`, read into a shuffle window or an incomplete row, but in no step yet;
-        or `not_yet_used`.
+        `read_ahead` by one host, into a block, a shuffle window or an incomplete row,
+        but in no step yet; or `not_yet_used`.
       document_tokens: the tokens of the whole document; None if they are not known.
       uses: the steps that used it, in the order of training.
     """
@@ -404,7 +409,10 @@ class Provenance:
     ) -> None:
         """Says what is read: the number of rows of each shard, up to a position."""
         num_rows = sum(shards.values())
+        if not num_rows:
+            return
         share = self._read_a_row(history, position)
+        parts = provenance.parts(self.sharded(history, position).make_shard(0))
         self._announce(
             Reading(
                 shards=tuple(sorted(shards)),
@@ -412,6 +420,8 @@ class Provenance:
                 from_step=saved.step if saved else None,
                 num_records=None if share is None else round(share[0] * num_rows),
                 num_bytes=None if share is None else round(share[1] * num_rows),
+                epoch_records=sum(part.epoch_records() for part in parts.values()),
+                epoch_bytes=sum(part.num_bytes for part in parts.values()),
             )
         )
 
@@ -434,7 +444,9 @@ class Provenance:
                     num_bytes += number * part.num_bytes / part.epoch_records()
             row = states[0].state.row
             self._of_rows[states[0].step] = num_records / row, num_bytes / row
-        return self._of_rows[states[0].step]
+        of_rows = self._of_rows[states[0].step]
+        # If buffers were never empty, the state does not tell what was read.
+        return of_rows if of_rows[0] else None
 
     def _batches(self, step: int) -> list[tuple[UsedBatch, _Trained]]:
         trained = [t for t in self._trained if t.record.step + self._first_step == step]
@@ -588,7 +600,13 @@ class Provenance:
     def _announce_order(self, num_rows: int) -> None:
         self._announce(
             Reading(
-                shards=(), num_rows=num_rows, from_step=None, num_records=0, num_bytes=0
+                shards=(),
+                num_rows=num_rows,
+                from_step=None,
+                num_records=0,
+                num_bytes=0,
+                epoch_records=0,
+                epoch_bytes=0,
             )
         )
 
@@ -776,12 +794,14 @@ class _OfHistory:
         )
 
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
-        for saved in (*self._saved, None):
-            if saved is not None:
-                cursor = saved.cursors([turn.shard])[turn.shard]
-                until = provenance.read_until(cursor, name)
-                if until is None or until > turn.at:
-                    continue
+        def is_before(saved: SavedData) -> bool:
+            cursor = saved.cursors([turn.shard])[turn.shard]
+            until = provenance.read_until(cursor, name)
+            return until is not None and until <= turn.at
+
+        # States are newest first, and what they have read decreases.
+        newest = bisect.bisect_left(self._saved, True, key=is_before)
+        for saved in (*self._saved[newest:], None):
             stream = ShardStream(
                 self._run,
                 self._history,
@@ -789,9 +809,9 @@ class _OfHistory:
                 saved,
                 watched=(name, turn.number),
             )
-            is_before = saved is not None and stream.reads_again(name)
+            is_too_late = saved is not None and stream.reads_again(name)
             begin = stream.stream_row
-            first = None if is_before else stream.next()
+            first = None if is_too_late else stream.next()
             if saved is None or not stream.is_read:
                 break
             # Rows before the state may have a part of it.
@@ -869,7 +889,7 @@ class _OfHistory:
         elif stream.watched_tokens is not None and stream.watched_tokens < 2:
             outcome = "too_short"
         else:
-            outcome = "filtered" if is_over or stream.is_filtered else "buffered"
+            outcome = "filtered" if is_over or stream.is_filtered else "read_ahead"
         origin = part.origin(turn.number)
         return Found(
             dataset=name,

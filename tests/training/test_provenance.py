@@ -203,20 +203,20 @@ def check_steps(run, name, steps, **more):
 
 @each_pipeline
 def test_the_documents_of_a_step(parts, name):
-    run = Run().attempt(
-        formats.data(parts["parquet"], name), [12] * 3 + [4, 24, 8, 12], saves=(3, 5)
-    )
-    check_steps(run, name, range(7))
+    sizes = [12, 12, 4, 24, 8, 12]
+    run = Run().attempt(formats.data(parts["parquet"], name), sizes, saves=(2, 4))
+    # Buffers of packed mixtures take the longest to fill.
+    check_steps(run, name, (1, 3, 5) if name == "concat_then_split" else (5,))
 
 
 @pytest.mark.parametrize("file_format", ["arrayrecord", "jsonl"])
 def test_the_documents_of_a_step_of_other_formats(parts, file_format):
     data = formats.data(parts[file_format], "everything")
-    run = Run().attempt(data, [12] * 5, saves=(2,))
-    check_steps(run, "everything", (1, 4))
+    run = Run().attempt(data, [12] * 3, saves=(2,))
+    check_steps(run, "everything", (2,))
 
 
-@pytest.mark.parametrize("name", ["everything", "concat_then_split", "chunk"])
+@pytest.mark.parametrize("name", ["window_shuffle", "concat_then_split", "chunk"])
 def test_a_saved_state_changes_only_what_is_read(parts, name):
     run = Run().attempt(
         formats.data(parts["parquet"], name), [12] * 10, saves=(2, 4, 8)
@@ -244,7 +244,7 @@ def test_a_step_that_was_trained_again_has_one_batch(parts):
     run = Run().attempt(data, [12] * 5, saves=(3,)).attempt(data, [12] * 3, start=3)
     (batch,) = run.provenance().batches(4)
     assert (batch.attempts, batch.is_current) == ((1, 2), True)
-    check_steps(run, "mixture", range(6))
+    check_steps(run, "mixture", (2, 4, 5))
 
 
 def test_a_step_that_left_rows_out_has_two_batches(parts):
@@ -254,7 +254,7 @@ def test_a_step_that_left_rows_out_has_two_batches(parts):
     first, second = run.provenance().batches(4)
     assert (first.attempts, first.is_current, first.position) == ((1,), False, 48)
     assert (second.attempts, second.is_current, second.position) == ((2,), True, 72)
-    check_steps(run, "mixture", range(6))
+    check_steps(run, "mixture", (2, 4, 5))
 
 
 def reweighted(parts, web):
@@ -283,13 +283,13 @@ class Reweighted:
 def test_weights_that_change_when_a_run_continues(parts):
     before, after = reweighted(parts, 5.0)
     run = Run().attempt(before, [12] * 5, saves=(3, 5))
-    run.attempt(after, [12] * 6, start=3, saves=(6,))
+    run.attempt(after, [12] * 4, start=3, saves=(6,))
     # Of the steps 3 and 4 there are two versions, so the state of step 5 is of no use.
     readings = []
-    check_steps(run, "mixture", range(9), announce=readings.append)
+    check_steps(run, "mixture", (1, 4, 6), announce=readings.append)
     assert {each.from_step for each in readings} == {None, 3, 6}
     assert run.inputs[1, 4].tolist() != run.inputs[2, 4].tolist()
-    check_found(run, "mixture", samples=25)
+    check_found(run, "mixture", samples=4)
 
 
 def all_uses(run, name):
@@ -337,18 +337,31 @@ def check_outcome(found, size, name):
         assert formats.PIPELINES[name].filtered
         assert size % 3 == 0
     else:
-        assert found.outcome in ("buffered", "not_yet_used", "left_out")
+        assert found.outcome in ("read_ahead", "not_yet_used", "left_out")
 
 
-@each_pipeline
-def test_the_steps_of_a_document(parts, name):
+def check_uses(parts, name, samples):
     data = formats.data(parts["parquet"], name)
     # Over one epoch, with states before and at the end.
     run = Run().attempt(data, [12] * 26, saves=(4, 9, 15, 26))
-    outcomes = check_found(run, name, samples=30)
-    assert outcomes["used"] > 10
+    outcomes = check_found(run, name, samples=samples)
+    assert outcomes["used"] > samples / 4
 
 
+@pytest.mark.parametrize(
+    "name", ["chunk", "concat_then_split", "window_shuffle", "first_fit", "mixture"]
+)
+def test_the_steps_of_a_document(parts, name):
+    check_uses(parts, name, samples=5)
+
+
+@pytest.mark.slow(minutes=0.3)
+@each_pipeline
+def test_the_steps_of_many_documents(parts, name):
+    check_uses(parts, name, samples=40)
+
+
+@pytest.mark.slow
 def test_every_document_of_three_epochs(parts):
     run = Run().attempt(
         formats.data(parts["parquet"], "concat_then_split"), [24] * 30, saves=(7, 16)
@@ -359,11 +372,11 @@ def test_every_document_of_three_epochs(parts):
 
 
 def test_documents_of_a_run_that_went_back(parts):
-    data = formats.data(parts["parquet"], "first_fit")
+    data = formats.data(parts["parquet"], "chunk")
     run = Run().attempt(data, [12] * 5, saves=(3,))
     run.attempt(data, [12] * 3, start=3, skip=24)
-    outcomes = check_found(run, "first_fit")
-    assert outcomes["left_out"] > 10
+    outcomes = check_found(run, "chunk", samples=30)
+    assert outcomes["left_out"]
     asking = run.provenance()
     lost = next(
         each
@@ -378,7 +391,7 @@ def test_documents_of_a_run_that_went_back(parts):
 def test_documents_of_a_run_that_crashed(parts):
     data = formats.data(parts["parquet"], "best_fit")
     run = Run().attempt(data, [12] * 5, saves=(3,)).attempt(data, [8] * 2, start=3)
-    check_found(run, "best_fit", samples=40)
+    check_found(run, "best_fit", samples=15)
 
 
 @pytest.mark.parametrize("size", [24, 4])
@@ -389,8 +402,8 @@ def test_data_that_ends(parts, name, size):
     assert len(run.attempts[0].records) > 3
     last = run.attempts[0].records[-1].step
     check_steps(run, name, (last // 2, last))
-    outcomes = check_found(run, name, samples=20)
-    assert not outcomes["not_yet_used"] + outcomes["buffered"]
+    outcomes = check_found(run, name, samples=10)
+    assert not outcomes["not_yet_used"] + outcomes["read_ahead"]
 
 
 def test_a_long_document_that_is_truncated(parts):
@@ -456,13 +469,12 @@ def test_positional_data(corpus, listed):
     from elastic_ckpt.data import positional_data
 
     data = positional_data.PositionalData(files=(corpus,), max_target_length=16)
-    run = Run().attempt(data, [8] * 20, listed=listed)
-    run.attempt(data, [16] * 5, start=15, skip=8, listed=listed)
+    run = Run().attempt(data, [8] * 17, listed=listed)
+    run.attempt(data, [16] * 2, start=15, skip=8, listed=listed)
     order = data.record_numbers()
     readings = []
     asking = run.provenance(announce=readings.append)
     expected = collections.defaultdict(list)
-    starts = {1: 0, 2: 15}
     for attempt in run.attempts:
         position = 0 if attempt.attempt == 1 else 15 * 8 + 8
         for record in attempt.records:
@@ -478,9 +490,8 @@ def test_positional_data(corpus, listed):
                 assert piece.epoch == (position + row) // data.num_records()
                 expected[piece.record].append((attempt.attempt, record.step, row))
             position += record.num_rows
-    assert starts
     assert bool(readings) == (not listed)
-    for record in range(0, data.num_records(), 9):
+    for record in range(0, data.num_records(), 25):
         uses = [
             (use.attempt, use.step, use.row)
             for found in asking.find(corpus, record)
