@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import example_id, records, rows, state
+from elastic_ckpt.data import (
+    example_id,
+    mixing,
+    positional_data,
+    records,
+    rows,
+    sharded_data,
+    shuffling,
+    state,
+)
 from elastic_ckpt.training import provenance, step_log, step_record
-from tests import formats
+from tests import corpora, formats
 
 each_pipeline = pytest.mark.parametrize("name", formats.PIPELINES)
 
@@ -201,7 +210,13 @@ def check_steps(run, name, steps, **more):
         assert asked(asking, step) == trained(run, step, named=is_mixed(name))
 
 
-@each_pipeline
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "everything" else name
+        for name in formats.PIPELINES
+    ],
+)
 def test_the_documents_of_a_step(parts, name):
     sizes = [12, 12, 4, 24, 8, 12]
     run = Run().attempt(formats.data(parts["parquet"], name), sizes, saves=(2, 4))
@@ -417,8 +432,6 @@ def test_a_long_document_that_is_truncated(parts):
 
 
 def test_rows_with_the_field_record_are_followed_without_tokens(parts):
-    from elastic_ckpt.data import mixing, sharded_data
-
     def make_shard(shard):
         options = records.ReadOptions(shuffle_seed=3)
         read = {
@@ -451,9 +464,55 @@ def _first_tokens(document):
     return [t for t, origin in ORIGINS.items() if origin == (*document, 0)]
 
 
-def test_code_of_the_users_after_the_tokens_is_refused(parts):
-    from elastic_ckpt.data import sharded_data
+def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
+    numbers = corpora.Numbers(
+        blocks=((5, 9, 4), (7, 12)), corrupt=frozenset((3, 11, 20))
+    )
 
+    def make_shard(shard):
+        read = records.Records(
+            numbers,
+            shard=shard,
+            num_shards=4,
+            read_options=records.ReadOptions(shuffle_seed=3, skip_corrupt=True),
+        ).filter(lambda element: element["number"] % 5)
+        shuffled = shuffling.WindowShuffle(read, window_size=7, seed=shard)
+        return shuffled.map(
+            lambda e: {"inputs": np.array([e["number"]]), "record": e["record"]}
+        )
+
+    data = sharded_data.sharded(make_shard, num_shards=4, pipeline="numbers")
+    run = Run().attempt(data, [8] * 13, saves=(4, 9, 13))
+    uses = collections.defaultdict(list)
+    for (_, step), of_rows in run.inputs.items():
+        for row, (number,) in enumerate(of_rows.tolist()):
+            uses[number].append((step, row))
+    outcomes = collections.Counter()
+    for number in range(37):
+        file, record = divmod(number, 18) if number < 36 else (1, 18)
+        found = list(run.provenance().find(f"numbers-{file}", record))
+        named = [(use.step, use.row) for each in found for use in each.uses]
+        assert sorted(named) == sorted(uses[number])
+        unused = {"read_ahead", "not_yet_used"}
+        expected = "used"
+        if number in numbers.corrupt:
+            expected = "corrupt"
+        elif not number % 5:
+            expected = "filtered"
+        found_outcomes = {each.outcome for each in found}
+        assert expected in found_outcomes
+        assert found_outcomes <= {expected} | unused
+        outcomes.update(found_outcomes)
+    assert outcomes["corrupt"] == 3
+    for step in (5, 12):
+        ((_, of_batch),) = run.provenance().step(step)
+        for each in of_batch:
+            (document,) = each.documents
+            number = 18 * _file(document.file) + document.record
+            assert run.inputs[1, step][each.row].tolist() == [number]
+
+
+def test_code_of_the_users_after_the_tokens_is_refused(parts):
     base = formats.data(parts["parquet"], "chunk").make_shard
 
     data = sharded_data.sharded(
@@ -466,8 +525,6 @@ def test_code_of_the_users_after_the_tokens_is_refused(parts):
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_positional_data(corpus, listed):
-    from elastic_ckpt.data import positional_data
-
     data = positional_data.PositionalData(files=(corpus,), max_target_length=16)
     run = Run().attempt(data, [8] * 17, listed=listed)
     run.attempt(data, [16] * 2, start=15, skip=8, listed=listed)
