@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ class FollowedShard:
         self._record_of = array.array("q")
         self._tokens_of = array.array("q")
         for number, each in enumerate(self.parts.values()):
-            each.tag(_Tag(self, number))
+            records.tag(each, _Tag(self, number))
         self.is_tokenized = self._follow(made)
         self._made, self._rows = made, iter(made)
         if isinstance(cursor, dict) and cursor.keys() == {shard_rows.ENDED}:
@@ -200,8 +201,9 @@ class FollowedShard:
                     f"the documents of these rows cannot be told: {code[0]}, of your"
                     " own code, works on tokens; apply it to records, before Tokens"
                 )
-            tokens.follow(
-                _Documents.following(tokens.documents, self),
+            token_blocks.follow(
+                tokens,
+                functools.partial(_Documents.following, shard=self),
                 _Renumbered(self, self._part_before(tokens)),
             )
         return bool(followed)
@@ -265,7 +267,7 @@ class FollowedShard:
 
     def _whole(self, part: int, number: int) -> Piece:
         name = self._names[part]
-        origin = self.parts[name].origin(number)
+        origin = records.origin(self.parts[name], number)
         return Piece(
             dataset=name, file=origin.file, record=origin.record, epoch=origin.epoch
         )
@@ -285,6 +287,8 @@ class _Documents(language.Documents):
 
     @classmethod
     def following(cls, of: language.Documents, shard: FollowedShard) -> _Documents:
+        # Several pipelines may share a dataset, which was followed before.
+        of = of.of if isinstance(of, _Documents) else of
         return cls(
             column=of.column,
             tokenizer=of.tokenizer,

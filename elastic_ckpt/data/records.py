@@ -144,78 +144,6 @@ class Records(shard_steps.Step[source.Element]):
         """The number of records in an epoch, over all shards."""
         return source.num_records(self._source)
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The paths or URIs of the files, in order."""
-        return self._source.files
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all files."""
-        return sum(i.content.num_bytes for i in source.indexes(self._source))
-
-    def tag(self, tag: Callable[[int], int]) -> None:
-        """Calls `tag` for each record that is read one by one; see `provenance`.
-
-        Args:
-          tag: returns what the field `record` has in place of the record's number.
-        """
-        self._tag = tag
-
-    def origin(self, number: int) -> Origin:
-        """The record that has `number` in its field `record`."""
-        epoch, record = divmod(number, self.epoch_records())
-        firsts = self._first_records
-        # Of the files that begin there, all but the last are empty.
-        file = int(np.searchsorted(firsts, record, side="right")) - 1
-        return Origin(
-            file=self.files[file], record=record - int(firsts[file]), epoch=epoch
-        )
-
-    def turns(self, file: int, record: int) -> Iterator[Turn]:
-        """When shards read a record, epoch by epoch.
-
-        Args:
-          file: the number of the file.
-          record: the record's number in the file, from 0.
-
-        Raises:
-          DataError: if the file has no such record.
-        """
-        of_file = source.indexes(self._source)[file].num_records
-        if not 0 <= record < of_file:
-            raise errors.DataError(
-                f"{self.files[file]} has no record {record}: its {of_file:,} records"
-                f" are numbered from 0 to {of_file - 1}"
-            )
-        record += int(self._first_records[file])
-        cut = source.cut(self._source, self._num_shards)
-        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
-        seed, num_epochs = self._reading.shuffle_seed, self._reading.num_epochs
-        for epoch in itertools.count() if num_epochs is None else range(num_epochs):
-            place = unit
-            if seed is not None:
-                place = units.place_of(unit, length=len(cut), key=(seed, epoch))
-            turn, shard = divmod(epoch * len(cut) + place, self._num_shards)
-            yield Turn(
-                number=epoch * cut.total_records + record,
-                epoch=epoch,
-                shard=shard,
-                turn=turn,
-                skip=record - int(cut.record[unit]),
-            )
-
-    def num_read(self, turn: int, taken: int) -> float:
-        """About how many records a shard has read at a state, which has these."""
-        cut = source.cut(self._source, self._num_shards)
-        return turn * cut.total_records / len(cut) + taken
-
-    def epoch_at(self, turn: int, *, shard: int) -> int:
-        """The epoch of the unit that a shard reads at `turn`."""
-        cut = source.cut(self._source, self._num_shards)
-        shards = {"shard": shard, "num_shards": self._num_shards}
-        return units.dealt(turn, **shards, num_units=len(cut))[0]
-
     @functools.cached_property
     def _first_records(self) -> np.ndarray:
         # The number of the first record of each file, over all files.
@@ -234,6 +162,85 @@ class Records(shard_steps.Step[source.Element]):
             # Damage that is skipped does not change the identity of a file.
             **source.identity(self._source, sampled=not reading.skip_corrupt),
         }
+
+
+def tag(records: Records, tag: Callable[[int], int]) -> None:
+    """Calls `tag` for each record that is read one by one; see `provenance`.
+
+    Args:
+      records: of a shard, not iterated over before.
+      tag: returns what the field `record` has in place of the record's number.
+    """
+    records._tag = tag
+
+
+def files_of(records: Records) -> tuple[str, ...]:
+    """The paths or URIs of the files, in order."""
+    return records._source.files
+
+
+def num_bytes(records: Records) -> int:
+    """The bytes of all files."""
+    return sum(i.content.num_bytes for i in source.indexes(records._source))
+
+
+def origin(records: Records, number: int) -> Origin:
+    """The record that has `number` in its field `record`."""
+    epoch, record = divmod(number, records.epoch_records())
+    firsts = records._first_records
+    # Of the files that begin there, all but the last are empty.
+    file = int(np.searchsorted(firsts, record, side="right")) - 1
+    return Origin(
+        file=files_of(records)[file], record=record - int(firsts[file]), epoch=epoch
+    )
+
+
+def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
+    """When shards read a record, epoch by epoch.
+
+    Args:
+      records: of any shard.
+      file: the number of the file.
+      record: the record's number in the file, from 0.
+
+    Raises:
+      DataError: if the file has no such record.
+    """
+    of_file = source.indexes(records._source)[file].num_records
+    if not 0 <= record < of_file:
+        raise errors.DataError(
+            f"{files_of(records)[file]} has no record {record}: its {of_file:,} records"
+            f" are numbered from 0 to {of_file - 1}"
+        )
+    record += int(records._first_records[file])
+    cut = source.cut(records._source, records._num_shards)
+    unit = int(np.searchsorted(cut.record, record, side="right")) - 1
+    seed, num_epochs = records._reading.shuffle_seed, records._reading.num_epochs
+    for epoch in itertools.count() if num_epochs is None else range(num_epochs):
+        place = unit
+        if seed is not None:
+            place = units.place_of(unit, length=len(cut), key=(seed, epoch))
+        turn, shard = divmod(epoch * len(cut) + place, records._num_shards)
+        yield Turn(
+            number=epoch * cut.total_records + record,
+            epoch=epoch,
+            shard=shard,
+            turn=turn,
+            skip=record - int(cut.record[unit]),
+        )
+
+
+def num_read(records: Records, turn: int, taken: int) -> float:
+    """About how many records a shard has read at a state, which has these."""
+    cut = source.cut(records._source, records._num_shards)
+    return turn * cut.total_records / len(cut) + taken
+
+
+def epoch_at(records: Records, turn: int, *, shard: int) -> int:
+    """The epoch of the unit that a shard reads at `turn`."""
+    num_shards = records._num_shards
+    num_units = len(source.cut(records._source, num_shards))
+    return units.dealt(turn, shard=shard, num_shards=num_shards, num_units=num_units)[0]
 
 
 class _UnitsInTurn:

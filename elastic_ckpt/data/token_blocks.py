@@ -79,21 +79,6 @@ class Tokens(grain.IterDataset[np.ndarray]):
         self._num_threads = num_threads
         self._renumbered: Renumber | None = None
 
-    def follow(self, documents: language.Documents, renumbered: Renumber) -> None:
-        """Replaces each token by a number that names it; see `provenance`.
-
-        Args:
-          documents: makes these numbers of records.
-          renumbered: returns a block of a column with these numbers, given the number
-            of its first record.
-        """
-        self._documents, self._renumbered = documents, renumbered
-
-    @property
-    def documents(self) -> language.Documents:
-        """How a record becomes tokens."""
-        return self._documents
-
     def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
         return _TokensIterator(self, iter(self._parent))
 
@@ -108,6 +93,22 @@ class Tokens(grain.IterDataset[np.ndarray]):
         ):
             return _ColumnBlocks(batches, self._of_column, self._renumbered)
         return _TokenizedBlocks(_TokensIterator(self, iter(parent)))
+
+
+def follow(
+    tokens: Tokens,
+    make: Callable[[language.Documents], language.Documents],
+    renumbered: Renumber,
+) -> None:
+    """Replaces each token by a number that names it; see `provenance`.
+
+    Args:
+      tokens: not iterated over before.
+      make: returns what makes these numbers of records, given what makes the tokens.
+      renumbered: returns a block of a column with these numbers, given the number of
+        its first record.
+    """
+    tokens._documents, tokens._renumbered = make(tokens._documents), renumbered
 
 
 class _TokensIterator(grain.DatasetIterator[np.ndarray]):

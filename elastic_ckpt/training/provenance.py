@@ -421,7 +421,7 @@ class Provenance:
                 num_records=None if share is None else round(share[0] * num_rows),
                 num_bytes=None if share is None else round(share[1] * num_rows),
                 epoch_records=sum(part.epoch_records() for part in parts.values()),
-                epoch_bytes=sum(part.num_bytes for part in parts.values()),
+                epoch_bytes=sum(records.num_bytes(part) for part in parts.values()),
             )
         )
 
@@ -439,9 +439,9 @@ class Provenance:
             for cursor in states[0].cursors(range(data.num_shards)).values():
                 for name, part in parts.items():
                     turn, taken = provenance.read_until(cursor, name) or (0, 0)
-                    number = part.num_read(turn, taken)
+                    number = records.num_read(part, turn, taken)
                     num_records += number
-                    num_bytes += number * part.num_bytes / part.epoch_records()
+                    num_bytes += number * records.num_bytes(part) / part.epoch_records()
             row = states[0].state.row
             self._of_rows[states[0].step] = num_records / row, num_bytes / row
         of_rows = self._of_rows[states[0].step]
@@ -634,8 +634,8 @@ class Provenance:
             for name, part in parts.items():
                 if name in seen:
                     continue
-                files += part.files
-                number = _file_number(part.files, file)
+                files += records.files_of(part)
+                number = _file_number(records.files_of(part), file)
                 if number is not None:
                     seen.add(name)
                     yield name, number, part
@@ -772,7 +772,7 @@ class _OfHistory:
         """What became of a record of a dataset in each epoch."""
         reached = self._reached(name, part)
         is_first_unused = True
-        for turn in part.turns(file, record):
+        for turn in records.turns(part, file, record):
             found = self._followed(name, part, turn)
             is_unused = found.outcome == "not_yet_used"
             if not is_unused or is_first_unused:
@@ -789,7 +789,9 @@ class _OfHistory:
         num_shards = self._run.sharded(self._history, self._end).num_shards
         at_end = self._saved[0].cursors(range(num_shards))
         return max(
-            part.epoch_at((provenance.read_until(cursor, name) or (0, 0))[0], shard=s)
+            records.epoch_at(
+                part, (provenance.read_until(cursor, name) or (0, 0))[0], shard=s
+            )
             for s, cursor in at_end.items()
         )
 
@@ -890,7 +892,7 @@ class _OfHistory:
             outcome = "too_short"
         else:
             outcome = "filtered" if is_over or stream.is_filtered else "read_ahead"
-        origin = part.origin(turn.number)
+        origin = records.origin(part, turn.number)
         return Found(
             dataset=name,
             file=origin.file,

@@ -62,12 +62,12 @@ def test_it_is_known_when_a_shard_reads_a_record(dataset, seed, num_shards):
     first = 0
     for file, counts in enumerate(dataset.blocks):
         for in_file in range(sum(counts)):
-            turns = list(of_shard.turns(file, in_file))
+            turns = list(records.turns(of_shard, file, in_file))
             assert [turn.epoch for turn in turns] == [0, 1]
             for turn in turns:
                 place = turn.shard, turn.turn, turn.skip
                 assert found[turn.number] == (place, first + in_file)
-                origin = of_shard.origin(turn.number)
+                origin = records.origin(of_shard, turn.number)
                 assert (origin.file, origin.record, origin.epoch) == (
                     dataset.files[file],
                     in_file,
