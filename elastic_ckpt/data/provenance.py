@@ -83,7 +83,6 @@ class FollowedShard:
         are numbered, such as `web#2`.
       is_tokenized: whether its records become tokens, by `Tokens`.
       is_read: whether the watched record was read.
-      num_records: how many records were read.
 
     Raises:
       DataError: if rows of this pipeline cannot be followed.
@@ -100,7 +99,7 @@ class FollowedShard:
         made = make_shard(shard)
         self.shard = shard
         self.parts = parts(made)
-        self.is_read, self.num_records = False, 0
+        self.is_read = False
         self._names = list(self.parts)
         self._watched: tuple[int, int] | None = None
         if watched is not None:
@@ -169,8 +168,7 @@ class FollowedShard:
         self._rows.close()
 
     def note_read(self, part: int, first: int, num_records: int = 1) -> None:
-        """Counts records that are read, given the number of the first."""
-        self.num_records += num_records
+        """Notes that records are read, given the number of the first."""
         if self._watched and self._watched[0] == part:
             self.is_read |= first <= self._watched[1] < first + num_records
 

@@ -230,14 +230,16 @@ class Provenance:
         self._data: dict[str, elastic_data.ElasticData] = {}
         # The records, and their bytes, that a row took up to a saved step.
         self._of_rows: dict[int, tuple[float, float]] = {}
+        # The end of the rows that were trained on, by the pipelines that made them.
+        self._ends: dict[_History, int] = collections.defaultdict(int)
         self._saved = sorted(saved, key=lambda each: each.state.row)
         keys = self._keys(attempts, data_of)
         self._check_same(keys[attempts[-1].attempt])
         self._trained = self._placed(attempts, keys)
-        self.current_end = max(t.stop for t in self._trained if t.is_current)
+        self.current_end = max(
+            (t.stop for t in self._trained if t.is_current), default=0
+        )
         self._left_out = {each for attempt in attempts for each in attempt.left_out}
-        # The end of the rows that were trained on, by the pipelines that made them.
-        self._ends: dict[_History, int] = collections.defaultdict(int)
         for trained in self._trained:
             end = max(self._ends[trained.history], trained.stop)
             self._ends[trained.history] = end
@@ -324,7 +326,10 @@ class Provenance:
         placed: list[_Trained] = []
         # The steps of the run as it was before each attempt.
         before: dict[int, _Trained] = {}
-        empties = _EmptyBatches(self)
+        num_rows = sum(
+            each.num_rows for attempt in attempts for each in attempt.records
+        )
+        empties = _EmptyBatches(self, num_rows=num_rows)
         for attempt in attempts:
             before = {n: t for n, t in before.items() if n < attempt.start_step}
             position, history = 0, ()
@@ -919,12 +924,16 @@ class _OfHistory:
 class _EmptyBatches:
     """Finds batches of finite data that no step has, as all of their shards had ended.
 
+    All shards are read for that, from the beginning.
+
     Args:
       run: the run.
+      num_rows: the rows of all of its steps.
     """
 
-    def __init__(self, run: Provenance) -> None:
+    def __init__(self, run: Provenance, *, num_rows: int) -> None:
         self._run = run
+        self._num_rows_of_run = num_rows
         self._streams: dict[Any, ShardStream] = {}
         # The rows of a shard that has ended.
         self._num_rows: dict[Any, int] = {}
@@ -932,7 +941,13 @@ class _EmptyBatches:
     def after(self, history: _History, position: int, size: int) -> int:
         """The position of the next batch of a step."""
         data = self._run.data_at(history, position)
-        for _ in range(delivery.batches_of_end(data, size) - 1):
+        max_empty = delivery.batches_of_end(data, size) - 1
+        if max_empty and not self._streams:
+            shards = range(self._run.sharded(history, position).num_shards)
+            of_shard = -(-self._num_rows_of_run // len(shards))
+            of_shards = dict.fromkeys(shards, of_shard)
+            self._run.announce(history, of_shards, None, position)
+        for _ in range(max_empty):
             if any(self._is_real(history, n) for n in range(position, position + size)):
                 break
             position += size

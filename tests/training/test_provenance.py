@@ -364,7 +364,7 @@ def check_uses(parts, name, samples):
 
 
 @pytest.mark.parametrize(
-    "name", ["chunk", "concat_then_split", "window_shuffle", "first_fit", "mixture"]
+    "name", ["chunk", "concat_then_split", "window_shuffle", "first_fit"]
 )
 def test_the_steps_of_a_document(parts, name):
     check_uses(parts, name, samples=5)
@@ -418,6 +418,10 @@ def test_data_that_ends(parts, name, size):
     last = run.attempts[0].records[-1].step
     check_steps(run, name, (last // 2, last))
     outcomes = check_found(run, name, samples=10)
+    readings = []
+    run.provenance(announce=readings.append)
+    # Which batches had no rows, so that no step has them, is seen in all shards.
+    assert [each.shards for each in readings] == [tuple(range(12))] * (size < 12)
     assert not outcomes["not_yet_used"] + outcomes["read_ahead"]
 
 
@@ -487,10 +491,10 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
     for (_, step), of_rows in run.inputs.items():
         for row, (number,) in enumerate(of_rows.tolist()):
             uses[number].append((step, row))
-    outcomes = collections.Counter()
-    for number in range(37):
+    outcomes, asking = collections.Counter(), run.provenance()
+    for number in range(2, 37, 3):
         file, record = divmod(number, 18) if number < 36 else (1, 18)
-        found = list(run.provenance().find(f"numbers-{file}", record))
+        found = list(asking.find(f"numbers-{file}", record))
         named = [(use.step, use.row) for each in found for use in each.uses]
         assert sorted(named) == sorted(uses[number])
         unused = {"read_ahead", "not_yet_used"}
@@ -503,9 +507,9 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
         assert expected in found_outcomes
         assert found_outcomes <= {expected} | unused
         outcomes.update(found_outcomes)
-    assert outcomes["corrupt"] == 3
+    assert outcomes["corrupt"] == 2
     for step in (5, 12):
-        ((_, of_batch),) = run.provenance().step(step)
+        ((_, of_batch),) = asking.step(step)
         for each in of_batch:
             (document,) = each.documents
             number = 18 * _file(document.file) + document.record
@@ -548,7 +552,7 @@ def test_positional_data(corpus, listed):
                 expected[piece.record].append((attempt.attempt, record.step, row))
             position += record.num_rows
     assert bool(readings) == (not listed)
-    for record in range(0, data.num_records(), 25):
+    for record in range(0, data.num_records(), 40):
         uses = [
             (use.attempt, use.step, use.row)
             for found in asking.find(corpus, record)
