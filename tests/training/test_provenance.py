@@ -213,7 +213,9 @@ def check_steps(run, name, steps, **more):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name == "everything" else name
+        pytest.param(name, marks=pytest.mark.slow)
+        if name == "everything" or name.endswith("_singly")
+        else name
         for name in formats.PIPELINES
     ],
 )
@@ -409,8 +411,7 @@ def test_documents_of_a_run_that_crashed(parts):
     check_found(run, "best_fit", samples=15)
 
 
-@pytest.mark.parametrize("size", [24, 4])
-@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize(("name", "size"), [("plain", 24), ("chunk", 4)])
 def test_data_that_ends(parts, name, size):
     data = formats.data(parts["parquet"], name, num_epochs=1)
     run = Run().attempt(data, [size] * (40 * 24 // size), saves=(2, 5))
