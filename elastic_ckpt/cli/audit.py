@@ -1,6 +1,7 @@
 """`elastic-ckpt audit RUN`: proves that a run trained on the right examples.
 
-It compares them with those that one host reads from the run's own pipeline.
+It compares them with those that one host reads from the run's own pipeline. With
+`--find` and `--step` it tells which documents they were made of (`audit_documents`).
 """
 
 from __future__ import annotations
@@ -40,11 +41,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for a training loop of your own: its data, as ec.batches was given it,"
         " or a function that returns it, in a module that can be imported",
     )
+    question = parser.add_mutually_exclusive_group()
+    question.add_argument(
+        "--find",
+        metavar="FILE:RECORD",
+        help="show which steps used a document: the end of a path, and the number of"
+        " the record in the file, from 0",
+    )
+    question.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="show which documents a step used",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audits the run; 1 if it fails."""
+    """Audits the run, or answers a question about its documents; 1 if it fails."""
+    if arguments.find is not None or arguments.step is not None:
+        from elastic_ckpt.cli import audit_documents
+
+        run = run_of(arguments.run, data=arguments.data)
+        return audit_documents.answer(run, arguments)
     outcome = outcome_of(arguments.run, data=arguments.data)
     if arguments.json:
         content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
@@ -52,6 +71,62 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(describe(outcome))
     return 0 if outcome.passed else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that was recorded in a directory.
+
+    Attributes:
+      directory: of the run.
+      attempts: its step log.
+      data_of: returns the data of an attempt, given its number.
+      is_in_order: returns whether these data guarantee the order of rows.
+      first_step: the number of its first step in outputs; the log has 0.
+      own: the user's own loop, if it is one.
+      config: its configuration, if it is none.
+    """
+
+    directory: str
+    attempts: list[step_log.Attempt]
+    data_of: Callable[[int], elastic_data.ElasticData]
+    is_in_order: Callable[[int], bool]
+    first_step: int
+    own: run_directory.OwnLoop | None
+    config: schema.Config | None
+
+
+def run_of(directory: str, *, data: str | None = None) -> Run:
+    """The run in `directory`; see `outcome_of`."""
+    from elastic_ckpt.training import step_log
+
+    own = run_directory.read_loop(directory)
+    config = None if own is not None else run_directory.read_config(directory)
+    attempts = step_log.read(directory)
+    data_of: Callable[[int], elastic_data.ElasticData]
+    is_in_order: Callable[[int], bool]
+    if config is None:
+        data_of = _own_data(directory, data)
+        is_in_order = lambda _: True  # noqa: E731
+    else:
+        if data is not None:
+            raise errors.ConfigError(
+                f"--data: the data of {directory} is in its configuration; leave"
+                " --data out"
+            )
+        section = _sections(config, attempts)
+        data_of = _configured_data(section)
+        is_in_order = lambda number: not section(number).grain_use_elastic_iterator  # noqa: E731
+    return Run(
+        directory=directory,
+        attempts=attempts,
+        data_of=data_of,
+        is_in_order=is_in_order,
+        # `RunDirectory.log` counts the steps that are done.
+        first_step=int(own is not None),
+        own=own,
+        config=config,
+    )
 
 
 def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
@@ -70,39 +145,28 @@ def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
     from elastic_ckpt.data import positional_data
     from elastic_ckpt.training import audit, step_log
 
-    own = run_directory.read_loop(directory)
-    config = None if own is not None else run_directory.read_config(directory)
-    attempts = step_log.read(directory)
+    run = run_of(directory, data=data)
+    attempts = run.attempts
     saved = max(summary.steps(run_directory.saved_steps_of(directory)), default=0)
     missing: Callable[..., str]
     is_maxtext = False
-    if config is None:
-        assert own is not None
-        data_of, missing = _own_data(directory, data), _own_missing(own)
-        is_in_order: Callable[[int], bool] = lambda _: True  # noqa: E731
+    if run.config is None:
+        assert run.own is not None
+        missing = _own_missing(run.own)
     else:
-        if data is not None:
-            raise errors.ConfigError(
-                f"--data: the data of {directory} is in its configuration; leave"
-                " --data out"
-            )
         # MaxText names a save by its last step, counted from 0.
-        is_maxtext = bool(config.deploy.maxtext)
-        section = _sections(config, attempts)
-        data_of = _configured_data(section)
-        missing = functools.partial(_missing_checkpoint, config)
-        is_in_order = lambda number: not section(number).grain_use_elastic_iterator  # noqa: E731
-    last, start_step = data_of(attempts[-1].attempt), attempts[0].start_step
+        is_maxtext = bool(run.config.deploy.maxtext)
+        missing = functools.partial(_missing_checkpoint, run.config)
+    last, start_step = run.data_of(attempts[-1].attempt), attempts[0].start_step
     return audit.audit(
         attempts,
-        data_of,
-        is_in_order=is_in_order,
+        run.data_of,
+        is_in_order=run.is_in_order,
         num_records=last.num_records()
         if isinstance(last, positional_data.PositionalData)
         else None,
         num_saved_steps=saved + is_maxtext if saved else 0,
-        # `RunDirectory.log` counts the steps that are done.
-        first_step=int(own is not None),
+        first_step=run.first_step,
         missing_checkpoint=missing(
             finished=run_directory.is_finished(directory),
             num_steps=start_step + len(step_log.lineage(attempts)) - is_maxtext,

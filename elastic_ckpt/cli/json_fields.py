@@ -28,7 +28,7 @@ from elastic_ckpt.inspect import (
     verification,
 )
 from elastic_ckpt.simulation import run_plan
-from elastic_ckpt.training import audit
+from elastic_ckpt.training import audit, provenance
 from elastic_ckpt.universal.writing import summary
 
 
@@ -41,6 +41,43 @@ class Passed:
     """
 
     passed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundDocument:
+    """What `audit --find` prints.
+
+    Attributes:
+      found: what became of the document in each epoch.
+      readings: what was read for that.
+    """
+
+    found: tuple[provenance.Found, ...]
+    readings: tuple[provenance.Reading, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchDocuments(provenance.UsedBatch):
+    """A batch that trained a step.
+
+    Attributes:
+      rows: its rows, in the order in which they were read.
+    """
+
+    rows: tuple[provenance.UsedRow, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepDocuments:
+    """What `audit --step` prints.
+
+    Attributes:
+      batches: that trained the step: several if it was trained again with others.
+      readings: what was read for that.
+    """
+
+    batches: tuple[BatchDocuments, ...]
+    readings: tuple[provenance.Reading, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,6 +249,8 @@ class Converted:
 # default may be absent; `simulate` prints a list of objects.
 OUTPUTS: dict[str, tuple[type, ...]] = {
     "audit": (audit.Audit, Passed),
+    "audit --find": (FoundDocument,),
+    "audit --step": (StepDocuments,),
     "plan --hosts --batches": (Outlooks,),
     "plan --from --to": (Decision, change_plan.ChangePlan),
     "simulate": (Setting, run_plan.Outcome),

@@ -235,6 +235,12 @@ class Mixture(shard_steps.Step):
                 return None
         return _MixtureBlocks(self)
 
+    def make_parts(self) -> None:
+        """Makes datasets that would be made when they are opened."""
+        if isinstance(self._parts, Parts):
+            self._parts = {name: self._parts[name] for name in sorted(self._parts)}
+            self._parents = tuple(self._parts.values())
+
     def __str__(self) -> str:
         return f"Mixture(shard={self.shard}, {sorted(self._weights)})"
 
@@ -757,6 +763,42 @@ def names(made: grain.IterDataset) -> set[str]:
         each for each in shard_steps.datasets(made) if isinstance(each, Mixture)
     )
     return {name for mixture in mixtures for name in mixture._parts}
+
+
+def all_made(made: Any) -> Any:
+    """A pipeline, with all `Parts` of its mixtures made now, to be kept."""
+    for each in shard_steps.datasets(made):
+        if isinstance(each, Mixture):
+            each.make_parts()
+    return made
+
+
+def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The datasets of a pipeline, last to first, with the name of their mixture's part.
+
+    The name is empty outside of mixtures, and `outer/inner` in a mixture inside one.
+    """
+    yield name, made
+    if isinstance(made, Mixture):
+        for part, dataset in made._parts.items():
+            yield from by_name(dataset, f"{name}/{part}".lstrip("/"))
+        return
+    for parent in shard_steps.parents(made):
+        yield from by_name(parent, name)
+
+
+def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The states inside the state of a pipeline, outermost first; see `by_name`."""
+    if isinstance(state, dict):
+        yield name, state
+        if TAKEN in state and "parts" in state:
+            for part, of_part in state["parts"].items():
+                yield from states_by_name(of_part, f"{name}/{part}".lstrip("/"))
+            return
+        state = list(state.values())
+    if isinstance(state, list | tuple):
+        for value in state:
+            yield from states_by_name(value, name)
 
 
 def taken(shard_cursors: Iterable[cursors.Cursor]) -> dict[str, int]:

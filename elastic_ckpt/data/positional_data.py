@@ -101,10 +101,19 @@ class PositionalData:
         An example is `inputs` and `targets`, int32 `[L]` with 0 for padding, and
         `example_id`, uint32 `[2]`: the record number.
         """
-        records = grain.MapDataset.source(arrayrecord.ArrayRecordFiles(self.files))
+        return self._in_order(arrayrecord.ArrayRecordFiles(self.files)).map(
+            self._example
+        )
+
+    def record_numbers(self) -> grain.MapDataset:
+        """The record number of each example of the run in order; reads no record."""
+        return self._in_order(range(self.num_records()))
+
+    def _in_order(self, source: Any) -> grain.MapDataset:
+        records = grain.MapDataset.source(source)
         if self.shuffle:
             records = records.seed(self.shuffle_seed).shuffle()
-        return records.repeat(self.num_epochs).map(self._example)
+        return records.repeat(self.num_epochs)
 
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
         """None: rows stay in the order in which hosts load them."""

@@ -67,6 +67,46 @@ class ReadOptions:
 _Read = Callable[[units.Unit, int], Iterator[Any]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A record that is read in some epoch.
+
+    Attributes:
+      file: the path or URI of its file.
+      record: its number in the file, from 0.
+      epoch: the epoch, from 0.
+    """
+
+    file: str
+    record: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """When a shard reads a record.
+
+    Attributes:
+      number: that of the field `record`.
+      epoch: the epoch, from 0.
+      shard: the shard that reads it.
+      turn: the epoch; or the number of units that the shard reads before that of the
+        record, if units are dealt.
+      skip: the number of records of the shard's before it in the epoch, or the unit.
+    """
+
+    number: int
+    epoch: int
+    shard: int
+    turn: int
+    skip: int
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """`turn` and `skip`, which are ordered as the shard reads."""
+        return self.turn, self.skip
+
+
 class Records(shard_steps.Step[source.Element]):
     """A `grain.IterDataset` of one shard's records, as dicts of columns.
 
@@ -99,6 +139,8 @@ class Records(shard_steps.Step[source.Element]):
         self._shard = self.shard = shard
         self._num_shards = self.num_shards = num_shards
         self._reading = read_options or ReadOptions()
+        # What replaces the number of each record in its field `record`.
+        self._tag: Callable[[int], int] | None = None
 
     def __iter__(self) -> grain.DatasetIterator[source.Element]:
         return _RecordsIterator(self)
@@ -117,6 +159,12 @@ class Records(shard_steps.Step[source.Element]):
         """The number of records in an epoch, over all shards."""
         return source.num_records(self._source)
 
+    @functools.cached_property
+    def _first_records(self) -> np.ndarray:
+        # The number of the first record of each file, over all files.
+        counts = np.array([i.num_records for i in source.indexes(self._source)])
+        return np.cumsum(counts) - counts
+
     def __str__(self) -> str:
         return f"Records(shard={self.shard} of {self.num_shards})"
 
@@ -132,11 +180,92 @@ class Records(shard_steps.Step[source.Element]):
         }
 
 
+def tag(records: Records, tag: Callable[[int], int]) -> None:
+    """Calls `tag` for each record that is read one by one; see `provenance`.
+
+    Args:
+      records: of a shard, not iterated over before.
+      tag: returns what the field `record` has in place of the record's number.
+    """
+    records._tag = tag
+
+
+def files_of(records: Records) -> tuple[str, ...]:
+    """The paths or URIs of the files, in order."""
+    return records._source.files
+
+
+def num_bytes(records: Records) -> int:
+    """The bytes of all files."""
+    return sum(i.content.num_bytes for i in source.indexes(records._source))
+
+
+def origin(records: Records, number: int) -> Origin:
+    """The record that has `number` in its field `record`."""
+    epoch, record = divmod(number, records.epoch_records())
+    firsts = records._first_records
+    # Of the files that begin there, all but the last are empty.
+    file = int(np.searchsorted(firsts, record, side="right")) - 1
+    return Origin(
+        file=files_of(records)[file], record=record - int(firsts[file]), epoch=epoch
+    )
+
+
+def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
+    """When shards read a record, epoch by epoch.
+
+    Args:
+      records: of any shard.
+      file: the number of the file.
+      record: the record's number in the file, from 0.
+
+    Raises:
+      DataError: if the file has no such record.
+    """
+    of_file = source.indexes(records._source)[file].num_records
+    if not 0 <= record < of_file:
+        raise errors.DataError(
+            f"{files_of(records)[file]} has no record {record}: its {of_file:,} records"
+            f" are numbered from 0 to {of_file - 1}"
+        )
+    record += int(records._first_records[file])
+    dealt = _dealt(records)
+    num_epochs = records._reading.num_epochs
+    for epoch in itertools.count() if num_epochs is None else range(num_epochs):
+        shard, turn, skip = dealt.turn_of(record, epoch)
+        yield Turn(
+            number=epoch * dealt.total_records + record,
+            epoch=epoch,
+            shard=shard,
+            turn=turn,
+            skip=skip,
+        )
+
+
+def num_read(records: Records, turn: int, taken: int) -> float:
+    """About how many records a shard has read at a state, which has these."""
+    return _dealt(records).num_before(turn) + taken
+
+
+def epoch_at(records: Records, turn: int, *, shard: int) -> int:
+    """The epoch of what a shard reads at `turn`."""
+    return _dealt(records).epoch(turn, shard)
+
+
+def place_in(state: Any) -> tuple[int, int] | None:
+    """How far a state of `Records` has read, as `Turn.at`; None if it is another's."""
+    if not isinstance(state, dict) or not isinstance(state.get(_TAKEN), int):
+        return None
+    if _EPOCH in state:
+        return state[_EPOCH], state[_TAKEN]
+    return (state[_TURN], state[_TAKEN]) if _TURN in state else None
+
+
 def _in_turn(records: Records, read: _Read, *, tokens: str = "") -> _InTurn | _InShare:
-    deals_units = records.deals_units or source.has_whole_blocks(records._source)
-    if deals_units or not SmallBlocks.exist(records._source, records._num_shards):
-        return _InTurn(records, read, deals_units=deals_units)
-    return _InShare(records, tokens=tokens)
+    dealt = _dealt(records)
+    if isinstance(dealt, _Shares) and dealt.is_grouped:
+        return _InShare(records, tokens=tokens)
+    return _InTurn(records, read, dealt)
 
 
 class _InShare:
@@ -166,7 +295,13 @@ class _InShare:
 
     def record(self) -> int:
         """The number of the record to be counted next in the list of all epochs."""
-        return self._blocks.record(self._shard, self._at)
+        return int(self._blocks.numbers(self._shard, self._at, 1)[0])
+
+    def numbers(self, num_records: int) -> Callable[[], np.ndarray]:
+        """Returns a function that returns those of the next records."""
+        return functools.partial(
+            self._blocks.numbers, self._shard, self._at, num_records
+        )
 
     def get_state(self) -> dict[str, Any]:
         return self._at.state()
@@ -183,13 +318,13 @@ class _InTurn:
     Args:
       records: of the shard.
       read: of their source: what a unit has after some of its records.
-      deals_units: whether units are dealt to shards.
+      dealt: which units the shard reads.
     """
 
-    def __init__(self, records: Records, read: _Read, *, deals_units: bool) -> None:
+    def __init__(self, records: Records, read: _Read, dealt: _Units | _Shares) -> None:
         self._source, self._reading = records._source, records._reading
         self._read = read
-        self._dealt = _Units(records) if deals_units else _Shares(records)
+        self._dealt = dealt
         self._turn, self._taken, self._skipped = 0, 0, 0
         # The unit that is read, how many of its records were, and what is left of it.
         self._unit: units.Unit | None = None
@@ -224,6 +359,11 @@ class _InTurn:
         assert self._unit is not None
         number = self._unit.record + self._in_unit
         return self._dealt.epoch(self._turn) * self._dealt.total_records + number
+
+    def numbers(self, num_records: int) -> Callable[[], np.ndarray]:
+        """Returns a function that returns those of the next records."""
+        first = self.record()
+        return functools.partial(np.arange, first, first + num_records)
 
     def get_state(self) -> dict[str, Any]:
         state = self._dealt.state(self._turn, self._taken)
@@ -304,9 +444,9 @@ class _Units:
         self._units = source.cut(records._source, self._num_shards)
         self.total_records = self._units.total_records
 
-    def epoch(self, turn: int) -> int:
-        """The epoch of a turn."""
-        return self._place(turn)[0]
+    def epoch(self, turn: int, shard: int | None = None) -> int:
+        """The epoch of a turn, of this shard or another."""
+        return self._place(turn, shard)[0]
 
     def unit(self, turn: int, taken: int) -> tuple[int, units.Unit]:
         """How many records were taken of the unit of a turn, and the unit."""
@@ -329,10 +469,24 @@ class _Units:
         """The inverse of `state`."""
         return state[_TURN], state[_TAKEN]
 
-    def _place(self, turn: int) -> tuple[int, int]:
+    def turn_of(self, record: int, epoch: int) -> tuple[int, int, int]:
+        """The shard, turn, and the records before it in its unit, of a record."""
+        cut = self._units
+        unit = place = int(np.searchsorted(cut.record, record, side="right")) - 1
+        if self._seed is not None:
+            key = (self._seed, epoch)
+            place = units.place_of(unit, length=len(cut), key=key)
+        turn, shard = divmod(epoch * len(cut) + place, self._num_shards)
+        return shard, turn, record - int(cut.record[unit])
+
+    def num_before(self, turn: int) -> float:
+        """About how many records a shard has read before a turn."""
+        return turn * self.total_records / len(self._units)
+
+    def _place(self, turn: int, shard: int | None = None) -> tuple[int, int]:
         return units.dealt(
             turn,
-            shard=self._shard,
+            shard=self._shard if shard is None else shard,
             num_shards=self._num_shards,
             num_units=len(self._units),
         )
@@ -344,12 +498,37 @@ class _Shares:
     def __init__(self, records: Records) -> None:
         self._shard, self._num_shards = records._shard, records._num_shards
         self._seed = records._reading.shuffle_seed
-        _, self._units = _shared_units(records._source, self._num_shards)
+        group, self._units = _shared_units(records._source, self._num_shards)
+        self.is_grouped, self._group = bool(group), group or 1
         self.total_records = self._units.total_records
 
-    def epoch(self, turn: int) -> int:
+    def epoch(self, turn: int, shard: int | None = None) -> int:
         """The epoch, which is the turn."""
+        del shard
         return turn
+
+    def turn_of(self, record: int, epoch: int) -> tuple[int, int, int]:
+        """The shard, epoch, and the records of the shard before it, of a record."""
+        cut = self._units
+        order = self._order(epoch)
+        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
+        index = int(np.flatnonzero(order.number == unit)[0])
+        row = record - int(cut.record[unit])
+        begin, end = order.start[index], order.start[index + 1]
+        if order.rows is not None:
+            row = int(np.flatnonzero(order.rows[begin:end] == row)[0])
+        shard, taken = units.reader(
+            begin + row,
+            num_shards=self._num_shards,
+            num_records=self.total_records,
+            epoch=epoch,
+            group=self._group,
+        )
+        return shard, epoch, taken
+
+    def num_before(self, turn: int) -> float:
+        """About how many records a shard has read before an epoch."""
+        return turn * self.total_records / self._num_shards
 
     def unit(self, turn: int, taken: int) -> tuple[int, units.Unit] | None:
         """The unit that is next in an epoch, and how much was taken; None after it."""
@@ -361,7 +540,7 @@ class _Shares:
         )
         if taken == len(share):
             return None
-        order = _order(self._units, self._seed, turn)
+        order = self._order(turn)
         number, begin, end = order.at(share[taken])
         unit = self._units[number]
         # Of the unit, the part that is in the share.
@@ -374,6 +553,9 @@ class _Shares:
         )
         return share[taken] - first, part
 
+    def _order(self, epoch: int) -> units.Order:
+        return _order(self._units, self._seed, epoch, with_rows=self.is_grouped)
+
     def after(self, turn: int, taken: int, num_left: int) -> tuple[int, int]:
         """The turn, and what was taken, after the rest of a unit."""
         return turn, taken + num_left
@@ -385,6 +567,12 @@ class _Shares:
     def of_state(self, state: dict[str, Any]) -> tuple[int, int]:
         """The inverse of `state`."""
         return state[_EPOCH], state[_TAKEN]
+
+
+def _dealt(records: Records) -> _Units | _Shares:
+    if records.deals_units or source.has_whole_blocks(records._source):
+        return _Units(records)
+    return _Shares(records)
 
 
 class Place(NamedTuple):
@@ -492,10 +680,11 @@ class SmallBlocks:
         some = read.lists(column)
         return None if some is None else (some, first)
 
-    def record(self, shard: int, at: Place) -> int:
-        """The number of the record at a place in the list of all epochs."""
-        ((unit, rows),) = self._picked(shard, at.epoch, at.taken, 1)
-        return at.epoch * self.total_records + unit.record + int(rows[0])
+    def numbers(self, shard: int, at: Place, num_records: int) -> np.ndarray:
+        """The numbers of the records from a place on in the list of all epochs."""
+        picked = self._picked(shard, at.epoch, at.taken, num_records)
+        numbers = [unit.record + rows.astype(np.int64) for unit, rows in picked]
+        return at.epoch * self.total_records + np.concatenate(numbers)
 
     def _picked(
         self, shard: int, epoch: int, taken: int, at_most: int
@@ -559,8 +748,11 @@ def _shared_units(of: source.Source, num_shards: int) -> tuple[int, units.Units]
 
 
 @functools.lru_cache(maxsize=64)
-def _order(of: units.Units, seed: int | None, epoch: int) -> units.Order:
-    return units.Order.of(of, None if seed is None else (seed, epoch))
+def _order(
+    of: units.Units, seed: int | None, epoch: int, *, with_rows: bool
+) -> units.Order:
+    key = None if seed is None else (seed, epoch)
+    return units.Order.of(of, key, with_rows=with_rows)
 
 
 files.register_cache(_shared_units.cache_clear)
@@ -574,6 +766,7 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
         self._records = records
         self._in_turn = _in_turn(records, records._source.read)
         self._elements: Iterator[source.Element] = iter(())
+        self._tag = records._tag
 
     def __next__(self) -> source.Element:
         element = next(self._elements, None)
@@ -585,7 +778,7 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
             element = read
         record = self._in_turn.record()
         self._in_turn.took(1, element)
-        element[RECORD] = record
+        element[RECORD] = self._tag(record) if self._tag else record
         return element
 
     def get_state(self) -> dict[str, Any]:
@@ -596,7 +789,7 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
         if _TURN in state:
             # A state of an older program, which goes on as it was.
             read = self._records._source.read
-            self._in_turn = _InTurn(self._records, read, deals_units=True)
+            self._in_turn = _InTurn(self._records, read, _Units(self._records))
         self._in_turn.set_state(state)
 
 
@@ -624,8 +817,9 @@ class RecordBatches:
         if not isinstance(read, kept_blocks.Picked):
             read = kept_blocks.all_of(read)
         first = self._in_turn.get_state()
+        numbers = self._in_turn.numbers(read.num_rows)
         self._in_turn.took(read.num_rows, read.names)
-        return read, RecordPlaces(before=before, first=first)
+        return read, RecordPlaces(before=before, first=first, numbers=numbers)
 
     def get_state(self) -> dict[str, Any]:
         """The state after the last batch."""
@@ -634,7 +828,7 @@ class RecordBatches:
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on from a state of `Records`."""
         if _TURN in state:
-            self._in_turn = _InTurn(self._records, self._read, deals_units=True)
+            self._in_turn = _InTurn(self._records, self._read, _Units(self._records))
         self._in_turn.set_state(state)
 
 
@@ -645,10 +839,12 @@ class RecordPlaces:
     Attributes:
       before: the state before corrupt records that were skipped before the batch.
       first: the state before its first record.
+      numbers: returns those of its records in the list of all epochs, int64.
     """
 
     before: dict[str, Any]
     first: dict[str, Any]
+    numbers: Callable[[], np.ndarray]
 
     def state(self, number: int) -> dict[str, Any]:
         """The state before record `number`."""

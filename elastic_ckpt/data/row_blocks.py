@@ -367,10 +367,15 @@ def _gathered(pieces: blocks.Block) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     # The inputs, targets and positions of pieces, token by token.
     numbers = blocks.gathered(pieces, pieces.length)
     return (
-        pieces.values.take(numbers).astype(np.int32, copy=False),
-        pieces.values[1:].take(numbers).astype(np.int32, copy=False),
+        _wide(pieces.values.take(numbers)),
+        _wide(pieces.values[1:].take(numbers)),
         blocks.counted(pieces.length),
     )
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    # Tokens of rows are int32; those that name their documents are wider.
+    return values.astype(np.int32) if values.dtype == np.uint16 else values
 
 
 def _copied(pieces: blocks.Block) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -383,8 +388,8 @@ def _copied(pieces: blocks.Block) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ]
     counted = np.arange(max(sizes), dtype=np.int32)
     return (
-        np.concatenate([values[span] for span in spans], dtype=np.int32),
-        np.concatenate([ahead[span] for span in spans], dtype=np.int32),
+        _wide(np.concatenate([values[span] for span in spans])),
+        _wide(np.concatenate([ahead[span] for span in spans])),
         np.concatenate([counted[:size] for size in sizes]),
     )
 
@@ -423,7 +428,7 @@ def _padded(examples: blocks.Block, length: int) -> Rows:
     position = np.broadcast_to(counted, shape)
     if (sizes == length).all() and (steps == (step := steps[:1].sum() or 1)).all():
         # Rows lie in the block as they are needed.
-        values = examples.values[int(examples.start[0]) :].astype(np.int32, copy=False)
+        values = _wide(examples.values[int(examples.start[0]) :])
         strides = (int(step) * values.strides[0], values.strides[0])
         inputs, targets = (
             np.lib.stride_tricks.as_strided(each, shape, strides, writeable=False)

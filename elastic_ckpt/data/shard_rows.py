@@ -31,8 +31,8 @@ _DICT = "{}"
 _BYTES = "b''"
 _ARRAY = "array()"
 # The only field of the cursor of a shard that has ended: its pipeline's last state.
-_ENDED = "ended"
-_MARKS = frozenset({_TUPLE, _DICT, _BYTES, _ARRAY, _ENDED})
+ENDED = "ended"
+_MARKS = frozenset({_TUPLE, _DICT, _BYTES, _ARRAY, ENDED})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
                 ' endlessly, or declare the data finite: end="padded"'
             )
         final = to_json(self._opened.pop(shard).get_state())
-        self._ended[shard] = {_ENDED: final}
+        self._ended[shard] = {ENDED: final}
         return None
 
     def _open(self, shard: int) -> grain.DatasetIterator:
@@ -206,7 +206,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             opened = iter(made)
             if _is_end(cursor):
                 # It is tried again: with other weights it may continue.
-                cursor = cursor[_ENDED]
+                cursor = cursor[ENDED]
             if cursor is not None:
                 opened.set_state(from_json(cursor))
             self._opened[shard] = opened
@@ -263,13 +263,13 @@ def check_cursor(
     opened = iter(make_shard(shard))
     try:
         content: Any = cursor
-        opened.set_state(from_json(content[_ENDED] if _is_end(cursor) else content))
+        opened.set_state(from_json(content[ENDED] if _is_end(cursor) else content))
     finally:
         opened.close()
 
 
 def _is_end(cursor: cursors.Cursor) -> bool:
-    return isinstance(cursor, dict) and cursor.keys() == {_ENDED}
+    return isinstance(cursor, dict) and cursor.keys() == {ENDED}
 
 
 def _stacked(examples: list[Any], *, added: set[str]) -> Rows:

@@ -33,6 +33,7 @@ _DOCUMENTS_AT_A_TIME = 8
 LOCAL_HOSTS_VARIABLE = "LOCAL_WORLD_SIZE"
 
 Tokenize = Callable[[Sequence[language.Value]], list[np.ndarray]]
+Renumber = Callable[[blocks.Block, np.ndarray], blocks.Block]
 
 
 def num_threads(asked: int, *, num_processes: int = 1) -> int:
@@ -68,8 +69,9 @@ class Tokens(grain.IterDataset[np.ndarray]):
         num_threads: int = 0,
     ) -> None:
         super().__init__(parent)
-        self._documents = documents
+        self._documents = self._of_column = documents
         self._num_threads = num_threads
+        self._renumbered: Renumber | None = None
 
     def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
         return _TokensIterator(self, iter(self._parent))
@@ -83,8 +85,24 @@ class Tokens(grain.IterDataset[np.ndarray]):
             and column != records.RECORD
             and (batches := parent.batches(tokens=column)) is not None
         ):
-            return _ColumnBlocks(batches, self._documents)
+            return _ColumnBlocks(batches, self._of_column, self._renumbered)
         return _TokenizedBlocks(_TokensIterator(self, iter(parent)))
+
+
+def follow(
+    tokens: Tokens,
+    make: Callable[[language.Documents], language.Documents],
+    renumbered: Renumber,
+) -> None:
+    """Replaces each token by a number that names it; see `provenance`.
+
+    Args:
+      tokens: not iterated over before.
+      make: returns what makes these numbers of records, given what makes the tokens.
+      renumbered: returns a block of a column with these numbers, given those of its
+        records, int64.
+    """
+    tokens._documents, tokens._renumbered = make(tokens._documents), renumbered
 
 
 class _TokensIterator(grain.DatasetIterator[np.ndarray]):
@@ -277,18 +295,26 @@ class _ColumnBlocks:
     """Documents that are lists of tokens in a column."""
 
     def __init__(
-        self, batches: records.RecordBatches, documents: language.Documents
+        self,
+        batches: records.RecordBatches,
+        documents: language.Documents,
+        renumbered: Renumber | None,
     ) -> None:
         self._batches = batches
         self._documents = documents
+        self._renumbered = renumbered
 
     def read(self, at_most: int) -> blocks.Block:
         """See `Blocks`."""
         picked, places = self._batches.read(at_most)
         lists = picked.lists(self._documents.column)
         if lists is not None:
-            return _block(*lists, _ColumnPlaces(places))
-        return self._one_by_one(picked, places)
+            block = _block(*lists, _ColumnPlaces(places))
+        else:
+            block = self._one_by_one(picked, places)
+        if self._renumbered is None:
+            return block
+        return self._renumbered(block, places.numbers()[: len(block)])
 
     def end(self) -> blocks.Place:
         """See `Blocks`."""

@@ -265,6 +265,35 @@ def share(
     return range(first, first + num * step, step)
 
 
+def reader(
+    place: int, *, num_shards: int, num_records: int, epoch: int, group: int = 1
+) -> tuple[int, int]:
+    """The shard whose `share` has a place, and how many of the share come before."""
+
+    def of(shard: int) -> range:
+        return share(
+            shard,
+            num_shards=num_shards,
+            num_records=num_records,
+            epoch=epoch,
+            group=group,
+        )
+
+    # The last group that begins at the place or before it.
+    low, high = 0, -(-num_shards // group)
+    while high - low > 1:
+        middle = (low + high) // 2
+        shards = range(middle * group, min((middle + 1) * group, num_shards))
+        first = min(of(shard).start for shard in shards)
+        low, high = (middle, high) if first <= place else (low, middle)
+    shard = next(
+        shard
+        for shard in range(low * group, min((low + 1) * group, num_shards))
+        if place in of(shard)
+    )
+    return shard, of(shard).index(place)
+
+
 def dealt(turn: int, *, shard: int, num_shards: int, num_units: int) -> tuple[int, int]:
     """The epoch, and the index in its order, of the unit `shard` reads at `turn`."""
     return divmod(turn * num_shards + shard, num_units)
@@ -276,11 +305,8 @@ def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
     A Feistel network over the smallest square that contains the range, applied until
     the result is in the range (Black and Rogaway 2002). It needs no storage.
     """
-    bits = max(1, (length - 1).bit_length() + 1 >> 1)
+    bits, seed = _network(length, key)
     half = (1 << bits) - 1
-    seed = 0
-    for part in key:
-        seed = mixed(seed ^ part)
     while True:
         left, right = place >> bits, place & half
         for turn in range(_ROUNDS):
@@ -292,11 +318,8 @@ def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
 
 def all_permuted(length: int, *, key: tuple[int, ...]) -> np.ndarray:
     """`permuted` of all of `range(length)`, int64 `[length]`."""
-    bits = np.uint64(max(1, (length - 1).bit_length() + 1 >> 1))
-    half = np.uint64((1 << int(bits)) - 1)
-    seed = 0
-    for part in key:
-        seed = mixed(seed ^ part)
+    num_bits, seed = _network(length, key)
+    bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
     place = np.arange(length, dtype=np.uint64)
     outside = np.arange(length)
     while len(outside):
@@ -307,6 +330,27 @@ def all_permuted(length: int, *, key: tuple[int, ...]) -> np.ndarray:
         place[outside] = left << bits | right
         outside = outside[place[outside] >= length]
     return place.astype(np.int64)
+
+
+def place_of(number: int, *, length: int, key: tuple[int, ...]) -> int:
+    """The index at which `permuted` has `number`: the network, run backwards."""
+    bits, seed = _network(length, key)
+    half = (1 << bits) - 1
+    while True:
+        left, right = number >> bits, number & half
+        for turn in reversed(range(_ROUNDS)):
+            left, right = right ^ (mixed(seed + (turn << 56) + left) & half), left
+        number = left << bits | right
+        if number < length:
+            return number
+
+
+def _network(length: int, key: tuple[int, ...]) -> tuple[int, int]:
+    # The bits of half a number, and the seed of the rounds.
+    seed = 0
+    for part in key:
+        seed = mixed(seed ^ part)
+    return max(1, (length - 1).bit_length() + 1 >> 1), seed
 
 
 def mixed(number: int) -> int:

@@ -44,6 +44,38 @@ def test_any_number_of_shards_reads_every_record_once_an_epoch(dataset, seed):
         assert all(e["number"] == e["record"] % size for e in actual)
 
 
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("num_shards", [1, 3, 8])
+def test_it_is_known_when_a_shard_reads_a_record(dataset, seed, num_shards):
+    options = records.ReadOptions(shuffle_seed=seed, num_epochs=2)
+    found = {}
+    for shard in range(num_shards):
+        of_shard = records.Records(
+            dataset, shard=shard, num_shards=num_shards, read_options=options
+        )
+        elements = iter(of_shard)
+        # Afterwards it has read one more.
+        for element in elements:
+            state = elements.get_state()
+            place = shard, state["turn"], state["taken"] - 1
+            found[record(element)] = place, element["number"]
+    first = 0
+    for file, counts in enumerate(dataset.blocks):
+        for in_file in range(sum(counts)):
+            turns = list(records.turns(of_shard, file, in_file))
+            assert [turn.epoch for turn in turns] == [0, 1]
+            for turn in turns:
+                place = turn.shard, turn.turn, turn.skip
+                assert found[turn.number] == (place, first + in_file)
+                origin = records.origin(of_shard, turn.number)
+                assert (origin.file, origin.record, origin.epoch) == (
+                    dataset.files[file],
+                    in_file,
+                    turn.epoch,
+                )
+        first += sum(counts)
+
+
 @given(
     st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=5),
     st.integers(1, 20),

@@ -34,6 +34,13 @@ def order(length, *key):
     return [units.permuted(n, length=length, key=key) for n in range(length)]
 
 
+@given(st.integers(1, 10**12), keys, st.data())
+def test_the_place_of_a_number_is_where_the_permutation_has_it(length, key, data):
+    place = data.draw(st.integers(0, length - 1))
+    number = units.permuted(place, length=length, key=key)
+    assert units.place_of(number, length=length, key=key) == place
+
+
 @given(files, shard_counts)
 def test_every_record_is_in_one_unit_and_units_are_in_record_order(blocks, num_shards):
     actual = cut(blocks, num_shards)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests import corpora, runs
+from tests import corpora, documents, runs
 from tests.faults import test_killed_run
 
 NUM_SHARDS = 12
@@ -56,6 +56,7 @@ def test_killed_on_four_hosts_it_goes_on_with_three_and_then_six(
     assert outcome["num_examples"] == 12 * NUM_SHARDS
     # Not only the same rows, but each in its place.
     assert outcome["num_row_identical_steps"] == 12
+    assert documents.assert_named(run, range(2, 12, 3), length=32) >= 4
     # Each batch has rows of all shards, and no two rows of the run are alike.
     records = runs.steps(run)
     assert [sorted(step.ids) for step in records] == [

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from elastic_ckpt.training import step_log
-from tests import runs
+from tests import documents, runs
 from tests.faults.test_killed_mixture import NUM_SHARDS, mixture  # noqa: F401
 from tests.multiprocess import callbacks, test_divergence
 
@@ -42,6 +42,9 @@ def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
     outcome = json.loads(runs.verb("audit", run, "--json"))
     assert outcome["passed"], outcome
     assert outcome["num_left_out"] == (READ - TO) * NUM_SHARDS
+    # Steps that it went back over have another batch in each of two attempts.
+    asked = range(TO - 2, READ + 2)
+    assert documents.assert_named(run, asked, length=32) > len(asked)
     # One host that never goes back has the same batches, and those that are left out.
     calm = configured(tmp_path / "calm", mixture, steps=16 + READ - TO)
     test_divergence.trained(calm)

@@ -1,0 +1,421 @@
+"""Tells which documents each row of a logical shard is made of.
+
+What shuffles, cuts and packs documents decides on their lengths alone. So the pipeline
+of a shard is executed once more, with each token replaced by a number that names it:
+the document, numbered as they are read, and the token's index in it. The rows that come
+out name their documents. Everything else is the pipeline's own code and state, so it
+can begin at any saved cursor.
+
+A pipeline that makes no tokens with `Tokens` is followed by the field `record` of its
+rows.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import (
+    blocks,
+    cursors,
+    language,
+    mixing,
+    records,
+    shard_rows,
+    shard_steps,
+    token_blocks,
+)
+
+# The bits of a token's index in its document; above them is the document's number.
+_INDEX_BITS = 31
+_INDICES = (1 << _INDEX_BITS) - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Consecutive tokens of a document in a row, or a whole record.
+
+    Attributes:
+      dataset: the dataset's name; empty if the pipeline has no mixture.
+      file: the path or URI of the document's file.
+      record: the document's record in the file, from 0.
+      epoch: the epoch, from 0.
+      first_token: the index in the document of the first of these tokens.
+      num_tokens: the number of these tokens among the row's inputs; the target of the
+        last is one further. None if the pipeline makes no tokens of its records.
+      document_tokens: the tokens of the whole document; likewise.
+    """
+
+    dataset: str
+    file: str
+    record: int
+    epoch: int
+    first_token: int = 0
+    num_tokens: int | None = None
+    document_tokens: int | None = None
+
+
+class _Number(int):
+    """The number of a record, which also has the number of its dataset."""
+
+    part: int
+
+
+class FollowedShard:
+    """The rows of a logical shard, as the documents that they are made of.
+
+    Args:
+      make_shard: makes the pipeline of a shard.
+      shard: the shard's number.
+      cursor: where to begin; None for the beginning.
+      watched: the name of a dataset, and the number of one of its records in the list
+        of all epochs. Then rows have only the pieces of this record.
+
+    Attributes:
+      parts: the records of each dataset, by name; several in the same part of a mixture
+        are numbered, such as `web#2`.
+      is_tokenized: whether its records become tokens, by `Tokens`.
+      is_read: whether the watched record was read.
+
+    Raises:
+      DataError: if rows of this pipeline cannot be followed.
+    """
+
+    def __init__(
+        self,
+        make_shard: shard_steps.MakeShard,
+        shard: int,
+        cursor: cursors.Cursor = None,
+        *,
+        watched: tuple[str, int] | None = None,
+    ) -> None:
+        made = mixing.all_made(make_shard(shard))
+        self.shard = shard
+        self.parts = parts(made)
+        self.is_read = False
+        self._names = list(self.parts)
+        self._watched: tuple[int, int] | None = None
+        if watched is not None:
+            name, record = watched
+            part = self._names.index(name) if name in self.parts else -1
+            self._watched = part, record
+        self._watched_documents: set[int] = set()
+        # Of each document, the number of its part, that of its record, and its tokens.
+        self._part_of = array.array("i")
+        self._record_of = array.array("q")
+        self._tokens_of = array.array("q")
+        for number, each in enumerate(self.parts.values()):
+            records.tag(each, _Tag(self, number))
+        self.is_tokenized = self._follow(made)
+        self._made, self._rows = made, iter(made)
+        if isinstance(cursor, dict) and cursor.keys() == {shard_rows.ENDED}:
+            cursor = cursor[shard_rows.ENDED]
+        self._state = shard_rows.from_json(cursor)
+        if cursor is not None:
+            self._rows.set_state(shard_rows.from_json(cursor))
+
+    def next(self) -> list[Piece] | None:
+        """The documents of the next row, in order; None after the last row."""
+        try:
+            row = next(self._rows)
+        except StopIteration:
+            return None
+        return self._pieces(row) if self.is_tokenized else self._records(row)
+
+    @property
+    def is_document(self) -> bool:
+        """Whether the watched record became a document of tokens."""
+        return bool(self._watched_documents)
+
+    @property
+    def watched_tokens(self) -> int | None:
+        """The tokens of this document; None until they are made."""
+        numbers = (self._tokens_of[document] for document in self._watched_documents)
+        return max((number for number in numbers if number >= 0), default=None)
+
+    def reads_again(self, name: str) -> bool:
+        """Whether a dataset reads the watched record for its next element, or before.
+
+        Datasets of a mixture are opened when their turn comes, which may be late.
+
+        Args:
+          name: of the dataset; the pipeline must not have been asked for a row.
+        """
+        (dataset, *_) = (each for of, each in mixing.by_name(self._made) if of == name)
+        states = mixing.states_by_name(self._state)
+        state = next((each for of, each in states if of == name), None)
+        if state is None:
+            return False
+        elements = iter(dataset)
+        elements.set_state(copy.deepcopy(state))
+        next(elements, None)
+        elements.close()
+        return self.is_read
+
+    def cursor(self) -> cursors.Cursor:
+        """The cursor after the last row."""
+        return shard_rows.to_json(self._rows.get_state())
+
+    def close(self) -> None:
+        """Closes what is open."""
+        self._rows.close()
+
+    def note_read(self, part: int, numbers: np.ndarray) -> None:
+        """Notes that records are read, given their numbers."""
+        if self._watched and self._watched[0] == part:
+            self.is_read |= bool((numbers == self._watched[1]).any())
+
+    def numbered(self, part: int, record: int, num_tokens: int = -1) -> int:
+        """The number, from 1, of the next document that is read."""
+        self._part_of.append(part)
+        self._record_of.append(record)
+        self._tokens_of.append(num_tokens)
+        if self._watched == (part, record):
+            self._watched_documents.add(len(self._part_of) - 1)
+        return len(self._part_of)
+
+    def note_tokens(self, document: int, num_tokens: int) -> None:
+        """Notes the tokens of a document; threads call it."""
+        self._tokens_of[document - 1] = num_tokens
+
+    def _follow(self, made: Any) -> bool:
+        # Whether the rows are made of tokens, which are replaced.
+        followed = [
+            each
+            for each in shard_steps.datasets(made)
+            if isinstance(each, token_blocks.Tokens)
+        ]
+        for tokens in followed:
+            code = _own_code_after(made, tokens)
+            if code:
+                raise errors.DataError(
+                    f"the documents of these rows cannot be told: {code[0]}, of your"
+                    " own code, works on tokens; apply it to records, before Tokens"
+                )
+            token_blocks.follow(
+                tokens,
+                functools.partial(_Documents.following, shard=self),
+                _Renumbered(self, self._part_before(tokens)),
+            )
+        return bool(followed)
+
+    def _part_before(self, tokens: Any) -> int:
+        # The number of the part that `Tokens` reads directly.
+        numbers = {id(each): n for n, each in enumerate(self.parts.values())}
+        return numbers.get(id(shard_steps.parents(tokens)[0]), -1)
+
+    def _pieces(self, row: Any) -> list[Piece]:
+        named = [
+            each
+            for each in (row.get("inputs"), *row.values())
+            if isinstance(each, np.ndarray)
+            and each.ndim == 1
+            and each.dtype == np.int64
+            and each.max(initial=0) > _INDICES
+        ]
+        if not named or (self._watched and not self._watched_documents):
+            return []
+        numbers = named[0][named[0] > _INDICES]
+        if self._watched:
+            documents = [document + 1 for document in self._watched_documents]
+            numbers = numbers[np.isin(numbers >> _INDEX_BITS, documents)]
+        begins = np.flatnonzero(np.diff(numbers, prepend=-1) != 1)
+        sizes = np.diff(begins, append=len(numbers)).tolist()
+        return [
+            self._piece(number >> _INDEX_BITS, number & _INDICES, size)
+            for number, size in zip(numbers[begins].tolist(), sizes, strict=True)
+        ]
+
+    def _piece(self, document: int, first: int, size: int) -> Piece:
+        at = document - 1
+        return dataclasses.replace(
+            self._whole(self._part_of[at], self._record_of[at]),
+            first_token=first,
+            num_tokens=size,
+            document_tokens=self._tokens_of[at],
+        )
+
+    def _records(self, row: Any) -> list[Piece]:
+        number = row.get(records.RECORD) if isinstance(row, dict) else None
+        if number is None:
+            raise errors.DataError(
+                "the documents of these rows cannot be told: make_shard makes no tokens"
+                f" with Tokens, and its rows have no field {records.RECORD!r}; leave"
+                " this field of Records in them"
+            )
+        pieces = []
+        for each in [number] if isinstance(number, int) else np.ravel(number).tolist():
+            part = getattr(each, "part", 0)
+            if not isinstance(each, _Number) and len(self._names) > 1:
+                raise errors.DataError(
+                    "the documents of these rows cannot be told: make_shard reads"
+                    f" {len(self._names)} datasets, and changes the field"
+                    f" {records.RECORD!r} of their elements; leave it as it is"
+                )
+            if self._watched in (None, (part, each)):
+                pieces.append(self._whole(part, int(each)))
+        return pieces
+
+    def _whole(self, part: int, number: int) -> Piece:
+        name = self._names[part]
+        origin = records.origin(self.parts[name], number)
+        return Piece(
+            dataset=name, file=origin.file, record=origin.record, epoch=origin.epoch
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Documents(language.Documents):
+    """Documents whose tokens name themselves.
+
+    Attributes:
+      of: makes their tokens.
+      shard: numbers them.
+    """
+
+    of: language.Documents
+    shard: FollowedShard
+
+    @classmethod
+    def following(cls, of: language.Documents, shard: FollowedShard) -> _Documents:
+        # Several pipelines may share a dataset, which was followed before.
+        of = of.of if isinstance(of, _Documents) else of
+        return cls(
+            column=of.column,
+            tokenizer=of.tokenizer,
+            add_begin=of.add_begin,
+            add_end=of.add_end,
+            of=of,
+            shard=shard,
+        )
+
+    def value(self, element: dict[str, Any]) -> Any:
+        value = self.of.value(element)
+        record = element.get(records.RECORD)
+        if not isinstance(record, _Number):
+            raise errors.DataError(
+                "the documents of these rows cannot be told: a function before Tokens"
+                f" drops or changes the field {records.RECORD!r} of Records; leave it"
+                " in the elements that it returns"
+            )
+        return _Numbered(value, self.shard.numbered(record.part, int(record)))
+
+    def tokens(self, values: Sequence[Any]) -> list[np.ndarray]:
+        numbered = []
+        tokens = self.of.tokens([each.value for each in values])
+        for each, of_it in zip(values, tokens, strict=True):
+            self.shard.note_tokens(each.document, len(of_it))
+            first = each.document << _INDEX_BITS
+            numbered.append(np.arange(first, first + len(of_it), dtype=np.int64))
+        return numbered
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Numbered:
+    # A document's value, and the document's number.
+    value: Any
+    document: int
+
+    def __len__(self) -> int:
+        return 0 if self.value is None else len(self.value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tag:
+    # Numbers of records that also have the number of their dataset.
+    shard: FollowedShard
+    part: int
+
+    def __call__(self, number: int) -> int:
+        self.shard.note_read(self.part, np.array([number]))
+        tagged = _Number(number)
+        tagged.part = self.part
+        return tagged
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Renumbered:
+    # A block of a column whose tokens name themselves.
+    shard: FollowedShard
+    part: int
+
+    def __call__(self, block: blocks.Block, records: np.ndarray) -> blocks.Block:
+        self.shard.note_read(self.part, records)
+        numbers = [
+            self.shard.numbered(self.part, record, num_tokens)
+            for record, num_tokens in zip(
+                records.tolist(), block.length.tolist(), strict=True
+            )
+        ]
+        begins = np.array(numbers, np.int64) << _INDEX_BITS
+        ends = np.cumsum(block.length)
+        values = np.arange(int(ends[-1])) + np.repeat(
+            begins - ends + block.length, block.length
+        )
+        return dataclasses.replace(block, values=values, start=ends - block.length)
+
+
+def parts(made: Any) -> dict[str, records.Records]:
+    """The records that a pipeline reads, by the names of its datasets.
+
+    Raises:
+      DataError: if there are none.
+    """
+    found: dict[str, records.Records] = {}
+    for name, each in mixing.by_name(made):
+        if isinstance(each, records.Records) and each not in found.values():
+            number = sum(other.partition("#")[0] == name for other in found) + 1
+            found[f"{name}#{number}" if number > 1 else name] = each
+    if not found:
+        raise errors.DataError(
+            "the documents of these rows cannot be told: make_shard reads no"
+            " ec.data.Records, whose fields name them; read its files with Records"
+        )
+    return found
+
+
+def read_until(cursor: cursors.Cursor, name: str) -> tuple[int, int] | None:
+    """Up to where a shard read a dataset when all of its buffers were last empty.
+
+    Args:
+      cursor: of the shard; None at its beginning.
+      name: of the dataset.
+
+    Returns:
+      As of `records.Turn.at`; None if it is not known.
+    """
+    found = [
+        place
+        for of_part, state in mixing.states_by_name(cursor)
+        if of_part == name and (place := records.place_in(state)) is not None
+    ]
+    if not found:
+        # It was not opened yet, unless it is one of several of the same name.
+        return None if "#" in name else (0, 0)
+    return found[0] if len(found) == 1 else None
+
+
+def _own_code_after(made: Any, before: Any) -> list[str]:
+    # The datasets between `before` and the end of a pipeline that run functions of the
+    # user's.
+    after = [
+        each
+        for each in shard_steps.datasets(made)
+        if each is not before
+        and any(one is before for one in shard_steps.datasets(each))
+    ]
+    return [str(each) for each in after if _runs_own_code(each)]
+
+
+def _runs_own_code(dataset: Any) -> bool:
+    if isinstance(dataset, shard_steps.Step):
+        return dataset.runs_own_code
+    is_ours = type(dataset).__module__.startswith("elastic_ckpt.")
+    return not is_ours and str(dataset) in shard_steps.own_code(dataset)

@@ -1,0 +1,1058 @@
+"""Which steps used a document, and which documents a step used.
+
+The step log has the batches of all attempts, those that were trained again included.
+With the rows that an attempt left out, they place each batch in the stream of rows:
+row `g` of it is row `g // S` of logical shard `g % S` (`data.rows`). The rows of a
+shard name their documents when its pipeline is executed once more
+(`data.provenance`), from the beginning or from the last saved data state before them.
+Which shard reads a record, and when, is a pure function of numbers, so a search reads
+one shard for each epoch.
+
+A positional pipeline is not executed: each row is one record, which the step log lists,
+or its order of records has.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import (
+    cursors,
+    delivery,
+    elastic_data,
+    example_id,
+    positional_data,
+    provenance,
+    records,
+    rows,
+    sharded_data,
+    state,
+)
+from elastic_ckpt.data.sources import arrayrecord
+from elastic_ckpt.training import step_log
+from elastic_ckpt.training.step_record import StepRecord
+
+# After how many rows it is checked whether a document can still come.
+_CHECK_ROWS = 32
+
+Outcome = Literal[
+    "used",
+    "left_out",
+    "too_short",
+    "filtered",
+    "corrupt",
+    "read_ahead",
+    "not_yet_used",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What is read for an answer, at most.
+
+    Attributes:
+      shards: the logical shards that are read.
+      num_rows: the rows of these shards that are made again.
+      from_step: the saved step at whose data state reading begins; None if it begins
+        with the data.
+      num_records: about how many records that takes; None if no saved state tells.
+      num_bytes: about how many bytes these take in their files; likewise.
+      epoch_records: the records of all files; 0 if no file is read.
+      epoch_bytes: their bytes.
+    """
+
+    shards: tuple[int, ...]
+    num_rows: int
+    from_step: int | None
+    num_records: int | None
+    num_bytes: int | None
+    epoch_records: int
+    epoch_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """Tokens of a document in a row of a step.
+
+    Attributes:
+      step: the step.
+      attempt: the attempt that trained it; it may have been trained by several.
+      is_current: whether it is a part of the run as it is now: false for a step that
+        was trained again after a crash or because the run went back.
+      row: the row of the global batch; None if the pipeline guarantees no order of rows
+        and the step log does not list it.
+      first_token: the index in the document of the first token.
+      num_tokens: the number of tokens among the row's inputs; None if it is not known.
+    """
+
+    step: int
+    attempt: int
+    is_current: bool
+    row: int | None
+    first_token: int
+    num_tokens: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What became of a document in one epoch.
+
+    Attributes:
+      dataset: the dataset's name; empty if there is only one.
+      file: the path or URI of the file.
+      record: the record's number in the file, from 0.
+      epoch: the epoch, from 0.
+      shard: the logical shard that reads it; None if the data has no shards.
+      outcome: `used` by steps; `left_out` with other rows when the run went back;
+        `too_short` for an example; `filtered` by the pipeline; `corrupt` and skipped;
+        `read_ahead` by one host, into a block, a shuffle window or an incomplete row,
+        but in no step yet; or `not_yet_used`.
+      document_tokens: the tokens of the whole document; None if they are not known.
+      uses: the steps that used it, in the order of training.
+    """
+
+    dataset: str
+    file: str
+    record: int
+    epoch: int
+    shard: int | None
+    outcome: Outcome
+    document_tokens: int | None
+    uses: tuple[Use, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UsedRow:
+    """A row of a step.
+
+    Attributes:
+      row: the row of the global batch; see `Use`.
+      documents: whose tokens it has, in order; none for a row of padding.
+    """
+
+    row: int | None
+    documents: tuple[provenance.Piece, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UsedBatch:
+    """A batch that trained a step.
+
+    Attributes:
+      step: the step.
+      attempts: the attempts that trained it with this batch.
+      is_current: whether that of the run as it is now is one of them.
+      position: the number of rows before it in the stream of rows.
+      num_rows: the rows of the batch.
+    """
+
+    step: int
+    attempts: tuple[int, ...]
+    is_current: bool
+    position: int
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedData:
+    """The data state of a saved step.
+
+    Attributes:
+      step: its number.
+      state: its data state.
+      cursors: reads the cursors of shards.
+    """
+
+    step: int
+    state: state.DataState
+    cursors: Callable[[Iterable[int]], Mapping[int, cursors.Cursor]]
+
+
+# The pipelines that made the stream of rows: the row from which on each is used.
+_History = tuple[tuple[int, str], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trained:
+    # A step that an attempt trained, and its place in the stream of rows.
+    record: StepRecord
+    position: int
+    history: _History
+    is_current: bool
+
+    @property
+    def stop(self) -> int:
+        return self.position + self.record.num_rows
+
+
+class Provenance:
+    """Answers questions about the documents of a run.
+
+    Args:
+      attempts: the step log.
+      data_of: returns the configured data of an attempt, given its number.
+      saved: the data states in storage.
+      is_in_order: returns whether the data of an attempt guarantee the order of rows.
+      first_step: the number of a run's first step; the log has 0.
+      announce: is told what will be read, before it is.
+
+    Attributes:
+      current_end: the position after the run's last step, as it is now.
+
+    Raises:
+      DataError: if the step log lacks a step, or the data is not that of the run.
+    """
+
+    def __init__(
+        self,
+        attempts: Sequence[step_log.Attempt],
+        data_of: Callable[[int], elastic_data.ElasticData],
+        *,
+        saved: Iterable[SavedData] = (),
+        is_in_order: Callable[[int], bool] = lambda _: True,
+        first_step: int = 0,
+        announce: Callable[[Reading], None] = lambda _: None,
+    ) -> None:
+        self._is_in_order = is_in_order
+        self._first_step = first_step
+        self._announce = announce
+        self._data: dict[str, elastic_data.ElasticData] = {}
+        # The records, and their bytes, that a row took up to a saved step.
+        self._of_rows: dict[int, tuple[float, float]] = {}
+        # The end of the rows that were trained on, by the pipelines that made them.
+        self._ends: dict[_History, int] = collections.defaultdict(int)
+        self._saved = sorted(saved, key=lambda each: each.state.row)
+        keys = self._keys(attempts, data_of)
+        self._check_same(keys[attempts[-1].attempt])
+        self._trained = self._placed(attempts, keys)
+        self.current_end = max(
+            (t.stop for t in self._trained if t.is_current), default=0
+        )
+        self._left_out = {each for attempt in attempts for each in attempt.left_out}
+        for trained in self._trained:
+            end = max(self._ends[trained.history], trained.stop)
+            self._ends[trained.history] = end
+
+    def find(self, file: str, record: int) -> Iterator[Found]:
+        """What became of a record, epoch by epoch.
+
+        Args:
+          file: a file of the data, by the end of its path.
+          record: the record's number in the file, from 0.
+
+        Raises:
+          DataError: if there is no such record, or it cannot be followed.
+        """
+        if isinstance(self._last_data, positional_data.PositionalData):
+            yield from self._find_positional(file, record)
+            return
+        streams = self._histories()
+        found = (
+            found
+            for history, trained in streams.items()
+            for name, number, part in self._named(history, file)
+            for found in _OfHistory(self, history, trained).find(
+                name, part, number, record
+            )
+        )
+        yield from found if len(streams) == 1 else _merged(found)
+
+    def batches(self, step: int) -> list[UsedBatch]:
+        """The batches that trained a step: several if it was trained again with others.
+
+        Raises:
+          DataError: if no attempt trained it.
+        """
+        return [batch for batch, _ in self._batches(step)]
+
+    def step(self, step: int) -> Iterator[tuple[UsedBatch, Iterator[UsedRow]]]:
+        """The documents of the batches of a step, row by row, in the order of reading.
+
+        Raises:
+          DataError: if no attempt trained it, or its rows cannot be followed.
+        """
+        for batch, trained in self._batches(step):
+            data = self.data_at(trained.history, trained.position)
+            if isinstance(data, positional_data.PositionalData):
+                yield batch, self._positional_rows(data, trained)
+            else:
+                yield batch, self._sharded_rows(trained)
+
+    @property
+    def _last_data(self) -> elastic_data.ElasticData:
+        return self.data_at(self._trained[-1].history, self._trained[-1].position)
+
+    def _keys(
+        self,
+        attempts: Sequence[step_log.Attempt],
+        data_of: Callable[[int], elastic_data.ElasticData],
+    ) -> dict[int, str]:
+        # What identifies the data of each attempt.
+        keys, by_settings = {}, {}
+        for attempt in attempts:
+            settings = json.dumps(attempt.data, sort_keys=True)
+            if settings not in by_settings:
+                data = data_of(attempt.attempt)
+                key = json.dumps(data.identity(), sort_keys=True)
+                self._data.setdefault(key, data)
+                by_settings[settings] = key
+            keys[attempt.attempt] = by_settings[settings]
+        return keys
+
+    def _check_same(self, key: str) -> None:
+        # Whether the newest saved state is of the data of the last attempt.
+        if self._saved:
+            saved = self._saved[-1].state
+            data = self._data[key].continuing(saved.pipeline)
+            state.check_same_pipeline(saved, data.engine, data.identity())
+
+    def _placed(
+        self, attempts: Sequence[step_log.Attempt], keys: Mapping[int, str]
+    ) -> list[_Trained]:
+        # All steps of all attempts, in the order of training.
+        lineage = step_log.lineage(list(attempts))
+        first = attempts[0].start_step
+        placed: list[_Trained] = []
+        # The steps of the run as it was before each attempt.
+        before: dict[int, _Trained] = {}
+        num_rows = sum(
+            each.num_rows for attempt in attempts for each in attempt.records
+        )
+        empties = _EmptyBatches(self, num_rows=num_rows)
+        for attempt in attempts:
+            before = {n: t for n, t in before.items() if n < attempt.start_step}
+            position, history = 0, ()
+            if attempt.start_step > first:
+                last = before.get(attempt.start_step - 1)
+                if last is None:
+                    missing = attempt.start_step - 1 + self._first_step
+                    raise errors.DataError(
+                        f"step {missing} is missing from the step log, so the rows of"
+                        " later steps are not known; run `elastic-ckpt audit` to see"
+                        " what else is missing"
+                    )
+                position, history = last.stop, last.history
+            history = _continued(history, position, keys[attempt.attempt])
+            for record in attempt.records:
+                for start, stop in attempt.left_out:
+                    position = stop if position == start else position
+                position = empties.after(history, position, record.num_rows)
+                trained = _Trained(
+                    record=record,
+                    position=position,
+                    history=history,
+                    is_current=lineage.get(record.step) is record,
+                )
+                placed.append(trained)
+                before[record.step] = trained
+                position = trained.stop
+        if not placed:
+            raise errors.DataError("the step log has no step; the run trained none yet")
+        return placed
+
+    def _histories(self) -> dict[_History, list[_Trained]]:
+        # The different streams of rows, each with the steps that have its rows.
+        streams: dict[_History, list[_Trained]] = {}
+        by_length = sorted(self._ends.items(), key=lambda each: -len(each[0]))
+        for history, end in by_length:
+            if not any(_until(other, end) == history for other in streams):
+                streams[history] = [
+                    trained
+                    for trained in self._trained
+                    if _until(history, trained.stop) == trained.history
+                ]
+        return streams
+
+    def data_at(self, history: _History, position: int) -> elastic_data.ElasticData:
+        """The data of the stream at a position."""
+        return self._data[_key_at(history, position)]
+
+    def sharded(self, history: _History, position: int) -> sharded_data.ShardedData:
+        """The data of the stream at a position, with logical shards."""
+        data = self.data_at(history, position)
+        if not isinstance(data, sharded_data.ShardedData):
+            raise errors.DataError(
+                f"the documents of {type(data).__name__} cannot be told; use"
+                " ec.data.sharded or ec.data.positional"
+            )
+        return data
+
+    def saved_before(self, history: _History, position: int) -> list[SavedData]:
+        """The saved states of the same stream up to a position, newest first.
+
+        Where attempts of the run had other pipelines, only those that all attempts
+        agree on up to the state are taken.
+        """
+        return [
+            saved
+            for saved in reversed(self._saved)
+            if saved.state.row <= position
+            and all(
+                _until(each, saved.state.row) == _until(history, saved.state.row)
+                for each, end in self._ends.items()
+                if end >= saved.state.row
+            )
+        ]
+
+    def announce(
+        self,
+        history: _History,
+        shards: Mapping[int, int],
+        saved: SavedData | None,
+        position: int,
+    ) -> None:
+        """Says what is read: the number of rows of each shard, up to a position."""
+        num_rows = sum(shards.values())
+        if not num_rows:
+            return
+        share = self._read_a_row(history, position)
+        parts = provenance.parts(self.sharded(history, position).make_shard(0))
+        self._announce(
+            Reading(
+                shards=tuple(sorted(shards)),
+                num_rows=num_rows,
+                from_step=saved.step if saved else None,
+                num_records=None if share is None else round(share[0] * num_rows),
+                num_bytes=None if share is None else round(share[1] * num_rows),
+                epoch_records=sum(part.epoch_records() for part in parts.values()),
+                epoch_bytes=sum(records.num_bytes(part) for part in parts.values()),
+            )
+        )
+
+    def _read_a_row(
+        self, history: _History, position: int
+    ) -> tuple[float, float] | None:
+        # The records, and their bytes, that a row takes, by the newest saved state.
+        states = [each for each in self.saved_before(history, 2**62) if each.state.row]
+        if not states:
+            return None
+        if states[0].step not in self._of_rows:
+            num_records = num_bytes = 0.0
+            data = self.sharded(history, position)
+            parts = provenance.parts(data.make_shard(0))
+            for cursor in states[0].cursors(range(data.num_shards)).values():
+                for name, part in parts.items():
+                    turn, taken = provenance.read_until(cursor, name) or (0, 0)
+                    number = records.num_read(part, turn, taken)
+                    num_records += number
+                    num_bytes += number * records.num_bytes(part) / part.epoch_records()
+            row = states[0].state.row
+            self._of_rows[states[0].step] = num_records / row, num_bytes / row
+        of_rows = self._of_rows[states[0].step]
+        # If buffers were never empty, the state does not tell what was read.
+        return of_rows if of_rows[0] else None
+
+    def _batches(self, step: int) -> list[tuple[UsedBatch, _Trained]]:
+        trained = [t for t in self._trained if t.record.step + self._first_step == step]
+        if not trained:
+            steps = [t.record.step + self._first_step for t in self._trained]
+            raise errors.DataError(
+                f"no attempt of the run trained step {step}; its steps are"
+                f" {min(steps)} to {max(steps)}"
+            )
+        same: dict[Any, list[_Trained]] = collections.defaultdict(list)
+        for each in trained:
+            same[each.position, each.record.num_rows, each.history].append(each)
+        return [
+            (
+                UsedBatch(
+                    step=step,
+                    attempts=tuple(each.record.attempt for each in group),
+                    is_current=any(each.is_current for each in group),
+                    position=group[0].position,
+                    num_rows=group[0].record.num_rows,
+                ),
+                group[0],
+            )
+            for group in same.values()
+        ]
+
+    def _sharded_rows(self, trained: _Trained) -> Iterator[UsedRow]:
+        data = self.sharded(trained.history, trained.position)
+        batch = rows.BatchRows(
+            num_shards=data.num_shards, global_batch_size=trained.record.num_rows
+        )
+        stream = rows.stream_rows(batch, trained.position)
+        self._check_ids(trained, stream)
+        of_shard: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        for row, number in enumerate(stream.tolist()):
+            index, shard = divmod(number, data.num_shards)
+            of_shard[shard].append((index, row))
+        states = self.saved_before(trained.history, trained.position)
+        saved = states[0] if states else None
+        begins = rows.emitted(saved.state.row if saved else 0, data.num_shards)
+        self.announce(
+            trained.history,
+            {s: max(each)[0] + 1 - int(begins[s]) for s, each in of_shard.items()},
+            saved,
+            trained.position,
+        )
+        for shard, wanted in of_shard.items():
+            stream_rows = ShardStream(self, trained.history, shard, saved)
+            documents: list[provenance.Piece] | None = None
+            for index, row in sorted(wanted):
+                while stream_rows.index <= index:
+                    documents = stream_rows.next()
+                yield UsedRow(row=row, documents=tuple(documents or ()))
+            stream_rows.close()
+
+    def _check_ids(self, trained: _Trained, stream: np.ndarray) -> None:
+        # Whether the step log has these rows, if it lists them.
+        ids = [each for each in trained.record.ids if each != example_id.NONE]
+        if not set(ids) <= set(stream.tolist()):
+            step = trained.record.step + self._first_step
+            raise errors.DataError(
+                f"step {step} of attempt {trained.record.attempt} was trained on other"
+                " rows of the data than its step log and its pipeline say; run"
+                " `elastic-ckpt audit` to see how they differ"
+            )
+
+    def _positional_rows(
+        self, data: positional_data.PositionalData, trained: _Trained
+    ) -> Iterator[UsedRow]:
+        origins = _Origins(data)
+        if not trained.record.runs:
+            self._announce_order(trained.record.num_rows)
+        for row, number, epoch in self._positional(data, trained):
+            documents = () if number is None else (origins.piece(number, epoch),)
+            yield UsedRow(row=row, documents=documents)
+
+    def _positional(
+        self, data: positional_data.PositionalData, trained: _Trained
+    ) -> Iterator[tuple[int | None, int | None, int]]:
+        # The row, the record number and the epoch of each row of a batch.
+        num_records = data.num_records()
+        epochs = {trained.position // num_records, (trained.stop - 1) // num_records}
+        ids = trained.record.ids
+        computed: list[int | None] = []
+        if not ids or len(epochs) > 1:
+            order = data.record_numbers()
+            computed = [
+                order[n] if n < len(order) else None
+                for n in range(trained.position, trained.stop)
+            ]
+        if not ids:
+            is_in_order = self._is_in_order(trained.record.attempt)
+            for row, number in enumerate(computed):
+                epoch = (trained.position + row) // num_records
+                yield row if is_in_order else None, number, epoch
+            return
+        # In which epochs the records of a batch with the end of one are.
+        left: dict[int | None, list[int]] = collections.defaultdict(list)
+        for row, number in enumerate(computed):
+            left[number].append((trained.position + row) // num_records)
+        for row, number in enumerate(ids):
+            if number == example_id.NONE:
+                yield row, None, 0
+            elif left:
+                if not left[number]:
+                    self._check_ids(trained, np.array([-1]))
+                yield row, number, left[number].pop(0)
+            else:
+                yield row, number, min(epochs)
+
+    def _find_positional(self, file: str, record: int) -> Iterator[Found]:
+        data = self._last_data
+        assert isinstance(data, positional_data.PositionalData)
+        origins = _Origins(data)
+        number = origins.number(file, record)
+        uses: dict[int, list[Use]] = collections.defaultdict(list)
+        unlisted = [trained for trained in self._trained if not trained.record.runs]
+        if unlisted:
+            self._announce_order(sum(t.record.num_rows for t in unlisted))
+        for trained in self._trained:
+            if trained.record.runs and number not in trained.record.ids:
+                continue
+            for row, each, epoch in self._positional(data, trained):
+                if each == number:
+                    uses[epoch].append(self.use(trained, row, 0, None))
+        order = data.record_numbers()
+        left_out = {
+            position // data.num_records()
+            for start, stop in self._left_out
+            for position in range(start, stop)
+            if order[position] == number
+        }
+        for epoch in range((self.current_end - 1) // data.num_records() + 1):
+            outcome: Outcome = "not_yet_used"
+            if any(use.is_current for use in uses[epoch]):
+                outcome = "used"
+            elif epoch in left_out:
+                outcome = "left_out"
+            piece = origins.piece(number, epoch)
+            yield Found(
+                dataset="",
+                file=piece.file,
+                record=piece.record,
+                epoch=epoch,
+                shard=None,
+                outcome=outcome,
+                document_tokens=None,
+                uses=tuple(uses[epoch]),
+            )
+
+    def _announce_order(self, num_rows: int) -> None:
+        self._announce(
+            Reading(
+                shards=(),
+                num_rows=num_rows,
+                from_step=None,
+                num_records=0,
+                num_bytes=0,
+                epoch_records=0,
+                epoch_bytes=0,
+            )
+        )
+
+    def use(
+        self, trained: _Trained, row: int | None, first: int, number: int | None
+    ) -> Use:
+        """A use in a row of a step."""
+        return Use(
+            step=trained.record.step + self._first_step,
+            attempt=trained.record.attempt,
+            is_current=trained.is_current,
+            row=row,
+            first_token=first,
+            num_tokens=number,
+        )
+
+    def _named(
+        self, history: _History, file: str
+    ) -> Iterator[tuple[str, int, records.Records]]:
+        # The parts, and the number of the file in each, that have a file.
+        seen: set[str] = set()
+        files: list[str] = []
+        for start, _ in reversed(history):
+            parts = provenance.parts(self.sharded(history, start).make_shard(0))
+            for name, part in parts.items():
+                if name in seen:
+                    continue
+                files += records.files_of(part)
+                number = _file_number(records.files_of(part), file)
+                if number is not None:
+                    seen.add(name)
+                    yield name, number, part
+        if not seen:
+            raise _unknown(file, files)
+
+
+class ShardStream:
+    """The rows of a shard in the stream, with the pipelines that made them.
+
+    Args:
+      run: the run.
+      history: the pipelines of the stream.
+      shard: the shard's number.
+      saved: the saved state to begin at; None for the beginning of the data.
+      watched: see `provenance.FollowedShard`.
+
+    Attributes:
+      index: the number of the shard's next row.
+      num_shards: S.
+    """
+
+    def __init__(
+        self,
+        run: Provenance,
+        history: _History,
+        shard: int,
+        saved: SavedData | None,
+        *,
+        watched: tuple[str, int] | None = None,
+    ) -> None:
+        self._run, self._history, self._shard = run, history, shard
+        self._watched = watched
+        self._cursor: cursors.Cursor = None
+        self._before: Mapping[str, storage.Json] | None = None
+        row = 0
+        if saved is not None:
+            row = saved.state.row
+            self._cursor = saved.cursors([shard])[shard]
+            self._before = saved.state.pipeline
+        num_shards = run.sharded(history, row).num_shards
+        self.num_shards = num_shards
+        self.index = int(rows.emitted(row, num_shards)[shard])
+        self._key: str | None = None
+        self._data: sharded_data.ShardedData | None = None
+        # The shard by each pipeline, the current one last.
+        self._all: list[provenance.FollowedShard] = []
+
+    @property
+    def stream_row(self) -> int:
+        """The number of the shard's next row in the stream."""
+        return self.index * self.num_shards + self._shard
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the watched record was read."""
+        return any(each.is_read for each in self._all)
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether it was read, but did not become a document of tokens."""
+        return self.is_read and not any(
+            each.is_document or not each.is_tokenized for each in self._all
+        )
+
+    @property
+    def watched_tokens(self) -> int | None:
+        """The tokens of its document; None if they are not known."""
+        numbers = (each.watched_tokens for each in self._all)
+        return next((number for number in numbers if number is not None), None)
+
+    def reads_again(self, name: str) -> bool:
+        """See `provenance.FollowedShard`."""
+        return self._open().reads_again(name)
+
+    def next(self) -> list[provenance.Piece] | None:
+        """The documents of the next row; None for a row of padding."""
+        found = self._open().next()
+        self.index += 1
+        return found
+
+    def read_until(self, name: str) -> tuple[int, int] | None:
+        """See `provenance.read_until`."""
+        return provenance.read_until(self._open(ahead=False).cursor(), name)
+
+    def close(self) -> None:
+        """Closes what is open."""
+        if self._all:
+            self._all[-1].close()
+
+    def _open(self, *, ahead: bool = True) -> provenance.FollowedShard:
+        key = _key_at(self._history, self.stream_row)
+        if self._all and (key == self._key or not ahead):
+            return self._all[-1]
+        data = self._run.sharded(self._history, self.stream_row)
+        if self._all:
+            # The run continued with other weights, or other datasets.
+            self._cursor = self._all[-1].cursor()
+            self._all[-1].close()
+            assert self._data is not None
+            self._before = self._data.identity()
+        if self._before is not None:
+            data = data.continuing(self._before)
+        self._key, self._data = key, data
+        self._all.append(
+            provenance.FollowedShard(
+                data.make_shard, self._shard, self._cursor, watched=self._watched
+            )
+        )
+        return self._all[-1]
+
+
+class _OfHistory:
+    """Searches the stream of one history for a record.
+
+    Args:
+      run: the run.
+      history: the pipelines of the stream.
+      trained: the steps that have it.
+    """
+
+    def __init__(
+        self, run: Provenance, history: _History, trained: Sequence[_Trained]
+    ) -> None:
+        self._run, self._history, self._trained = run, history, trained
+        self._starts = np.array([t.position for t in trained], np.int64)
+        self._stops = np.array([t.stop for t in trained], np.int64)
+        self._end = int(self._stops.max())
+        self._saved = run.saved_before(history, self._end)
+
+    def find(
+        self, name: str, part: records.Records, file: int, record: int
+    ) -> Iterator[Found]:
+        """What became of a record of a dataset in each epoch."""
+        reached = self._reached(name, part)
+        is_first_unused = True
+        for turn in records.turns(part, file, record):
+            found = self._followed(name, part, turn)
+            is_unused = found.outcome == "not_yet_used"
+            if not is_unused or is_first_unused:
+                yield found
+            is_first_unused &= not is_unused
+            # Shards are in about the same epoch, but not exactly.
+            if is_unused and turn.epoch > reached:
+                return
+
+    def _reached(self, name: str, part: records.Records) -> int:
+        # The last epoch that a shard was in at the newest saved state.
+        if not self._saved:
+            return -1
+        num_shards = self._run.sharded(self._history, self._end).num_shards
+        at_end = self._saved[0].cursors(range(num_shards))
+        return max(
+            records.epoch_at(
+                part, (provenance.read_until(cursor, name) or (0, 0))[0], shard=s
+            )
+            for s, cursor in at_end.items()
+        )
+
+    def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
+        def is_before(saved: SavedData) -> bool:
+            cursor = saved.cursors([turn.shard])[turn.shard]
+            until = provenance.read_until(cursor, name)
+            return until is not None and until <= turn.at
+
+        # States are newest first, and what they have read decreases.
+        newest = bisect.bisect_left(self._saved, True, key=is_before)
+        for saved in (*self._saved[newest:], None):
+            stream = ShardStream(
+                self._run,
+                self._history,
+                turn.shard,
+                saved,
+                watched=(name, turn.number),
+            )
+            is_too_late = saved is not None and stream.reads_again(name)
+            begin = stream.stream_row
+            first = None if is_too_late else stream.next()
+            if saved is None or not stream.is_read:
+                break
+            # Rows before the state may have a part of it.
+            stream.close()
+        self._run.announce(
+            self._history,
+            {turn.shard: len(range(begin, self._end, stream.num_shards))},
+            saved,
+            self._end - 1,
+        )
+        pieces, is_over = self._pieces(stream, name, turn, begin, first)
+        found = self._found(name, part, turn, stream, pieces, is_over=is_over)
+        stream.close()
+        return found
+
+    def _pieces(
+        self,
+        stream: ShardStream,
+        name: str,
+        turn: records.Turn,
+        row: int,
+        found: list[provenance.Piece] | None,
+    ) -> tuple[list[tuple[int, provenance.Piece]], bool]:
+        # The record's pieces with their stream rows, from a row on, and whether no more
+        # can come.
+        pieces: list[tuple[int, provenance.Piece]] = []
+        num_tokens = 0
+        for number in itertools.count(1):
+            if row >= self._end:
+                # The first row is read in any case.
+                return pieces, number > 1 and self._is_past(stream, name, turn)
+            if found is None:
+                return pieces, True
+            pieces += [(row, piece) for piece in found]
+            num_tokens += sum(piece.num_tokens or 0 for piece in found)
+            is_whole = bool(num_tokens) and num_tokens + 1 == stream.watched_tokens
+            is_due = number % _CHECK_ROWS == 0
+            if is_whole or (is_due and self._is_past(stream, name, turn)):
+                return pieces, True
+            row = stream.stream_row
+            if row < self._end:
+                found = stream.next()
+        raise AssertionError
+
+    def _is_past(self, stream: ShardStream, name: str, turn: records.Turn) -> bool:
+        until = stream.read_until(name)
+        return until is not None and until > turn.at
+
+    def _found(
+        self,
+        name: str,
+        part: records.Records,
+        turn: records.Turn,
+        stream: ShardStream,
+        pieces: Sequence[tuple[int, provenance.Piece]],
+        *,
+        is_over: bool,
+    ) -> Found:
+        uses = [
+            (number, self._use(number, row, piece))
+            for row, piece in pieces
+            for number in np.flatnonzero(
+                (self._starts <= row) & (row < self._stops)
+            ).tolist()
+        ]
+        uses.sort(key=lambda each: each[0])
+        outcome: Outcome
+        if any(use.is_current for _, use in uses):
+            outcome = "used"
+        elif pieces:
+            is_left = any(row < self._run.current_end for row, _ in pieces)
+            outcome = "left_out" if is_left else "not_yet_used"
+        elif not stream.is_read:
+            outcome = "corrupt" if is_over else "not_yet_used"
+        elif stream.watched_tokens is not None and stream.watched_tokens < 2:
+            outcome = "too_short"
+        else:
+            outcome = "filtered" if is_over or stream.is_filtered else "read_ahead"
+        origin = records.origin(part, turn.number)
+        return Found(
+            dataset=name,
+            file=origin.file,
+            record=origin.record,
+            epoch=turn.epoch,
+            shard=turn.shard,
+            outcome=outcome,
+            document_tokens=stream.watched_tokens,
+            uses=tuple(use for _, use in uses),
+        )
+
+    def _use(self, number: int, row: int, piece: provenance.Piece) -> Use:
+        trained = self._trained[number]
+        batch = rows.BatchRows(
+            num_shards=self._run.sharded(self._history, row).num_shards,
+            global_batch_size=trained.record.num_rows,
+        )
+        (of_batch,) = np.flatnonzero(rows.stream_rows(batch, trained.position) == row)
+        return self._run.use(
+            trained, int(of_batch), piece.first_token, piece.num_tokens
+        )
+
+
+class _EmptyBatches:
+    """Finds batches of finite data that no step has, as all of their shards had ended.
+
+    All shards are read for that, from the beginning.
+
+    Args:
+      run: the run.
+      num_rows: the rows of all of its steps.
+    """
+
+    def __init__(self, run: Provenance, *, num_rows: int) -> None:
+        self._run = run
+        self._num_rows_of_run = num_rows
+        self._streams: dict[Any, ShardStream] = {}
+        # The rows of a shard that has ended.
+        self._num_rows: dict[Any, int] = {}
+
+    def after(self, history: _History, position: int, size: int) -> int:
+        """The position of the next batch of a step."""
+        data = self._run.data_at(history, position)
+        max_empty = delivery.batches_of_end(data, size) - 1
+        if max_empty and not self._streams:
+            shards = range(self._run.sharded(history, position).num_shards)
+            of_shard = -(-self._num_rows_of_run // len(shards))
+            of_shards = dict.fromkeys(shards, of_shard)
+            self._run.announce(history, of_shards, None, position)
+        for _ in range(max_empty):
+            if any(self._is_real(history, n) for n in range(position, position + size)):
+                break
+            position += size
+        return position
+
+    def _is_real(self, history: _History, number: int) -> bool:
+        index, shard = divmod(number, self._run.sharded(history, number).num_shards)
+        key = history, shard
+        if key not in self._streams:
+            self._streams[key] = ShardStream(
+                self._run, history, shard, None, watched=("", -1)
+            )
+        stream = self._streams[key]
+        while key not in self._num_rows and stream.index <= index:
+            if stream.next() is None:
+                self._num_rows[key] = stream.index - 1
+                stream.close()
+        return index < self._num_rows.get(key, index + 1)
+
+
+class _Origins:
+    """The files of the records of positional data."""
+
+    def __init__(self, data: positional_data.PositionalData) -> None:
+        self._files = data.files
+        counts = arrayrecord.ArrayRecordFiles(data.files).records_per_file
+        self._counts = np.array(counts)
+        self._firsts = np.cumsum(self._counts) - self._counts
+
+    def piece(self, number: int, epoch: int) -> provenance.Piece:
+        """A record, by its number over all files."""
+        file = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return provenance.Piece(
+            dataset="",
+            file=self._files[file],
+            record=number - int(self._firsts[file]),
+            epoch=epoch,
+        )
+
+    def number(self, file: str, record: int) -> int:
+        """The number over all files of a record."""
+        at = _file_number(self._files, file)
+        if at is None:
+            raise _unknown(file, self._files)
+        if not 0 <= record < self._counts[at]:
+            raise errors.DataError(
+                f"{self._files[at]} has no record {record}: its {self._counts[at]:,}"
+                f" records are numbered from 0 to {self._counts[at] - 1}"
+            )
+        return int(self._firsts[at]) + record
+
+
+def _merged(found: Iterable[Found]) -> list[Found]:
+    # What became of a record in several streams, of which steps may be in two.
+    merged: dict[Any, Found] = {}
+    for each in found:
+        key = each.dataset, each.file, each.record, each.epoch
+        other = merged.get(key, each)
+        outcomes = typing.get_args(Outcome)
+        uses = dict.fromkeys((*other.uses, *each.uses))
+        best = min(each, other, key=lambda one: outcomes.index(one.outcome))
+        merged[key] = dataclasses.replace(
+            best, uses=tuple(sorted(uses, key=lambda use: use.attempt))
+        )
+    return sorted(merged.values(), key=lambda each: each.epoch)
+
+
+def _continued(history: _History, position: int, key: str) -> _History:
+    before = _until(history, position)
+    if before and before[-1][1] == key:
+        return before
+    return (*before, (position, key))
+
+
+def _until(history: _History, position: int) -> _History:
+    # The pipelines of the rows before a position.
+    return tuple(each for each in history if each[0] < position)
+
+
+def _key_at(history: _History, position: int) -> str:
+    return [key for start, key in history if start <= position][-1]
+
+
+def _file_number(files: Sequence[str], file: str) -> int | None:
+    # The number of the file with this path, or with this end of its path.
+    if file in files:
+        return files.index(file)
+    found = [
+        number
+        for number, each in enumerate(files)
+        if each.endswith("/" + file.lstrip("/")) or each == os.path.abspath(file)
+    ]
+    if len(found) > 1:
+        raise errors.ConfigError(
+            f"{file}: {len(found)} files of the data end so,"
+            f" {', '.join(files[number] for number in found[:3])}; give more of the"
+            " path"
+        )
+    return found[0] if found else None
+
+
+def _unknown(file: str, files: Sequence[str]) -> errors.DataError:
+    names = sorted({os.path.basename(each) for each in files})
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+    return errors.DataError(
+        f"{file} is not a file of the run's data, which has {shown}; give the path of"
+        " one of them, or the end of it"
+    )
