@@ -784,7 +784,7 @@ class _OfHistory:
                 yield found
             is_first_unused &= not is_unused
             # Shards are in about the same epoch, but not exactly.
-            if is_unused and turn.epoch > reached:
+            if is_unused and turn.epoch > reached + 1:
                 return
 
     def _reached(self, name: str, part: records.Records) -> int:

@@ -57,7 +57,8 @@ def test_it_is_known_when_a_shard_reads_a_record(dataset, seed, num_shards):
         # Afterwards it has read one more.
         for element in elements:
             state = elements.get_state()
-            place = shard, state["turn"], state["taken"] - 1
+            turn, taken = records.place_in(state)
+            place = shard, turn, taken - 1
             found[record(element)] = place, element["number"]
     first = 0
     for file, counts in enumerate(dataset.blocks):

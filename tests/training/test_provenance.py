@@ -95,7 +95,6 @@ class Run:
                 continue
             self.after[step + 1] = position, cursors
             ids = tuple(example_id.join(batch["example_id"]))
-            self.inputs[number, step] = batch["inputs"]
             logged.append(
                 step_record.StepRecord(
                     step=start + len(logged),
