@@ -70,7 +70,7 @@ class Tokens(grain.IterDataset[np.ndarray]):
         self,
         parent: grain.IterDataset,
         *,
-        documents: language.Documents,
+        documents: language.Encoder,
         num_threads: int = 0,
     ) -> None:
         super().__init__(parent)
@@ -245,7 +245,7 @@ class _ColumnBlocks:
     """Documents that are lists of tokens in a column."""
 
     def __init__(
-        self, batches: records.RecordBatches, documents: language.Documents
+        self, batches: records.RecordBatches, documents: language.Encoder
     ) -> None:
         self._batches = batches
         self._documents = documents
