@@ -96,7 +96,7 @@ class ChatTemplate:
 
     def identity(self) -> dict[str, storage.Json]:
         """The digest of the text, and what else it depends on."""
-        used = self._compiled().variables
+        used = self._compiled().names
         special = {
             name: text
             for name, text in sorted(self.special_tokens.items())

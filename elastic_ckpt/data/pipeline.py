@@ -446,6 +446,11 @@ def _check_chats(data: schema.DataSection) -> None:
             data.use_dpo and data.packing,
             "packing=true; set it to false, for a pair has a row of its own",
         ),
+        (
+            data.use_dpo and data.dpo_max_prompt_length >= data.max_target_length,
+            f"dpo_max_prompt_length={data.dpo_max_prompt_length}; set it below"
+            f" {data.max_target_length}, which is max_target_length",
+        ),
     ):
         if is_wrong:
             raise errors.ConfigError(f"{key}=true does not work with {problem}")

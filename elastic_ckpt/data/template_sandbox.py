@@ -26,11 +26,10 @@ from typing import Any, cast
 
 import jinja2
 import jinja2.ext
-import jinja2.meta
 from jinja2 import nodes, parser, runtime, sandbox, utils, visitor
 
 # The operations of one rendering: about a second, and at most some hundred megabytes.
-MAX_OPERATIONS = 2**21
+MAX_OPERATIONS = 2**20
 # The characters of a rendered conversation, and of a template.
 MAX_CHARACTERS = 2**23
 MAX_TEMPLATE_CHARACTERS = 2**20
@@ -39,7 +38,7 @@ MAX_TEMPLATE_CHARACTERS = 2**20
 BEGIN_GENERATED, END_GENERATED = "\ud800", "\udbff"
 
 # Reading or copying so many characters, or items of a list, is one operation.
-_CHARACTERS = 16
+_CHARACTERS = 32
 # The largest whole number, in bits, and the longest text that becomes one.
 _MAX_BITS = 4096
 _MAX_DIGITS = 1000
@@ -101,7 +100,7 @@ class Template:
 
     Attributes:
       has_generation: whether it has `{% generation %}` blocks.
-      variables: the names of the variables that it reads.
+      names: of the variables that it reads, and of those that it sets.
 
     Raises:
       jinja2.TemplateError: if it is no template, or uses what the sandbox lacks.
@@ -115,7 +114,7 @@ class Template:
             isinstance(attribute, nodes.ExtensionAttribute)
             for attribute in tree.find_all(nodes.ExtensionAttribute)
         )
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.names = frozenset(name.name for name in tree.find_all(nodes.Name))
         self._template = environment.from_string(text)
 
     def render(self, variables: Mapping[str, Any], *, date: str = "") -> str:
@@ -159,26 +158,31 @@ class _Budget:
 
     def spend_deep(self, value: Any) -> None:
         """Pays for all that is in a value, as often as it is in it."""
-        held = [value]
-        while held:
+        if type(value) is str:
+            self.spend(1 + len(value) // _CHARACTERS)
+            return
+        held, operations = [value], 0
+        while held and operations <= self.left:
             each = held.pop()
-            self.spend(_size(each))
+            operations += _size(each)
             if isinstance(each, dict):
                 held += each.keys()
                 held += each.values()
-            elif isinstance(each, list | tuple):
+            elif isinstance(each, _LISTS):
                 held += each
-            if len(held) > self.left:
-                self.spend(len(held))
+        self.spend(operations)
+
+
+_SIZED = (str, list, tuple, dict, range)
+_LISTS = (list, tuple)
 
 
 def _size(value: Any) -> int:
     # The operations that it takes to read a value, without what is in it.
-    kind = type(value)
-    if kind is int:
-        return 1 + value.bit_length() // 64
-    if kind in (dict, range) or isinstance(value, str | list | tuple):
+    if isinstance(value, _SIZED):
         return 1 + len(value) // _CHARACTERS
+    if type(value) is int:
+        return 1 + value.bit_length() // 64
     return 1
 
 
