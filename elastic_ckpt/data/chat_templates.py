@@ -21,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 from etils import epath
@@ -37,6 +38,7 @@ _CONFIG_FILE = "tokenizer_config.json"
 _FIELD = "chat_template"
 # The one of several templates that is for conversations without tools.
 _DEFAULT = "default"
+_LEAST_JINJA = (3, 1, 6)
 _HALF = re.compile("[\ud800-\udfff]")
 _REMEDY = (
     "mark what the assistant says by {% generation %} ... {% endgeneration %} in a copy"
@@ -286,9 +288,16 @@ def _read(file: epath.Path) -> str:
         ) from None
 
 
+@functools.cache
 def _sandbox() -> Any:
     # Jinja is imported by those who have chats.
     extras.module("jinja2", extra="tokenizers", otherwise="set use_sft=false")
+    installed = metadata.version("jinja2")
+    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _LEAST_JINJA:
+        raise errors.ConfigError(
+            f"jinja2 {installed} has known ways out of its sandbox; install 3.1.6 or"
+            " newer"
+        )
     from elastic_ckpt.data import template_sandbox
 
     return template_sandbox

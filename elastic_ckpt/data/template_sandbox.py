@@ -342,18 +342,14 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(
-        __self,  # its own names could be those of arguments
-        __context: runtime.Context,
-        __obj: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, context: runtime.Context, called: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        budget = _budget(__context)
-        if isinstance(getattr(__obj, "__self__", None), str):
+        budget = _budget(context)
+        if isinstance(getattr(called, "__self__", None), str):
             args = tuple(_listed(budget, args))
         budget.spend(1 + sum(map(_size, (*args, *kwargs.values()))))
-        __self._check_call(budget, __obj, args, kwargs)
-        result = super().call(__context, __obj, *args, **kwargs)
+        self._check_call(budget, called, args, kwargs)
+        result = super().call(context, called, *args, **kwargs)
         budget.spend(_size(result))
         if isinstance(result, list):
             # Splitting makes objects.
@@ -417,8 +413,8 @@ class _Generation(jinja2.ext.Extension):
 class _Namespace(utils.Namespace):
     """Has no attributes of Python's own."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as Jinja's
-        self, values = args[0], dict(*args[1:], **kwargs)
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        values = dict(*args, **kwargs)
         for name in values:
             _check_name(name)
         utils.Namespace.__init__(self, values)
