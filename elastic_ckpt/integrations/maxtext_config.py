@@ -473,7 +473,7 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
 
 
 def _section(values: Mapping[str, Any]) -> schema.DataSection:
-    columns = values["train_data_columns"]
+    columns = values.get("train_data_columns")
     if isinstance(columns, list) and len(columns) > 1:
         raise errors.ConfigError(
             f"{PLACE}: train_data_columns={columns}: text is in one column; name it, or"

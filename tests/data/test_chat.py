@@ -513,7 +513,8 @@ def test_an_error_of_a_template_is_raised_when_its_conversation_is_due(tmp_path)
     good, bad = conversation(1), [{"role": "tool", "content": "x"}]
     records_of = [{"messages": turns} for turns in (good, good, bad, good)]
     file = write(tmp_path / "a", records_of, "jsonl")
-    refusing = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    refused_role = "{% if messages[0].role == 'tool' %}"
+    refusing = refused_role + "{{ raise_exception('no tools') }}{% endif %}"
     data = pipeline.from_config(
         section(
             {"parquet": file},
