@@ -18,11 +18,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
+from absl import logging
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import chat_templates, records, shard_steps, tokenizers
@@ -101,6 +103,14 @@ class Conversations:
         Raises:
           DataError: if a column is missing or has no messages.
         """
+        if len(self.columns) == 1:
+            (column,) = self.columns
+            if isinstance(element.get(column), str | bytes):
+                raise errors.DataError(
+                    f"column {column!r} has a text, not a list of messages; name the"
+                    f" column of the conversation, or two, of prompt and completion"
+                    f" ({_KEYS})"
+                )
         turns = [
             _turn(element, column, role)
             for column, role in zip(self.columns, ("user", "assistant"), strict=False)
@@ -119,6 +129,7 @@ class Conversations:
         messages = self.messages(element)
         if not messages:
             return None
+        _warn_of_special_texts(messages, self.tokenizer)
         with _naming_record(element):
             if self.completion_only:
                 return self.template.render_with_spans(messages)
@@ -254,6 +265,7 @@ class Preferences:
                 "a pair has no message in its prompt or in a response; the prompt is"
                 " what chosen and rejected begin with, or a column of its own"
             )
+        _warn_of_special_texts([*prompt, *chosen, *rejected], self.tokenizer)
         begin = self.template.render(prompt, add_generation_prompt=True)
         responses = []
         for messages in (chosen, rejected):
@@ -451,6 +463,30 @@ def _check_tokenizer(tokenizer: tokenizers.Tokenizer) -> None:
             " templates need; use ec.data.lm.load_tokenizer"
         )
     tokenizer.encode_with_spans([])
+
+
+def _warn_of_special_texts(messages: Messages, tokenizer: tokenizers.Tokenizer) -> None:
+    # A message could end its turn so, or begin another.
+    texts: tuple[str, ...] = getattr(tokenizer, "special_texts", tuple)()
+    if not texts:
+        return
+    for message in messages:
+        said = message.get("content")
+        found = _any_of(texts).search(said) if isinstance(said, str) else None
+        if found:
+            logging.log_first_n(
+                logging.WARNING,
+                "a message has the text %r, which becomes a special token; remove such"
+                " texts if those who wrote the messages are not trusted",
+                1,
+                found[0],
+            )
+            return
+
+
+@functools.lru_cache(maxsize=8)
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 @contextlib.contextmanager

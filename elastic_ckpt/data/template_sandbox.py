@@ -43,12 +43,14 @@ _CHARACTERS = 32
 _MAX_BITS = 4096
 _MAX_DIGITS = 1000
 _MAX_INDENT = 16
+# How deeply lists and dicts are in each other.
+_MAX_DEPTH = 200
 
 # The name of the budget among the variables of a template, which is no identifier.
 _BUDGET = "the budget"
 # Filters of ours that are put into a tree.
 _SPEND, _EACH, _SEEN = "spend ", "each ", "seen "
-_CONCAT, _CUT = "concat ", "cut "
+_CONCAT, _CUT, _KEY = "concat ", "cut ", "key "
 
 
 def _names(text: str) -> frozenset[str]:
@@ -157,20 +159,34 @@ class _Budget:
             )
 
     def spend_deep(self, value: Any) -> None:
-        """Pays for all that is in a value, as often as it is in it."""
+        """Pays for all that is in a value, as often as it is in it.
+
+        Raises:
+          ExceededError: also if dicts and lists are nested too deeply. Python takes the
+            hash of a tuple by recursion without a limit, and would crash.
+        """
         if type(value) is str:
             self.spend(1 + len(value) // _CHARACTERS)
             return
-        held, operations = [value], 0
-        while held and operations <= self.left:
-            each = held.pop()
-            operations += _size(each)
-            if isinstance(each, dict):
-                held += each.keys()
-                held += each.values()
-            elif isinstance(each, _LISTS):
-                held += each
+        level, operations, depth = [value], 0, 0
+        while level and operations <= self.left:
+            deeper: list[Any] = []
+            for each in level:
+                operations += _size(each)
+                if isinstance(each, dict):
+                    deeper += each.keys()
+                    deeper += each.values()
+                elif isinstance(each, _LISTS):
+                    deeper += each
+            level, depth = deeper, depth + 1
+            if depth > _MAX_DEPTH:
+                raise ExceededError(f"it nests more than {_MAX_DEPTH} lists")
         self.spend(operations)
+
+    def spend_key(self, value: Any) -> None:
+        """Pays for the hash of a value."""
+        if isinstance(value, tuple):
+            self.spend_deep(value)
 
 
 _SIZED = (str, list, tuple, dict, range)
@@ -226,7 +242,15 @@ class _Pays(visitor.NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
-        return _filter(node, _CUT) if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return _filter(node, _CUT)
+        node.arg = _key(node.arg)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
+        self.generic_visit(node)
+        node.key = _key(node.key)
+        return node
 
     def visit_Include(self, node: nodes.Stmt) -> nodes.Node:
         raise jinja2.TemplateAssertionError(
@@ -250,6 +274,10 @@ def _cost(body: Iterable[nodes.Node]) -> int:
 
 def _spending(cost: int) -> nodes.ExprStmt:
     return nodes.ExprStmt(_filter(nodes.Const(cost), _SPEND))
+
+
+def _key(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _filter(node, _KEY)
 
 
 def _seen(node: nodes.Expr) -> nodes.Expr:
@@ -279,6 +307,12 @@ def _each(context: runtime.Context, items: Any, cost: int) -> Any:
 @jinja2.pass_context
 def _see(context: runtime.Context, value: Any) -> Any:
     _budget(context).spend_deep(value)
+    return value
+
+
+@jinja2.pass_context
+def _hashed(context: runtime.Context, value: Any) -> Any:
+    _budget(context).spend_key(value)
     return value
 
 
@@ -359,6 +393,10 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     def _check_call(
         self, budget: _Budget, called: Any, args: Sequence[Any], kwargs: Mapping
     ) -> None:
+        for each in args:
+            budget.spend_key(each)
+        if called is _make_dict:
+            budget.spend_deep(args)
         functions = self.globals.values()
         if type(called) in _CALLABLE or any(called is each for each in functions):
             return
@@ -453,6 +491,7 @@ def _environment() -> _Environment:
         _SEEN: _see,
         _CONCAT: _concat,
         _CUT: _cut,
+        _KEY: _hashed,
     }
     environment.tests = {
         name: _paying(name, cast(Any, test), deep=name not in _SHALLOW_TESTS)
@@ -484,6 +523,8 @@ def _paying(
         budget.spend(1)
         if not deep:
             budget.spend(sum(map(_size, (*args, *kwargs.values()))))
+            for each in (*args[1:], *kwargs.values()):
+                budget.spend_key(each)
         else:
             args = tuple(_listed(budget, args))
             budget.spend_deep([*args, *kwargs.values()])

@@ -136,6 +136,10 @@ class Bytes:
         """None: no text is a special token."""
         return {}
 
+    def special_texts(self) -> tuple[str, ...]:
+        """None, likewise."""
+        return ()
+
     def identity(self) -> storage.Json:
         """Only the kind: it has no file."""
         return {"kind": _BYTES}
@@ -189,6 +193,10 @@ class FileTokenizer:
         Only a `tokenizer.json`, and the files beside it, have them.
         """
         return dict(_opened(self.kind, self.path, self.digest).special_tokens)
+
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts that become special tokens wherever they are."""
+        return _opened(self.kind, self.path, self.digest).special_texts
 
     def identity(self) -> storage.Json:
         """The kind, the digest of the file, and the begin and end tokens."""
@@ -249,6 +257,7 @@ class _Opened(NamedTuple):
     end: int | None
     encode_with_spans: Callable[[list[str]], list[Encoded]] | None = None
     special_tokens: Mapping[str, str] = types.MappingProxyType({})
+    special_texts: tuple[str, ...] = ()
 
 
 _opened_files: dict[tuple[str, str, str], _Opened] = {}
@@ -405,6 +414,11 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
         end,
         encode_with_spans,
         special,
+        tuple(
+            added.content
+            for added in tokenizer.get_added_tokens_decoder().values()
+            if added.special and added.content
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """Conversations and preference pairs, from records to rows."""
 
+import functools
 import json
 import pathlib
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers as hf
+from absl import logging
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
@@ -202,6 +204,7 @@ def test_a_conversation_in_which_nothing_counts_has_no_tokens(record):
     [
         ({"text": "a"}, r"no column 'messages', only \['text'\]; name"),
         ({"messages": 7}, "has a int, not a list of messages; name"),
+        ({"messages": "Hello"}, "has a text, not a list of messages; name"),
         ({"messages": ["a"]}, "a message with str; a message has a role"),
         (
             {"messages": [{"from": "human", "value": "a"}]},
@@ -260,10 +263,22 @@ def test_special_tokens_are_those_of_the_template_and_never_doubled(tokenizer):
     assert "</s>" not in texts
 
 
-def test_the_text_of_a_special_token_in_a_message_becomes_the_token(tokenizer):
-    turns = [{"role": "user", "content": "</s>"}, {"role": "assistant", "content": "b"}]
+def test_the_text_of_a_special_token_in_a_message_becomes_the_token(
+    tokenizer, monkeypatch
+):
+    warnings = []
+    monkeypatch.setattr(
+        logging, "log_first_n", lambda _, *message: warnings.append(message)
+    )
+    turns = [{"role": "user", "content": "s"}, {"role": "assistant", "content": "b"}]
+    masked({"messages": turns}, tokenizer=tokenizer)
+    assert not warnings
+    turns[0]["content"] = "</s>"
     made = names(tokenizer, masked({"messages": turns}, tokenizer=tokenizer))
     assert ("</s>", False) in made
+    ((message, number, text),) = warnings
+    assert "becomes a special token" in message
+    assert (number, text) == (1, "</s>")
 
 
 def test_every_token_of_a_character_counts(tokenizer):
@@ -465,11 +480,13 @@ def test_the_trainers_loss_ignores_what_does_not_count(corpus):
     )
     params = transformer.init(jax.random.key(0), model, vocab_size=tokens.VOCAB_SIZE)
 
-    def loss(batch):
-        arrays = {name: jax.numpy.asarray(value) for name, value in batch.items()}
-        return transformer.loss(
-            params, arrays, head_dim=8, gather=lambda params: params
-        )
+    def same(params):
+        return params
+
+    loss, logits = (
+        jax.jit(functools.partial(function, params, head_dim=8, gather=same))
+        for function in (transformer.loss, transformer.logits)
+    )
 
     data = pipeline.from_config(section(corpus, packing=True))
     batch = worlds.World(data, 1, 4).batch()
@@ -480,13 +497,8 @@ def test_the_trainers_loss_ignores_what_does_not_count(corpus):
     other = batch | {"targets": np.where(counts, batch["targets"], 77)}
     assert loss(other) == (total, count)
     # It is the sum over the targets that count, of the probabilities of each.
-    logits = transformer.logits(
-        params,
-        {name: jax.numpy.asarray(value) for name, value in batch.items()},
-        head_dim=8,
-        gather=lambda params: params,
-    )
-    scores = np.asarray(jax.nn.log_softmax(logits))
+    scores = np.asarray(logits(batch))
+    scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
     rows, places = np.nonzero(counts)
     picked = scores[rows, places, batch["targets"][rows, places]]
     np.testing.assert_allclose(total, -picked.sum(), rtol=1e-5)

@@ -214,6 +214,21 @@ ENDLESS = {
     "{% set ns.s = [ns.s, ('a ' * 99999).split()] %}{% endfor %}",
     "map": "{{ range(99999)|map('string')|map('upper')|list * 9999 }}",
 }
+DEEP = (
+    "{% set ns = namespace(t=()) %}"
+    "{% for i in range(999) %}{% set ns.t = STEP %}{% endfor %}"
+)
+# With more steps, each would end the process.
+HASHED = [
+    "{{ {ns.t: 1} }}",
+    "{{ {}[ns.t] }}",
+    "{{ {}.get(ns.t) }}",
+    "{{ dict([(ns.t, 1)]) }}",
+    "{{ ns.t in {} }}",
+    "{{ [ns.t]|unique|list }}",
+    "{{ [{}]|map(attribute=ns.t)|list }}",
+    "{{ [ns.t]|select('in', {})|list }}",
+]
 REFUSED = {
     "{{ 9 ** 9 ** 999999 }}": "more than 4096 bits",
     "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}"
@@ -253,6 +268,13 @@ SLOW = ("printed list", "json", "text of a list", "comparison", "map", "many mac
 def test_a_template_that_does_not_end_is_stopped(name):
     with refused("was stopped|maximum recursion"):
         rendered(ENDLESS[name])
+
+
+@pytest.mark.parametrize("text", HASHED)
+@pytest.mark.parametrize("step", ["(ns.t,)", "({1: ns.t}.items()|list)[0]"])
+def test_a_deep_tuple_is_not_hashed(text, step):
+    with refused("nests more than 200 lists"):
+        rendered(DEEP.replace("STEP", step) + text)
 
 
 @pytest.mark.parametrize("text", REFUSED)
