@@ -163,7 +163,8 @@ class _Budget:
 
         Raises:
           ExceededError: also if dicts and lists are nested too deeply. Python takes the
-            hash of a tuple by recursion without a limit, and would crash.
+            hash of a tuple by recursion without a limit, for which a stack may be too
+            short.
         """
         if type(value) is str:
             self.spend(1 + len(value) // _CHARACTERS)

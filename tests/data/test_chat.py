@@ -498,7 +498,7 @@ def test_the_trainers_loss_ignores_what_does_not_count(corpus):
     assert loss(other) == (total, count)
     # It is the sum over the targets that count, of the probabilities of each.
     scores = np.asarray(logits(batch))
-    scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
+    scores = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     rows, places = np.nonzero(counts)
     picked = scores[rows, places, batch["targets"][rows, places]]
     np.testing.assert_allclose(total, -picked.sum(), rtol=1e-5)

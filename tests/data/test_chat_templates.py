@@ -218,7 +218,7 @@ DEEP = (
     "{% set ns = namespace(t=()) %}"
     "{% for i in range(999) %}{% set ns.t = STEP %}{% endfor %}"
 )
-# With more steps, each would end the process.
+# Deep enough, each ends a process whose stack is short.
 HASHED = [
     "{{ {ns.t: 1} }}",
     "{{ {}[ns.t] }}",
