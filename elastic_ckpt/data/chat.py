@@ -37,6 +37,8 @@ Messages = list[chat_templates.Message]
 _NO_TOKENS = np.empty(0, np.int32)
 _BYTES = tokenizers.Bytes()
 _KEYS = "train_data_columns in a configuration"
+# The names of the field with what the assistant thinks, by precedence.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Pairs of columns with a user's text and the assistant's, as MaxText names them.
 _COMPLETIONS = (("prompt", "completion"), ("question", "answer"))
 
@@ -539,12 +541,17 @@ def _message(value: Any, column: str) -> chat_templates.Message:
             f"column {column!r} has a message with {found}; a message has a role and a"
             " content"
         )
-    # As Hugging Face does: files of columns have nulls for fields that are missing.
-    return {
+    # As Hugging Face does: files of columns have nulls for fields that are missing, and
+    # templates read thoughts by one of several names.
+    message = {
         str(key): _plain(each, column)
         for key, each in value.items()
         if each is not None
     }
+    thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
+    if thoughts is None:
+        return message
+    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _plain(value: Any, column: str) -> Any:

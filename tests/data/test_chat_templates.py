@@ -110,7 +110,7 @@ def test_tokens_and_masks_are_those_of_transformers(name):
             assert counts.astype(int).tolist() == case["mask"]
             assert np.where(counts, masked, ~masked).tolist() == case["tokens"]
             num_masks += 1
-    assert num_masks == (8 if name == "qwen.jinja" else 0)
+    assert num_masks == (9 if name == "qwen.jinja" else 0)
 
 
 # Where the assistant speaks.
