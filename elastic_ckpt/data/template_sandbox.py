@@ -170,10 +170,12 @@ class _Budget:
             self.spend(1 + len(value) // _CHARACTERS)
             return
         level, operations, depth = [value], 0, 0
-        while level and operations <= self.left:
+        while level:
             deeper: list[Any] = []
             for each in level:
                 operations += _size(each)
+                if operations + len(deeper) > self.left:
+                    self.spend(operations + len(deeper))
                 if isinstance(each, dict):
                     deeper += each.keys()
                     deeper += each.values()

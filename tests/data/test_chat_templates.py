@@ -193,6 +193,7 @@ ENDLESS = {
     "concatenation": GROWING % ("'12345678'", "ns.s ~ ns.s"),
     "list": GROWING % ("[1]", "ns.s + ns.s"),
     "printed list": GROWING % ("[1]", "[ns.s, ns.s]") + "{{ ns.s }}",
+    "list of one list": "{{ [range(99999)|list] * 99999 }}",
     "json": GROWING % ("[1]", "{'a': ns.s, 'b': ns.s}") + "{{ ns.s|tojson }}",
     "text of a list": GROWING % ("[1]", "[ns.s, ns.s]") + "{{ ns.s|upper }}",
     "comparison": GROWING % ("[1]", "[ns.s, ns.s]") + "{{ ns.s == ns.s + [] }}",
