@@ -49,6 +49,11 @@ def assemble(
       DataError: if the data cannot be read.
       RunError: if another run uses the RAM disk, or hosts cannot be reached.
     """
+    if config.data.use_dpo:
+        raise errors.ConfigError(
+            "use_dpo=true: this trainer has no loss for preference pairs; read them by"
+            " ec.data.from_config in a loop of your own"
+        )
     called = configured_callbacks.of_run(config, callbacks or {}, emit=emit)
     mesh = topology.mesh_of(world, devices)
     sizes = batch_size.schedule(config.data, world)

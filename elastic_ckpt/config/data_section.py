@@ -51,9 +51,49 @@ class DataSection:
     )
     train_data_columns: str = key(
         "text",
-        "Column, or feature of a tf.Example, with the text or the tokens; a list of"
-        " one column, as in MaxText, is accepted.",
-        lists="one",
+        "Column, or feature of a tf.Example, with the text or the tokens. With use_sft"
+        " it has the messages of a conversation, or two columns, separated by a comma,"
+        " have the prompt and the completion; with use_dpo `prompt,chosen,rejected`,"
+        " or `chosen,rejected`, which both begin with the prompt. A list, as in"
+        " MaxText, is accepted.",
+        lists="names",
+    )
+    use_sft: bool = key(
+        False,
+        "Train on conversations: the chat template of the tokenizer renders their"
+        " messages. add_bos and add_eos have no effect, since the template has these"
+        " tokens.",
+    )
+    sft_train_on_completion_only: bool = key(
+        False,
+        "With use_sft, whether the loss counts only what the assistant says. If false,"
+        " it counts all tokens.",
+    )
+    use_dpo: bool = key(
+        False,
+        "Read preference pairs: rows of a prompt, a chosen and a rejected response,"
+        " for a training loop of your own.",
+    )
+    dpo_max_prompt_length: int = key(
+        0,
+        "Tokens of a prompt with use_dpo, of which the last are kept; a response has"
+        " the rest of max_target_length. 0 takes half of it. In MaxText it is"
+        " dpo.max_prompt_length.",
+        at_least=0,
+    )
+    chat_template_path: str = key(
+        "",
+        "File with the chat template, in Jinja, or in the field chat_template of a"
+        " .json file. Empty takes that of the tokenizer: chat_template.jinja, or"
+        " tokenizer_config.json, beside its file.",
+    )
+    chat_template: str = key(
+        "", "The chat template itself, instead of chat_template_path."
+    )
+    chat_template_date: str = key(
+        "",
+        "Date, YYYY-MM-DD, that a chat template gets when it asks for today's, which"
+        " is refused without this key, because rows would change from day to day.",
     )
     text_directory: str = key(
         "",

@@ -29,9 +29,9 @@ def key(
       below: a number that is greater than all allowed ones.
       multiple_of: of which the number is a multiple.
       off: another number, as in MaxText, that means the default.
-      lists: whether a list is accepted in place of a text, too: `one` if it has one
-        text, as in MaxText, `any` to keep its JSON, and `yaml` to keep the JSON of a
-        list or a mapping.
+      lists: whether a list is accepted in place of a text, too: `names` to keep its
+        texts, separated by commas, `any` to keep its JSON, and `yaml` to keep the JSON
+        of a list or a mapping.
     """
     metadata = {
         "doc": doc,

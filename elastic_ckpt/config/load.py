@@ -228,8 +228,8 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
     if expected is str and value is None:
         value = ""
     lists = field.metadata["lists"]
-    if lists == "one" and isinstance(value, list) and len(value) == 1:
-        (value,) = value
+    if lists == "names" and isinstance(value, list):
+        value = _joined(value)
     if isinstance(value, _KEPT_AS_JSON.get(lists, ())):
         # Values that JSON lacks, such as dates, are their texts.
         value = json.dumps(value, default=str)
@@ -274,6 +274,12 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
             f" {setting.value!r}"
         )
     return typing.cast(Value, value)
+
+
+def _joined(names: list[object]) -> object:
+    # The names that a list has, as a text; the list if these are no names.
+    texts = [name for name in names if isinstance(name, str)]
+    return ",".join(texts) if names and texts == names else names
 
 
 _BOOLEAN_TEXTS = {False: ("off", "no", "false"), True: ("on", "yes", "true")}

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -51,6 +51,35 @@ _ROW_NAMES = {
 }
 
 
+class Encoder(Protocol):
+    """How records become what `Tokens` yields, such as `Documents`."""
+
+    @property
+    def column(self) -> str:
+        """The column that it reads, for messages."""
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer | None:
+        """The tokenizer; None if records have tokens."""
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether several threads encode faster than one thread."""
+
+    def identity(self) -> dict[str, storage.Json]:
+        """The settings that determine the tokens, by configuration key."""
+
+    def value(self, element: dict[str, Any]) -> Any:
+        """What is encoded of a record; its length is that of its text.
+
+        Raises:
+          DataError: if the record lacks it.
+        """
+
+    def tokens(self, values: Sequence[Any]) -> list[Any]:
+        """The tokens of each value; called in threads."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
     """How records become documents of tokens, for `Tokens`.
@@ -85,6 +114,15 @@ class Documents:
     def is_parallel(self) -> bool:
         """Whether several threads tokenise faster than one thread."""
         return self.tokenizer is not None and self.tokenizer.is_parallel
+
+    def identity(self) -> dict[str, storage.Json]:
+        """The settings that determine the tokens, by configuration key."""
+        return {
+            "tokenizer": self.tokenizer.identity() if self.tokenizer else None,
+            "train_data_columns": self.column,
+            "add_bos": self.add_begin,
+            "add_eos": self.add_end,
+        }
 
     def value(self, element: dict[str, Any]) -> Value:
         """The text of a record, or its tokens, int32 `[tokens]`; None for a null value.

@@ -1,8 +1,15 @@
-"""Data of language models: documents, tokens, examples, and rows packed of them."""
+"""Data of language models: documents, conversations, tokens, examples and rows."""
 
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
+    from elastic_ckpt.data.chat import (
+        Conversations,
+        MaskedTargets,
+        PreferenceRows,
+        Preferences,
+    )
+    from elastic_ckpt.data.chat_templates import ChatTemplate, load_chat_template
     from elastic_ckpt.data.language import Documents, Examples, packed
     from elastic_ckpt.data.packing import ConcatThenSplit
     from elastic_ckpt.data.text import write_arrayrecord
@@ -11,11 +18,17 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.tokenizers import load as load_tokenizer
 
 __all__ = [
+    "ChatTemplate",
     "ConcatThenSplit",
+    "Conversations",
     "Documents",
     "Examples",
+    "MaskedTargets",
+    "PreferenceRows",
+    "Preferences",
     "Tokenizer",
     "Tokens",
+    "load_chat_template",
     "load_tokenizer",
     "packed",
     "write_arrayrecord",

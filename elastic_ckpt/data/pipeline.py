@@ -19,6 +19,8 @@ import grain
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
+    chat,
+    chat_templates,
     datasets,
     elastic_data,
     language,
@@ -79,6 +81,7 @@ class LanguagePipeline:
       reading: the order of records and the number of epochs.
       documents: converts records to tokens.
       length: tokens of a row, L.
+      max_prompt_length: with `Preferences`, those of the prompt.
       truncate: whether longer documents are truncated; if not, they are chunked.
       window: the size of the shuffle window in examples; 0 does not shuffle.
       packing: one of `language.PACKINGS`; empty pads each example to a row.
@@ -94,7 +97,7 @@ class LanguagePipeline:
     parts: tuple[Part, ...]
     num_shards: int
     reading: records.ReadOptions
-    documents: language.Documents
+    documents: language.Encoder
     length: int
     truncate: bool = True
     window: int = 0
@@ -104,6 +107,7 @@ class LanguagePipeline:
     tokenizer_threads: int = 0
     num_processes: int = 1
     vocab_size: int = 0
+    max_prompt_length: int = 0
     deals_units: bool = False
 
     def __call__(self, shard: int) -> grain.IterDataset:
@@ -114,17 +118,21 @@ class LanguagePipeline:
             lambda name: self._tokens(parts[name], shard),
             columns=lambda name: self._columns(parts[name]),
         )
-        examples = language.Examples(
-            # Even a single dataset is a mixture: others may be added at a resume.
-            mixing.Mixture(read, self._weights, shard=shard),
-            length=self.length,
-            truncate=self.truncate,
-        )
+        # Even a single dataset is a mixture: others may be added at a resume.
+        examples = mixing.Mixture(read, self._weights, shard=shard)
+        if not self._has_pairs:
+            examples = language.Examples(
+                examples, length=self.length, truncate=self.truncate
+            )
         # Each shard has its own order.
         seed = units.mixed(self.seed ^ shard) >> 32
         if self.window:
             examples = shuffling.WindowShuffle(
                 examples, window_size=self.window, seed=seed
+            )
+        if self._has_pairs:
+            return chat.PreferenceRows(
+                examples, length=self.length, max_prompt_length=self.max_prompt_length
             )
         if self.packing:
             rows = language.packed(
@@ -136,11 +144,17 @@ class LanguagePipeline:
             )
         else:
             rows = language.Padded(examples, length=self.length)
+        if isinstance(self.documents, chat.Conversations):
+            return chat.MaskedTargets(rows)
         if not self.vocab_size or self.documents.tokenizer:
             return rows
         return language.InVocabulary(
             rows, column=self.documents.column, vocab_size=self.vocab_size
         )
+
+    @property
+    def _has_pairs(self) -> bool:
+        return isinstance(self.documents, chat.Preferences)
 
     def threads_of_process(self) -> int:
         """The number of tokenizer threads in this process; 0 if threads do not help.
@@ -155,19 +169,17 @@ class LanguagePipeline:
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of rows, by configuration key."""
-        tokenizer = self.documents.tokenizer
         # Older states lack this setting: it is included only if there is a limit.
         limit = {"max_segments_per_seq": self.max_examples} if self.max_examples else {}
         sources = source.in_threads(self._source_identity, self.parts)
+        length = self.max_prompt_length
+        prompt = {"dpo_max_prompt_length": length} if self._has_pairs else {}
         return {
             pipeline_changes.DATASETS: {
                 part.name: {"weight": part.weight, **of_source}
                 for part, of_source in zip(self.parts, sources, strict=True)
             },
-            "tokenizer": tokenizer.identity() if tokenizer else None,
-            "train_data_columns": self.documents.column,
-            "add_bos": self.documents.add_begin,
-            "add_eos": self.documents.add_end,
+            **self.documents.identity(),
             "max_target_length": self.length,
             "use_truncation": self.truncate,
             "grain_packing_type": self.packing,
@@ -176,6 +188,7 @@ class LanguagePipeline:
             "data_shuffle_seed": self.seed,
             pipeline_changes.NUM_EPOCH: self.reading.num_epochs or 0,
             **limit,
+            **prompt,
             **({} if self.deals_units else records.DEALING),
         }
 
@@ -213,6 +226,7 @@ class LanguagePipeline:
         column = self.documents.column
         if (
             self.deals_units
+            or not isinstance(self.documents, language.Documents)
             or self.documents.tokenizer is not None
             or column == records.RECORD
             or not records.SmallBlocks.exist(part.source, self.num_shards)
@@ -364,7 +378,7 @@ def _parts(data: schema.DataSection, *, key: str = _TRAIN_FILES) -> tuple[Part, 
         mixture = datasets.from_file(data.grain_train_mixture_config_path)
     else:
         mixture = datasets.from_list(getattr(data, key), key=key)
-    settings: dict[str, Any] = {"columns": (data.train_data_columns,)}
+    settings: dict[str, Any] = {"columns": _columns(data)}
     if data.grain_file_type in _OF_RECORDS:
         settings["record_format"] = data.grain_record_format
     if data.grain_file_type == "text":
@@ -399,13 +413,9 @@ def _sharded(
             num_epochs=data.num_epoch or None,
             skip_corrupt=data.corrupt_records == "skip",
         ),
-        documents=language.Documents(
-            column=data.train_data_columns,
-            tokenizer=_tokenizer(data),
-            add_begin=data.add_bos,
-            add_end=data.add_eos,
-        ),
+        documents=_documents(data),
         length=data.max_target_length,
+        max_prompt_length=data.dpo_max_prompt_length or data.max_target_length // 2,
         truncate=data.use_truncation,
         window=data.grain_shuffle_buffer_size if shuffle else 0,
         packing=packing,
@@ -432,12 +442,78 @@ def _tokenizer(data: schema.DataSection) -> tokenizers.Tokenizer | None:
     return tokenizers.load(data.tokenizer_type, data.tokenizer_path)
 
 
+def _columns(data: schema.DataSection) -> tuple[str, ...]:
+    if data.use_sft or data.use_dpo:
+        return tuple(name.strip() for name in data.train_data_columns.split(","))
+    return (data.train_data_columns,)
+
+
+def _documents(data: schema.DataSection) -> language.Encoder:
+    if not (data.use_sft or data.use_dpo):
+        return language.Documents(
+            column=data.train_data_columns,
+            tokenizer=_tokenizer(data),
+            add_begin=data.add_bos,
+            add_end=data.add_eos,
+        )
+    _check_chats(data)
+    tokenizer = tokenizers.load(data.tokenizer_type, data.tokenizer_path)
+    given = {"text": data.chat_template, "path": data.chat_template_path}
+    load_template = functools.partial(
+        chat_templates.load_chat_template,
+        tokenizer,
+        date=data.chat_template_date,
+        **given,
+    )
+    if data.use_sft:
+        return chat.Conversations(
+            columns=_columns(data),
+            template=load_template(),
+            tokenizer=tokenizer,
+            completion_only=data.sft_train_on_completion_only,
+        )
+    # Pairs of texts need no template.
+    has_template = chat_templates.find(tokenizer, **given)
+    return chat.Preferences(
+        columns=_columns(data),
+        template=load_template() if has_template else None,
+        tokenizer=tokenizer,
+        add_begin=data.add_bos,
+        add_end=data.add_eos,
+    )
+
+
+def _check_chats(data: schema.DataSection) -> None:
+    # Raises a ConfigError if a key does not fit to conversations.
+    key = "use_sft" if data.use_sft else "use_dpo"
+    for is_wrong, problem in (
+        (data.use_sft and data.use_dpo, "use_dpo=true; set one of them"),
+        (
+            not data.tokenize_train_data,
+            "tokenize_train_data=false; set it to true, for a template renders texts",
+        ),
+        (
+            data.use_dpo and data.packing,
+            "packing=true; set it to false, for a pair has a row of its own",
+        ),
+        (
+            data.use_dpo and data.dpo_max_prompt_length >= data.max_target_length,
+            f"dpo_max_prompt_length={data.dpo_max_prompt_length}; set it below"
+            f" {data.max_target_length}, which is max_target_length",
+        ),
+    ):
+        if is_wrong:
+            raise errors.ConfigError(f"{key}=true does not work with {problem}")
+
+
 def _needs_shards(data: schema.DataSection) -> str:
     # The first setting that the positional engine does not support; empty if none.
     asked = {
         f"grain_file_type={data.grain_file_type}": (
             data.grain_file_type != "arrayrecord"
         ),
+        "use_sft=true": data.use_sft,
+        "use_dpo=true": data.use_dpo,
         "packing=true": data.packing,
         "use_truncation=false": not data.use_truncation,
         "grain_train_mixture_config_path": data.grain_train_mixture_config_path,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
     blocks,
     cursors,
@@ -31,6 +31,7 @@ from elastic_ckpt.data import (
     shard_rows,
     shard_steps,
     token_blocks,
+    tokenizers,
 )
 
 # The bits of a token's index in its document; above them is the document's number.
@@ -272,7 +273,7 @@ class FollowedShard:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Documents(language.Documents):
+class _Documents:
     """Documents whose tokens name themselves.
 
     Attributes:
@@ -280,21 +281,28 @@ class _Documents(language.Documents):
       shard: numbers them.
     """
 
-    of: language.Documents
+    of: language.Encoder
     shard: FollowedShard
 
     @classmethod
-    def following(cls, of: language.Documents, shard: FollowedShard) -> _Documents:
+    def following(cls, of: language.Encoder, shard: FollowedShard) -> _Documents:
         # Several pipelines may share a dataset, which was followed before.
-        of = of.of if isinstance(of, _Documents) else of
-        return cls(
-            column=of.column,
-            tokenizer=of.tokenizer,
-            add_begin=of.add_begin,
-            add_end=of.add_end,
-            of=of,
-            shard=shard,
-        )
+        return cls(of=of.of if isinstance(of, _Documents) else of, shard=shard)
+
+    @property
+    def column(self) -> str:
+        return self.of.column
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer | None:
+        return self.of.tokenizer
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.of.is_parallel
+
+    def identity(self) -> dict[str, storage.Json]:
+        return self.of.identity()
 
     def value(self, element: dict[str, Any]) -> Any:
         value = self.of.value(element)
@@ -311,6 +319,11 @@ class _Documents(language.Documents):
         numbered = []
         tokens = self.of.tokens([each.value for each in values])
         for each, of_it in zip(values, tokens, strict=True):
+            if not isinstance(of_it, np.ndarray):
+                raise errors.DataError(
+                    "the documents of these rows cannot be told: each is a pair of"
+                    " responses, whose rows name no tokens of one document"
+                )
             self.shard.note_tokens(each.document, len(of_it))
             first = each.document << _INDEX_BITS
             numbered.append(np.arange(first, first + len(of_it), dtype=np.int64))

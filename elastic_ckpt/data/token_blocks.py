@@ -65,7 +65,7 @@ class Tokens(grain.IterDataset[np.ndarray]):
         self,
         parent: grain.IterDataset,
         *,
-        documents: language.Documents,
+        documents: language.Encoder,
         num_threads: int = 0,
     ) -> None:
         super().__init__(parent)
@@ -91,7 +91,7 @@ class Tokens(grain.IterDataset[np.ndarray]):
 
 def follow(
     tokens: Tokens,
-    make: Callable[[language.Documents], language.Documents],
+    make: Callable[[language.Encoder], language.Encoder],
     renumbered: Renumber,
 ) -> None:
     """Replaces each token by a number that names it; see `provenance`.
@@ -297,7 +297,7 @@ class _ColumnBlocks:
     def __init__(
         self,
         batches: records.RecordBatches,
-        documents: language.Documents,
+        documents: language.Encoder,
         renumbered: Renumber | None,
     ) -> None:
         self._batches = batches

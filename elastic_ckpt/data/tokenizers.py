@@ -24,6 +24,7 @@ import json
 import os
 import re
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -53,6 +54,20 @@ _VARINT = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
 # The usual names, if no file beside a tokenizer.json has them.
 _USUAL_BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
 _USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
+
+
+class Encoded(NamedTuple):
+    """The tokens of a text.
+
+    Attributes:
+      tokens: int32 `[tokens]`.
+      begin: the first character of each, in the text.
+      end: the character after the last of each.
+    """
+
+    tokens: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
 
 
 class Tokenizer(Protocol):
@@ -100,13 +115,30 @@ class Bytes:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """One token for each byte; a `str` is encoded as UTF-8."""
-        content = text if isinstance(text, bytes) else _readable(text).encode()
+        content = text if isinstance(text, bytes) else readable(text).encode()
         first_byte = tokens.VOCAB_SIZE - 256
         return np.frombuffer(content, np.uint8).astype(np.int32) + first_byte
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """The tokens of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[Encoded]:
+        """The tokens of each text, and the characters that each is made of."""
+        encoded = []
+        for text in map(readable, texts):
+            widths = [len(character.encode()) for character in text]
+            begin = np.repeat(np.arange(len(text)), widths)
+            encoded.append(Encoded(self.encode(text), begin, begin + 1))
+        return encoded
+
+    def special_tokens(self) -> dict[str, str]:
+        """None: no text is a special token."""
+        return {}
+
+    def special_texts(self) -> tuple[str, ...]:
+        """None, likewise."""
+        return ()
 
     def identity(self) -> storage.Json:
         """Only the kind: it has no file."""
@@ -137,8 +169,34 @@ class FileTokenizer:
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """The tokens of each text, by one call of the library."""
         opened = _opened(self.kind, self.path, self.digest)
-        encoded = opened.encode([_readable(text) for text in texts])
+        encoded = opened.encode([readable(text) for text in texts])
         return [np.array(tokens, np.int32) for tokens in encoded]
+
+    def encode_with_spans(self, texts: Sequence[str]) -> list[Encoded]:
+        """The tokens of each text, and the characters that each is made of.
+
+        Raises:
+          ConfigError: if the kind is not `"huggingface"`.
+        """
+        opened = _opened(self.kind, self.path, self.digest)
+        if opened.encode_with_spans is None:
+            raise errors.ConfigError(
+                f"tokenizer kind {self.kind!r}: the special tokens of a chat template"
+                " would remain plain text; use the model's tokenizer.json"
+                " (tokenizer_type=huggingface), or the kind 'bytes'"
+            )
+        return opened.encode_with_spans([readable(text) for text in texts])
+
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the special tokens by their names, such as `bos_token`.
+
+        Only a `tokenizer.json`, and the files beside it, have them.
+        """
+        return dict(_opened(self.kind, self.path, self.digest).special_tokens)
+
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts that become special tokens wherever they are."""
+        return _opened(self.kind, self.path, self.digest).special_texts
 
     def identity(self) -> storage.Json:
         """The kind, the digest of the file, and the begin and end tokens."""
@@ -197,6 +255,9 @@ class _Opened(NamedTuple):
     vocab_size: int
     begin: int | None
     end: int | None
+    encode_with_spans: Callable[[list[str]], list[Encoded]] | None = None
+    special_tokens: Mapping[str, str] = types.MappingProxyType({})
+    special_texts: tuple[str, ...] = ()
 
 
 _opened_files: dict[tuple[str, str, str], _Opened] = {}
@@ -328,11 +389,36 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
+    def encode_with_spans(texts: list[str]) -> list[Encoded]:
+        encoded = []
+        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+            spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            tokens = np.array(encoding.ids, np.int32)
+            encoded.append(Encoded(tokens, spans[:, 0], spans[:, 1]))
+        return encoded
+
+    begin = _special_token(tokenizer, named, "bos_token", _USUAL_BEGINS)
+    end = _special_token(tokenizer, named, "eos_token", _USUAL_ENDS)
+    special = {
+        key: name
+        for key, value in named.items()
+        if key.endswith("_token") and (name := _name(value)) is not None
+    }
+    for key, token in (("bos_token", begin), ("eos_token", end)):
+        if token is not None:
+            special[key] = tokenizer.id_to_token(token)
     return _Opened(
         encode,
         max(tokenizer.get_vocab().values(), default=-1) + 1,
-        _special_token(tokenizer, named, "bos_token", _USUAL_BEGINS),
-        _special_token(tokenizer, named, "eos_token", _USUAL_ENDS),
+        begin,
+        end,
+        encode_with_spans,
+        special,
+        tuple(
+            added.content
+            for added in tokenizer.get_added_tokens_decoder().values()
+            if added.special and added.content
+        ),
     )
 
 
@@ -349,11 +435,17 @@ def _special_token(
     if key not in named:
         candidates = map(tokenizer.token_to_id, usual)
         return next((token for token in candidates if token is not None), None)
-    name = named[key]["content"] if isinstance(named[key], dict) else named[key]
+    name = _name(named[key])
     token = None if name is None else tokenizer.token_to_id(name)
     if name is not None and token is None:
         raise ValueError(f"it lacks {name!r}, the {key} of the files beside it")
     return token
+
+
+def _name(value: Any) -> str | None:
+    # The text of a special token, which the files have in two ways.
+    name = value["content"] if isinstance(value, dict) else value
+    return name if isinstance(name, str) else None
 
 
 def _read(kind: str, file: epath.Path) -> bytes:
@@ -370,8 +462,11 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _readable(text: str | bytes) -> str:
-    # JSON can put halves of surrogate pairs into a `str`, which no library accepts.
+def readable(text: str | bytes) -> str:
+    """A text as valid Unicode; what is invalid in it becomes U+FFFD.
+
+    JSON can put halves of surrogate pairs into a `str`, which no library accepts.
+    """
     if isinstance(text, str):
         if text.isascii():
             return text

@@ -473,6 +473,12 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
 
 
 def _section(values: Mapping[str, Any]) -> schema.DataSection:
+    columns = values.get("train_data_columns")
+    if isinstance(columns, list) and len(columns) > 1:
+        raise errors.ConfigError(
+            f"{PLACE}: train_data_columns={columns}: text is in one column; name it, or"
+            " run MaxText itself"
+        )
     plain = {key: _text(value) for key, value in values.items()}
     return load.from_values(plain, place=PLACE).data
 

@@ -126,11 +126,14 @@ def test_minus_one_as_maxtext_writes_it_is_off(tmp_path, key):
         load.load(path, [f"{key}=-2"])
 
 
-def test_the_column_may_be_a_list_of_one_as_maxtext_writes_it(tmp_path):
+def test_columns_may_be_a_list_as_maxtext_writes_it(tmp_path):
     path = write(tmp_path / "a.yml", "train_data_columns: ['body']\n")
     assert load.load(path).data.train_data_columns == "body"
-    with refused(r"train_data_columns must be text, not \['a', 'b'\]"):
-        load.load(path, ["train_data_columns=['a', 'b']"])
+    several = load.load(path, ["train_data_columns=['a', 'b']"])
+    assert several.data.train_data_columns == "a,b"
+    for wrong in ("[]", "['a', 1]"):
+        with refused(r"train_data_columns must be text, not \["):
+            load.load(path, [f"train_data_columns={wrong}"])
     with refused(r"tokenizer_type must be text, not \['bytes'\]"):
         load.load(path, ["tokenizer_type=['bytes']"])
 

@@ -325,7 +325,7 @@ def test_what_our_data_does_not_have_is_refused_with_a_way_out(key):
     [
         (
             {"train_data_columns": ["a", "b"]},
-            r"train_data_columns must be text, not \[",
+            r"train_data_columns=\['a', 'b'\]: text is in one column",
         ),
         ({"grain_file_type": "mmap"}, "grain_file_type must be one of .*not 'mmap'"),
         (
