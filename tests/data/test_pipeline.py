@@ -13,12 +13,14 @@ from elastic_ckpt.data import (
     local_batches,
     pipeline,
     positional_data,
+    rows,
     sharded_data,
     state,
 )
 from tests import corpora, formats, worlds
 
 LENGTH = 16
+NUM_SHARDS = 4
 
 
 def section(corpus="", **settings):
@@ -463,6 +465,17 @@ def read(batches):
     ]
 
 
+def of_shard(read_rows, shard, *, size):
+    """The rows of a shard, of the first rows of batches of one size."""
+    batch = rows.BatchRows(num_shards=NUM_SHARDS, global_batch_size=size)
+    shards = [batch.shards(first) for first in range(0, len(read_rows), size)]
+    return [
+        row
+        for row, of_row in zip(read_rows, np.concatenate(shards), strict=True)
+        if of_row == shard
+    ]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -488,12 +501,11 @@ def test_a_mixture_may_change_at_a_resume_and_each_dataset_goes_on(
     assert len(set(actual)) == len(actual)
     for name in before | after:
         alone = worlds.World(mixture(tmp_path, parts, **{name: 1}), 1, 4)
-        shards = [[d for _, d in read([alone.batch()])] for _ in range(12)]
-        for shard in range(4):
-            expected = [batch[shard] for batch in shards]
-            numbers = [
-                n for weighted, n in actual if weighted == name and n in expected
-            ]
+        every = read([alone.batch() for _ in range(18)])
+        for shard in range(NUM_SHARDS):
+            expected = [n for _, n in of_shard(every, shard, size=4)]
+            held = of_shard(actual, shard, size=8)
+            numbers = [n for weighted, n in held if weighted == name]
             assert numbers == expected[: len(numbers)]
 
 
