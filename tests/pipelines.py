@@ -6,7 +6,7 @@ import grain
 import numpy as np
 from grain import experimental
 
-from elastic_ckpt.data import shuffling
+from elastic_ckpt.data import language, mixing, shuffling
 
 NUM_DOCUMENTS = 120
 # A pool of threads for each shard of each host would be slower than none.
@@ -79,6 +79,20 @@ def everything(shard, num_shards):
     return experimental.FirstFitPackIterDataset(
         ds, length_struct={"tokens": 7}, num_packing_bins=3
     )
+
+
+def mixture(shard, num_shards, *, packing):
+    """A mixture of two sets of documents, shuffled in windows and packed."""
+    parts = {
+        name: documents(shard, num_shards)
+        .map(lambda document, add=add: document["tokens"] + add)
+        .to_iter_dataset(IN_CALLER)
+        for name, add in (("web", 0), ("books", 1000))
+    }
+    mixed = mixing.Mixture(parts, {"web": 3, "books": 1}, shard=shard)
+    examples = language.Examples(mixed, length=8, truncate=False)
+    mixed = shuffling.WindowShuffle(examples, window_size=5, seed=shard)
+    return language.packed(mixed, packing=packing, length=12, seed=shard)
 
 
 ALL = {
