@@ -326,20 +326,21 @@ def merged(states: Sequence[Mapping[str, Any]]) -> StateDict:
             # The next rows of other shards were made by other workers.
             if not _has_rows(int(shard), passed, fields["pipeline"])
         }
-    kept = {
-        name: value
-        for name, value in last.items()
-        if name not in ("version", "digest", *_OF_WORKERS)
-    }
-    return checked_json.sealed(kept | {"cursors": by_shard}, version=_VERSION)
+    kept = {name: each for name, each in last.items() if name not in _OF_WORKERS}
+    return of_fields(kept | {"cursors": by_shard})
 
 
 def ended(saved: Mapping[str, Any]) -> StateDict:
     """The state of a rank of which a loader has delivered all batches."""
-    fields = _checked(saved, 0)
-    kept = {name: each for name, each in fields.items() if name != "digest"}
-    del kept["version"]
-    return checked_json.sealed(kept | {"at_end": True}, version=_VERSION)
+    return of_fields(_checked(saved, 0) | {"at_end": True})
+
+
+def of_fields(fields: Mapping[str, Any]) -> StateDict:
+    """The state with these fields, and with the present version and digest."""
+    kept = {
+        name: each for name, each in fields.items() if name not in ("version", "digest")
+    }
+    return checked_json.sealed(kept, version=_VERSION)
 
 
 def _position(fields: Mapping[str, Any]) -> int:
