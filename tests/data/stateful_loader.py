@@ -100,6 +100,14 @@ def mixture(packing):
     )
 
 
+def pictures():
+    return sharded_data.sharded(
+        functools.partial(pipelines.pictures, num_shards=48),
+        num_shards=48,
+        pipeline="pictures",
+    )
+
+
 def rows(batches):
     """The next global batch, which ranks read: all features, row by row."""
     parts = [{k: v.numpy() for k, v in next(each).items()} for each in batches]
@@ -110,8 +118,11 @@ def rows(batches):
 
 def changing_worlds():
     """Ranks and workers change, and the state is that of datasets or of loaders."""
-    for packing in (language.CONCAT_THEN_SPLIT, language.FIRST_FIT):
-        dataset = functools.partial(mixture, packing)
+    for name, dataset in (
+        ("concatenated", functools.partial(mixture, language.CONCAT_THEN_SPLIT)),
+        ("fitted", functools.partial(mixture, language.FIRST_FIT)),
+        ("pictures", pictures),
+    ):
         one = [iter(loader(0, 1, dataset=dataset, num_workers=0))]
         states = None
         for num_ranks, num_workers, kind, every in (
@@ -144,7 +155,7 @@ def changing_worlds():
                 for rank in ranks
             ]
             states = json.loads(json.dumps(states))
-        print(f"{packing}: ranks and workers changed: the batches of one")
+        print(f"{name}: ranks and workers changed: the batches of one")
 
 
 def same_world():

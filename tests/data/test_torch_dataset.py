@@ -45,8 +45,9 @@ def test_loaders_resume_where_they_were_or_are_refused(
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     expected = [
-        "concat_then_split: ranks and workers changed: the batches of one",
-        "first_fit: ranks and workers changed: the batches of one",
+        "concatenated: ranks and workers changed: the batches of one",
+        "fitted: ranks and workers changed: the batches of one",
+        "pictures: ranks and workers changed: the batches of one",
         "2 workers load 3: elastic_ckpt.core.errors.DataError: a state is that of",
         "0 workers (None): a later iteration goes on",
         "2 workers (fork): a later iteration goes on",

@@ -13,7 +13,13 @@ from elastic_ckpt.data import lm
 from tests import runs
 
 # 0.3 calls `torch.distributed.set_timeout`, which PyTorch 2.13 does not have.
-REQUIREMENTS = ("torch==2.13.0", "torchdata==0.11.0", "torchtitan==0.2.2")
+# It imports triton, which the PyTorch for CPUs does not bring.
+REQUIREMENTS = (
+    "torch==2.13.0",
+    "torchdata==0.11.0",
+    "torchtitan==0.2.2",
+    "triton==3.9.0",
+)
 SIZE, LENGTH = 12, 64
 KEYS = {
     "grain_file_type": "arrayrecord",
