@@ -42,6 +42,7 @@ def build_dataloader(
     job_config: Any,
     *,
     data: MakeData | None = None,
+    **more: Any,
 ) -> ElasticDataLoader:
     """The loader of a run, as `build_dataloader_fn` of a `TrainSpec`.
 
@@ -56,6 +57,8 @@ def build_dataloader(
       job_config: torchtitan's configuration.
       data: makes the data from the tokenizer and `seq_len`, instead of `dataset_path`;
         bind it by `functools.partial`.
+      **more: further options of `StatefulDataLoader`, bound in the same way, such as
+        `multiprocessing_context="forkserver"` for workers that read ArrayRecord files.
 
     Raises:
       ConfigError: if neither `dataset_path` nor `data` is set.
@@ -82,7 +85,7 @@ def build_dataloader(
         dp_rank=dp_rank,
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
-        **options,
+        **(options | more),
     )
 
 

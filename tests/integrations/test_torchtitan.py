@@ -1,7 +1,9 @@
 """torchtitan itself, from its index and unchanged, trains on other numbers of ranks."""
 
+import email
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import sysconfig
@@ -9,7 +11,6 @@ import sysconfig
 import pytest
 
 from elastic_ckpt import data as ec_data
-from elastic_ckpt.data import lm
 from tests import runs
 
 # 0.3 calls `torch.distributed.set_timeout`, which PyTorch 2.13 does not have.
@@ -22,7 +23,7 @@ REQUIREMENTS = (
 )
 SIZE, LENGTH = 12, 64
 KEYS = {
-    "grain_file_type": "arrayrecord",
+    "grain_file_type": "jsonl",
     "num_logical_shards": 48,
     "grain_shuffle_buffer_size": 8,
     "use_truncation": False,
@@ -102,8 +103,10 @@ def rows_of(directory, num_ranks):
 def test_torchtitan_trains_on_four_three_and_two_ranks_with_the_rows_of_one(
     python_with_torchtitan, tmp_path
 ):
-    texts = tmp_path / "texts.array_record"
-    lm.write_arrayrecord("python-stdlib/email", texts)
+    modules = sorted(pathlib.Path(email.__file__).parent.rglob("*.py"))
+    texts = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"text": module.read_text()}) for module in modules]
+    texts.write_text("\n".join(lines * 20))
     keys = KEYS | {"grain_train_files": str(texts)}
     (tmp_path / "data.yml").write_text(json.dumps(keys))
     worlds = ((4, 2, 4), (3, 4, 7), (2, 0, 9))
