@@ -6,7 +6,7 @@ import grain
 import numpy as np
 from grain import experimental
 
-from elastic_ckpt.data import shuffling
+from elastic_ckpt.data import language, mixing, multimodal, shuffling
 
 NUM_DOCUMENTS = 120
 # A pool of threads for each shard of each host would be slower than none.
@@ -78,6 +78,49 @@ def everything(shard, num_shards):
     ds = shuffling.WindowShuffle(ds, window_size=4, seed=shard)
     return experimental.FirstFitPackIterDataset(
         ds, length_struct={"tokens": 7}, num_packing_bins=3
+    )
+
+
+def mixture(shard, num_shards, *, packing):
+    """A mixture of two sets of documents, shuffled in windows and packed."""
+    parts = {
+        name: documents(shard, num_shards)
+        .map(lambda document, add=add: document["tokens"] + add)
+        .to_iter_dataset(IN_CALLER)
+        for name, add in (("web", 0), ("books", 1000))
+    }
+    mixed = mixing.Mixture(parts, {"web": 3, "books": 1}, shard=shard)
+    examples = language.Examples(mixed, length=8, truncate=False)
+    mixed = shuffling.WindowShuffle(examples, window_size=5, seed=shard)
+    return language.packed(mixed, packing=packing, length=12, seed=shard)
+
+
+def decoded(data):
+    return np.full((2, 2), data[0], np.uint8)
+
+
+def illustrated(number):
+    """A text with an encoded picture, or without one."""
+    text = np.arange(1, 3 + number % 5, dtype=np.int32) + 10 * number
+    picture = multimodal.Encoded(
+        modality="images",
+        data=bytes([number]) * 2_000,
+        num_tokens=4,
+        placeholder=1,
+    )
+    return [text[:1], picture, text[1:]] if number % 3 else [text]
+
+
+def pictures(shard, num_shards):
+    """Texts and pictures, packed into rows."""
+    numbers = grain.MapDataset.range(shard, NUM_DOCUMENTS, num_shards).repeat()
+    return multimodal.packed_multimodal(
+        numbers.map(illustrated).to_iter_dataset(IN_CALLER),
+        modalities={
+            "images": multimodal.Modality(decode=decoded, shape=(2, 2), max_per_row=3)
+        },
+        length=24,
+        seed=shard,
     )
 
 

@@ -17,6 +17,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.records import RandomMap, ReadOptions, Records
     from elastic_ckpt.data.rows import suggest_num_shards
     from elastic_ckpt.data.sharded_data import sharded
+    from elastic_ckpt.data.sharded_state import ShardedState
     from elastic_ckpt.data.shuffling import WindowShuffle
     from elastic_ckpt.data.sources.arrayrecord import ArrayRecord
     from elastic_ckpt.data.sources.arrow import Arrow, from_hf
@@ -62,6 +63,7 @@ __all__ = [
     "ReadAhead",
     "ReadOptions",
     "Records",
+    "ShardedState",
     "TFRecord",
     "Text",
     "TorchDataset",

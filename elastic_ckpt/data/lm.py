@@ -11,6 +11,7 @@ with epy.lazy_api_imports(globals()):
     )
     from elastic_ckpt.data.chat_templates import ChatTemplate, load_chat_template
     from elastic_ckpt.data.language import Documents, Examples, packed
+    from elastic_ckpt.data.multimodal import Encoded, Modality, packed_multimodal
     from elastic_ckpt.data.packing import ConcatThenSplit
     from elastic_ckpt.data.text import write_arrayrecord
     from elastic_ckpt.data.token_blocks import Tokens
@@ -22,8 +23,10 @@ __all__ = [
     "ConcatThenSplit",
     "Conversations",
     "Documents",
+    "Encoded",
     "Examples",
     "MaskedTargets",
+    "Modality",
     "PreferenceRows",
     "Preferences",
     "Tokenizer",
@@ -31,5 +34,6 @@ __all__ = [
     "load_chat_template",
     "load_tokenizer",
     "packed",
+    "packed_multimodal",
     "write_arrayrecord",
 ]

@@ -7,11 +7,16 @@ wraps it as a PyTorch dataset.
 A state is JSON. The state of a rank has the cursors of the shards that it runs, so a
 world of another size loads the states of all ranks together:
 `load_state_dict([one, two])`.
+
+The workers of a PyTorch loader take the batches of a rank in turn (`of_worker`). Their
+states have three more fields: `num_workers`, `worker`, and `skips`, the number of
+batches of other workers before the next one. `merged` makes of them the state of the
+rank.
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +28,9 @@ from elastic_ckpt.data import cursors, delivery, elastic_data, prefetch, rows, s
 _VERSION = 2
 # States of this version have no digest.
 _FIRST_VERSION = 1
+
+# The fields that only states of workers have.
+_OF_WORKERS = ("num_workers", "worker", "skips")
 
 _FIELDS = {"engine": str, "position": dict, "pipeline": dict, "cursors": dict}
 
@@ -79,14 +87,26 @@ class LocalBatches:
             )
         self._data = data
         self._identity = data.identity()
-        self._agree = agree or (lambda goes_on: goes_on)
+        self._agree = agree or bool
         self._batches_of_end = delivery.batches_of_end(data, global_batch_size)
         self._placement = rows.Placement.in_order(
             rank, num_hosts=num_ranks, global_batch_size=global_batch_size
         )
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
+        # As a worker of a loader, it takes every `_num_workers`-th batch.
+        self._num_workers, self._worker, self._skips = 1, 0, 0
         self._rows = self._begin(data)
         self._at_end = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a process that is not forked: what was read ahead is read again there.
+        kept = {name: each for name, each in vars(self).items() if name != "_rows"}
+        return {"kept": kept, "state": self.get_state()}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        vars(self).update(pickled["kept"])
+        self._rows = self._begin(self._data)
+        self.set_state(pickled["state"])
 
     def __iter__(self) -> LocalBatches:
         return self
@@ -97,10 +117,20 @@ class LocalBatches:
         return self._at_end
 
     def __next__(self) -> dict[str, np.ndarray]:
+        if self._data.end is elastic_data.End.NEVER:
+            batch = next(self._rows)
+        else:
+            # Whether batches without a row are the end is known from all of them.
+            while self._skips:
+                self._next_of_finite()
+                self._skips -= 1
+            batch = self._next_of_finite()
+        self._skips = self._num_workers - 1
+        return batch
+
+    def _next_of_finite(self) -> dict[str, np.ndarray]:
         for _ in range(self._batches_of_end):
             batch = next(self._rows)
-            if self._data.end is elastic_data.End.NEVER:
-                return batch
             mask = batch[elastic_data.MASK]
             padded = self._data.end is elastic_data.End.PADDED
             if self._agree(bool(mask.any() if padded else mask.all())):
@@ -111,17 +141,23 @@ class LocalBatches:
     def reset(self) -> None:
         """Moves to the beginning."""
         self._rows.close()
+        self._skips = self._worker
         self._rows, self._at_end = self._begin(self._data), False
 
     def get_state(self) -> StateDict:
         """The state after the last batch, as JSON."""
+        # Also of shards that other ranks run, too: a rank can go on from its own state.
+        run = self._rows.shard_cursors(shared=True)
         fields: StateDict = {
             "engine": self._data.engine,
             "position": self._rows.position(),
             "pipeline": self._identity,
-            "cursors": {str(s): c for s, c in self._rows.shard_cursors().items()},
+            "cursors": {str(shard): cursor for shard, cursor in run.items()},
             "at_end": self._at_end,
         }
+        if self._num_workers > 1:
+            own = (self._num_workers, self._worker, self._skips)
+            fields |= dict(zip(_OF_WORKERS, own, strict=True))
         return checked_json.sealed(fields, version=_VERSION)
 
     def set_state(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -139,6 +175,7 @@ class LocalBatches:
                 " state_dict returned, or a list of what it returned on all ranks"
             )
         checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
+        skips = self._skips_of(checked)
         position = checked[0]["position"]
         data = self._data.continuing(checked[0]["pipeline"])
         identity = self._identity if data is self._data else data.identity()
@@ -172,10 +209,11 @@ class LocalBatches:
                 )
             return {shard: by_shard[shard] for shard in shards}
 
-        loaded = self._begin(data)
+        loaded = self._begin(data, skips)
         loaded.go_to(position, read)
         self._rows.close()
         self._data, self._identity, self._rows = data, identity, loaded
+        self._skips = skips
         self._at_end = bool(checked[0].get("at_end"))
 
     def state_dict(self) -> StateDict:
@@ -190,23 +228,129 @@ class LocalBatches:
 
     def at(self, saved: Mapping[str, Any]) -> LocalBatches:
         """Another iterator over the same rows, at a state."""
-        other = copy.copy(self)
-        other._rows = other._begin(other._data)
-        other.set_state(saved)
-        return other
+        return self._of_worker(saved, num_workers=1, worker=0)
 
     def close(self) -> None:
         """Stops reading ahead."""
         self._rows.close()
 
+    def _of_worker(
+        self, saved: Mapping[str, Any], *, num_workers: int, worker: int
+    ) -> LocalBatches:
+        other = object.__new__(LocalBatches)
+        vars(other).update(vars(self))
+        other._num_workers, other._worker, other._skips = num_workers, worker, worker
+        other._rows = other._begin(other._data)
+        other.set_state(saved)
+        return other
+
+    def _skips_of(self, states: Sequence[Mapping[str, Any]]) -> int:
+        # How many batches this worker skips first after it has loaded these states.
+        workers = [fields for fields in states if "num_workers" in fields]
+        if not workers:
+            return self._worker
+        own = {"num_workers": self._num_workers, "worker": self._worker}
+        wrong = [fields for fields in workers if not own.items() <= fields.items()]
+        if wrong or len(states) > 1:
+            fields = (wrong or workers)[0]
+            raise errors.DataError(
+                f"a state is that of worker {fields['worker']} of"
+                f" {fields['num_workers']} of a loader; load the state_dict of its"
+                " ec.data.TorchDataset, or of the loader, which has all workers"
+            )
+        return workers[0]["skips"]
+
     def _begin(
-        self, data: elastic_data.ElasticData
+        self, data: elastic_data.ElasticData, skips: int | None = None
     ) -> prefetch.Prefetched[dict[str, np.ndarray]]:
+        placement = self._placement
+        if self._num_workers > 1 and data.end is elastic_data.End.NEVER:
+            skips = self._skips if skips is None else skips
+            placement = dataclasses.replace(
+                placement, turns=self._num_workers, skips=skips
+            )
         return prefetch.Prefetched(
-            data.host_batches(self._placement),
+            data.host_batches(placement),
             make=dict,
             read_ahead=self._read_ahead,
         )
+
+
+def of_worker(batches: LocalBatches, worker: int, num_workers: int) -> LocalBatches:
+    """The batches that one worker of a rank's loader makes: every `num_workers`-th.
+
+    They begin at the position of `batches`. Worker 0 has the first, worker 1 the
+    second, and so on.
+
+    Raises:
+      ConfigError: if several ranks would have to agree on the end of finite data.
+    """
+    finite = batches._data.end is not elastic_data.End.NEVER
+    if num_workers > 1 and finite and batches._placement.num_hosts > 1:
+        raise errors.ConfigError(
+            f"{num_workers} workers of a loader cannot agree with those of other ranks"
+            " on the end of finite data; use num_workers=0 in the loader, and set"
+            " num_workers of the data to use more processes"
+        )
+    return batches._of_worker(
+        batches.get_state(), num_workers=num_workers, worker=worker
+    )
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> StateDict:
+    """The state of a rank, from those of all workers of its loader.
+
+    Each is the state after the last batch of this worker that the loader delivered.
+
+    Raises:
+      DataError: if a state is invalid or missing.
+    """
+    checked = [_checked(each, number) for number, each in enumerate(states)]
+    if len(checked) == 1 and "num_workers" not in checked[0]:
+        return dict(states[0])
+    numbers = [fields.get("worker") for fields in checked]
+    num_workers = checked[0].get("num_workers")
+    if sorted(map(str, numbers)) != sorted(map(str, range(num_workers or 0))):
+        raise errors.DataError(
+            f"a loader had {num_workers} workers, but its state has those of workers"
+            f" {numbers}; load the whole state of the loader"
+        )
+    # The worker with the last batch is at the position of the rank.
+    last = max(checked, key=_position)
+    by_shard: dict[str, cursors.Cursor] = {}
+    for fields in checked:
+        passed = range(_position(fields), _position(last))
+        by_shard |= {
+            shard: cursor
+            for shard, cursor in fields["cursors"].items()
+            # The next rows of other shards were made by other workers.
+            if not _has_rows(int(shard), passed, fields["pipeline"])
+        }
+    kept = {name: each for name, each in last.items() if name not in _OF_WORKERS}
+    return of_fields(kept | {"cursors": by_shard})
+
+
+def ended(saved: Mapping[str, Any]) -> StateDict:
+    """The state of a rank of which a loader has delivered all batches."""
+    return of_fields(_checked(saved, 0) | {"at_end": True})
+
+
+def of_fields(fields: Mapping[str, Any]) -> StateDict:
+    """The state with these fields, and with the present version and digest."""
+    kept = {
+        name: each for name, each in fields.items() if name not in ("version", "digest")
+    }
+    return checked_json.sealed(kept, version=_VERSION)
+
+
+def _position(fields: Mapping[str, Any]) -> int:
+    return state.row_of(fields["position"])
+
+
+def _has_rows(shard: int, passed: range, pipeline: Mapping[str, Any]) -> bool:
+    # Whether any of these rows of the stream is of a shard.
+    num_shards = pipeline["num_logical_shards"]
+    return passed.start + (shard - passed.start) % num_shards < passed.stop
 
 
 def _checked(saved: Any, rank: int) -> dict[str, Any]:
@@ -237,7 +381,10 @@ def _invalid(fields: Mapping[str, Any]) -> list[str]:
     # The fields of the right types with invalid content.
     positions = list(fields["position"].values())
     shards = fields["cursors"].keys()
+    of_workers = [fields.get(name) for name in _OF_WORKERS if name in fields]
+    are_numbers = all(type(each) is int and each >= 0 for each in of_workers)
     return [
+        *["worker"] * (len(of_workers) not in (0, len(_OF_WORKERS)) or not are_numbers),
         *["position"] * (list(map(type, positions)) != [int] or positions[0] < 0),
         *["cursors"] * (not all(str(shard).isdecimal() for shard in shards)),
     ]

@@ -125,8 +125,15 @@ class PositionalData:
             num_threads=self.num_threads,
             prefetch_buffer_size=self.prefetch_records if self.num_threads else 0,
         )
-        if self.in_place:
-            in_place = _InPlaceIterator(self.examples(), placement, read_options)
+        if self.in_place or placement.turns > 1:
+            batch_rows = np.flatnonzero(placement.row_hosts == placement.host)
+            if not self.in_place:
+                # The rows that Grain's ElasticIterator deals to this host.
+                num_rows = len(placement.row_hosts)
+                batch_rows = np.arange(placement.host, num_rows, placement.num_hosts)
+            in_place = _InPlaceIterator(
+                self.examples(), placement, batch_rows, read_options
+            )
             return _HostBatches(in_place)
         elastic = grain_experimental.ElasticIterator(
             self.examples(),
@@ -200,25 +207,28 @@ class _InPlaceIterator(grain.DatasetIterator[Example]):
         self,
         examples: grain.MapDataset,
         placement: rows.Placement,
+        batch_rows: np.ndarray,
         read_options: grain.ReadOptions,
     ) -> None:
         super().__init__()
         self._examples = examples
-        self._rows = np.flatnonzero(placement.row_hosts == placement.host)
+        self._rows = batch_rows
+        self._turns, self._skips = placement.turns, placement.skips
         self._global_batch_size = len(placement.row_hosts)
         self._read_options = read_options
         self._batches: grain.DatasetIterator | None = None
         self._next_index = 0
 
     def __next__(self) -> Example:
+        first = self._next_index + self._skips * self._global_batch_size
         if self._batches is None:
-            mine = _RowExamples(
-                self._examples, self._rows, self._global_batch_size, self._next_index
-            )
+            stride = self._turns * self._global_batch_size
+            mine = _RowExamples(self._examples, self._rows, stride, first)
             reader = mine.to_iter_dataset(self._read_options)
             self._batches = iter(reader.batch(len(self._rows)))
         batch = next(self._batches)
-        self._next_index += self._global_batch_size
+        self._next_index = first + self._global_batch_size
+        self._skips = self._turns - 1
         return batch
 
     def get_state(self) -> dict[str, Any]:
@@ -235,18 +245,18 @@ class _InPlaceIterator(grain.DatasetIterator[Example]):
 
 
 class _RowExamples(grain.MapDataset):
-    """The given rows of consecutive batches, starting at an example."""
+    """The given rows of batches, of which each begins `stride` examples later."""
 
     def __init__(
         self,
         examples: grain.MapDataset,
         batch_rows: np.ndarray,
-        global_batch_size: int,
+        stride: int,
         first: int,
     ) -> None:
         super().__init__(examples)
         self._batch_rows = batch_rows.tolist()
-        self._global_batch_size = global_batch_size
+        self._stride = stride
         self._first = first
 
     def __len__(self) -> int:
@@ -256,7 +266,7 @@ class _RowExamples(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         batch, row = divmod(index, len(self._batch_rows))
-        number = self._first + batch * self._global_batch_size + self._batch_rows[row]
+        number = self._first + batch * self._stride + self._batch_rows[row]
         if number < len(self._parent):
             return self._parent[number]
         # Padding, so that the caller can detect that all hosts have reached the end.

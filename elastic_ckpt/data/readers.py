@@ -7,6 +7,7 @@ shards, so the state does not depend on the kind of reader.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import threading
 from collections.abc import Mapping
@@ -43,7 +44,8 @@ def reader(task: shard_rows.Task, *, num_workers: int, per_worker: int) -> Reade
       per_worker: batches that each worker prepares in advance.
     """
     num_workers = min(num_workers, len(task.start))
-    if num_workers:
+    # A worker process of a PyTorch loader cannot have processes of its own.
+    if num_workers and not multiprocessing.current_process().daemon:
         return _Workers(task, num_workers, max(per_worker, 1))
     return shard_rows.ShardRowsIterator(task)
 
@@ -70,7 +72,7 @@ class _Workers:
         )
         self._task = task
         self._shares = [sorted(task.start)[w::num_workers] for w in range(num_workers)]
-        self._position = task.position
+        self._position = task.position + task.skips * task.batch.global_batch_size
         self._loaded = iter(workers)
         self._changed: dict[int, cursors.Cursor] = {}
 
@@ -85,7 +87,7 @@ class _Workers:
             if loaded.rows is not None:
                 row_numbers.append(np.flatnonzero(np.isin(kept, share)))
                 parts.append(loaded.rows)
-        self._position += self._task.batch.global_batch_size
+        self._position += self._task.turns * self._task.batch.global_batch_size
         order = np.argsort(np.concatenate(row_numbers))
         rows = {
             name: np.concatenate([part[name] for part in parts])[order]

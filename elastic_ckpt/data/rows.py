@@ -83,10 +83,15 @@ class Placement:
       row_hosts: the host whose devices hold each row of a batch, int `[B]`, numbered
         from 0 without gaps; hosts that hold the same rows count as one.
       host: the number of the current host.
+      turns: of how many batches in succession the host takes one; the others are those
+        of other processes with the same rows, such as workers of a PyTorch loader.
+      skips: the number of batches that it skips before its first.
     """
 
     row_hosts: np.ndarray
     host: int
+    turns: int = 1
+    skips: int = 0
 
     @classmethod
     def in_order(
@@ -172,6 +177,28 @@ def assign(batch: BatchRows, row_hosts: np.ndarray, position: int) -> list[HostR
     ]
 
 
+def taken(batch: BatchRows, placement: Placement, position: int) -> HostRows:
+    """The rows that the current host loads from the batches that it takes.
+
+    Args:
+      batch: S and B.
+      placement: the host, and which batches it takes.
+      position: the position in the stream, before any batch is skipped.
+    """
+    loads = assign(batch, placement.row_hosts, position)[placement.host]
+    if placement.turns == 1:
+        return loads
+    first = position + placement.skips * batch.global_batch_size
+    shards = batch.shards(first)[loads.rows]
+    if batch.arrangement is not Arrangement.BLOCKED:
+        # The next batch that it takes begins `turns * B` rows later.
+        stride = math.gcd(placement.turns * batch.global_batch_size, batch.num_shards)
+        later = np.arange(0, batch.num_shards, stride)
+        shards = (np.unique(shards % stride)[:, None] + later).reshape(-1)
+    shards = np.unique(shards)
+    return HostRows(rows=loads.rows, shards=shards, writes=shards)
+
+
 def exchanged(batch: BatchRows, row_hosts: np.ndarray) -> np.ndarray | None:
     """The index of each row of a batch in the rows that hosts load, int64 `[B]`.
 
@@ -187,16 +214,20 @@ def exchanged(batch: BatchRows, row_hosts: np.ndarray) -> np.ndarray | None:
     return held.T.reshape(-1)
 
 
-def suggest_num_shards(hosts: Sequence[int], batches: Sequence[int]) -> int:
+def suggest_num_shards(
+    hosts: Sequence[int], batches: Sequence[int], loader_workers: Sequence[int] = (1,)
+) -> int:
     """The smallest number of logical shards that suits some hosts and batches.
 
     With it, each host loads the rows that its own devices hold, and none has to be
-    exchanged.
+    exchanged. No shard is run by two workers of a PyTorch loader.
 
     Args:
       hosts: the numbers of hosts that a run may have.
       batches: the global batch sizes that it may have; a number of hosts is only used
         with the sizes that it divides.
+      loader_workers: the numbers of workers that PyTorch's loader of each rank may
+        have, with `ec.data.TorchDataset`.
 
     Returns:
       S, for `ec.data.sharded` or `num_logical_shards`.
@@ -210,6 +241,9 @@ def suggest_num_shards(hosts: Sequence[int], batches: Sequence[int]) -> int:
                 f"none of the host counts {sorted(hosts)} divides a batch of {size}"
                 " rows; choose a multiple of one of them"
             )
+    if any(number > 1 for number in loader_workers):
+        # Workers take whole batches in turn, so these have to come from other shards.
+        return math.lcm(*(b * max(w, 1) for b in batches for w in loader_workers))
     least = math.lcm(*hosts)
     if all(size % least == 0 for size in batches):
         return least

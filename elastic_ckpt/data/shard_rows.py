@@ -64,6 +64,9 @@ class Task:
       end: how the data ends. If it does, shards that have ended yield rows of zeros,
         and `mask` is false for these.
       track: whether to return cursors with each batch.
+      turns: of how many batches in succession one is returned; the rows of the others
+        are read where a shard has them, and dropped.
+      skips: the number of batches to drop before the first.
     """
 
     make_shard: shard_steps.MakeShard
@@ -73,6 +76,8 @@ class Task:
     start: cursors.Cursors
     end: elastic_data.End
     track: bool
+    turns: int = 1
+    skips: int = 0
 
     @property
     def finite(self) -> bool:
@@ -113,6 +118,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         super().__init__()
         self._task = task
         self._position = task.position
+        self._skips = task.skips
         # The cursors of shards that are not opened yet.
         self._unopened = dict(task.start)
         self._opened: dict[int, grain.DatasetIterator] = {}
@@ -125,6 +131,19 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         self._zeros: Any = None
 
     def __next__(self) -> Loaded:
+        for _ in range(self._skips):
+            self._next_rows()
+        self._skips = self._task.turns - 1
+        kept = self._next_rows()
+        changed = self.changed() if self._task.track else {}
+        return Loaded(
+            rows=self._stack(kept) if kept else None,
+            cursors={shard: cursors.made(each) for shard, each in changed.items()},
+            over=self._over,
+        )
+
+    def _next_rows(self) -> list[Any]:
+        # The rows to return of the next batch, None for those of shards that ended.
         row_shards = self._task.row_shards(self._position)
         shards, keep = (array.tolist() for array in row_shards)
         self._position += self._task.batch.global_batch_size
@@ -133,14 +152,8 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         drawn = [self._next_row(shard) for shard in shards]
         if self._task.end is elastic_data.End.DROPPED:
             self._over |= any(row is None for row in drawn)
-        kept = [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
         self._changed.update(shards)
-        changed = self.changed() if self._task.track else {}
-        return Loaded(
-            rows=self._stack(kept) if kept else None,
-            cursors={shard: cursors.made(each) for shard, each in changed.items()},
-            over=self._over,
-        )
+        return [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
 
     def changed(self) -> dict[int, cursors.Lazy]:
         """The cursors of the shards that yielded rows since the last call."""

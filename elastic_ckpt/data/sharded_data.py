@@ -159,6 +159,10 @@ class ShardedData:
             _warn_of_discarded_rows(
                 self.num_shards, placement.num_hosts, len(placement.row_hosts)
             )
+        if placement.host == 0 and placement.skips == 0 and placement.turns > 1:
+            _warn_of_dropped_batches(
+                self.num_shards, len(placement.row_hosts), placement.turns
+            )
         return _HostBatches(self, self._batch(placement.row_hosts), placement)
 
     def _batch(self, row_hosts: np.ndarray) -> rows.BatchRows:
@@ -286,6 +290,29 @@ def _warn_of_discarded_rows(num_shards: int, num_hosts: int, size: int) -> None:
         )
 
 
+@functools.cache
+def _warn_of_dropped_batches(num_shards: int, size: int, turns: int) -> None:
+    batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
+    one = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+    run = [
+        rows.taken(batch, dataclasses.replace(one, turns=turns, skips=skips), 0).shards
+        for skips in range(turns)
+    ]
+    made = sum(map(len, run))
+    if made > num_shards:
+        logging.warning(
+            "%d workers of a loader take batches of %d rows in turn from %d logical"
+            " shards: each shard is run by %.3g workers, which drop the rows of the"
+            " others' batches; choose a number of shards that is a multiple of %d"
+            " (global_batch_size * num_workers), or use at most one worker",
+            turns,
+            size,
+            num_shards,
+            made / num_shards,
+            size * turns,
+        )
+
+
 class _HostBatches:
     """The rows of one host, from its shards in turn."""
 
@@ -306,8 +333,11 @@ class _HostBatches:
             # Some shards are now ahead of the position: do not continue or save.
             self._error = str(error) or type(error).__name__
             raise
+        size = self._batch.global_batch_size
+        self._stream_row += self._skips * size
         ids = rows.stream_rows(self._batch, self._stream_row)[self._mine.rows]
-        self._stream_row += self._batch.global_batch_size
+        self._stream_row += size
+        self._skips = self._placement.turns - 1
         return shard_rows.with_ids(loaded, ids)
 
     def position(self) -> cursors.Position:
@@ -328,12 +358,12 @@ class _HostBatches:
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         stream_row = position["stream_row"]
         assert isinstance(stream_row, int)
-        row_hosts = self._placement.row_hosts
-        mine = rows.assign(self._batch, row_hosts, stream_row)[self._placement.host]
+        mine = rows.taken(self._batch, self._placement, stream_row)
         start = dict(read(mine.shards.tolist()))
         self._check_datasets(start)
         self.close()
         self._mine, self._stream_row = mine, stream_row
+        self._skips = self._placement.skips
         self._cursors: dict[int, cursors.Lazy] = dict(start)
         self._error: str | None = None
 
@@ -369,6 +399,8 @@ class _HostBatches:
                 start=self._made(self._cursors),
                 end=data.end,
                 track=False,
+                turns=self._placement.turns,
+                skips=self._skips,
             )
             self._reader = readers.reader(
                 task, num_workers=data.num_workers, per_worker=data.per_worker_batches

@@ -16,6 +16,7 @@ from torchdata import stateful_dataloader
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     elastic_data,
+    language,
     local_batches,
     sharded_data,
     torch_dataset,
@@ -91,7 +92,137 @@ def merged(loaders):
     return states[0]["position"], found
 
 
+def mixture(packing):
+    return sharded_data.sharded(
+        functools.partial(pipelines.mixture, num_shards=48, packing=packing),
+        num_shards=48,
+        pipeline="mixture",
+    )
+
+
+def pictures():
+    return sharded_data.sharded(
+        functools.partial(pipelines.pictures, num_shards=48),
+        num_shards=48,
+        pipeline="pictures",
+    )
+
+
+def rows(batches):
+    """The next global batch, which ranks read: all features, row by row."""
+    parts = [{k: v.numpy() for k, v in next(each).items()} for each in batches]
+    return {
+        name: np.concatenate([p[name] for p in parts]).tolist() for name in parts[0]
+    }
+
+
+def changing_worlds():
+    """Ranks and workers change, and the state is that of datasets or of loaders."""
+    for name, dataset in (
+        ("concatenated", functools.partial(mixture, language.CONCAT_THEN_SPLIT)),
+        ("fitted", functools.partial(mixture, language.FIRST_FIT)),
+        ("pictures", pictures),
+    ):
+        one = [iter(loader(0, 1, dataset=dataset, num_workers=0))]
+        states = None
+        for num_ranks, num_workers, kind, every in (
+            (4, 2, "dataset", 1),
+            (3, 4, "loader", 1),
+            (2, 1, "dataset", 3),
+            (6, 2, "loader", 3),
+            (1, 3, "loader", 2),
+            (2, 0, "loader", 1),
+            (3, 2, "dataset", 1),
+        ):
+            ranks = [
+                loader(
+                    rank,
+                    num_ranks,
+                    dataset=dataset,
+                    num_workers=num_workers,
+                    snapshot_every_n_steps=every,
+                )
+                for rank in range(num_ranks)
+            ]
+            for rank in ranks:
+                if states is not None:
+                    rank.dataset.load_state_dict(states)
+            batches = [iter(rank) for rank in ranks]
+            for _ in range(4):
+                assert rows(batches) == rows(one)
+            states = [
+                (rank if kind == "loader" else rank.dataset).state_dict()
+                for rank in ranks
+            ]
+            states = json.loads(json.dumps(states))
+        print(f"{name}: ranks and workers changed: the batches of one")
+
+
+def same_world():
+    """A loader loads its own state, with the numbers that saved it and no others."""
+    made = functools.partial(
+        loader, 1, 2, dataset=functools.partial(mixture, language.FIRST_FIT)
+    )
+    first = made(num_workers=3)
+    batches = iter(first)
+    for _ in range(4):
+        next(batches)
+    saved = first.state_dict()
+    expected = [rows([batches]) for _ in range(4)]
+    again = made(num_workers=3)
+    again.load_state_dict(saved)
+    batches = iter(again)
+    assert [rows([batches]) for _ in range(4)] == expected
+    try:
+        other = made(num_workers=2)
+        other.load_state_dict(saved)
+        iter(other)
+    except errors.DataError as error:
+        print("2 workers load 3:", str(error).strip().splitlines()[-1])
+    other.load_state_dict({})
+
+
+def later_iterations():
+    """An iteration goes on where the one before stopped, in workers too."""
+    dataset = functools.partial(mixture, language.FIRST_FIT)
+    for num_workers, context in ((0, None), (2, "fork"), (2, "forkserver")):
+        one = [iter(loader(0, 1, dataset=dataset, num_workers=0))]
+        made = loader(
+            0,
+            1,
+            dataset=dataset,
+            num_workers=num_workers,
+            multiprocessing_context=context,
+        )
+        for _ in range(2):
+            batches = [iter(made)]
+            for _ in range(3):
+                assert rows(batches) == rows(one)
+        # The state of a loader that has not begun, which starts its workers.
+        begin = loader(0, 1, dataset=dataset, num_workers=num_workers)
+        begin.state_dict()
+        begin.dataset.load_state_dict(made.dataset.state_dict())
+        assert rows([iter(begin)]) == rows(one)
+        print(f"{num_workers} workers ({context}): a later iteration goes on")
+
+    made = loader(0, 1, dataset=dataset, num_workers=2, persistent_workers=True)
+    batches = iter(made)
+    next(batches)
+    saved = made.dataset.state_dict()
+    try:
+        next(iter(made))
+    except errors.DataError as error:
+        print("persistent workers:", str(error).strip().splitlines()[-1])
+    made.dataset.load_state_dict(saved)
+    one = [iter(loader(0, 1, dataset=dataset, num_workers=0))]
+    next(one[0])
+    assert rows([iter(made)]) == rows(one)
+
+
 def main():
+    changing_worlds()
+    same_world()
+    later_iterations()
     for num_workers in (0, 1):
         one = loader(0, 1, num_workers=num_workers)
         batches = iter(one)
@@ -139,8 +270,14 @@ def main():
         assert [made.dataset.state_dict() for made in two] == states
         print(f"{num_workers} workers: 2 ranks, then 3: the batches of one")
 
-    for num_workers in (0, 1):
-        passes = loader(0, 1, dataset=finite, num_workers=num_workers)
+    for num_workers in (0, 1, 3):
+        passes = loader(
+            0,
+            1,
+            dataset=finite,
+            num_workers=num_workers,
+            persistent_workers=num_workers == 3,
+        )
         expected = [list(range(at, at + SIZE)) for at in range(0, 60, SIZE)]
         for _ in range(3):
             assert list(map(tokens, passes)) == expected
@@ -149,6 +286,15 @@ def main():
         later.load_state_dict(saved)
         assert list(map(tokens, later)) == expected
         assert list(map(tokens, later)) == expected
+        ended = loader(0, 1, dataset=finite, num_workers=num_workers)
+        ended.dataset.load_state_dict(passes.dataset.state_dict())
+        assert list(map(tokens, ended)) == expected
+        # From the middle of a pass on, and then a whole one.
+        batches = iter(passes)
+        assert [tokens(next(batches)) for _ in range(2)] == expected[:2]
+        ended.dataset.load_state_dict([passes.state_dict()])
+        assert list(map(tokens, ended)) == expected[2:]
+        assert list(map(tokens, ended)) == expected
         print(f"{num_workers} workers: each pass over data that ends is whole")
 
     # A plain loader without workers has the state of its dataset.

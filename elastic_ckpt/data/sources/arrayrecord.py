@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ class ArrayRecordFiles:
         return len(self._records)
 
     def __getitem__(self, index: int) -> tuple[int, bytes]:
+        _refuse_forked_loader()
         try:
             return index, self._records[index]
         except RuntimeError as error:
@@ -118,11 +120,34 @@ class ArrayRecordFiles:
         ]
 
 
+_is_forked = False
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _refuse_forked_loader() -> None:
+    # The library crashes in workers that PyTorch has forked, without a word.
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    if _is_forked and torch_data and torch_data.get_worker_info() is not None:
+        raise errors.ConfigError(
+            "ArrayRecord files cannot be read in a forked worker of a PyTorch loader:"
+            ' start workers by another method (multiprocessing_context="forkserver"'
+            " of the loader), or read in the rank's process (num_workers=0)"
+        )
+
+
 @functools.lru_cache(maxsize=_MAX_OPEN)
 def _reader(file: str) -> Any:
     # One for each file in a process; all readers share the library's thread pool.
     from array_record.python import array_record_module
 
+    _refuse_forked_loader()
     reader = array_record_module.ArrayRecordReader(
         files.local_copy(file), "readahead_buffer_size:0", file_reader_buffer_size=32768
     )

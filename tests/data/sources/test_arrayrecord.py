@@ -1,4 +1,6 @@
 import pathlib
+import sys
+import types
 
 import pytest
 
@@ -136,3 +138,24 @@ def test_a_corrupt_record_is_named_with_its_file_and_place(tmp_path):
 def test_a_missing_file_is_named_at_once():
     with refused("/nowhere/a: No such file or directory; correct the path"):
         arrayrecord.ArrayRecordFiles(["/nowhere/a"])
+
+
+def test_a_worker_that_pytorch_has_forked_is_refused_before_it_crashes(
+    tmp_path, monkeypatch
+):
+    file = corpora.write_records(tmp_path / "a", [b"a"] * 3)
+    one = arrayrecord.ArrayRecord(files=(file,))
+    records = arrayrecord.ArrayRecordFiles((file,))
+    loader = types.SimpleNamespace(get_worker_info=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.data", loader)
+    monkeypatch.setattr(arrayrecord, "_is_forked", True)
+    assert len(source_contract.read_all(one, 1, num_epochs=1)) == 3
+    assert records[0] == (0, b"a")
+    loader.get_worker_info = lambda: "worker 0 of 2"
+    arrayrecord._reader.cache_clear()
+    for read in (
+        lambda: source_contract.read_all(one, 1, num_epochs=1),
+        lambda: records[0],
+    ):
+        with pytest.raises(errors.ConfigError, match="forkserver"):
+            read()

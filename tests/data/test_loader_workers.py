@@ -1,0 +1,285 @@
+"""Workers of a PyTorch loader: they take the batches of a rank in turn.
+
+The loader is played here: it deals batches to its workers in turn, lets each read ahead
+of what it delivers, and keeps the state of each worker after the last batch delivered.
+"""
+
+import functools
+import json
+import multiprocessing
+import os
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import (
+    elastic_data,
+    example_id,
+    language,
+    local_batches,
+    positional_data,
+    rows,
+    sharded_data,
+)
+from tests import pipelines
+
+
+class Loader:
+    """A rank's loader with some workers, each of which reads two batches ahead."""
+
+    def __init__(self, batches, num_workers):
+        self._workers = [
+            local_batches.of_worker(batches, worker, num_workers)
+            for worker in range(num_workers)
+        ]
+        self._ahead = [[] for _ in self._workers]
+        self._states = [through_text(worker.state_dict()) for worker in self._workers]
+        self._turn = 0
+
+    def __next__(self):
+        worker = self._turn % len(self._workers)
+        ahead = self._ahead[worker]
+        while len(ahead) < 2:
+            batch = next(self._workers[worker])
+            ahead.append((batch, through_text(self._workers[worker].state_dict())))
+        batch, self._states[worker] = ahead.pop(0)
+        self._turn += 1
+        return batch
+
+    def state_dict(self):
+        return local_batches.merged(self._states)
+
+    def close(self):
+        for worker in self._workers:
+            worker.close()
+
+
+def through_text(state):
+    return json.loads(json.dumps(state))
+
+
+def world(data, num_ranks, size, num_workers=0, states=None):
+    """The ranks of a world, each with a loader; at `states` of another one."""
+    made = []
+    for rank in range(num_ranks):
+        batches = local_batches.LocalBatches(
+            data, rank=rank, num_ranks=num_ranks, global_batch_size=size
+        )
+        if states is not None:
+            batches.load_state_dict(states)
+        made.append(Loader(batches, num_workers) if num_workers else batches)
+    return made
+
+
+def next_rows(ranks, feature="tokens"):
+    """The rows of the next global batch, by rank; their ids first."""
+    batches = [next(rank) for rank in ranks]
+    return [
+        (number, row.tobytes())
+        for batch in batches
+        for number, row in zip(
+            example_id.join(batch["example_id"]), batch[feature], strict=True
+        )
+    ]
+
+
+def sharded(name, num_shards):
+    return sharded_data.sharded(
+        functools.partial(pipelines.ALL[name], num_shards=num_shards),
+        num_shards=num_shards,
+        pipeline=name,
+    )
+
+
+@pytest.mark.parametrize("packing", [language.CONCAT_THEN_SPLIT, language.FIRST_FIT])
+def test_ranks_and_workers_that_change_have_the_batches_of_one(packing):
+    data = sharded_data.sharded(
+        functools.partial(pipelines.mixture, num_shards=24, packing=packing),
+        num_shards=24,
+        pipeline="a mixture",
+    )
+    one = world(data, 1, 6)
+    ranks = world(data, 2, 6, num_workers=2)
+    for num_ranks, num_workers in ((3, 4), (2, 1), (1, 0)):
+        for _ in range(3):
+            assert next_rows(ranks, "inputs") == next_rows(one, "inputs")
+        states = [through_text(rank.state_dict()) for rank in ranks]
+        ranks = world(data, num_ranks, 6, num_workers, states)
+    assert next_rows(ranks, "inputs") == next_rows(one, "inputs")
+
+
+WORLDS = st.tuples(st.sampled_from([1, 2, 3, 6]), st.integers(0, 4), st.integers(0, 3))
+
+
+EXAMPLES = settings(max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "6")))
+
+
+@EXAMPLES
+@given(
+    st.sampled_from(["packed", "everything", "shuffled"]),
+    # Blocked, windowed and striped batches, and shards that ranks have to share.
+    st.sampled_from([(12, 12), (6, 12), (24, 12), (48, 6), (18, 12), (8, 12), (5, 6)]),
+    st.lists(WORLDS, min_size=1, max_size=3),
+)
+def test_any_history_of_ranks_and_workers_has_the_rows_of_one(name, sizes, history):
+    num_shards, size = sizes
+    data = sharded("first_fit" if name == "packed" else name, num_shards)
+    one, states = world(data, 1, size), None
+    for num_ranks, num_workers, num_batches in history:
+        ranks = world(data, num_ranks, size, num_workers, states)
+        for _ in range(num_batches):
+            # Ranks may hold the rows of a striped batch in another order.
+            assert sorted(next_rows(ranks)) == sorted(next_rows(one))
+        states = [through_text(rank.state_dict()) for rank in ranks]
+        alone = world(data, 1, size, 0, [through_text(one[0].state_dict())])
+        merged = world(data, 1, size, 0, states)
+        assert next_rows(merged) == next_rows(alone)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_positional_engine_has_workers_too(corpus, in_place):
+    data = positional_data.positional(
+        files=(corpus,), max_target_length=16, num_threads=0, in_place=in_place
+    )
+    expected = world(data, 2, 12)
+    ranks = world(data, 2, 12, num_workers=3)
+    for num_workers in (2, 1, 3):
+        for _ in range(4):
+            assert next_rows(ranks, "inputs") == next_rows(expected, "inputs")
+        states = [through_text(rank.state_dict()) for rank in ranks]
+        ranks = world(data, 2, 12, num_workers, states)
+    assert next_rows(ranks, "inputs") == next_rows(expected, "inputs")
+
+
+def numbers(shard, num_shards):
+    """Shards that end at different times."""
+    drawn = grain.MapDataset.range(shard, 5 * num_shards - 7, num_shards)
+    examples = drawn.map(lambda number: {"tokens": np.array(number)})
+    return examples.to_iter_dataset(pipelines.IN_CALLER)
+
+
+@pytest.mark.parametrize("end", [elastic_data.End.PADDED, elastic_data.End.DROPPED])
+@pytest.mark.parametrize("size", [4, 12, 16])
+def test_data_that_ends_has_whole_passes_with_workers(end, size):
+    data = sharded_data.sharded(
+        functools.partial(numbers, num_shards=12),
+        num_shards=12,
+        end=end,
+        pipeline="numbers",
+    )
+    (one,) = world(data, 1, size)
+    expected = [batch["tokens"].tolist() for batch in one]
+    (loader,) = world(data, 1, size, num_workers=3)
+    seen = []
+    for number in range(len(expected)):
+        if number == 1:
+            (loader,) = world(data, 1, size, 2, [through_text(loader.state_dict())])
+        batch, loader._ahead = _alone(loader)
+        seen.append(batch["tokens"].tolist())
+    assert seen == expected
+    for worker in loader._workers:
+        assert list(worker) == []
+        assert worker.at_end
+
+
+def _alone(loader):
+    # The next batch without reading ahead, which the end of the data would stop.
+    worker = loader._turn % len(loader._workers)
+    batch = next(loader._workers[worker])
+    loader._states[worker] = through_text(loader._workers[worker].state_dict())
+    loader._turn += 1
+    return batch, loader._ahead
+
+
+def test_workers_of_several_ranks_cannot_agree_on_an_end():
+    data = sharded_data.sharded(
+        functools.partial(numbers, num_shards=12),
+        num_shards=12,
+        end=elastic_data.End.PADDED,
+        pipeline="numbers",
+    )
+    batches = local_batches.LocalBatches(
+        data, num_ranks=2, global_batch_size=12, agree=bool
+    )
+    with pytest.raises(errors.ConfigError, match="2 workers of a loader cannot agree"):
+        local_batches.of_worker(batches, 0, 2)
+
+
+@given(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([6, 12]))
+def test_no_worker_runs_a_shard_of_another_if_there_are_as_many_as_suggested(
+    num_workers, num_ranks, size
+):
+    num_shards = rows.suggest_num_shards(
+        [1, 2, 3, 4, 6], [6, 12], loader_workers=[1, num_workers]
+    )
+    if num_ranks > size or size % num_ranks:
+        return
+    batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
+    run = []
+    for rank in range(num_ranks):
+        placement = rows.Placement.in_order(
+            rank, num_hosts=num_ranks, global_batch_size=size
+        )
+        for skips in range(num_workers):
+            worker = rows.Placement(
+                row_hosts=placement.row_hosts,
+                host=rank,
+                turns=num_workers,
+                skips=skips,
+            )
+            run += rows.taken(batch, worker, 24 * size).shards.tolist()
+    assert sorted(run) == list(range(num_shards))
+
+
+def test_workers_that_repeat_the_work_of_others_say_so(caplog):
+    # Said once for each combination: no other test has these.
+    Loader(world(sharded("plain", 7), 1, 7)[0], 4)
+    assert "each shard is run by 4 workers" in caplog.text
+    assert "multiple of 28" in caplog.text
+    caplog.clear()
+    Loader(world(sharded("plain", 28), 1, 7)[0], 4)
+    assert not caplog.text
+
+
+def test_the_state_of_a_worker_alone_is_refused():
+    data = sharded("plain", 12)
+    batches = world(data, 1, 12)[0]
+    workers = [local_batches.of_worker(batches, worker, 2) for worker in range(2)]
+    states = [through_text(worker.state_dict()) for worker in workers]
+    for wrong in (states[0], states, [states[1]]):
+        with pytest.raises(errors.DataError, match=r"is that of worker . of 2"):
+            batches.load_state_dict(wrong)
+    with pytest.raises(errors.DataError, match=r"had 2 workers.*those of workers \[1"):
+        local_batches.merged(states[1:])
+    # A worker goes on from its own state alone.
+    next(workers[1])
+    again = local_batches.of_worker(batches, 1, 2)
+    again.load_state_dict(through_text(workers[1].state_dict()))
+    assert next(again)["tokens"].tolist() == next(workers[1])["tokens"].tolist()
+    with pytest.raises(errors.DataError, match="is that of worker 1 of 2"):
+        workers[0].load_state_dict(workers[1].state_dict())
+
+
+def _count(queue):
+    data = sharded_data.sharded(
+        functools.partial(pipelines.plain, num_shards=12),
+        num_shards=12,
+        pipeline="plain",
+        num_workers=2,
+    )
+    batches = local_batches.LocalBatches(data, global_batch_size=12)
+    queue.put(next(batches)["tokens"].tolist())
+
+
+def test_a_process_that_can_have_none_reads_in_itself():
+    context = multiprocessing.get_context("forkserver")
+    queue = context.Queue()
+    worker = context.Process(target=_count, args=(queue,), daemon=True)
+    worker.start()
+    (expected,) = world(sharded("plain", 12), 1, 12)
+    assert queue.get(timeout=600) == next(expected)["tokens"].tolist()
+    worker.join()

@@ -1,0 +1,272 @@
+"""Documents of text and media in rows: packed by tokens, decoded afterwards."""
+
+import functools
+import json
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+import elastic_ckpt as ec
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import local_batches, multimodal, sharded_data
+from tests import pipelines
+
+LENGTH, NUM_SHARDS = 24, 12
+IMAGE, SOUND = 900, 901
+DECODED = []
+
+
+def decode(data):
+    """A "picture" of one colour, and a "sound" of one tone."""
+    DECODED.append(data)
+    return np.full((2, 2), data[0], np.uint8)
+
+
+def decode_sound(data):
+    return np.full(3, data[0], np.float32)
+
+
+MODALITIES = {
+    "images": multimodal.Modality(decode=decode, shape=(2, 2), max_per_row=3),
+    "audio": multimodal.Modality(
+        decode=decode_sound, shape=(3,), max_per_row=2, dtype="float32"
+    ),
+}
+
+
+def image(number, num_tokens=4):
+    # More bytes than a state may have.
+    data = bytes([number % 256]) * 5_000
+    return multimodal.Encoded(
+        modality="images", data=data, num_tokens=num_tokens, placeholder=IMAGE
+    )
+
+
+def sound(number):
+    return multimodal.Encoded(
+        modality="audio", data=bytes([number % 256]), num_tokens=2, placeholder=SOUND
+    )
+
+
+def parts(number):
+    """Text of 2 to 6 tokens, with an image, a sound, two images, or none of them."""
+    text = np.arange(2 + number % 5, dtype=np.int32) + 10 * number
+    media = ([], [image(number)], [sound(number)], [image(number), image(number + 1)])
+    return [text[:1], *media[number % 4], text[1:].tolist()]
+
+
+def packed(documents, packing="first_fit", **more):
+    return multimodal.packed_multimodal(
+        documents, modalities=MODALITIES, packing=packing, length=LENGTH, seed=0, **more
+    )
+
+
+def make_shard(shard, packing="first_fit"):
+    numbers = grain.MapDataset.range(shard, 240, NUM_SHARDS).repeat().map(parts)
+    return packed(numbers.to_iter_dataset(pipelines.IN_CALLER), packing)
+
+
+def of(documents, **more):
+    source = grain.MapDataset.source(documents).to_iter_dataset(pipelines.IN_CALLER)
+    return list(packed(source, **more))
+
+
+def data(packing="first_fit"):
+    return sharded_data.sharded(
+        functools.partial(make_shard, packing=packing),
+        num_shards=NUM_SHARDS,
+        pipeline="parts, version 1",
+    )
+
+
+def test_a_row_has_its_media_with_their_places():
+    documents = [[[5, 6], image(1), [7]], [[8], sound(2), image(3), [9, 10]]]
+    (row,) = of(documents)
+    inputs = [5, 6, *[IMAGE] * 4, 7, 8, *[SOUND] * 2, *[IMAGE] * 4, 9, 10]
+    assert row["inputs"].tolist() == inputs + [0] * 8
+    assert row["targets"].tolist() == [*inputs[1:7], 0, *inputs[8:], 0] + [0] * 8
+    assert row["inputs_segmentation"].tolist() == [1] * 7 + [2] * 9 + [0] * 8
+    # Neither a placeholder nor the first token of another document is a target.
+    learned = [1, 0, 0, 0, 0, 1, 0] + [0] * 6 + [2, 2, 0] + [0] * 8
+    assert row["targets_segmentation"].tolist() == learned
+    assert row["inputs_position"].tolist() == [*range(7), *range(9)] + [0] * 8
+    assert row["images"][:, 0, 0].tolist() == [1, 3, 0]
+    assert row["images_segmentation"].tolist() == [1, 2, 0]
+    assert row["images_start"].tolist() == [2, 10, 0]
+    assert row["images_length"].tolist() == [4, 4, 0]
+    assert row["audio"].tolist() == [[2] * 3, [0] * 3]
+    assert row["audio_start"].tolist() == [8, 0]
+    assert row["images"].dtype == np.uint8
+    assert row["audio"].dtype == np.float32
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
+def test_no_row_has_too_many_tokens_or_media_and_each_medium_is_there_once(packing):
+    numbers = grain.MapDataset.range(60).map(parts)
+    rows = list(packed(numbers.to_iter_dataset(pipelines.IN_CALLER), packing))
+    shown = [
+        int(picture[0, 0])
+        for row in rows
+        for picture, segment in zip(
+            row["images"], row["images_segmentation"], strict=True
+        )
+        if segment
+    ]
+    expected = [
+        part.data[0]
+        for number in range(60)
+        for part in parts(number)
+        if isinstance(part, multimodal.Encoded) and part.modality == "images"
+    ]
+    assert sorted(shown) == sorted(expected)
+    for row in rows:
+        for start, length, segment in zip(
+            row["images_start"],
+            row["images_length"],
+            row["images_segmentation"],
+            strict=True,
+        ):
+            tokens = slice(start, start + length)
+            assert (row["inputs"][tokens] == IMAGE).all()
+            assert set(row["inputs_segmentation"][tokens]) <= {segment}
+
+
+def test_a_document_that_is_too_long_ends_before_a_medium_that_does_not_fit():
+    long = [[1] * 20, image(1, num_tokens=5), [2]]
+    many = [[3, 3], *[image(number) for number in range(4)], [4]]
+    cut = [list(range(1, 40))]
+    rows = of([long, many, cut], max_examples=1)
+    by_first = {int(row["inputs"][0]): row for row in rows}
+    assert by_first[3]["images_segmentation"].tolist() == [1, 1, 1]
+    assert int((by_first[3]["inputs"] != 0).sum()) == 14
+    tokens = [row["inputs"].tolist() for row in rows]
+    assert [1] * 20 + [0] * 4 in tokens
+    assert list(range(1, 25)) in tokens
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
+def test_a_state_after_any_row_goes_on_with_the_next_and_holds_no_bytes(packing):
+    whole = iter(make_shard(0, packing))
+    states, rows = [], []
+    for _ in range(30):
+        states.append(json.loads(json.dumps(whole.get_state())))
+        rows.append(next(whole))
+    assert max(len(json.dumps(state)) for state in states) < 1000
+    for number in range(0, 30, 7):
+        again = iter(make_shard(0, packing))
+        again.set_state(states[number])
+        for expected in rows[number : number + 3]:
+            row = next(again)
+            assert all(np.array_equal(row[name], expected[name]) for name in expected)
+
+
+def test_media_are_decoded_when_their_row_is_delivered():
+    rows = iter(make_shard(0))
+    DECODED.clear()
+    row = next(rows)
+    assert len(DECODED) == np.count_nonzero(row["images_segmentation"])
+    for _ in range(4):
+        next(rows)
+    state = rows.get_state()
+    again = iter(make_shard(0))
+    DECODED.clear()
+    again.set_state(state)
+    row = next(again)
+    assert len(DECODED) == np.count_nonzero(row["images_segmentation"])
+
+
+def test_ranks_and_workers_that_change_have_the_rows_of_one():
+    one = local_batches.LocalBatches(data(), global_batch_size=6)
+    states = None
+    for num_ranks, num_workers in ((2, 2), (3, 1), (1, 2)):
+        ranks = [
+            local_batches.LocalBatches(
+                data(), rank=rank, num_ranks=num_ranks, global_batch_size=6
+            )
+            for rank in range(num_ranks)
+        ]
+        for rank in ranks:
+            if states is not None:
+                rank.load_state_dict(states)
+        workers = [
+            [local_batches.of_worker(rank, w, num_workers) for w in range(num_workers)]
+            for rank in ranks
+        ]
+        for number in range(3):
+            expected = next(one)
+            loaded = [next(of_rank[number % num_workers]) for of_rank in workers]
+            for name, feature in expected.items():
+                whole = np.concatenate([batch[name] for batch in loaded])
+                assert np.array_equal(whole, feature)
+        states = [
+            local_batches.merged([worker.state_dict() for worker in of_rank])
+            for of_rank in workers
+        ]
+
+
+def test_jax_gets_them_as_arrays_of_one_shape():
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    batches = ec.batches(
+        data(), mesh=mesh, spec=jax.P("data"), global_batch_size=NUM_SHARDS * 2
+    )
+    one = local_batches.LocalBatches(data(), global_batch_size=NUM_SHARDS * 2)
+    batch, expected = next(batches), next(one)
+    assert batch["images"].shape == (24, 3, 2, 2)
+    assert batch["audio"].shape == (24, 2, 3)
+    for name, feature in expected.items():
+        assert np.array_equal(batch[name], feature)
+    batches.close()
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        ("text", "a document is a str"),
+        ([[1], [0.5]], r"a part has float64\[1\]"),
+        ([[1], image(0, num_tokens=0)], "num_tokens=0"),
+        (
+            [
+                [1],
+                multimodal.Encoded(
+                    modality="video", data=b"", num_tokens=1, placeholder=1
+                ),
+            ],
+            r"modality 'video', but modalities= has only \['audio', 'images'\]",
+        ),
+    ],
+)
+def test_what_is_no_document_is_refused(document, problem):
+    with pytest.raises(errors.DataError, match=problem):
+        of([document])
+
+
+def test_an_array_of_another_shape_is_refused():
+    wrong = {
+        "images": multimodal.Modality(
+            decode=decode, shape=(4, 4), max_per_row=1, dtype="uint8"
+        )
+    }
+    documents = grain.MapDataset.source([[[1], image(1), [2, 3]]]).to_iter_dataset()
+    rows = multimodal.packed_multimodal(
+        documents, modalities=wrong, length=LENGTH, seed=0
+    )
+    with pytest.raises(errors.DataError, match=r"'images' made uint8\[2, 2\]"):
+        next(iter(rows))
+
+
+def test_what_rows_cannot_have_is_refused():
+    documents = grain.MapDataset.source([]).to_iter_dataset()
+    make = functools.partial(
+        multimodal.packed_multimodal, documents, length=LENGTH, seed=0
+    )
+    with pytest.raises(errors.ConfigError, match="concat_then_split"):
+        make(modalities=MODALITIES, packing="concat_then_split")
+    with pytest.raises(
+        errors.ConfigError, match=r"\['inputs', 'inputs_segmentation'\] twice"
+    ):
+        make(modalities={"inputs": MODALITIES["images"]})
+    none = multimodal.Modality(decode=decode, shape=(), max_per_row=0)
+    with pytest.raises(errors.ConfigError, match="max_per_row=0"):
+        make(modalities={"images": none})
