@@ -14,6 +14,7 @@ and cut to rows of 2048 tokens, here also shuffled in windows of 100.
   printed too.
 * `plan_10k_hosts_secs`: units, rows and shards of 10,000 hosts, 20,000 rows a batch,
   and 1e9 records.
+* `thousand_...`: see `benchmarks.many_datasets`.
 * `mixture_threads`, `mixture_mib`: threads, and memory that a process has more, when a
   host runs 35 datasets in each of 64 shards.
 """
@@ -35,7 +36,7 @@ import grain
 import numpy as np
 
 from benchmarks import data as data_suite
-from benchmarks import report
+from benchmarks import many_datasets, report
 from benchmarks.peers.documents import COLUMN, Documents
 from elastic_ckpt.data import (
     cursors,
@@ -93,7 +94,9 @@ def measure() -> dict[str, report.Figure]:
         idle_large = _in_new_process(
             _idle_mib, data_suite.configured(large.files, window=100).make_shard
         )
+        thousand = many_datasets.measure(directory / "thousand")
         return {
+            **thousand,
             "state_bytes_per_shard": _figure(
                 "B", "at most 200", [_state_bytes(files, directory / "state")]
             ),

@@ -21,23 +21,44 @@ TOKENS = language.Documents(column="tokens", tokenizer=None)
 MOST_ROWS = 60
 
 
+def by_place(parts, reading, make):
+    """Datasets that are made when they are opened, with columns if they have some."""
+
+    def columns(name):
+        if not records.SmallBlocks.exist(parts[name].source, 3):
+            return None
+        read = records.SmallBlocks(parts[name].source, 3, reading, tokens="tokens")
+        return token_blocks.Columns(read, "tokens")
+
+    return mixing.Parts(list(parts), make, columns=columns)
+
+
 def pipeline(
-    parts, *, packing, length, truncate, window, epochs, weights, max_examples
+    parts,
+    *,
+    packing,
+    length,
+    truncate,
+    window,
+    epochs,
+    weights,
+    max_examples,
+    is_by_place,
 ):
     """The examples of a shard, and what makes rows of them."""
-    read = {
-        part.name: token_blocks.Tokens(
-            records.Records(
-                part.source,
-                shard=1,
-                num_shards=3,
-                read_options=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
-            ),
-            documents=TOKENS,
+    of_name = {part.name: part for part in parts if part.name in weights}
+    reading = records.ReadOptions(num_epochs=epochs, shuffle_seed=3)
+
+    def made(name):
+        of_shard = records.Records(
+            of_name[name].source, shard=1, num_shards=3, read_options=reading
         )
-        for part in parts
-        if part.name in weights
-    }
+        return token_blocks.Tokens(of_shard, documents=TOKENS)
+
+    if is_by_place:
+        read = by_place(of_name, reading, made)
+    else:
+        read = {name: made(name) for name in of_name}
     examples = language.Examples(
         mixing.Mixture(read, weights, shard=1), length=length, truncate=truncate
     )
@@ -75,6 +96,7 @@ PIPELINES = st.fixed_dictionaries(
             ]
         ),
         "max_examples": st.sampled_from([0, 1, 3]),
+        "is_by_place": st.booleans(),
     }
 )
 

@@ -1,3 +1,6 @@
+import functools
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -188,3 +191,74 @@ def test_the_mixer_is_that_of_splitmix64():
     # The first outputs of the reference implementation for the seeds 0 and 1234567.
     assert units.mixed(0) == 0xE220A8397B1DCDAF
     assert units.mixed(1234567) == 6457827717110365317
+
+
+@given(
+    num_shards=st.integers(1, 40),
+    num_records=st.integers(1, 200),
+    group=st.integers(1, 40),
+    num_epochs=st.integers(1, 6),
+)
+def test_shares_have_each_record_once_in_an_epoch_and_differ_by_one_in_all(
+    num_shards, num_records, group, num_epochs
+):
+    of = functools.partial(
+        units.share,
+        num_shards=num_shards,
+        num_records=num_records,
+        group=min(group, num_shards),
+    )
+    counts = np.zeros(num_shards, int)
+    for epoch in range(num_epochs):
+        shares = [of(shard, epoch=epoch) for shard in range(num_shards)]
+        assert sorted(itertools.chain(*shares)) == list(range(num_records))
+        counts += [len(share) for share in shares]
+    total = num_epochs * num_records
+    # The rows of finite data have no gap before their end.
+    assert counts.tolist() == [
+        total // num_shards + (shard < total % num_shards)
+        for shard in range(num_shards)
+    ]
+
+
+@given(
+    num_shards=st.integers(1, 40),
+    num_records=st.integers(1, 200),
+    group=st.integers(1, 40),
+    epoch=st.integers(0, 6),
+    data=st.data(),
+)
+def test_the_reader_of_a_place_is_the_shard_that_has_it(
+    num_shards, num_records, group, epoch, data
+):
+    more = {
+        "num_shards": num_shards,
+        "num_records": num_records,
+        "epoch": epoch,
+        "group": min(group, num_shards),
+    }
+    place = data.draw(st.integers(0, num_records - 1))
+    shard, taken = units.reader(place, **more)
+    assert units.share(shard, **more)[taken] == place
+
+
+@given(st.integers(1, 400), keys)
+def test_all_numbers_are_permuted_as_single_ones(length, key):
+    assert units.all_permuted(length, key=key).tolist() == order(length, *key)
+
+
+@given(files, st.integers(0, 9), st.integers(0, 3), st.integers(1, 40))
+def test_the_order_of_an_epoch_has_each_record_once(blocks, seed, epoch, step):
+    whole = cut(blocks, 0)
+    made = units.Order.of(whole, (seed, epoch), with_rows=True)
+    read = []
+    for first in range(step):
+        places = range(first, whole.total_records, step)
+        picked = made.picked(places)
+        assert sum(len(rows) for _, rows in picked) == len(places)
+        read += [
+            int(whole.record[number]) + int(row)
+            for number, rows in picked
+            for row in rows
+        ]
+    assert sorted(read) == list(range(whole.total_records))

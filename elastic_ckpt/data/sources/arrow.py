@@ -18,7 +18,13 @@ import numpy as np
 
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import arrow_rows, files, offset_index, source
+from elastic_ckpt.data.sources import (
+    arrow_rows,
+    files,
+    kept_blocks,
+    offset_index,
+    source,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -88,7 +94,7 @@ class Arrow:
     ) -> Iterator[pa.RecordBatch | source.CorruptError]:
         """As `read`, but rows that follow each other are yielded together."""
         file = self.files[unit.file]
-        place = f"{file}, record batch {unit.block}"
+        place = self.place(unit)
         offset = source.indexes(self)[unit.file].block_bytes[unit.block]
         row, stop = unit.first + skip, unit.first + unit.num_records
         batch = files.retried(functools.partial(_read, file, offset), place)
@@ -104,6 +110,24 @@ class Arrow:
         for first in range(row, stop, size):
             some = batch.slice(first, min(size, stop - first))
             yield from arrow_rows.checked(some, place, first)
+
+    def decoded(self, unit: units.Unit, *, tokens: str = "") -> kept_blocks.Decoded:
+        """The record batch of a unit; of the tokens only, if their column is named."""
+        offset = source.indexes(self)[unit.file].block_bytes[unit.block]
+        batch = files.retried(
+            functools.partial(_read, self.files[unit.file], offset), self.place(unit)
+        )
+        if isinstance(batch, str) or batch.num_rows != unit.block_records:
+            why = batch if isinstance(batch, str) else f"it has {batch.num_rows} rows"
+            lost = np.ones(unit.block_records, bool)
+            return kept_blocks.Decoded(None, lost=lost, problem=why)
+        if self.columns:
+            batch = batch.select(list(self.columns))
+        return kept_blocks.Decoded(batch, tokens=tokens)
+
+    def place(self, unit: units.Unit) -> str:
+        """The record batch of a unit, for errors."""
+        return f"{self.files[unit.file]}, record batch {unit.block}"
 
 
 def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:

@@ -1,0 +1,204 @@
+"""Shards have equal shares of the records, and states of older programs go on."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.data import pipeline, records, units
+from elastic_ckpt.data.sources import kept_blocks, parquet
+from tests import formats, worlds
+
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def numbered(directory, *, num_files, num_rows, row_group):
+    """Files of documents of two tokens, the first of which is the document's number."""
+    import pyarrow as pa
+
+    paths = []
+    for file in range(num_files):
+        first = 1 + file * num_rows
+        column = [[number, 1] for number in range(first, first + num_rows)]
+        paths.append(str(directory / f"{file}.parquet"))
+        table = pa.table({"tokens": pa.array(column, pa.list_(pa.int32()))})
+        pq.write_table(table, paths[-1], row_group_size=row_group)
+    return paths
+
+
+def finite(paths, *, num_shards, drop_remainder, num_epoch=1):
+    return pipeline.from_config(
+        grain_train_files=",".join(paths),
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
+        max_target_length=2,
+        num_logical_shards=num_shards,
+        num_epoch=num_epoch,
+        drop_remainder=drop_remainder,
+    )
+
+
+def until_end(data, size):
+    world = worlds.World(data, 2, size)
+    batches = []
+    while True:
+        try:
+            batches.append(world.batch())
+        except StopIteration:
+            return batches
+
+
+@pytest.mark.parametrize("small_blocks", [True, False])
+@pytest.mark.parametrize("num_epoch", [1, 3])
+@pytest.mark.parametrize("row_group", [7, 100])
+def test_finite_rows_end_together_and_less_than_a_batch_is_left_out(
+    tmp_path, monkeypatch, row_group, num_epoch, small_blocks
+):
+    if not small_blocks:
+        monkeypatch.setattr(units, "_SMALL_RECORDS", 0)
+    paths = numbered(tmp_path, num_files=2, num_rows=101, row_group=row_group)
+    data = finite(paths, num_shards=16, drop_remainder=False, num_epoch=num_epoch)
+    batches = until_end(data, 8)
+    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
+    assert sorted(numbers.tolist()) == sorted([*range(1, 203)] * num_epoch)
+    # Only the last batch has padding.
+    assert [b["mask"].all() for b in batches[:-1]] == [True] * (len(batches) - 1)
+    dropped = until_end(
+        finite(paths, num_shards=16, drop_remainder=True, num_epoch=num_epoch), 8
+    )
+    assert len(dropped) == 202 * num_epoch // 8
+
+
+def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
+    paths = numbered(tmp_path, num_files=1, num_rows=60, row_group=60)
+    read = records.Records(
+        parquet.Parquet(files=tuple(paths)),
+        shard=0,
+        num_shards=1,
+        read_options=records.ReadOptions(shuffle_seed=1, num_epochs=2),
+    )
+    numbers = [int(element["tokens"][0]) for element in read]
+    first, second = numbers[:60], numbers[60:]
+    assert sorted(first) == sorted(second) == list(range(1, 61))
+    assert first != second
+    assert first != sorted(first)
+
+
+def of_older_program(data):
+    """The data as a program without shares would have made it."""
+    if isinstance(data.make_shard, pipeline.LanguagePipeline):
+        kept = {k: v for k, v in data.pipeline.items() if k not in records.DEALING}
+        make_shard = data.make_shard.dealing_units()
+        return dataclasses.replace(data, make_shard=make_shard, pipeline=kept)
+    make_shard = dataclasses.replace(data.make_shard, deals_units=True)
+    return dataclasses.replace(data, make_shard=make_shard)
+
+
+def configured(parts, tmp_path):
+    content = {
+        part.name: {"path": ",".join(part.source.files), "weight": 1} for part in parts
+    }
+    (tmp_path / "mixture.json").write_text(json.dumps(content))
+    return pipeline.from_config(
+        grain_train_mixture_config_path=str(tmp_path / "mixture.json"),
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
+        max_target_length=formats.LENGTH,
+        num_logical_shards=12,
+        packing=True,
+        grain_packing_type="first_fit",
+    )
+
+
+@pytest.mark.parametrize("kind", ["from_config", "make_shard"])
+@pytest.mark.parametrize("num_before", [1, 9])
+def test_a_state_of_an_older_program_goes_on_as_it_was(
+    files, tmp_path, kind, num_before
+):
+    parts = files["parquet"]
+    if kind == "from_config":
+        now = configured(parts, tmp_path)
+    else:
+        now = formats.data(parts, "mixture")
+    older = of_older_program(now)
+    assert "shares" in json.dumps(now.identity())
+    assert "shares" not in json.dumps(older.identity())
+    expected = worlds.World(older, 1, 8)
+    batches = [expected.batch() for _ in range(num_before + 12)]
+    saved = worlds.World(older, 2, 8)
+    for _ in range(num_before):
+        saved.batch()
+    saved.write(tmp_path)
+    resumed = worlds.World(now.continuing(older.identity()), 4, 8)
+    resumed.read(tmp_path)
+    for batch in batches[num_before:]:
+        actual = resumed.batch()
+        assert actual.keys() == batch.keys()
+        assert all(np.array_equal(actual[name], batch[name]) for name in batch)
+    # A new run deals otherwise.
+    assert not np.array_equal(
+        worlds.World(now, 1, 8).batch()["inputs"], batches[0]["inputs"]
+    )
+
+
+def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeypatch):
+    paths = numbered(tmp_path, num_files=12, num_rows=64, row_group=16)
+    expected = until_end(finite(paths, num_shards=8, drop_remainder=True), 8)
+    decoded, decode = [], parquet.Parquet.decoded
+
+    def counted(self, unit, **more):
+        decoded.append((unit.file, unit.block))
+        return decode(self, unit, **more)
+
+    monkeypatch.setattr(parquet.Parquet, "decoded", counted)
+    for budget, is_again in ((2**20, False), (1, True)):
+        kept_blocks._KEPT.clear()
+        decoded.clear()
+        monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", budget)
+        actual = until_end(finite(paths, num_shards=8, drop_remainder=True), 8)
+        assert [b["inputs"].tolist() for b in actual] == [
+            b["inputs"].tolist() for b in expected
+        ]
+        assert (len(decoded) > len(set(decoded))) == is_again
+        assert len(set(decoded)) == 48
+        assert kept_blocks._KEPT._num_bytes <= max(budget, 2**12)
+
+
+def test_a_dataset_is_opened_when_its_first_document_is_due(tmp_path, monkeypatch):
+    parts = {}
+    for number in range(40):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (path,) = numbered(directory, num_files=1, num_rows=20, row_group=10)
+        parts[f"d{number:02d}"] = {"path": path, "weight": 1 if number < 2 else 1e-9}
+    (tmp_path / "mixture.json").write_text(json.dumps(parts))
+    data = pipeline.from_config(
+        grain_train_mixture_config_path=str(tmp_path / "mixture.json"),
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
+        max_target_length=2,
+        num_logical_shards=4,
+    )
+    opened = set()
+    decode = parquet.Parquet.decoded
+
+    def noted(self, unit, **more):
+        opened.update(self.files)
+        return decode(self, unit, **more)
+
+    monkeypatch.setattr(parquet.Parquet, "decoded", noted)
+    world = worlds.World(data, 1, 8)
+    for _ in range(5):
+        world.batch()
+    assert len(opened) == 2
+
+
+def test_a_shorter_epoch_than_the_shards_are_many_is_read_by_some(tmp_path):
+    paths = numbered(tmp_path, num_files=1, num_rows=5, row_group=5)
+    batches = until_end(finite(paths, num_shards=16, drop_remainder=False), 16)
+    (batch,) = batches
+    assert batch["mask"].tolist() == [True] * 5 + [False] * 11
