@@ -611,6 +611,8 @@ class _MixtureBlocks(_Draws):
             self._read_to[:, number] = -1
             return self._reader(number).fill(count)
         except Exception as error:
+            if isinstance(error, StopIteration):
+                self._read_to[:, number] = error.value
             self._problems[number] = error
             return 0
         self._drawn_now[number] = lists, first

@@ -285,7 +285,12 @@ class _InShare:
 
     def next(self, at_most: int) -> kept_blocks.Picked:
         """What is read next; the caller counts it by `took`."""
-        read, self._at = self._blocks.next(self._shard, self._at, at_most)
+        try:
+            read, self._at = self._blocks.next(self._shard, self._at, at_most)
+        except StopIteration as end:
+            # There may have been corrupt records before it.
+            self._at = end.value
+            raise
         return read
 
     def took(self, num_records: int, columns: Collection[str]) -> None:
@@ -642,11 +647,14 @@ class SmallBlocks:
         """The next records, at least one, and the place of the first.
 
         Raises:
-          StopIteration: after the last epoch.
+          StopIteration: after the last epoch; its value is the place of the end.
         """
         epoch, taken, skipped = at
         while True:
-            picked = self._picked(shard, epoch, taken, at_most)
+            try:
+                picked = self._picked(shard, epoch, taken, at_most)
+            except StopIteration:
+                raise StopIteration(Place(epoch, taken, skipped)) from None
             if not picked:
                 epoch, taken = epoch + 1, 0
                 continue
@@ -664,7 +672,10 @@ class SmallBlocks:
         self, shard: int, at: Place, at_most: int, column: str
     ) -> tuple[blocks.Lists, Place] | None:
         """As `next`, the lists of a column; None if it has other values."""
-        picked = self._picked(shard, at.epoch, at.taken, at_most)
+        try:
+            picked = self._picked(shard, at.epoch, at.taken, at_most)
+        except StopIteration:
+            raise StopIteration(at) from None
         if len(picked) == 1:
             ((unit, rows),) = picked
             block = kept_blocks.kept(self._source, unit, self._tokens)

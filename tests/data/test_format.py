@@ -120,6 +120,7 @@ def test_the_state_of_an_older_program_loads_with_its_pipeline(variant, tmp_path
     validate(path)
     saved = state.read(tmp_path)
     assert saved.position == {"stream_row": 12}
+    data = data.continuing(saved.pipeline)
     state.check_same_pipeline(saved, "sharded", data.identity())
     changed = data.identity() | {"num_logical_shards": 5}
     with pytest.raises(state.errors.DataError, match="num_logical_shards: saved 4, no"):

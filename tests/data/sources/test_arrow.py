@@ -67,6 +67,7 @@ def test_compressed_buffers_are_read(tmp_path, compression):
     assert [each["text"] for each in read] == [each["text"] for each in documents]
 
 
+@pytest.mark.usefixtures("large_blocks")
 def test_large_record_batches_are_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(arrow, "_BATCH_BYTES", 64)
     file = written(tmp_path / "a.arrow", corpora.documents(0, 8))

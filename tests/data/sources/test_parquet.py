@@ -77,7 +77,7 @@ class TestParquet(source_contract.SourceContract):
         return element
 
     def place_of(self, number):
-        return f"row group {number // source_contract.BLOCK}, rows"
+        return f"row group {number // source_contract.BLOCK}, row"
 
     def lost_with(self, number):
         # The texts in the same page of 64 bytes.
@@ -103,6 +103,7 @@ class TestParquet(source_contract.SourceContract):
         ]
         assert block_records == [[8, 8, 4], [0], [8, 8, 8, 4]]
 
+    @pytest.mark.usefixtures("large_blocks")
     @pytest.mark.parametrize("num_shards", [3, 7, 40])
     def test_row_groups_are_opened_again_when_too_many_are_open(
         self, dataset, monkeypatch, num_shards
@@ -299,6 +300,7 @@ def batches(monkeypatch):
     return sizes
 
 
+@pytest.mark.usefixtures("large_blocks")
 def test_a_row_group_is_decoded_a_little_at_a_time(dataset, batches):
     elements = iter(read(dataset, 0, 1, num_epochs=1))
     next(elements)
@@ -339,6 +341,7 @@ def test_shards_of_one_row_group_share_its_table(dataset, file, tables):
 
 
 @pytest.mark.usefixtures("batches")
+@pytest.mark.usefixtures("large_blocks")
 def test_a_table_is_dropped_with_its_last_shard(dataset, tables):
     shards = [iter(read(dataset, shard, 20, num_epochs=1)) for shard in range(20)]
     for shard in shards:
@@ -363,6 +366,7 @@ def bad_page(file):
 
 
 @pytest.mark.usefixtures("batches")
+@pytest.mark.usefixtures("large_blocks")
 def test_a_corrupt_page_is_named_after_the_rows_before_it(dataset, file, bad_page):
     elements = iter(read(dataset, 0, 1))
     delivered = []
@@ -620,6 +624,7 @@ def test_an_object_that_is_missing_is_named(tmp_path):
         source.indexes(parquet.Parquet(files=(uri,)))
 
 
+@pytest.mark.usefixtures("large_blocks")
 def test_an_open_row_group_outlives_the_name_of_its_file(dataset, file):
     elements = iter(read(dataset, 0, 1))
     next(elements)
