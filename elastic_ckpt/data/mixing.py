@@ -484,6 +484,7 @@ class _MixtureBlocks(_Draws):
                 return None
             counts = np.bincount(chosen)
             num, lacking = len(turns), -1
+            self._drawn_now, self._problems = {}, {}
             for number in np.flatnonzero(counts).tolist():
                 count = int(counts[number])
                 held = self._fill(number, count)
@@ -495,7 +496,7 @@ class _MixtureBlocks(_Draws):
                 return self._taken_at(turns[:num], chosen[:num])
             try:
                 if lacking in self._problems:
-                    raise self._problems.pop(lacking)
+                    raise self._problems[lacking]
                 self._reader(lacking).raise_end()
             except StopIteration:
                 self._active.remove(self._names[lacking])
@@ -555,7 +556,6 @@ class _MixtureBlocks(_Draws):
             self._at[name] = block.place(num_taken)
         if columns:
             self._read_to[:, columns] = np.array(read_to).T
-        self._drawn_now = {}
         self._turn = int(turns[-1]) + 1
         values, start, length = blocks.together(parts)
         if len(parts) > 1:

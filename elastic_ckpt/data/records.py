@@ -717,8 +717,9 @@ class SmallBlocks:
             )
             order = units.Order.of(self._units, key, with_rows=True)
             self._orders[epoch] = order
-            if len(self._orders) > _MOST_ORDERS:
-                del self._orders[next(iter(self._orders))]
+            # Several threads may come here.
+            for old in list(self._orders)[:-_MOST_ORDERS]:
+                self._orders.pop(old, None)
         return [
             (self._blocks[number], rows)
             for number, rows in order.picked(share[taken : taken + at_most])

@@ -1,11 +1,14 @@
 """Shards have equal shares of the records, and states of older programs go on."""
 
+import collections
 import dataclasses
+import itertools
 import json
 
 import numpy as np
 import pytest
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import pipeline, records, units
 from elastic_ckpt.data.sources import kept_blocks, parquet
 from tests import formats, worlds
@@ -202,3 +205,31 @@ def test_a_shorter_epoch_than_the_shards_are_many_is_read_by_some(tmp_path):
     batches = until_end(finite(paths, num_shards=16, drop_remainder=False), 16)
     (batch,) = batches
     assert batch["mask"].tolist() == [True] * 5 + [False] * 11
+
+
+def test_an_error_is_raised_when_its_document_is_due_and_once(
+    files, tmp_path, monkeypatch
+):
+    data = configured(files["parquet"], tmp_path)
+    expected = list(itertools.islice(data.make_shard(3), 60))
+    decode, calls = parquet.Parquet.decoded, collections.Counter()
+
+    def failing(self, unit, **more):
+        calls[unit.file, unit.block] += 1
+        if calls[unit.file, unit.block] <= 2:
+            raise errors.DataError("for a moment")
+        return decode(self, unit, **more)
+
+    monkeypatch.setattr(parquet.Parquet, "decoded", failing)
+    monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
+    kept_blocks._KEPT.clear()
+    rows, num_failures = iter(configured(files["parquet"], tmp_path).make_shard(3)), 0
+    for row in expected:
+        while True:
+            try:
+                actual = next(rows)
+                break
+            except errors.DataError:
+                num_failures += 1
+        assert all(np.array_equal(actual[name], row[name]) for name in row)
+    assert num_failures > 2

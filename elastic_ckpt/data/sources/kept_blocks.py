@@ -9,6 +9,7 @@ memory.
 from __future__ import annotations
 
 import collections
+import os
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -197,6 +198,10 @@ class _Kept:
     """The decoded blocks that were used last."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Keeps none; also after a fork, when another thread may hold the lock."""
         self._lock = threading.Lock()
         self._blocks: collections.OrderedDict[Hashable, Decoded]
         self._blocks = collections.OrderedDict()
@@ -227,6 +232,7 @@ class _Kept:
 
 _KEPT = _Kept()
 files.register_cache(_KEPT.clear)
+os.register_at_fork(after_in_child=_KEPT.begin)
 
 
 def kept(of: Any, unit: units.Unit, tokens: str) -> Decoded:
