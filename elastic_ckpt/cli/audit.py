@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import keys, load, schema
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, option_numbers
 
 if TYPE_CHECKING:
     from elastic_ckpt.data import elastic_data
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     question.add_argument(
         "--step",
-        type=int,
+        type=option_numbers.count,
         metavar="N",
         help="show which documents a step used",
     )

@@ -424,9 +424,8 @@ class _MixtureBlocks(_Draws):
         self._mean_tokens = 0.0
         # The first rows need few elements.
         self._num_drawn = _LEAST_TURNS
-        # How far the datasets with columns have been read, int64 `[3, datasets]`: the
-        # fields of a `records.Place`; the epoch of those that were not is -1.
-        self._read_to = np.full((3, len(self._names)), -1, np.int64)
+        # How far each dataset with columns was read; None if it was not.
+        self._read_to: list[records.Place | None] = [None] * len(self._names)
         # What was read ahead of a draw, or why nothing was.
         self._drawn_now: dict[int, tuple[blocks.Lists, records.Place]] = {}
         self._problems: dict[int, Exception] = {}
@@ -458,7 +457,7 @@ class _MixtureBlocks(_Draws):
         self.close()
         self._restore(state)
         self._at = dict(self._saved)
-        self._read_to[:] = -1
+        self._read_to = [None] * len(self._names)
         self._num_drawn, self._mean_tokens = _LEAST_TURNS, 0.0
 
     def close(self) -> None:
@@ -537,7 +536,7 @@ class _MixtureBlocks(_Draws):
         # The block of these turns, which their datasets have.
         before = self._places(turns=turns, chosen=chosen)
         counts = np.bincount(chosen)
-        parts, columns, read_to = [], [], []
+        parts = []
         for number in np.flatnonzero(counts).tolist():
             name, num_taken = self._names[number], int(counts[number])
             self._taken[name] = self._taken.get(name, 0) + num_taken
@@ -547,15 +546,12 @@ class _MixtureBlocks(_Draws):
                     start, length = start[:num_taken], length[:num_taken]
                 parts.append((values, start, length))
                 before.of_part[number] = place
-                columns.append(number)
-                read_to.append((place.epoch, place.taken + num_taken, place.skipped))
+                self._read_to[number] = place.after(num_taken)
                 continue
             block = self._readers[number].take(num_taken)
             parts.append((block.values, block.start, block.length))
             before.of_part[number] = block.without_values()
             self._at[name] = block.place(num_taken)
-        if columns:
-            self._read_to[:, columns] = np.array(read_to).T
         self._turn = int(turns[-1]) + 1
         values, start, length = blocks.together(parts)
         if len(parts) > 1:
@@ -587,7 +583,7 @@ class _MixtureBlocks(_Draws):
             chosen=chosen,
             taken=dict(self._taken),
             at=dict(self._at),
-            read_to=self._read_to.copy(),
+            read_to=list(self._read_to),
             of_part={},
             schedule=self._schedule,
             stage=self._number,
@@ -596,23 +592,21 @@ class _MixtureBlocks(_Draws):
 
     def _fill(self, number: int, count: int) -> int:
         # How many of the next `count` elements of a dataset there are.
+        columns = self._columns(number)
+        at = None if columns is None else self._place(number)
+        if columns is None or at is None:
+            return self._reader(number).fill(count)
         name = self._names[number]
-        columns = None if number in self._readers else self._columns(name)
-        if columns is None:
-            return self._reader(number).fill(count)
-        at = self._place(number)
-        if at is None:
-            return self._reader(number).fill(count)
         try:
             lists, first = columns.next(self._shard, at, count)
         except token_blocks.NotTokensError:
-            if self._read_to[0, number] >= 0:
+            if self._read_to[number] is not None:
                 self._saved[name] = _document_state(at)
-            self._read_to[:, number] = -1
+            self._read_to[number] = None
             return self._reader(number).fill(count)
         except Exception as error:
             if isinstance(error, StopIteration):
-                self._read_to[:, number] = error.value
+                self._read_to[number] = error.value
             self._problems[number] = error
             return 0
         self._drawn_now[number] = lists, first
@@ -620,8 +614,9 @@ class _MixtureBlocks(_Draws):
 
     def _place(self, number: int) -> records.Place | None:
         # How far a dataset with columns was read; None if a reader must go on.
-        if self._read_to[0, number] >= 0:
-            return records.Place(*self._read_to[:, number].tolist())
+        place = self._read_to[number]
+        if place is not None:
+            return place
         name = self._names[number]
         if name not in self._saved:
             return records.Place()
@@ -634,12 +629,13 @@ class _MixtureBlocks(_Draws):
         if place is None or saved.get("document"):
             return None
         del self._saved[name], self._at[name]
-        self._read_to[:, number] = place
+        self._read_to[number] = place
         return place
 
-    def _columns(self, name: str) -> token_blocks.Columns | None:
-        parts = self._parts
-        return parts.columns(name) if isinstance(parts, Parts) else None
+    def _columns(self, number: int) -> token_blocks.Columns | None:
+        if number in self._readers or not isinstance(self._parts, Parts):
+            return None
+        return self._parts.columns(self._names[number])
 
     def _reader(self, number: int) -> blocks.Reader:
         reader = self._readers.get(number)
@@ -669,7 +665,7 @@ class _MixturePlaces:
       chosen: the number of each element's dataset, int64 `[elements]`.
       taken: how many elements of each dataset were taken before the block.
       at: the place, or the saved state, of each opened dataset before the block.
-      read_to: how far datasets with columns were read before the block; -1 if not.
+      read_to: how far each dataset with columns was read before the block.
       of_part: the elements of each dataset in the block, without their tokens; or the
         place of the first of them, of a dataset with columns.
       schedule: the stages; see `_Draws`.
@@ -682,7 +678,7 @@ class _MixturePlaces:
     chosen: np.ndarray
     taken: dict[str, int]
     at: dict[str, Any]
-    read_to: np.ndarray
+    read_to: list[records.Place | None]
     of_part: dict[int, blocks.Block | records.Place]
     schedule: list[dict[str, Any]]
     stage: int
@@ -692,9 +688,9 @@ class _MixturePlaces:
         """See `Places`."""
         counts = np.bincount(self.chosen[:number], minlength=len(self.names))
         taken, parts = dict(self.taken), dict(self.at)
-        for part in np.flatnonzero(self.read_to[0] >= 0).tolist():
-            place = records.Place(*self.read_to[:, part].tolist())
-            parts[self.names[part]] = _document_state(place)
+        for name, read_to in zip(self.names, self.read_to, strict=True):
+            if read_to is not None:
+                parts[name] = _document_state(read_to)
         for part in np.flatnonzero(counts).tolist():
             name, count = self.names[part], int(counts[part])
             taken[name] = taken.get(name, 0) + count
@@ -702,8 +698,7 @@ class _MixturePlaces:
             if isinstance(elements, blocks.Block):
                 parts[name] = elements.place(count)
             else:
-                place = elements._replace(taken=elements.taken + count)
-                parts[name] = _document_state(place)
+                parts[name] = _document_state(elements.after(count))
         turn = int(self.turns[number])
         state: dict[str, Any] = {
             "turn": turn,

@@ -116,7 +116,7 @@ class LanguagePipeline:
         read = mixing.Parts(
             parts,
             lambda name: self._tokens(parts[name], shard),
-            columns=lambda name: self._columns(parts[name]),
+            columns=self._columns,
         )
         # Even a single dataset is a mixture: others may be added at a resume.
         examples = mixing.Mixture(read, self._weights, shard=shard)
@@ -217,10 +217,12 @@ class LanguagePipeline:
         # Not pickled: see `__getstate__`.
         return {}
 
-    def _columns(self, part: Part) -> token_blocks.Columns | None:
-        if part.name not in self._columns_of:
-            self._columns_of[part.name] = self._made_columns(part)
-        return self._columns_of[part.name]
+    def _columns(self, name: str) -> token_blocks.Columns | None:
+        try:
+            return self._columns_of[name]
+        except KeyError:
+            made = self._made_columns(self._by_name[name])
+            return self._columns_of.setdefault(name, made)
 
     def _made_columns(self, part: Part) -> token_blocks.Columns | None:
         column = self.documents.column

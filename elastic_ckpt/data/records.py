@@ -296,7 +296,7 @@ class _InShare:
     def took(self, num_records: int, columns: Collection[str]) -> None:
         """Counts records that were read."""
         del columns
-        self._at = self._at._replace(taken=self._at.taken + num_records)
+        self._at = self._at.after(num_records)
 
     def record(self) -> int:
         """The number of the record to be counted next in the list of all epochs."""
@@ -592,6 +592,10 @@ class Place(NamedTuple):
     epoch: int = 0
     taken: int = 0
     skipped: int = 0
+
+    def after(self, num_records: int) -> Place:
+        """The place after some records of the same epoch."""
+        return Place(self.epoch, self.taken + num_records, self.skipped)
 
     def state(self) -> dict[str, Any]:
         """The state of `Records` at this place."""

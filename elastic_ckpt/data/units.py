@@ -208,7 +208,7 @@ class Order:
 
     def picked(self, places: range) -> list[tuple[int, np.ndarray]]:
         """The records at ascending places: the number of each unit, and those of it."""
-        picked = []
+        picked: list[tuple[int, np.ndarray]] = []
         number = 0
         while number < len(places):
             unit, begin, end = self.at(places[number])

@@ -16,6 +16,7 @@ NAMED = ("=NUMBER", "=HOURS", "=VALUE")
 # What these verbs need besides.
 NEEDED = {
     "agent": ["ram"],
+    "audit": ["run"],
     "convert": ["source", "target"],
     "scale": ["run"],
     "simulate": ["run.yml"],

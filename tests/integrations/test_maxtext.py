@@ -365,10 +365,10 @@ def test_weights_of_hugging_face_are_refused_with_the_way_to_convert_them(
 def test_config_names_the_verb_of_a_file_with_keys_of_maxtext(install, files, capsys):
     install()
     path = files / "tiny.yml"
-    path.write_text("run_name: a\nuse_sft: false\nnum_logical_shards: 8\n")
+    path.write_text("run_name: a\nuse_multimodal: false\nnum_logical_shards: 8\n")
     assert main.main(["config", str(path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{path} has keys of MaxText, such as use_sft" in line
+    assert f"{path} has keys of MaxText, such as use_multimodal" in line
     assert f"`elastic-ckpt maxtext {path}` runs it" in line
     assert "num_logical_shards, " in line
     path.write_text("run_name: a\nstepz: 3\n")
