@@ -6,6 +6,8 @@ import itertools
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
@@ -13,13 +15,9 @@ from elastic_ckpt.data import pipeline, records, units
 from elastic_ckpt.data.sources import kept_blocks, parquet
 from tests import formats, worlds
 
-pq = pytest.importorskip("pyarrow.parquet")
-
 
 def numbered(directory, *, num_files, num_rows, row_group):
     """Files of documents of two tokens, the first of which is the document's number."""
-    import pyarrow as pa
-
     paths = []
     for file in range(num_files):
         first = 1 + file * num_rows
