@@ -26,6 +26,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.sources.parquet import Parquet
     from elastic_ckpt.data.sources.tfrecord import TFRecord
     from elastic_ckpt.data.sources.webdataset import WebDataset
+    from elastic_ckpt.data.stages import Stage, staged
     from elastic_ckpt.data.torch_dataset import TorchDataset
 
 renamed.in_module(
@@ -64,6 +65,7 @@ __all__ = [
     "ReadOptions",
     "Records",
     "ShardedState",
+    "Stage",
     "TFRecord",
     "Text",
     "TorchDataset",
@@ -75,5 +77,6 @@ __all__ = [
     "lm",
     "positional",
     "sharded",
+    "staged",
     "suggest_num_shards",
 ]

@@ -22,6 +22,8 @@ from etils import epath
 from elastic_ckpt.core import checked_json, errors, storage
 
 VERSION = 1
+# The field of a cursor with an older cursor, from which documents are read again.
+HELD = "held"
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")
 
 Cursor = storage.Json
@@ -92,10 +94,13 @@ def read(
 
 
 def parts(cursor: Any) -> Iterator[dict[str, Any]]:
-    """Every object inside a cursor: the state of each transformation of a pipeline."""
+    """Every object inside a cursor: the state of each transformation of a pipeline.
+
+    Those of an older cursor inside it are left out.
+    """
     if isinstance(cursor, dict):
         yield cursor
-        cursor = list(cursor.values())
+        cursor = [value for key, value in cursor.items() if key != HELD]
     if isinstance(cursor, list):
         for value in cursor:
             yield from parts(value)

@@ -30,6 +30,7 @@ from elastic_ckpt.data import (
     leaving_out,
     prefetch,
     rows,
+    stages,
     state,
 )
 
@@ -73,6 +74,10 @@ class HostIterator:
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
+        # The size where a stage has none, and the current one.
+        self._base_size = global_batch_size
+        self._global_batch_size = stages.size(data, global_batch_size)
+        global_batch_size = self._global_batch_size
         held = delivery.RowsHeld.from_sharding(sharding, global_batch_size)
         me = topology.this_host()
         if me not in held.holders:
@@ -94,8 +99,8 @@ class HostIterator:
         self._data = data
         self._sharding = sharding
         self._identity = data.identity()
-        self._global_batch_size = global_batch_size
         self._read_ahead = read_ahead
+        self.progress = stages.first(data)
         self._rows = self._begin(global_batch_size)
         self._left_out: state.Ranges = ()
         self.waited_secs = 0.0
@@ -105,10 +110,34 @@ class HostIterator:
         """The rows that were left out; see `DataState`."""
         return self._left_out
 
+    @property
+    def global_batch_size(self) -> int:
+        """The rows of a global batch."""
+        return self._global_batch_size
+
     def reset(self) -> None:
         """Moves to the beginning."""
         self._rows.close()
+        self.progress = stages.first(self._data)
+        self._data = stages.begun(self._data, self.progress)
+        self._global_batch_size = stages.size(self._data, self._base_size)
         self._rows, self._left_out = self._begin(self._global_batch_size), ()
+
+    def begin_stage(self) -> bool:
+        """Begins the stage of the next step, if it is not the current one.
+
+        Returns:
+          Whether it began one.
+
+        Raises:
+          ConfigError: as in `resize`.
+          DataError: if there are stages and the step is not known.
+        """
+        data = stages.begun(self._data, self.progress)
+        if data is self._data:
+            return False
+        self._go_on(stages.size(data, self._base_size), data)
+        return True
 
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size.
@@ -117,6 +146,10 @@ class HostIterator:
           ConfigError: if shards would have to move between hosts, which requires a
             checkpoint; nothing changes then.
         """
+        self._go_on(global_batch_size, self._data)
+        self._base_size = global_batch_size
+
+    def _go_on(self, global_batch_size: int, data: elastic_data.ElasticData) -> None:
         now = self.get_state()
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
@@ -130,10 +163,11 @@ class HostIterator:
                 )
             return {shard: now.cursors[shard] for shard in shards}
 
-        resized = self._begin(global_batch_size)
+        resized = self._begin(global_batch_size, data)
         resized.go_to(now.data_state.position, read)
         self._rows.close()
         self._rows, self._global_batch_size = resized, global_batch_size
+        self._data = data
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -165,6 +199,7 @@ class HostIterator:
                 position=self._rows.position(),
                 pipeline=self._identity,
                 left_out=self._left_out,
+                progress=self.progress,
             ),
             cursors=dict(self._rows.shard_cursors(shared=True)),
         )
@@ -175,7 +210,8 @@ class HostIterator:
         return dataclasses.replace(taken, cursors=own)
 
     def set_state(self, taken: HostState) -> None:
-        """Moves back to a state since the last load or change of size."""
+        """Moves back to a state since the last load or change of size or stage."""
+        self.progress = taken.data_state.progress
         moved = self._begin(self._global_batch_size)
         moved.go_to(
             taken.data_state.position,
@@ -205,11 +241,17 @@ class HostIterator:
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
-        loaded = self._begin(self._global_batch_size, data)
+        # Without stages it says nothing of the step, but for the first.
+        progress = saved.progress if saved.row else stages.first(data)
+        if progress is not None:
+            data = stages.begun(data, progress)
+        size = stages.size(data, self._base_size)
+        loaded = self._begin(size, data, progress)
         loaded.go_to(saved.position, read)
         self._rows.close()
+        self._global_batch_size = size
         self._data, self._identity, self._rows = data, identity, loaded
-        self._left_out = saved.left_out
+        self._left_out, self.progress = saved.left_out, progress
 
     def leave_out(self, directory: epath.PathLike | None) -> None:
         """Notes that all rows since the data state in `directory` were left out.
@@ -226,6 +268,7 @@ class HostIterator:
         now = self.get_state().data_state
         if directory is None:
             self._left_out = ((0, now.row),)
+            self._go_back_to(stages.first(self._data))
             return
         saved = state.read(directory)
         state.check_same_pipeline(saved, now.engine, now.pipeline)
@@ -235,15 +278,35 @@ class HostIterator:
                 f" of the run, {now.row}; load it to continue from there"
             )
         self._left_out = (*saved.left_out, (saved.row, now.row))
+        self._go_back_to(saved.progress)
+
+    def took_batch(self) -> None:
+        """Counts a training step."""
+        self.progress = stages.after(self._data, self.progress)
+
+    def begin_at(self, step: int) -> None:
+        """Says of which training step the next batch is."""
+        if stages.of(self._data) is not None:
+            begun = self.progress.begun if self.progress else 1
+            self.progress = state.Progress(step=step, begun=begun)
+
+    def _go_back_to(self, progress: state.Progress | None) -> None:
+        # The step goes back; what has begun has begun.
+        begun = 0 if self.progress is None else self.progress.begun
+        self.progress = progress and dataclasses.replace(progress, begun=begun)
 
     def _begin(
-        self, global_batch_size: int, data: elastic_data.ElasticData | None = None
+        self,
+        global_batch_size: int,
+        data: elastic_data.ElasticData | None = None,
+        progress: state.Progress | None = None,
     ) -> prefetch.Prefetched[elastic_data.Batch]:
+        data, progress = data or self._data, progress or self.progress
         held = delivery.RowsHeld.from_sharding(self._sharding, global_batch_size)
         group = held.group(topology.this_host())
         placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
         return prefetch.Prefetched(
-            (data or self._data).host_batches(placement),
+            data.host_batches(placement),
             make=functools.partial(
                 _placed,
                 sharding=self._sharding,
@@ -251,6 +314,7 @@ class HostIterator:
                 host_rows=held.groups[group],
             ),
             read_ahead=self._read_ahead,
+            at_most=stages.batches_left(data, progress),
         )
 
 
@@ -346,7 +410,7 @@ class Batches:
         self._deliver = delivery.Delivery(
             data,
             sharding=self._sharding,
-            global_batch_size=global_batch_size,
+            global_batch_size=self._host.global_batch_size,
             warn_after_secs=read_ahead.warn_after_secs,
         )
         self._is_closed = False
@@ -357,12 +421,24 @@ class Batches:
     def __next__(self) -> elastic_data.Batch:
         if self._is_closed:
             raise errors.DataError("this iterator was closed; make a new one")
-        return self._deliver(self._host)
+        if self._host.begin_stage():
+            self._deliver.resize(self._host.global_batch_size)
+        batch = self._deliver(self._host)
+        self._host.took_batch()
+        return batch
+
+    def begin_at(self, step: int) -> None:
+        """Says of which training step the next batch is, in a run of stages.
+
+        The iterator counts steps by itself. It has to be told after it has loaded a
+        state of a run that had no stages yet.
+        """
+        self._host.begin_at(step)
 
     def reset(self) -> None:
         """Moves to the beginning of the data."""
         self._host.reset()
-        self._deliver.begin()
+        self._deliver.resize(self._host.global_batch_size)
 
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size.
@@ -398,7 +474,7 @@ class Batches:
         """
         with metrics.DATA_LOAD.timed():
             await asyncio.to_thread(self._host.load, directory)
-        self._deliver.begin()
+        self._deliver.resize(self._host.global_batch_size)
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done

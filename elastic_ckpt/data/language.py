@@ -190,8 +190,7 @@ class Examples(grain.IterDataset[Example]):
         self, parent: grain.IterDataset, *, length: int, truncate: bool
     ) -> None:
         super().__init__(parent)
-        self._length = length
-        self._truncate = truncate
+        self.length, self.truncate = length, truncate
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
         return _ExamplesIterator(self, iter(self._parent))
@@ -201,7 +200,7 @@ class Examples(grain.IterDataset[Example]):
         parent = blocks.of(self._parent)
         if parent is None:
             return None
-        return _ExampleBlocks(parent, self._length, truncate=self._truncate)
+        return _ExampleBlocks(parent, self.length, truncate=self.truncate)
 
 
 class _ExamplesIterator(grain.DatasetIterator[Example]):
@@ -209,8 +208,8 @@ class _ExamplesIterator(grain.DatasetIterator[Example]):
 
     def __init__(self, dataset: Examples, parent: grain.DatasetIterator) -> None:
         super().__init__(parent)
-        self._length = dataset._length
-        self._max_chunks = 1 if dataset._truncate else None
+        self._length = dataset.length
+        self._max_chunks = 1 if dataset.truncate else None
         self._before = parent.get_state()
         # The parent's current state, if it was computed since the last document.
         self._now: Any = None
@@ -427,8 +426,8 @@ def packed(
             is_best=packing == BEST_FIT,
         )
     if more:
-        return _MaxTextRows(rows, more)
-    return _MaxTextRows(rows, more, examples=parent, make_rows=make_rows)
+        return MaxTextRows(rows, more)
+    return MaxTextRows(rows, more, examples=parent, make_rows=make_rows)
 
 
 class Padded(shard_steps.Step[Example]):
@@ -550,7 +549,7 @@ class _WithFeaturesIterator(grain.DatasetIterator[Example]):
         self._parent.set_state(state)
 
 
-class _MaxTextRows(grain.IterDataset[Example]):
+class MaxTextRows(grain.IterDataset[Example]):
     """Rows with MaxText's names, made of examples or, if there are any, of blocks.
 
     Args:

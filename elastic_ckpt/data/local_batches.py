@@ -11,7 +11,7 @@ world of another size loads the states of all ranks together:
 The workers of a PyTorch loader take the batches of a rank in turn (`of_worker`). Their
 states have three more fields: `num_workers`, `worker`, and `skips`, the number of
 batches of other workers before the next one. `merged` makes of them the state of the
-rank.
+rank. States of data with stages have `progress`, as in `data.state`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.data import cursors, delivery, elastic_data, prefetch, rows, state
+from elastic_ckpt.data import (
+    cursors,
+    delivery,
+    elastic_data,
+    prefetch,
+    rows,
+    stages,
+    state,
+)
 
 _VERSION = 2
 # States of this version have no digest.
@@ -88,10 +96,10 @@ class LocalBatches:
         self._data = data
         self._identity = data.identity()
         self._agree = agree or bool
-        self._batches_of_end = delivery.batches_of_end(data, global_batch_size)
-        self._placement = rows.Placement.in_order(
-            rank, num_hosts=num_ranks, global_batch_size=global_batch_size
-        )
+        self._rank, self._num_ranks = rank, num_ranks
+        self._base_size = global_batch_size
+        self._progress = stages.first(data)
+        self._place(data)
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
         # As a worker of a loader, it takes every `_num_workers`-th batch.
         self._num_workers, self._worker, self._skips = 1, 0, 0
@@ -117,6 +125,56 @@ class LocalBatches:
         return self._at_end
 
     def __next__(self) -> dict[str, np.ndarray]:
+        self._begin_stage()
+        batch = self._next()
+        self._progress = stages.after(self._data, self._progress)
+        return batch
+
+    def begin_at(self, step: int) -> None:
+        """Says of which training step the next batch is, in a run of stages.
+
+        Needed after a state was loaded of a run that had no stages yet.
+        """
+        if stages.of(self._data) is not None:
+            begun = self._progress.begun if self._progress else 1
+            self._progress = state.Progress(step=step, begun=begun)
+
+    def _begin_stage(self) -> None:
+        data = stages.begun(self._data, self._progress)
+        if data is self._data:
+            return
+        now, position = self._rows.shard_cursors(shared=True), self._rows.position()
+
+        def read(shards: Sequence[int]) -> cursors.Cursors:
+            missing = sorted(set(shards) - now.keys())
+            if missing:
+                raise errors.ConfigError(
+                    f"LocalBatches: the batches of the next stage move logical shards"
+                    f" {missing} between ranks; choose sizes that are multiples of the"
+                    " number of logical shards, or load the states of all ranks there"
+                )
+            return {shard: now[shard] for shard in shards}
+
+        old = self._placement, self._batches_of_end
+        try:
+            self._place(data)
+            begun = self._begin(data)
+            begun.go_to(position, read)
+        except errors.ElasticCkptError:
+            self._placement, self._batches_of_end = old
+            raise
+        self._rows.close()
+        self._data, self._rows = data, begun
+
+    def _place(self, data: elastic_data.ElasticData) -> None:
+        # The rows of this rank in the batches of the current stage of `data`.
+        size = stages.size(data, self._base_size)
+        self._placement = rows.Placement.in_order(
+            self._rank, num_hosts=self._num_ranks, global_batch_size=size
+        )
+        self._batches_of_end = delivery.batches_of_end(data, size)
+
+    def _next(self) -> dict[str, np.ndarray]:
         if self._data.end is elastic_data.End.NEVER:
             batch = next(self._rows)
         else:
@@ -142,6 +200,9 @@ class LocalBatches:
         """Moves to the beginning."""
         self._rows.close()
         self._skips = self._worker
+        self._progress = stages.first(self._data)
+        self._data = stages.begun(self._data, self._progress)
+        self._place(self._data)
         self._rows, self._at_end = self._begin(self._data), False
 
     def get_state(self) -> StateDict:
@@ -155,6 +216,8 @@ class LocalBatches:
             "cursors": {str(shard): cursor for shard, cursor in run.items()},
             "at_end": self._at_end,
         }
+        if self._progress is not None:
+            fields["progress"] = dict(vars(self._progress))
         if self._num_workers > 1:
             own = (self._num_workers, self._worker, self._skips)
             fields |= dict(zip(_OF_WORKERS, own, strict=True))
@@ -182,7 +245,8 @@ class LocalBatches:
         by_shard: dict[int, cursors.Cursor] = {}
         for rank, fields in enumerate(checked):
             data_state = state.DataState(
-                **{key: fields[key] for key in ("engine", "position", "pipeline")}
+                **{key: fields[key] for key in ("engine", "position", "pipeline")},
+                progress=state.progress_of(fields),
             )
             state.check_same_pipeline(data_state, data.engine, identity)
             if data_state.position != position:
@@ -209,9 +273,20 @@ class LocalBatches:
                 )
             return {shard: by_shard[shard] for shard in shards}
 
-        loaded = self._begin(data, skips)
-        loaded.go_to(position, read)
+        first = stages.first(data)
+        progress = state.progress_of(checked[0]) if any(position.values()) else first
+        if progress is not None:
+            data = stages.begun(data, progress)
+        old = self._placement, self._batches_of_end
+        try:
+            self._place(data)
+            loaded = self._begin(data, skips, progress)
+            loaded.go_to(position, read)
+        except errors.ElasticCkptError:
+            self._placement, self._batches_of_end = old
+            raise
         self._rows.close()
+        self._progress = progress
         self._data, self._identity, self._rows = data, identity, loaded
         self._skips = skips
         self._at_end = bool(checked[0].get("at_end"))
@@ -261,7 +336,10 @@ class LocalBatches:
         return workers[0]["skips"]
 
     def _begin(
-        self, data: elastic_data.ElasticData, skips: int | None = None
+        self,
+        data: elastic_data.ElasticData,
+        skips: int | None = None,
+        progress: state.Progress | None = None,
     ) -> prefetch.Prefetched[dict[str, np.ndarray]]:
         placement = self._placement
         if self._num_workers > 1 and data.end is elastic_data.End.NEVER:
@@ -273,6 +351,7 @@ class LocalBatches:
             data.host_batches(placement),
             make=dict,
             read_ahead=self._read_ahead,
+            at_most=stages.batches_left(data, progress or self._progress),
         )
 
 
@@ -285,6 +364,13 @@ def of_worker(batches: LocalBatches, worker: int, num_workers: int) -> LocalBatc
     Raises:
       ConfigError: if several ranks would have to agree on the end of finite data.
     """
+    of_stages = stages.of(batches._data)
+    if num_workers > 1 and of_stages is not None and len(of_stages.stages) > 1:
+        raise errors.ConfigError(
+            f"{num_workers} workers of a loader take batches in turn, which stages of"
+            " other sizes would mix up; use num_workers=0 in the loader, and set"
+            " num_workers of the data to use more processes"
+        )
     finite = batches._data.end is not elastic_data.End.NEVER
     if num_workers > 1 and finite and batches._placement.num_hosts > 1:
         raise errors.ConfigError(

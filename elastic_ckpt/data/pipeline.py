@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grain
@@ -203,6 +203,14 @@ class LanguagePipeline:
             for part in self.parts
         )
         return dataclasses.replace(self, parts=parts)
+
+    def with_datasets_of(self, others: Iterable[LanguagePipeline]) -> LanguagePipeline:
+        """This pipeline with the datasets of others at weight 0."""
+        parts = {part.name: part for part in self.parts}
+        for other in others:
+            for part in other.parts:
+                parts.setdefault(part.name, dataclasses.replace(part, weight=0.0))
+        return dataclasses.replace(self, parts=tuple(parts.values()))
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Part]:

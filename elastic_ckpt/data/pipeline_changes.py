@@ -22,9 +22,13 @@ DATASETS = "datasets"
 NUM_EPOCH = "num_epoch"
 # The field with the steps of a pipeline, first to last.
 STEPS = "steps"
+# The field with the stages of a run, and that of a stage with its first step.
+STAGES = "stages"
+BEGIN = "begin"
 # The field with the name that the user gave to a pipeline.
 _NAME = "pipeline"
-_NUM_SHARDS = "num_logical_shards"
+# The field with the number of logical shards, of all stages.
+NUM_SHARDS = "num_logical_shards"
 
 # The fields that add a token, and that token's field in `tokenizer`.
 _ADDED = {
@@ -40,12 +44,22 @@ _MAX_SHOWN = 5
 Pipeline = Mapping[str, Any]
 
 
-def between(before: Pipeline, now: Pipeline) -> list[str]:
+def between(
+    before: Pipeline, now: Pipeline, *, step: int | None = None, begun: int = 1
+) -> list[str]:
     """The forbidden differences between the pipelines `before` and `now`.
 
     If the data is finite, no dataset may be new or gone: shards that have ended would
-    not read it.
+    not read it. Stages that have begun have to be as they were.
+
+    Args:
+      before: of the saved state.
+      now: of the data that is to continue.
+      step: of the saved state, if it says.
+      begun: how many of its stages had begun.
     """
+    if STAGES in before or STAGES in now:
+        return _stage_changes(before, now, step=step, begun=begun)
     # 0 epochs is no end, as if there were no such field.
     before, now = (
         {key: value for key, value in each.items() if value or key != NUM_EPOCH}
@@ -57,10 +71,73 @@ def between(before: Pipeline, now: Pipeline) -> list[str]:
         if not before.get(_NAME):
             for description in (before, now):
                 description.pop(_NAME, None)
-    elif before.get(_NUM_SHARDS) != now.get(_NUM_SHARDS):
+    elif before.get(NUM_SHARDS) != now.get(NUM_SHARDS):
         # The last shard has another number, so its settings cannot be compared.
         before, now = _for_first_shard(before), _for_first_shard(now)
     return _changes("", before, now, ends=bool(now.get(NUM_EPOCH)))
+
+
+def stages_of(pipeline: Pipeline) -> list[dict[str, Any]]:
+    """The descriptions of the stages of a run; without stages it has one."""
+    stages = pipeline.get(STAGES)
+    if stages is None:
+        return [dict(pipeline)]
+    shared = {key: value for key, value in pipeline.items() if key != STAGES}
+    return [
+        shared | {key: value for key, value in stage.items() if key != BEGIN}
+        for stage in stages
+    ]
+
+
+def begins_of(pipeline: Pipeline) -> list[int]:
+    """The step at which each stage begins."""
+    return [stage[BEGIN] for stage in pipeline.get(STAGES, [{BEGIN: 0}])]
+
+
+def _stage_changes(
+    before: Pipeline, now: Pipeline, *, step: int | None, begun: int
+) -> list[str]:
+    changed = []
+    begins = begins_of(before)[:begun], begins_of(now)[:begun]
+    if begins[0] != begins[1]:
+        changed.append(
+            f"{STAGES}: those that have begun did so at steps {begins[0]}, now"
+            f" {begins[1]}"
+        )
+    early = [at for at in begins_of(now)[begun:] if step is not None and at < step]
+    if early and not changed:
+        changed.append(
+            f"{STAGES}: the run is at step {step}, and stages that begin at {early}"
+            " are new"
+        )
+    pairs = zip(stages_of(before)[:begun], stages_of(now), strict=False)
+    for number, (old, new) in enumerate(pairs):
+        changed += [f"{STAGES}[{number}].{each}" for each in between(old, new)]
+    return changed
+
+
+def distinct_names(known: Pipeline, datasets: Pipeline) -> dict[str, str]:
+    """Names with which `datasets` can be told from those in `known`.
+
+    Returns:
+      The name to use for each current name that must change: a known dataset, which is
+      recognised by its files, has its name, and no other has it.
+    """
+    names = {}
+    used = {*known}
+    for name, entry in datasets.items():
+        same = [old for old in known if not _entry_changes("", known[old], entry)]
+        if same:
+            chosen = name if name in same else same[0]
+        else:
+            free = (f"{name}#{number}" for number in itertools.count(2))
+            chosen = (
+                name if name not in used else next(n for n in free if n not in used)
+            )
+        used.add(chosen)
+        if chosen != name:
+            names[name] = chosen
+    return names
 
 
 def kept_names(before: Pipeline, now: Pipeline) -> dict[str, str]:

@@ -79,6 +79,8 @@ class Prefetched(Generic[T]):
       rows: the rows.
       make: converts the rows of a batch; called in the background thread.
       read_ahead: how far to read ahead.
+      at_most: how many batches to read in all unless more are requested, so that
+        nothing is read ahead of what follows; None sets no limit.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Prefetched(Generic[T]):
         *,
         make: Callable[[dict[str, np.ndarray]], T],
         read_ahead: ReadAhead,
+        at_most: int | None = None,
     ) -> None:
+        self._at_most = at_most
         self._rows = rows
         self._source = _Source(rows, make)
         self._read_ahead = read_ahead
@@ -140,7 +144,8 @@ class Prefetched(Generic[T]):
             self._rows.shard_cursors(shared=True)
         )
         self._saves = list(self._rows.shard_cursors())
-        self._source.start(depth)
+        # The first was read already.
+        self._source.start(depth, None if self._at_most is None else self._at_most - 1)
 
 
 class _Source(Generic[T]):
@@ -168,8 +173,10 @@ class _Source(Generic[T]):
         self._unmade = None
         return what
 
-    def start(self, depth: int) -> None:
-        self.calls = background.BackgroundCalls(self._with_state, depth=depth)
+    def start(self, depth: int, at_most: int | None) -> None:
+        self.calls = background.BackgroundCalls(
+            self._with_state, depth=depth, at_most=at_most
+        )
 
     def close(self, *, wait: bool) -> None:
         if self.calls is None:

@@ -62,6 +62,8 @@ _GRAIN_SETTINGS = {
     "ZipIterDataset": ("_strict",),
     "ZipMapDataset": (),
 }
+# Grain's packers.
+PACKERS = ("BestFitPackIterDataset", "FirstFitPackIterDataset")
 # The datasets that pass on the elements of their parent.
 _GRAIN_PASSING = {
     "PrefetchIterDataset",
@@ -246,15 +248,34 @@ def step_descriptions(
     if isinstance(made, Step) and made.describes_parents:
         inputs = ()
     before = step_descriptions(inputs[0]) if len(inputs) == 1 else []
-    name = type(made).__name__
-    if _passes_on(made):
+    if passes_on(made):
         return before
-    step: dict[str, storage.Json] = {STEP: name, **(_settings(made) or {})}
-    if isinstance(made, Step):
-        step |= made.settings()
+    step = description(made)
     if len(inputs) > 1:
         step["parents"] = [step_descriptions(parent) for parent in inputs]
     return [*before, step]
+
+
+def description(made: Any) -> dict[str, storage.Json]:
+    """The name and settings of one step."""
+    step: dict[str, storage.Json] = {
+        STEP: type(made).__name__,
+        **(_settings(made) or {}),
+    }
+    return step | made.settings() if isinstance(made, Step) else step
+
+
+def chain(made: Any) -> list[Any]:
+    """The datasets from the last that has not one parent, or describes them, to `made`.
+
+    Those are what the pipeline begins with, and the steps after it, first to last.
+    """
+    steps = [made]
+    while len(parents(steps[0])) == 1 and not getattr(
+        steps[0], "describes_parents", False
+    ):
+        steps.insert(0, parents(steps[0])[0])
+    return steps
 
 
 def datasets(made: Any) -> list[Any]:
@@ -274,7 +295,7 @@ def _settings(dataset: Any) -> dict[str, storage.Json] | None:
     if isinstance(dataset, Step):
         return None if dataset.runs_own_code else {}
     name = type(dataset).__name__
-    if _passes_on(dataset):
+    if passes_on(dataset):
         return {}
     if not _is_grains(dataset) or name not in _GRAIN_SETTINGS:
         return None
@@ -288,8 +309,8 @@ def _settings(dataset: Any) -> dict[str, storage.Json] | None:
         return None
 
 
-def _passes_on(dataset: Any) -> bool:
-    # Whether its elements are those of its parent.
+def passes_on(dataset: Any) -> bool:
+    """Whether the elements of a dataset are those of its parent."""
     if _is_grains(dataset):
         return type(dataset).__name__ in _GRAIN_PASSING
     return getattr(dataset, "passes_on", False)

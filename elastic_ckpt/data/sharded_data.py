@@ -51,6 +51,9 @@ class Renamable(Protocol):
     def dealing_units(self) -> Renamable:
         """The same, with units dealt to shards; see `Records`."""
 
+    def with_datasets_of(self, others: Iterable[Renamable]) -> MakeShard:
+        """The same, with the datasets of others at weight 0."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedData:
@@ -139,9 +142,18 @@ class ShardedData:
         datasets = self.pipeline[pipeline_changes.DATASETS]
         saved: Any = pipeline.get(pipeline_changes.DATASETS) or {}
         names = pipeline_changes.kept_names(saved, datasets)
+        if names:
+            logging.info("datasets continue under saved names: %s", names)
+        return self.renamed(names)
+
+    def renamed(self, names: Mapping[str, str]) -> ShardedData:
+        """This data with other names of datasets: current names by new ones."""
         if not names:
             return self
-        logging.info("datasets continue under the names of the saved state: %s", names)
+        assert isinstance(self.make_shard, Renamable)
+        assert isinstance(self.pipeline, dict)
+        datasets = self.pipeline[pipeline_changes.DATASETS]
+        assert isinstance(datasets, dict)
         kept = {names.get(name, name): entry for name, entry in datasets.items()}
         return dataclasses.replace(
             self,

@@ -8,6 +8,8 @@ Version 1 of `data_state.json` (a `checked_json` file) has the fields
 * `pipeline`: the settings that determine the order of examples, by configuration key
 * `left_out`, if there are any: the ranges of positions, `[start, stop]`, that the run
   has left out
+* `progress`, of data with stages: the training step of the next batch, and the number
+  of stages that have begun, `{"step": 20, "begun": 2}`
 
 It contains neither the number of hosts nor the batch size: both may differ at resume.
 The cursors of logical shards are in files beside it, see `data.cursors`.
@@ -16,6 +18,8 @@ The cursors of logical shards are in files beside it, see `data.cursors`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from etils import epath
 
@@ -29,6 +33,19 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run of stages is.
+
+    Attributes:
+      step: the training step of the next batch.
+      begun: the number of stages of which shards may have cursors.
+    """
+
+    step: int
+    begun: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataState:
     """A position in the data of one pipeline.
 
@@ -38,12 +55,14 @@ class DataState:
       pipeline: the identity of the pipeline, from configuration key to JSON value.
       left_out: the positions before `position` whose rows were not trained on, because
         the run went back and continued after them: starts and stops, ascending.
+      progress: of data with stages; otherwise None.
     """
 
     engine: str
     position: dict[str, storage.Json]
     pipeline: dict[str, storage.Json]
     left_out: Ranges = ()
+    progress: Progress | None = None
 
     @property
     def row(self) -> int:
@@ -53,11 +72,16 @@ class DataState:
 
 def to_bytes(state: DataState) -> bytes:
     """The content of the state's file."""
-    fields = dict(vars(state))
-    # Most states have none, and those of older programs lack the field.
-    if not fields.pop("left_out"):
-        return checked_json.to_bytes(fields, version=VERSION)
-    fields["left_out"] = [list(each) for each in state.left_out]
+    # Most states lack the last two fields, as those of older programs do.
+    fields: dict[str, storage.Json] = {
+        "engine": state.engine,
+        "position": state.position,
+        "pipeline": state.pipeline,
+    }
+    if state.left_out:
+        fields["left_out"] = [list(each) for each in state.left_out]
+    if state.progress is not None:
+        fields["progress"] = dict(vars(state.progress))
     return checked_json.to_bytes(fields, version=VERSION)
 
 
@@ -79,7 +103,13 @@ def read(directory: epath.PathLike) -> DataState:
         position=content["position"],
         pipeline=content["pipeline"],
         left_out=tuple((start, stop) for start, stop in content.get("left_out", ())),
+        progress=progress_of(content),
     )
+
+
+def progress_of(fields: Mapping[str, Any]) -> Progress | None:
+    """The progress in the fields of a state, if they have it."""
+    return Progress(**fields["progress"]) if "progress" in fields else None
 
 
 def row_of(position: dict[str, storage.Json]) -> int:
@@ -96,7 +126,14 @@ def check_same_pipeline(
 
     `pipeline_changes.between` defines which parts may differ.
     """
-    changed = pipeline_changes.between(saved.pipeline, pipeline)
+    progress = saved.progress
+    changed = pipeline_changes.between(
+        saved.pipeline,
+        pipeline,
+        step=None if progress is None else progress.step,
+        # Without stages the run is in its first.
+        begun=1 if progress is None else progress.begun,
+    )
     if saved.engine != engine:
         changed.insert(0, f'engine: saved "{saved.engine}", now "{engine}"')
     if changed:

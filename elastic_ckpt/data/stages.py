@@ -1,0 +1,317 @@
+"""Stages: data whose mixture, row length or batch size changes at steps of the run.
+
+A stage begins at a training step: that is the number of batches that the run was given,
+less those that it gave up when it went back to an earlier step. Iterators count it, and
+save it with the data state. `stage_shards` says what happens to examples that the steps
+of a pipeline hold when a stage begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import (
+    elastic_data,
+    pipeline_changes,
+    rows,
+    sharded_data,
+    stage_shards,
+    state,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of a run, from a step on.
+
+    Attributes:
+      begin: the training step of its first batch, from 0.
+      data: its data, of `ec.data.from_config` or `sharded`.
+      global_batch_size: rows of a global batch; None keeps the size of the stage
+        before, or that of the iterator.
+    """
+
+    begin: int
+    data: sharded_data.ShardedData
+    global_batch_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedData:
+    """Elastic data of several stages; `staged` makes it.
+
+    Attributes:
+      stages: all of them, by the step at which they begin.
+      number: the number of the stage of the next batches.
+    """
+
+    stages: tuple[Stage, ...]
+    number: int = 0
+
+    @property
+    def current(self) -> Stage:
+        """The stage of the next batches."""
+        return self.stages[self.number]
+
+    @property
+    def num_shards(self) -> int:
+        """S, the same in all stages."""
+        return self.current.data.num_shards
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine."""
+        return self.current.data.engine
+
+    @property
+    def end(self) -> elastic_data.End:
+        """How the data ends, the same in all stages."""
+        return self.current.data.end
+
+    @property
+    def rows_of_end(self) -> int:
+        """See `ElasticData`."""
+        return self.current.data.rows_of_end
+
+    @property
+    def last_step(self) -> int | None:
+        """The step after the last of this stage; None for the last stage."""
+        later = self.stages[self.number + 1 :]
+        return later[0].begin if later else None
+
+    def at(self, step: int) -> StagedData:
+        """The data whose next batch is that of a step."""
+        begun = sum(stage.begin <= step for stage in self.stages)
+        if begun - 1 == self.number:
+            return self
+        return dataclasses.replace(self, number=begun - 1)
+
+    def identity(self) -> dict[str, storage.Json]:
+        """The settings of each stage that determine the order of examples."""
+        settings = [stage.data.identity() for stage in self.stages]
+        shared = {pipeline_changes.NUM_SHARDS: self.num_shards}
+        return {
+            **shared,
+            pipeline_changes.STAGES: [
+                {
+                    pipeline_changes.BEGIN: stage.begin,
+                    **{key: each[key] for key in each if key not in shared},
+                }
+                for stage, each in zip(self.stages, settings, strict=True)
+            ],
+        }
+
+    def continuing(self, pipeline: Mapping[str, storage.Json]) -> StagedData:
+        """This data, with its datasets under the names that they have in a state."""
+        saved = pipeline_changes.stages_of(pipeline)
+        known: dict[str, Any] = {}
+        for each in saved:
+            known |= each.get(pipeline_changes.DATASETS) or {}
+        datasets = {pipeline_changes.DATASETS: known} if known else {}
+        return dataclasses.replace(
+            self,
+            stages=tuple(
+                dataclasses.replace(
+                    stage, data=stage.data.continuing({**saved[0], **datasets})
+                )
+                for stage in self.stages
+            ),
+        )
+
+    def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
+        """See `ElasticData`."""
+        return self.current.data.row_order(row_hosts)
+
+    def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
+        """The rows of each global batch of the stage that one host loads."""
+        return self._of_stage().host_batches(placement)
+
+    def _of_stage(self) -> sharded_data.ShardedData:
+        make_shards = [stage.data.make_shard for stage in self.stages]
+        return dataclasses.replace(
+            self.current.data,
+            make_shard=stage_shards.StagedShards(
+                make_shards=tuple(_with_all_datasets(make_shards)), stage=self.number
+            ),
+        )
+
+
+def staged(stages: Sequence[Stage]) -> StagedData:
+    """Data that changes at steps of the run: a curriculum.
+
+        data = ec.data.staged(
+            [
+                ec.data.Stage(begin=0, data=short, global_batch_size=512),
+                ec.data.Stage(begin=90_000, data=long, global_batch_size=64),
+            ]
+        )
+
+    Datasets continue from stage to stage where they were, and documents that a shuffle
+    or a packer holds when a stage begins come first in it. If the length of rows or the
+    packing changes, they are packed anew. Stages that have begun cannot be changed at a
+    resume, but for weights and datasets; later ones can.
+
+    Args:
+      stages: the first begins at step 0.
+
+    Returns:
+      Data for `ec.batches` and `LocalBatches`, which begin each stage by themselves.
+
+    Raises:
+      ConfigError: if steps do not ascend from 0, or if stages do not fit together.
+    """
+    stages = tuple(stages)
+    if not stages:
+        raise errors.ConfigError("staged: there is no stage; give at least one")
+    for stage in stages:
+        if not isinstance(stage.data, sharded_data.ShardedData):
+            raise errors.ConfigError(
+                f"staged: the data of the stage that begins at step {stage.begin} is a"
+                f" {type(stage.data).__name__}; give that of ec.data.sharded, or of"
+                " ec.data.from_config with num_logical_shards"
+            )
+    begins = [stage.begin for stage in stages]
+    if begins[0] != 0 or sorted(set(begins)) != begins:
+        raise errors.ConfigError(
+            f"staged: stages begin at steps {begins}; the first begins at 0, and each"
+            " one after the one before"
+        )
+    for what, values in (
+        ("numbers of logical shards", {s.data.num_shards for s in stages}),
+        ("ways to end", {s.data.end.value for s in stages}),
+    ):
+        if len(values) > 1:
+            raise errors.ConfigError(
+                f"staged: the stages have several {what}, {sorted(values)}; choose one"
+                " for the whole run"
+            )
+    data = StagedData(stages=_named_alike(stages))
+    make_shards = tuple(stage.data.make_shard for stage in data.stages)
+    shards = stage_shards.StagedShards(make_shards=make_shards, stage=0)
+    for number in range(1, len(stages)):
+        shards.changes_steps(number - 1, number)
+        _check_settings(data.stages, number)
+    return data
+
+
+def of(data: elastic_data.ElasticData) -> StagedData | None:
+    """`data`, if it has stages."""
+    return data if isinstance(data, StagedData) else None
+
+
+def begun(
+    data: elastic_data.ElasticData, progress: state.Progress | None
+) -> elastic_data.ElasticData:
+    """`data` in the stage of the next step.
+
+    Raises:
+      DataError: if the step is not known.
+    """
+    of_stages = of(data)
+    if of_stages is None:
+        return data
+    if progress is None:
+        if len(of_stages.stages) == 1:
+            return data
+        raise errors.DataError(
+            "the data state was saved without stages, so that it does not say at which"
+            " step it was; call begin_at(step) of the iterator after you have loaded it"
+        )
+    return of_stages.at(progress.step)
+
+
+def size(data: elastic_data.ElasticData, base: int) -> int:
+    """The rows of a batch, which are `base` unless a stage up to now has a size."""
+    of_stages = of(data)
+    until_now = of_stages.stages[: of_stages.number + 1] if of_stages else ()
+    sizes = [each.global_batch_size for each in until_now]
+    return next((rows for rows in reversed(sizes) if rows is not None), base)
+
+
+def batches_left(
+    data: elastic_data.ElasticData, progress: state.Progress | None
+) -> int | None:
+    """The number of batches until the next stage; None if there is none."""
+    of_stages = of(data)
+    if of_stages is None or progress is None or of_stages.last_step is None:
+        return None
+    return of_stages.last_step - progress.step
+
+
+def after(
+    data: elastic_data.ElasticData, progress: state.Progress | None
+) -> state.Progress | None:
+    """The progress of the run after the next batch."""
+    of_stages = of(data)
+    if of_stages is None or progress is None:
+        return progress
+    return state.Progress(
+        step=progress.step + 1, begun=max(progress.begun, of_stages.number + 1)
+    )
+
+
+def first(data: elastic_data.ElasticData) -> state.Progress | None:
+    """The progress of a run at its beginning; None without stages."""
+    return None if of(data) is None else state.Progress(step=0, begun=1)
+
+
+# What may differ between the stages of a configuration.
+_CHANGING = (
+    pipeline_changes.DATASETS,
+    "max_target_length",
+    "use_truncation",
+    "grain_packing_type",
+    "grain_shuffle_buffer_size",
+    "max_segments_per_seq",
+    "dpo_max_prompt_length",
+    pipeline_changes.STEPS,
+)
+
+
+def _check_settings(stages: tuple[Stage, ...], number: int) -> None:
+    # Raises a ConfigError if documents would differ in a way that no stage can have.
+    one, two = (
+        {
+            key: value
+            for key, value in stage.data.identity().items()
+            if key not in _CHANGING
+        }
+        for stage in (stages[0], stages[number])
+    )
+    changed = pipeline_changes.between(one, two)
+    if changed:
+        raise errors.ConfigError(
+            f"staged: the stage that begins at step {stages[number].begin} has other"
+            f" documents than the first ({'; '.join(changed)}); stages may change"
+            " datasets, weights, lengths, packing and batch sizes"
+        )
+
+
+def _named_alike(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    # A dataset has the same name in all stages, and no other has this name. Names that
+    # users give, in mixtures of their own, are taken as they are.
+    known: dict[str, Any] = {}
+    named = []
+    for stage in stages:
+        data = stage.data
+        if isinstance(data.make_shard, sharded_data.Renamable):
+            datasets = data.identity()[pipeline_changes.DATASETS]
+            assert isinstance(datasets, dict)
+            data = data.renamed(pipeline_changes.distinct_names(known, datasets))
+            renamed = data.identity()[pipeline_changes.DATASETS]
+            assert isinstance(renamed, dict)
+            known |= renamed
+        named.append(dataclasses.replace(stage, data=data))
+    return tuple(named)
+
+
+def _with_all_datasets(make_shards: Sequence[Any]) -> list[Any]:
+    # A stage knows the datasets of others, of which it may have to read some again.
+    if not all(isinstance(each, sharded_data.Renamable) for each in make_shards):
+        return list(make_shards)
+    return [each.with_datasets_of(make_shards) for each in make_shards]

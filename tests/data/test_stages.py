@@ -1,0 +1,532 @@
+"""Stages: what changes at steps of a run, exactly once on any number of hosts."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import unittest.mock
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+import elastic_ckpt as ec
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import (
+    blocks,
+    language,
+    pipeline,
+    pipeline_changes,
+    records,
+    sharded_data,
+    stages,
+    state,
+)
+from tests import formats, worlds
+
+TOKENS = language.Documents(column="tokens", tokenizer=None)
+NUM_SHARDS = 6
+
+
+def of_stage(
+    parts,
+    *,
+    length=12,
+    packing="concat_then_split",
+    window=0,
+    truncate=False,
+    weights=formats.WEIGHTS,
+    epochs=None,
+):
+    """The data of a stage, as `from_config` makes it."""
+    made = pipeline.LanguagePipeline(
+        parts=tuple(
+            dataclasses.replace(part, weight=weights[part.name])
+            for part in parts
+            if part.name in weights
+        ),
+        num_shards=NUM_SHARDS,
+        reading=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
+        documents=TOKENS,
+        length=length,
+        packing=packing,
+        window=window,
+        truncate=truncate,
+    )
+    return sharded_data.ShardedData(
+        make_shard=made,
+        num_shards=NUM_SHARDS,
+        pipeline=made.identity(),
+        end=ec.data.End.PADDED if epochs else ec.data.End.NEVER,
+    )
+
+
+@contextlib.contextmanager
+def example_by_example():
+    """Pipelines whose steps take single examples."""
+    with unittest.mock.patch.object(blocks, "of", lambda dataset: None):
+        yield
+
+
+def batches_of(data, schedule):
+    """The batches of a schedule: the step, the number of hosts and the size of each.
+
+    A world goes on as it is while none of them, and no stage, changes.
+    """
+    found, world, saved, now = [], None, None, None
+    for step, num_hosts, size in schedule:
+        of_step = data.at(step)
+        if now != (of_step.number, num_hosts, size):
+            saved = world.save() if world else None
+            world = worlds.World(of_step, num_hosts, size)
+            if saved:
+                world.load(saved)
+            now = of_step.number, num_hosts, size
+        found.append(world.next())
+    return found
+
+
+STAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "length": st.sampled_from([5, 12, 12, 31]),
+            "packing": st.sampled_from(["", *language.PACKINGS]),
+            "window": st.sampled_from([0, 4, 4]),
+            "truncate": st.booleans(),
+            "weights": st.sampled_from(
+                [
+                    {"web": 1.0},
+                    {"books": 1.0, "code": 0.2},
+                    {"books": 0.2, "code": 0.3, "web": 0.5},
+                ]
+            ),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@st.composite
+def schedules(draw):
+    """The stages of a run, and its steps, some of which it does again."""
+    chosen = draw(STAGES)
+    begins = draw(
+        st.lists(
+            st.integers(1, 14),
+            min_size=len(chosen) - 1,
+            max_size=len(chosen) - 1,
+            unique=True,
+        )
+    )
+    sizes = draw(
+        st.lists(
+            st.sampled_from([2, 4, 6, 12, 18]),
+            min_size=len(chosen),
+            max_size=len(chosen),
+        )
+    )
+    begins = [0, *sorted(begins)]
+    step, steps = 0, []
+    for _ in range(draw(st.integers(1, 4))):
+        num_hosts = draw(st.sampled_from([1, 2, 3, 6]))
+        for _ in range(draw(st.integers(1, 7))):
+            size = next(
+                each
+                for begin, each in reversed(list(zip(begins, sizes, strict=True)))
+                if begin <= step
+            )
+            # As many of them as divide the batch.
+            hosts = max(h for h in range(1, num_hosts + 1) if size % h == 0)
+            steps.append((step, hosts, size))
+            step += 1
+        step -= draw(st.sampled_from([0, 0, min(3, step)]))
+    return list(zip(begins, chosen, strict=True)), steps
+
+
+def check_schedule(parts, chosen):
+    described, schedule = chosen
+    data = stages.staged(
+        [
+            stages.Stage(begin=begin, data=of_stage(parts, **each))
+            for begin, each in described
+        ]
+    )
+    with example_by_example():
+        expected = batches_of(data, [(step, 1, size) for step, _, size in schedule])
+    assert batches_of(data, schedule) == expected
+
+
+@given(chosen=schedules())
+@settings(max_examples=40)
+def test_stages_are_those_of_one_host_example_by_example(files, chosen):
+    check_schedule(files["parquet"], chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", formats.FORMATS)
+@given(chosen=schedules())
+@settings(max_examples=100)
+def test_many_schedules_of_stages(files, file_format, chosen):
+    check_schedule(files[file_format], chosen)
+
+
+def pairs_of(found):
+    """How often each pair of an input and its target is in some batches."""
+    pairs = collections.Counter()
+    for batch in found:
+        is_real = batch["targets_segmentation"] > 0
+        pairs.update(
+            zip(
+                batch["inputs"][is_real].tolist(),
+                batch["targets"][is_real].tolist(),
+                strict=True,
+            )
+        )
+    return pairs
+
+
+@given(
+    lengths=st.lists(st.integers(3, 40), min_size=2, max_size=4),
+    packings=st.lists(
+        st.sampled_from(["", *language.PACKINGS]), min_size=4, max_size=4
+    ),
+    window=st.sampled_from([0, 5]),
+    num_steps=st.integers(1, 5),
+)
+@settings(max_examples=40)
+def test_each_token_is_trained_on_once_over_all_stages(
+    files, lengths, packings, window, num_steps
+):
+    described = list(zip(lengths, packings, strict=False))
+    data = stages.staged(
+        [
+            stages.Stage(
+                begin=number * num_steps,
+                data=of_stage(
+                    files["parquet"],
+                    length=length,
+                    packing=packing,
+                    window=window,
+                    epochs=1,
+                ),
+            )
+            for number, (length, packing) in enumerate(described)
+        ]
+    )
+    local = ec.data.LocalBatches(data, global_batch_size=4)
+    found = list(local)
+    expected = collections.Counter()
+    for document in formats.documents(*formats.DATASETS):
+        expected.update(zip(document[:-1].tolist(), document[1:].tolist(), strict=True))
+    assert pairs_of(found) == expected
+    seen = [
+        lengths[min(step // num_steps, len(lengths) - 1)] for step in range(len(found))
+    ]
+    assert [batch["inputs"].shape[1] for batch in found] == seen
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+def short_then_long(parts, begin=3):
+    return stages.staged(
+        [
+            stages.Stage(begin=0, data=of_stage(parts), global_batch_size=6),
+            stages.Stage(
+                begin=begin,
+                data=of_stage(parts, length=24, packing="first_fit"),
+                global_batch_size=4,
+            ),
+        ]
+    )
+
+
+def taken(batches, number):
+    return [
+        {name: np.asarray(each) for name, each in next(batches).items()}
+        for _ in range(number)
+    ]
+
+
+def same(one, other):
+    return all(
+        a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_batches_begin_stages_by_themselves(files):
+    batches = ec.batches(
+        short_then_long(files["parquet"]), mesh=mesh(), global_batch_size=6
+    )
+    shapes = [batch["inputs"].shape for batch in taken(batches, 6)]
+    assert shapes == [(6, 12)] * 3 + [(4, 24)] * 3
+
+
+class Directory:
+    """A directory of Orbax's that exists already."""
+
+    def __init__(self, path):
+        self.path = path
+
+    async def await_creation(self):
+        return self.path
+
+
+def save(batches, path):
+    import asyncio
+
+    from etils import epath
+
+    path.mkdir()
+
+    async def write():
+        await (await batches.save(Directory(epath.Path(path))))
+
+    asyncio.run(write())
+
+
+def load(batches, path):
+    import asyncio
+
+    from etils import epath
+
+    async def read():
+        await (await batches.load(epath.Path(path)))
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5])
+def test_a_saved_state_continues_in_its_stage(files, tmp_path, step):
+    data = short_then_long(files["parquet"])
+    batches = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    taken(batches, step)
+    save(batches, tmp_path / "state")
+    expected = taken(batches, 5)
+    other = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    taken(other, 5)
+    load(other, tmp_path / "state")
+    assert same(taken(other, 5), expected)
+
+
+def test_rows_read_ahead_are_those_of_the_stage(files):
+    data = short_then_long(files["parquet"])
+    ahead = ec.data.LocalBatches(data, global_batch_size=6, read_ahead=4)
+    assert same(
+        [next(ahead) for _ in range(6)],
+        taken(ec.data.LocalBatches(data, global_batch_size=6), 6),
+    )
+
+
+def test_a_stage_begins_at_its_step_after_a_rollback(files, tmp_path):
+    data = short_then_long(files["parquet"])
+    batches = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    taken(batches, 1)
+    save(batches, tmp_path / "step-1")
+    before = taken(batches, 4)
+    load(batches.leaving_out(), tmp_path / "step-1")
+    after = taken(batches, 4)
+    assert [batch["inputs"].shape for batch in after] == [(6, 12)] * 2 + [(4, 24)] * 2
+    ids = [
+        tuple(row) for batch in before + after for row in batch["example_id"].tolist()
+    ]
+    assert len(set(ids)) == len(ids)
+    assert batches.left_out == ((6, 6 + 2 * 6 + 2 * 4),)
+
+
+def test_a_run_without_stages_is_extended_by_some(files, tmp_path):
+    parts = files["parquet"]
+    batches = ec.batches(of_stage(parts), mesh=mesh(), global_batch_size=6)
+    taken(batches, 2)
+    save(batches, tmp_path / "state")
+    rest = taken(batches, 1)
+    staged = ec.batches(short_then_long(parts), mesh=mesh(), global_batch_size=6)
+    load(staged, tmp_path / "state")
+    with pytest.raises(errors.DataError, match=r"call begin_at\(step\)"):
+        next(staged)
+    staged.begin_at(2)
+    assert same(taken(staged, 1), rest)
+    assert next(staged)["inputs"].shape == (4, 24)
+
+
+def test_later_stages_change_at_a_resume_and_begun_ones_do_not(files, tmp_path):
+    parts = files["parquet"]
+    batches = ec.batches(short_then_long(parts), mesh=mesh(), global_batch_size=6)
+    taken(batches, 2)
+    save(batches, tmp_path / "state")
+    later = ec.batches(short_then_long(parts, 4), mesh=mesh(), global_batch_size=6)
+    load(later, tmp_path / "state")
+    shapes = [batch["inputs"].shape for batch in taken(later, 3)]
+    assert shapes == [(6, 12)] * 2 + [(4, 24)]
+    earlier = ec.batches(short_then_long(parts, 1), mesh=mesh(), global_batch_size=6)
+    with pytest.raises(
+        errors.DataError, match=r"run is at step 2, and stages that begin at \[1\] are"
+    ):
+        load(earlier, tmp_path / "state")
+    save(later, tmp_path / "in-second")
+    with pytest.raises(
+        errors.DataError, match=r"did so at steps \[0, 4\], now \[0, 3\]"
+    ):
+        load(batches, tmp_path / "in-second")
+    save(ec.batches(of_stage(parts), mesh=mesh(), global_batch_size=6), tmp_path / "no")
+    with pytest.raises(errors.DataError, match=r"steps \[0, 4\], now \[0\]"):
+        load(
+            ec.batches(of_stage(parts), mesh=mesh(), global_batch_size=6),
+            tmp_path / "in-second",
+        )
+
+
+def test_weights_of_a_stage_that_has_begun_may_change(files):
+    one = stages.staged([stages.Stage(begin=0, data=of_stage(files["parquet"]))])
+    other = stages.staged(
+        [
+            stages.Stage(
+                begin=0, data=of_stage(files["parquet"], weights={"books": 1.0})
+            ),
+        ]
+    )
+    differences = pipeline_changes.between(
+        one.identity(), other.identity(), step=3, begun=1
+    )
+    assert not differences
+    longer = stages.staged(
+        [stages.Stage(begin=0, data=of_stage(files["parquet"], length=13))]
+    )
+    (difference,) = pipeline_changes.between(
+        one.identity(), longer.identity(), step=3, begun=1
+    )
+    assert difference == "stages[0].max_target_length: saved 12, now 13"
+
+
+def test_local_states_of_several_ranks_continue_in_their_stage(files):
+    data = short_then_long(files["parquet"])
+    alone = ec.data.LocalBatches(data, global_batch_size=6)
+    expected = taken(alone, 6)
+    ranks = [
+        ec.data.LocalBatches(data, rank=rank, num_ranks=2, global_batch_size=6)
+        for rank in range(2)
+    ]
+    found = [[next(rank) for rank in ranks] for _ in range(3)]
+    with pytest.raises(errors.ConfigError, match="next stage move logical shards"):
+        for rank in ranks:
+            next(rank)
+    saved = json.loads(json.dumps([rank.state_dict() for rank in ranks]))
+    for rank in ranks:
+        rank.load_state_dict(saved)
+    found += [[next(rank) for rank in ranks] for _ in range(3)]
+    for batch, of_ranks in zip(expected, found, strict=True):
+        ids = np.concatenate([part["example_id"] for part in of_ranks])
+        rows = np.concatenate([part["inputs"] for part in of_ranks])
+        order = np.lexsort(ids.T)
+        theirs = np.lexsort(batch["example_id"].T)
+        assert (rows[order] == batch["inputs"][theirs]).all()
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        ([], "there is no stage"),
+        ([(1, {})], r"begin at steps \[1\]; the first begins at 0"),
+        ([(0, {}), (0, {})], r"begin at steps \[0, 0\]"),
+        ([(0, {}), (5, {"epochs": 1})], "several ways to end"),
+    ],
+)
+def test_stages_that_do_not_fit(files, described, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        stages.staged(
+            [
+                stages.Stage(begin=begin, data=of_stage(files["parquet"], **each))
+                for begin, each in described
+            ]
+        )
+
+
+def test_data_that_cannot_have_stages(files):
+    with pytest.raises(errors.ConfigError, match="num_logical_shards"):
+        stages.staged([stages.Stage(begin=0, data=object())])
+    other = dataclasses.replace(of_stage(files["parquet"]), num_shards=3)
+    with pytest.raises(errors.ConfigError, match=r"numbers of logical shards, \[3, 6"):
+        stages.staged(
+            [
+                stages.Stage(begin=0, data=of_stage(files["parquet"])),
+                stages.Stage(begin=5, data=other),
+            ]
+        )
+
+
+def own_pipeline(files, *, length, size=None):
+    """A user's pipeline, with a step of their own between examples and rows."""
+
+    def make_shard(shard):
+        read = ec.data.Records(
+            files["parquet"][0].source, shard=shard, num_shards=NUM_SHARDS
+        )
+        tokens = ec.data.lm.Tokens(read, documents=TOKENS)
+        examples = ec.data.lm.Examples(tokens, length=length, truncate=False)
+        if size:
+            examples = examples.filter(lambda each: len(each["inputs"]) > size)
+        return ec.data.lm.packed(examples, packing="first_fit", length=length, seed=1)
+
+    return ec.data.sharded(make_shard, pipeline="mine, version 1")
+
+
+def test_users_pipelines_have_stages_where_rows_can_be_taken_apart(files):
+    data = ec.data.staged(
+        [
+            ec.data.Stage(begin=0, data=own_pipeline(files, length=12)),
+            ec.data.Stage(begin=2, data=own_pipeline(files, length=30)),
+        ]
+    )
+    schedule = [(step, 1, 6) for step in range(5)]
+    with example_by_example():
+        expected = batches_of(data, schedule)
+    assert batches_of(data, [(step, 3, 6) for step in range(5)]) == expected
+    with pytest.raises(errors.ConfigError, match="rows by other steps than those of"):
+        ec.data.staged(
+            [
+                ec.data.Stage(begin=0, data=own_pipeline(files, length=12, size=2)),
+                ec.data.Stage(begin=2, data=own_pipeline(files, length=30, size=2)),
+            ]
+        )
+
+
+def test_two_datasets_of_one_name_are_told_apart(files):
+    books, code, _ = files["parquet"]
+    renamed = [dataclasses.replace(part, name="train") for part in (books, code)]
+    data = stages.staged(
+        [
+            stages.Stage(begin=begin, data=of_stage([part], weights={"train": 1.0}))
+            for begin, part in zip((0, 2), renamed, strict=True)
+        ]
+    )
+    local = ec.data.LocalBatches(data, global_batch_size=NUM_SHARDS)
+    found = taken(local, 5)
+    code_begins = formats.tokens("code", 0)
+    first_of_code = code_begins[0] if len(code_begins) else 1 + 40 * 1000
+    assert all((batch["inputs"] < first_of_code).all() for batch in found[:2])
+    assert (found[-1]["inputs"] >= first_of_code).any()
+    names = [
+        list(each[pipeline_changes.DATASETS])
+        for each in pipeline_changes.stages_of(data.identity())
+    ]
+    assert names == [["train"], ["train#2"]]
+
+
+def test_the_progress_is_part_of_the_saved_state():
+    saved = state.DataState(
+        engine="sharded",
+        position={"stream_row": 8},
+        pipeline={},
+        progress=state.Progress(step=3, begun=2),
+    )
+    fields = json.loads(state.to_bytes(saved))
+    assert fields["progress"] == {"step": 3, "begun": 2}
+    assert "progress" not in json.loads(
+        state.to_bytes(dataclasses.replace(saved, progress=None))
+    )
