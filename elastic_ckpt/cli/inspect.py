@@ -205,6 +205,7 @@ def data_of(path: str) -> dict[str, Any]:
         shards = cursors.read(directory, range(num_shards), saved.position)
         return {
             **dataclasses.asdict(saved),
+            "pipeline": saved.pipeline_now,
             "taken": mixing.taken(shards.values()),
             "skipped": records.skipped(shards.values()),
         }

@@ -135,6 +135,60 @@ def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
     return _build({k: _Setting(value=v, place=place) for k, v in values.items()})
 
 
+def stages(section: schema.DataSection) -> list[tuple[int, schema.DataSection]]:
+    """The stages of the data: the step at which each begins, and its keys.
+
+    Without `data_stages_path` there is one.
+
+    Raises:
+      ConfigError: if the file cannot be read, or a stage is invalid; names it.
+    """
+    if not section.data_stages_path:
+        return [(0, section)]
+    path = storage.absolute(section.data_stages_path)
+    document = _composed(path, by=" (data_stages_path)")
+    form = "a list of stages: `- begin_step: 0` and, below it, keys that it sets"
+    if not isinstance(document, yaml.SequenceNode) or not document.value:
+        raise errors.ConfigError(f"{path}: write {form}")
+    found = []
+    for node in document.value:
+        place = f"{path}, line {node.start_mark.line + 1}"
+        if not isinstance(node, yaml.MappingNode):
+            raise errors.ConfigError(f"{place}: write {form}")
+        settings = _mapping(path, node)
+        begin = settings.pop(_BEGIN, None)
+        if begin is None or type(begin.value) is not int or begin.value < 0:
+            raise errors.ConfigError(
+                f"{place}: the stage has no {_BEGIN}, the training step at which it"
+                " begins; give it a number from 0"
+            )
+        own = {field.name for field in dataclasses.fields(section)}
+        wrong = sorted(
+            (settings.keys() & keys.keys().keys() - own) | _OF_ALL_STAGES & {*settings}
+        )
+        if wrong:
+            raise errors.ConfigError(
+                f"{settings[wrong[0]].place}: {wrong[0]} is not a key that a stage can"
+                " have; set it for the whole run"
+            )
+        whole = {
+            name: _Setting(value=value, place=place)
+            for name, value in vars(section).items()
+        }
+        found.append((begin.value, _build(whole | settings).data))
+    return found
+
+
+# The field of a stage with its first step.
+_BEGIN = "begin_step"
+# Keys of the data that no stage has for itself.
+_OF_ALL_STAGES = {
+    "data_stages_path",
+    "enable_rampup_batch_size",
+    "num_logical_shards",
+}
+
+
 def _read_file(
     path: epath.Path, *, below: tuple[epath.Path, ...]
 ) -> dict[str, _Setting]:
@@ -149,10 +203,28 @@ def _read_file(
             f"{path}: base_config includes this file again; remove it from one of the"
             " files"
         )
+    by = f" (base_config of {below[-1]})" if below else ""
+    document = _composed(path, by=by)
+    if document is None:
+        return {}
+    if not isinstance(document, yaml.MappingNode):
+        raise errors.ConfigError(f"{path}, line 1: expected lines of `key: value`")
+    settings = _mapping(path, document)
+    base = settings.pop(_INHERIT, None)
+    if base is None:
+        return settings
+    below_this = path.parent / str(base.value)
+    if base.value == DEFAULTS and not below_this.exists():
+        # An installed package has no configs/base.yml; it only lists the defaults.
+        return settings
+    return _read_file(below_this, below=(*below, path)) | settings
+
+
+def _composed(path: epath.Path, *, by: str) -> yaml.Node | None:
+    # The document of a YAML file, which `by` tells who named.
     try:
-        document = yaml.compose(path.read_text(), Loader)
+        return yaml.compose(path.read_text(), Loader)
     except FileNotFoundError:
-        by = f" (base_config of {below[-1]})" if below else ""
         raise errors.ConfigError(f"{path}: no such configuration file{by}") from None
     except (UnicodeDecodeError, *bucket_clients.failures()) as error:
         raise errors.ConfigError(
@@ -163,11 +235,10 @@ def _read_file(
         raise errors.ConfigError(
             f"{path}: this file is not valid YAML: {error}"
         ) from None
-    if document is None:
-        return {}
-    if not isinstance(document, yaml.MappingNode):
-        raise errors.ConfigError(f"{path}, line 1: expected lines of `key: value`")
 
+
+def _mapping(path: epath.Path, document: yaml.MappingNode) -> dict[str, _Setting]:
+    # The keys of a mapping of a YAML file, and their places.
     settings: dict[str, _Setting] = {}
     constructor = Loader("")
     for key_node, value_node in document.value:
@@ -185,14 +256,7 @@ def _read_file(
                 f"{place}: {key} cannot be read: {error}"
             ) from None
         settings[key] = _Setting(value=value, place=place)
-    base = settings.pop(_INHERIT, None)
-    if base is None:
-        return settings
-    below_this = path.parent / str(base.value)
-    if base.value == DEFAULTS and not below_this.exists():
-        # An installed package has no configs/base.yml; it only lists the defaults.
-        return settings
-    return _read_file(below_this, below=(*below, path)) | settings
+    return settings
 
 
 def _build(settings: dict[str, _Setting]) -> schema.Config:

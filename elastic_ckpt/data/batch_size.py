@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, topology
 
 
@@ -34,6 +34,17 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
         not reach its final size, or hosts would have to exchange shards during it.
     """
     final = global_batch_size(data, world)
+    if data.data_stages_path:
+        if data.enable_rampup_batch_size:
+            raise errors.ConfigError(
+                "enable_rampup_batch_size=true does not work with data_stages_path;"
+                " give the stages of the data their batch sizes"
+            )
+        begins = [
+            (begin, global_batch_size(section, world))
+            for begin, section in load.stages(data)
+        ]
+        return Schedule(stages=tuple(begins))
     if not data.enable_rampup_batch_size:
         return Schedule(stages=((0, final),))
     start, step = data.per_device_batch_size_start, data.per_device_batch_size_increment

@@ -241,8 +241,7 @@ class HostIterator:
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
-        # Without stages it says nothing of the step, but for the first.
-        progress = saved.progress if saved.row else stages.first(data)
+        progress = stages.progress_of(saved, data)
         if progress is not None:
             data = stages.begun(data, progress)
         size = stages.size(data, self._base_size)
@@ -268,7 +267,7 @@ class HostIterator:
         now = self.get_state().data_state
         if directory is None:
             self._left_out = ((0, now.row),)
-            self._go_back_to(stages.first(self._data))
+            self.progress = stages.gone_back(self.progress, stages.first(self._data))
             return
         saved = state.read(directory)
         state.check_same_pipeline(saved, now.engine, now.pipeline)
@@ -278,7 +277,7 @@ class HostIterator:
                 f" of the run, {now.row}; load it to continue from there"
             )
         self._left_out = (*saved.left_out, (saved.row, now.row))
-        self._go_back_to(saved.progress)
+        self.progress = stages.gone_back(self.progress, saved.progress)
 
     def took_batch(self) -> None:
         """Counts a training step."""
@@ -286,14 +285,7 @@ class HostIterator:
 
     def begin_at(self, step: int) -> None:
         """Says of which training step the next batch is."""
-        if stages.of(self._data) is not None:
-            begun = self.progress.begun if self.progress else 1
-            self.progress = state.Progress(step=step, begun=begun)
-
-    def _go_back_to(self, progress: state.Progress | None) -> None:
-        # The step goes back; what has begun has begun.
-        begun = 0 if self.progress is None else self.progress.begun
-        self.progress = progress and dataclasses.replace(progress, begun=begun)
+        self.progress = stages.at_step(self._data, self.progress, step)
 
     def _begin(
         self,

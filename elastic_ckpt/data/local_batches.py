@@ -135,9 +135,7 @@ class LocalBatches:
 
         Needed after a state was loaded of a run that had no stages yet.
         """
-        if stages.of(self._data) is not None:
-            begun = self._progress.begun if self._progress else 1
-            self._progress = state.Progress(step=step, begun=begun)
+        self._progress = stages.at_step(self._data, self._progress, step)
 
     def _begin_stage(self) -> None:
         data = stages.begun(self._data, self._progress)
@@ -243,11 +241,16 @@ class LocalBatches:
         data = self._data.continuing(checked[0]["pipeline"])
         identity = self._identity if data is self._data else data.identity()
         by_shard: dict[int, cursors.Cursor] = {}
-        for rank, fields in enumerate(checked):
-            data_state = state.DataState(
+        data_states = [
+            state.DataState(
                 **{key: fields[key] for key in ("engine", "position", "pipeline")},
                 progress=state.progress_of(fields),
             )
+            for fields in checked
+        ]
+        for rank, (fields, data_state) in enumerate(
+            zip(checked, data_states, strict=True)
+        ):
             state.check_same_pipeline(data_state, data.engine, identity)
             if data_state.position != position:
                 raise errors.DataError(
@@ -273,8 +276,7 @@ class LocalBatches:
                 )
             return {shard: by_shard[shard] for shard in shards}
 
-        first = stages.first(data)
-        progress = state.progress_of(checked[0]) if any(position.values()) else first
+        progress = stages.progress_of(data_states[0], data)
         if progress is not None:
             data = stages.begun(data, progress)
         old = self._placement, self._batches_of_end
@@ -468,9 +470,13 @@ def _invalid(fields: Mapping[str, Any]) -> list[str]:
     positions = list(fields["position"].values())
     shards = fields["cursors"].keys()
     of_workers = [fields.get(name) for name in _OF_WORKERS if name in fields]
+    progress = fields.get("progress", {"step": 0, "begun": 1})
+    is_progress = isinstance(progress, dict) and progress.keys() == {"step", "begun"}
     are_numbers = all(type(each) is int and each >= 0 for each in of_workers)
     return [
         *["worker"] * (len(of_workers) not in (0, len(_OF_WORKERS)) or not are_numbers),
+        *["progress"]
+        * (not is_progress or list(map(type, progress.values())) != [int, int]),
         *["position"] * (list(map(type, positions)) != [int] or positions[0] < 0),
         *["cursors"] * (not all(str(shard).isdecimal() for shard in shards)),
     ]

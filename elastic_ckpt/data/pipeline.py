@@ -30,6 +30,7 @@ from elastic_ckpt.data import (
     records,
     sharded_data,
     shuffling,
+    stages,
     token_blocks,
     tokenizers,
     units,
@@ -309,6 +310,8 @@ def from_config(
                 " ElasticIterator does not work with logical shards; set"
                 " grain_use_elastic_iterator=false or num_logical_shards=0"
             )
+        if data.data_stages_path:
+            return _staged(data, vocab_size=vocab_size)
         return _sharded(data, vocab_size=vocab_size)
     needs = _needs_shards(data)
     if needs:
@@ -317,6 +320,24 @@ def from_config(
             " each number of hosts that you will use, for example the global batch size"
         )
     return positional_data.from_config(data)
+
+
+def _staged(data: schema.DataSection, *, vocab_size: int) -> stages.StagedData:
+    try:
+        return stages.staged(
+            [
+                stages.Stage(
+                    begin=begin,
+                    data=_sharded(section, vocab_size=vocab_size),
+                    global_batch_size=section.global_batch_size or None,
+                )
+                for begin, section in load.stages(data)
+            ]
+        )
+    except errors.ConfigError as error:
+        raise errors.ConfigError(
+            f"data_stages_path={data.data_stages_path}: {error}"
+        ) from None
 
 
 def _section(data: Any, settings: dict[str, Any]) -> schema.DataSection:
@@ -350,6 +371,7 @@ def eval_from_config(
     _check_vocabulary(data, vocab_size)
     ordered = dataclasses.replace(
         data,
+        data_stages_path="",
         enable_data_shuffling=False,
         drop_remainder=False,
         num_logical_shards=data.num_logical_shards or global_batch_size,
@@ -366,12 +388,27 @@ def vocab_size(data: schema.DataSection) -> int:
 
 def describe(data: schema.DataSection) -> str:
     """A description of the training data: each dataset as a tree, with its share."""
-    parts = _parts(data)
-    total = sum(part.weight for part in parts)
-    return "\n".join(
-        f"{part.name}, {part.weight / total:.1%}\n{source.tree(part.source)}"
-        for part in parts
-    )
+    described = []
+    for begin, section in load.stages(data):
+        if data.data_stages_path:
+            size = section.global_batch_size
+            rows = (
+                f"batches of {size} rows"
+                if size
+                else (f"{section.per_device_batch_size:g} rows a device")
+            )
+            packing = section.grain_packing_type if section.packing else "unpacked"
+            described.append(
+                f"stage from step {begin:,}: rows of {section.max_target_length}"
+                f" tokens, {packing}, {rows}"
+            )
+        parts = _parts(section)
+        total = sum(part.weight for part in parts)
+        described += [
+            f"{part.name}, {part.weight / total:.1%}\n{source.tree(part.source)}"
+            for part in parts
+        ]
+    return "\n".join(described)
 
 
 def _check_vocabulary(data: schema.DataSection, rows: int) -> None:
@@ -519,6 +556,7 @@ def _check_chats(data: schema.DataSection) -> None:
 def _needs_shards(data: schema.DataSection) -> str:
     # The first setting that the positional engine does not support; empty if none.
     asked = {
+        f"data_stages_path={data.data_stages_path}": data.data_stages_path,
         f"grain_file_type={data.grain_file_type}": (
             data.grain_file_type != "arrayrecord"
         ),

@@ -204,6 +204,12 @@ def of(data: elastic_data.ElasticData) -> StagedData | None:
     return data if isinstance(data, StagedData) else None
 
 
+def at(data: elastic_data.ElasticData, step: int) -> elastic_data.ElasticData:
+    """`data` in the stage of a step."""
+    of_stages = of(data)
+    return data if of_stages is None else of_stages.at(step)
+
+
 def begun(
     data: elastic_data.ElasticData, progress: state.Progress | None
 ) -> elastic_data.ElasticData:
@@ -253,6 +259,37 @@ def after(
     return state.Progress(
         step=progress.step + 1, begun=max(progress.begun, of_stages.number + 1)
     )
+
+
+def progress_of(
+    saved: state.DataState, data: elastic_data.ElasticData
+) -> state.Progress | None:
+    """The progress of a run that continues with `data` from a saved state.
+
+    Without stages a state says nothing of the step, unless it is the first.
+    """
+    if of(data) is None:
+        return None
+    return saved.progress if saved.row else first(data)
+
+
+def at_step(
+    data: elastic_data.ElasticData, progress: state.Progress | None, step: int
+) -> state.Progress | None:
+    """The progress of a run whose next batch is that of `step`."""
+    if of(data) is None:
+        return None
+    return state.Progress(step=step, begun=progress.begun if progress else 1)
+
+
+def gone_back(
+    now: state.Progress | None, to: state.Progress | None
+) -> state.Progress | None:
+    """The progress of a run that repeats the steps since `to` with other rows."""
+    if now is None or to is None:
+        return to
+    # What has begun has begun: shards have cursors of it.
+    return dataclasses.replace(to, begun=now.begun)
 
 
 def first(data: elastic_data.ElasticData) -> state.Progress | None:

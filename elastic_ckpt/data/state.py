@@ -69,6 +69,17 @@ class DataState:
         """The only number of the position."""
         return row_of(self.position)
 
+    @property
+    def pipeline_now(self) -> dict[str, storage.Json]:
+        """The identity of the pipeline of the next batch, in the stage of its step."""
+        step = 0 if self.progress is None else self.progress.step
+        begins = pipeline_changes.begins_of(self.pipeline)
+        number = max(n for n, begin in enumerate(begins) if begin <= step)
+        now = pipeline_changes.stages_of(self.pipeline)[number]
+        if pipeline_changes.STAGES in self.pipeline:
+            now["stage"] = {"number": number, "begin_steps": list(begins)}
+        return now
+
 
 def to_bytes(state: DataState) -> bytes:
     """The content of the state's file."""

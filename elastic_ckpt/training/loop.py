@@ -39,6 +39,9 @@ class Batches(Protocol):
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size."""
 
+    def begin_at(self, step: int) -> None:
+        """Says of which step the next batch is; a stage of the data may begin there."""
+
 
 class Compile(Protocol):
     """Compiles a jitted step."""
@@ -126,19 +129,20 @@ class Loop:
         if is_ending and self.is_left():
             return Ended(state=state, step=done, is_stopped=True)
         step = self.program.step
+        self.batches.begin_at(start_step)
+        shapes: dict[str, tuple[int, ...]] = {}
         while done < steps and not stopping and self.callbacks.decision is None:
             self.begin("step")
-            is_new_shape = done == start_step
             if self.sizes.at(done) != self.sizes.at(max(done - 1, start_step)):
                 self.batches.resize(self.sizes.at(done))
-                is_new_shape = True
             try:
                 batch = next(self.batches)
             except StopIteration:
                 recorder.catch_up()
                 self.emit("data_ended", step=done)
                 break
-            if is_new_shape:
+            before, shapes = shapes, {name: each.shape for name, each in batch.items()}
+            if shapes != before:
                 step = self._compiled(done + 1, state, batch)
             if done == start_step and not is_ending:
                 is_ending = self.is_ending(done)

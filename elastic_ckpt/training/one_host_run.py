@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import delivery, elastic_data, example_id, rows, state
+from elastic_ckpt.data import delivery, elastic_data, example_id, rows, stages, state
 from elastic_ckpt.training.step_record import StepRecord
 
 
@@ -46,7 +46,8 @@ class OneHostRun:
         self.num_left_out = 0
         self._data_of = data_of
         self._left_out = left_out
-        self._attempt_and_size: tuple[int, int] | None = None
+        # The attempt, size and stage of the batches.
+        self._now: tuple[int, int, int] | None = None
         self._batches: elastic_data.HostBatches | None = None
         # How many batches without a real row may come before one that has some.
         self._max_empty = 0
@@ -54,7 +55,7 @@ class OneHostRun:
     def next(self, record: StepRecord) -> Rows:
         """The batch of the step of `record`."""
         self._leave_out(record)
-        batches = self._of_size(record.attempt, record.num_rows)
+        batches = self._of_size(record.attempt, record.num_rows, record.step)
         batch = next(batches)
         for _ in range(self._max_empty):
             if batch[elastic_data.MASK].any():
@@ -73,26 +74,33 @@ class OneHostRun:
 
     def _leave_out(self, record: StepRecord) -> None:
         # Ranges of the attempt that begin here; each may have batches of other sizes.
+        # They are those of the steps from this one on, in the stages of these steps.
         for start, stop in self._left_out[record.attempt]:
-            position = start
+            position, step = start, record.step
             while self._position() == position < stop:
-                size = min(record.num_rows, stop - position)
-                next(self._of_size(record.attempt, size))
+                data = stages.at(self._data_of(record.attempt), step)
+                size = min(stages.size(data, record.num_rows), stop - position)
+                next(self._of_size(record.attempt, size, step))
                 self.num_left_out += size
                 position += size
+                step += 1
 
     def _position(self) -> int:
         return state.row_of(self._batches.position()) if self._batches else 0
 
-    def _of_size(self, attempt: int, size: int) -> elastic_data.HostBatches:
-        if self._batches is None or self._attempt_and_size != (attempt, size):
-            self._batches = self._continued(attempt, size)
-            self._attempt_and_size = attempt, size
+    def _of_size(self, attempt: int, size: int, step: int) -> elastic_data.HostBatches:
+        data = stages.at(self._data_of(attempt), step)
+        of_stages = stages.of(data)
+        now = attempt, size, of_stages.number if of_stages else 0
+        if self._batches is None or self._now != now:
+            self._batches = self._continued(data, size)
+            self._now = now
         return self._batches
 
-    def _continued(self, attempt: int, size: int) -> elastic_data.HostBatches:
+    def _continued(
+        self, data: elastic_data.ElasticData, size: int
+    ) -> elastic_data.HostBatches:
         placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
-        data = self._data_of(attempt)
         self._max_empty = delivery.batches_of_end(data, size) - 1
         continued = data.host_batches(placement)
         if self._batches:

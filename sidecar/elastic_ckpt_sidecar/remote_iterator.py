@@ -25,6 +25,7 @@ from elastic_ckpt.data import (
     iterator,
     leaving_out,
     prefetch,
+    stages,
     state,
 )
 from elastic_ckpt_sidecar import failures, messages, worker
@@ -66,6 +67,9 @@ class RemoteIterator:
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
         self._data = data
+        self._progress = stages.first(data)
+        self._base_size = global_batch_size
+        global_batch_size = stages.size(data, global_batch_size)
         self._sharding = topology.batch_sharding(mesh, spec)
         self._cpu_sharding = topology.over_all_devices(
             colocated_python.colocated_cpu_devices(mesh)
@@ -78,7 +82,7 @@ class RemoteIterator:
         )
         self._tickets = itertools.count()
         self._worker = worker.Worker(
-            data, self._sharding.spec, global_batch_size, read_ahead
+            data, self._sharding.spec, self._base_size, read_ahead
         )
         self._check_compatibility(mesh)
         self._workers = _Workers(
@@ -92,7 +96,33 @@ class RemoteIterator:
         return self
 
     def __next__(self) -> elastic_data.Batch:
-        return self._deliver(self._workers)
+        self._begin_stage()
+        batch = self._deliver(self._workers)
+        self._progress = stages.after(self._data, self._progress)
+        return batch
+
+    def begin_at(self, step: int) -> None:
+        """See `iterator.Batches.begin_at`."""
+        self._progress = stages.at_step(self._data, self._progress, step)
+
+    def _begin_stage(self) -> None:
+        data = stages.begun(self._data, self._progress)
+        if data is self._data:
+            return
+        try:
+            self._in_turn(
+                self._worker.begin_stage,
+                within_secs=_ANSWER_SECS,
+                progress=_as_json(self._progress),
+                batches=self._workers.num_taken,
+            )
+        finally:
+            self._begin_anew()
+        self._go_on(data)
+
+    def _go_on(self, data: elastic_data.ElasticData) -> None:
+        self._data = data
+        self._deliver.resize(stages.size(data, self._base_size))
 
     def reset(self) -> None:
         """Moves the workers to the beginning."""
@@ -101,6 +131,8 @@ class RemoteIterator:
         finally:
             # Workers that have not answered do it later, before the next batch.
             self._begin_anew()
+        self._progress = stages.first(self._data)
+        self._go_on(stages.begun(self._data, self._progress))
 
     def resize(self, global_batch_size: int) -> None:
         """Continues the workers with batches of another size."""
@@ -113,6 +145,7 @@ class RemoteIterator:
             )
         finally:
             self._begin_anew()
+        self._base_size = global_batch_size
         self._deliver.resize(global_batch_size)
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
@@ -125,6 +158,7 @@ class RemoteIterator:
                 self._worker.take_state,
                 ticket=ticket,
                 batches=self._workers.num_taken,
+                progress=_as_json(self._progress),
             )
 
         async def write() -> None:
@@ -146,6 +180,11 @@ class RemoteIterator:
                 self._in_turn, self._worker.load_state, directory=str(directory)
             )
         self._begin_anew()
+        if self._progress is not None or stages.of(self._data) is not None:
+            saved = await asyncio.to_thread(state.read, directory)
+            self._progress = stages.progress_of(saved, self._data)
+            if self._progress is not None:
+                self._go_on(stages.begun(self._data, self._progress))
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
@@ -169,6 +208,11 @@ class RemoteIterator:
                 batches=self._workers.num_taken,
             )
             self._begin_anew()
+            if stages.of(self._data) is not None:
+                to = stages.first(self._data)
+                if directory is not None:
+                    to = stages.progress_of(state.read(directory), self._data)
+                self._progress = stages.gone_back(self._progress, to)
 
         return leaving_out.LeavingOut(leave_out)
 
@@ -294,6 +338,11 @@ def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetche
         for name, feature in batch.items()
     }
     return _Fetched(batch=placed, waited_secs=waited_secs)
+
+
+def _as_json(progress: state.Progress | None) -> dict[str, int] | None:
+    """The progress of a run as JSON."""
+    return None if progress is None else dict(vars(progress))
 
 
 def _release(

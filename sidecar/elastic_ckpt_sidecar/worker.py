@@ -7,6 +7,7 @@ storage, but for `load_state`.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 from concurrent import futures
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch
+from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch, state
 from elastic_ckpt_sidecar import failures, messages
 
 # Batches that the head takes from its workers before the loop asks for them.
@@ -84,6 +85,7 @@ class _HostWorker:
         if not self._states:
             self._states.append((0, host.get_state()))
         batch = host.next()
+        host.took_batch()
         self._count += 1
         # The head may not have given the newest to the loop yet.
         self._states.append((self._count, host.get_state()))
@@ -99,7 +101,13 @@ class _HostWorker:
         content = messages.decode(call)
         host = self._on(call)
         ticket = content["ticket"]
-        self._taken[ticket] = host.to_save(self._state_after(content["batches"]))
+        taken = self._state_after(content["batches"])
+        # The head knows which batches were empty, and no steps of the run.
+        data_state = dataclasses.replace(
+            taken.data_state, progress=_progress(content["progress"])
+        )
+        taken = dataclasses.replace(taken, data_state=data_state)
+        self._taken[ticket] = host.to_save(taken)
         # The state of an abandoned save is never requested.
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
         return call
@@ -177,6 +185,16 @@ class _HostWorker:
         return call
 
     @failures.reported
+    def begin_stage(self, call: jax.Array) -> jax.Array:
+        """Goes on in the stage of a step, after so many batches of the former."""
+        content = messages.decode(call)
+        host = self._on(call)
+        self._go_back_to(content["batches"])
+        host.progress = _progress(content["progress"])
+        host.begin_stage()
+        return call
+
+    @failures.reported
     def close(self, call: jax.Array) -> jax.Array:
         """Ends what reads ahead."""
         self._on(call).close()
@@ -210,6 +228,10 @@ class _HostWorker:
                 read_ahead=self._read_ahead,
             )
         return self._iterator
+
+
+def _progress(content: dict[str, int] | None) -> state.Progress | None:
+    return None if content is None else state.Progress(**content)
 
 
 def _rows_of(call: jax.Array) -> NamedSharding:
