@@ -12,8 +12,8 @@ import bisect
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import errors, metrics, topology
+from elastic_ckpt.core import allgather, errors, metrics, storage, topology
 from elastic_ckpt.data import (
     compatibility,
     cursors,
@@ -45,6 +45,23 @@ class HostState:
 
     data_state: state.DataState
     cursors: cursors.Cursors
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Change:
+    """Other batches to continue with; `rows` once they have all cursors."""
+
+    data: elastic_data.ElasticData
+    identity: dict[str, storage.Json]
+    global_batch_size: int
+    continues: str
+    cursors: cursors.Cursors
+    rows: prefetch.Prefetched[elastic_data.Batch] | None = None
+
+
+# How long hosts wait for each other when the batches change: a host may come to that
+# step later than others by the time that one of its reads takes.
+CHANGE_SECS = 600.0
 
 
 class AwaitedDirectory(Protocol):
@@ -91,6 +108,7 @@ class HostIterator:
         # Among hosts with the same rows, only the first one writes.
         self._writes_cursors = held.first_holder(me) == me
         self._writes_state = self._writes_cursors and held.groups[0] == held.holders[me]
+        self._hosts = tuple(sorted(held.holders))
         self._data = data
         self._sharding = sharding
         self._identity = data.identity()
@@ -98,6 +116,7 @@ class HostIterator:
         self._read_ahead = read_ahead
         self._rows = self._begin(global_batch_size)
         self._left_out: state.Ranges = ()
+        self._change: _Change | None = None
         self.waited_secs = 0.0
 
     @property
@@ -110,30 +129,125 @@ class HostIterator:
         self._rows.close()
         self._rows, self._left_out = self._begin(self._global_batch_size), ()
 
-    def resize(self, global_batch_size: int) -> None:
-        """Continues with batches of another size.
+    def resize(
+        self, global_batch_size: int, data: elastic_data.ElasticData | None = None
+    ) -> None:
+        """Continues at this position with batches of another size, or other data.
+
+        Every host of the mesh calls it after the same batch. Where logical shards move
+        to other hosts, their cursors pass through JAX's coordination service. If it
+        fails on one host, nothing changes on any.
+
+        Args:
+          global_batch_size: rows of a global batch from now on.
+          data: continues at the cursors of the former data; None keeps that.
 
         Raises:
-          ConfigError: if shards would have to move between hosts, which requires a
-            checkpoint; nothing changes then.
+          ConfigError: if the batch does not divide over the mesh, hosts continue
+            differently, or `data` has other logical shards.
+          RunError: if it failed on another host, or that host did not call it.
+        """
+        hosts = allgather.shared(self._hosts)
+        offers = allgather.agreed(
+            hosts,
+            "offer",
+            lambda: self.offer(global_batch_size, data),
+            timeout_secs=CHANGE_SECS,
+        )
+        allgather.agreed(
+            hosts, "prepare", lambda: self.prepare(offers), timeout_secs=CHANGE_SECS
+        )
+        self.commit()
+
+    def offer(
+        self, global_batch_size: int, data: elastic_data.ElasticData | None = None
+    ) -> dict[str, Any]:
+        """The first step of `resize`: what other hosts need to know from this one.
+
+        Returns:
+          JSON: how this host continues, and the cursors that others lack.
         """
         now = self.get_state()
+        position, row = now.data_state.position, now.data_state.row
+        continues = f"after row {row} in batches of {global_batch_size} rows"
+        identity = self._identity
+        if data is None:
+            data = self._data
+        elif data.engine != self._data.engine:
+            raise errors.ConfigError(
+                f'the data cannot change from engine "{self._data.engine}" to'
+                f' "{data.engine}", which has other positions; start a new run'
+            )
+        else:
+            data = data.continuing(self._identity)
+            identity = data.identity()
+            continues += f" of pipeline {compatibility.fingerprint(data)}"
+        here, then = (
+            each.host_shards(self._held(size).row_hosts(), position)
+            for each, size in (
+                (self._data, self._global_batch_size),
+                (data, global_batch_size),
+            )
+        )
+        lacking = {
+            shard
+            for runs, will_run in zip(here, then, strict=True)
+            for shard in set(will_run).difference(runs)
+        }
+        own = self.to_save(now).cursors if self._writes_cursors else {}
+        offered = [[shard, own[shard]] for shard in sorted(lacking & own.keys())]
+        self._change = _Change(
+            data=data,
+            identity=identity,
+            global_batch_size=global_batch_size,
+            continues=continues,
+            cursors=now.cursors,
+        )
+        host = topology.this_host()
+        return {"host": host, "continues": continues, "cursors": offered}
+
+    def prepare(self, offers: Sequence[Mapping[str, Any]]) -> None:
+        """The second step of `resize`, given the offers of all hosts.
+
+        Raises:
+          ConfigError: if hosts do not continue alike, or none has a cursor.
+        """
+        change = self._change
+        assert change is not None
+        for offer in offers:
+            if offer["continues"] != change.continues:
+                raise errors.ConfigError(
+                    f"host {topology.this_host()} is to continue {change.continues},"
+                    f" but host {offer['host']} {offer['continues']}; call resize after"
+                    " the same batch on every host, with the same arguments"
+                )
+        known = dict(change.cursors)
+        known.update(
+            (shard, each) for offer in offers for shard, each in offer["cursors"]
+        )
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
-            missing = sorted(set(shards) - now.cursors.keys())
+            missing = sorted(set(shards) - known.keys())
             if missing:
                 raise errors.ConfigError(
-                    f"changing batches from {self._global_batch_size} rows to"
-                    f" {global_batch_size} moves logical shards {missing} between"
-                    " hosts; choose multiples of the number of logical shards, or"
-                    " change the size at a restart"
+                    f"the data to continue with has logical shards {missing}, which the"
+                    " data of this run does not have; give it the same number of"
+                    " logical shards"
                 )
-            return {shard: now.cursors[shard] for shard in shards}
+            return {shard: known[shard] for shard in shards}
 
-        resized = self._begin(global_batch_size)
-        resized.go_to(now.data_state.position, read)
+        change.rows = self._begin(change.global_batch_size, change.data)
+        change.rows.go_to(self._rows.position(), read)
+
+    def commit(self) -> None:
+        """The last step of `resize`, after all hosts have prepared it."""
+        change = self._change
+        assert change is not None
+        assert change.rows is not None
         self._rows.close()
-        self._rows, self._global_batch_size = resized, global_batch_size
+        self._rows, self._global_batch_size = change.rows, change.global_batch_size
+        self._data, self._identity = change.data, change.identity
+        self._change = None
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -236,10 +350,13 @@ class HostIterator:
             )
         self._left_out = (*saved.left_out, (saved.row, now.row))
 
+    def _held(self, global_batch_size: int) -> delivery.RowsHeld:
+        return delivery.RowsHeld.from_sharding(self._sharding, global_batch_size)
+
     def _begin(
         self, global_batch_size: int, data: elastic_data.ElasticData | None = None
     ) -> prefetch.Prefetched[elastic_data.Batch]:
-        held = delivery.RowsHeld.from_sharding(self._sharding, global_batch_size)
+        held = self._held(global_batch_size)
         group = held.group(topology.this_host())
         placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
         return prefetch.Prefetched(
@@ -367,12 +484,17 @@ class Batches:
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size.
 
+        Every process calls it after the same batch. Where logical shards move to other
+        hosts, they continue there at the same example.
+
         Args:
           global_batch_size: rows of a global batch from now on.
 
         Raises:
-          ConfigError: if logical shards would have to move to other hosts, for which
-            the data has to be saved and loaded; nothing is changed.
+          ConfigError: if the batch does not divide over the mesh, or processes give
+            different sizes or call it after different batches.
+          RunError: if it failed in another process, or that process did not call it.
+            Nothing has changed on any host after an error.
         """
         self._host.resize(global_batch_size)
         self._deliver.resize(global_batch_size)
