@@ -81,7 +81,7 @@ def everything(shard, num_shards):
     )
 
 
-def mixture(shard, num_shards, *, packing):
+def mixture(shard, num_shards, *, packing, length=8):
     """A mixture of two sets of documents, shuffled in windows and packed."""
     parts = {
         name: documents(shard, num_shards)
@@ -90,9 +90,9 @@ def mixture(shard, num_shards, *, packing):
         for name, add in (("web", 0), ("books", 1000))
     }
     mixed = mixing.Mixture(parts, {"web": 3, "books": 1}, shard=shard)
-    examples = language.Examples(mixed, length=8, truncate=False)
+    examples = language.Examples(mixed, length=length, truncate=False)
     mixed = shuffling.WindowShuffle(examples, window_size=5, seed=shard)
-    return language.packed(mixed, packing=packing, length=12, seed=shard)
+    return language.packed(mixed, packing=packing, length=length + 4, seed=shard)
 
 
 def decoded(data):

@@ -22,12 +22,13 @@ class DataSection:
         ' "files*", "weight": 0.5}, ...}; `datasets` instead of `path` nests another'
         " mixture. Weights and datasets may change when you resume.",
     )
-    data_stages_path: str = key(
+    data_stages: str = key(
         "",
-        "YAML file with the stages of the data, a list: each stage has begin_step, the"
-        " training step at which it begins, and the keys that it sets, such as weights,"
-        " max_target_length or global_batch_size. Stages that have not begun may change"
-        " when you resume.",
+        "Stages of the data, a list or the path of a YAML file with one. Each has"
+        " begin_step, the training step at which it begins, and the keys that it sets,"
+        " such as grain_train_files, max_target_length or global_batch_size. Stages"
+        " that have not begun may change when you resume.",
+        lists="yaml",
     )
     grain_file_type: str = key(
         "arrayrecord",

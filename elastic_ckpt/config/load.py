@@ -138,21 +138,25 @@ def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
 def stages(section: schema.DataSection) -> list[tuple[int, schema.DataSection]]:
     """The stages of the data: the step at which each begins, and its keys.
 
-    Without `data_stages_path` there is one.
+    Without `data_stages` there is one.
 
     Raises:
       ConfigError: if the file cannot be read, or a stage is invalid; names it.
     """
-    if not section.data_stages_path:
+    if not section.data_stages:
         return [(0, section)]
-    path = storage.absolute(section.data_stages_path)
-    document = _composed(path, by=" (data_stages_path)")
+    text = section.data_stages
+    if text.lstrip().startswith("["):
+        path, document = _STAGES, yaml.compose(text, Loader)
+    else:
+        path = storage.absolute(text)
+        document = _composed(path, by=f" ({_STAGES})")
     form = "a list of stages: `- begin_step: 0` and, below it, keys that it sets"
     if not isinstance(document, yaml.SequenceNode) or not document.value:
         raise errors.ConfigError(f"{path}: write {form}")
     found = []
-    for node in document.value:
-        place = f"{path}, line {node.start_mark.line + 1}"
+    for number, node in enumerate(document.value):
+        place = f"{path}, stage {number}"
         if not isinstance(node, yaml.MappingNode):
             raise errors.ConfigError(f"{place}: write {form}")
         settings = _mapping(path, node)
@@ -179,11 +183,12 @@ def stages(section: schema.DataSection) -> list[tuple[int, schema.DataSection]]:
     return found
 
 
+_STAGES = "data_stages"
 # The field of a stage with its first step.
 _BEGIN = "begin_step"
 # Keys of the data that no stage has for itself.
 _OF_ALL_STAGES = {
-    "data_stages_path",
+    "data_stages",
     "enable_rampup_batch_size",
     "num_logical_shards",
 }
@@ -237,7 +242,7 @@ def _composed(path: epath.Path, *, by: str) -> yaml.Node | None:
         ) from None
 
 
-def _mapping(path: epath.Path, document: yaml.MappingNode) -> dict[str, _Setting]:
+def _mapping(path: epath.PathLike, document: yaml.MappingNode) -> dict[str, _Setting]:
     # The keys of a mapping of a YAML file, and their places.
     settings: dict[str, _Setting] = {}
     constructor = Loader("")

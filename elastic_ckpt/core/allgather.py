@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jax._src import distributed
 
-from elastic_ckpt.core import storage, topology, tree_allgather
+from elastic_ckpt.core import errors, storage, topology, tree_allgather
 from elastic_ckpt.core.host_tree import Order
 
 # Numbers the objects of a process that have no name.
@@ -104,16 +104,20 @@ class CoordinationService(tree_allgather.TreeAllgather):
     Args:
       name: the same on all hosts, once in a process; by default the number of the
         object, which every host makes in the same order.
+      hosts: those that take part, ascending; by default all of the world.
     """
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(
+        self, name: str | None = None, hosts: Sequence[int] | None = None
+    ) -> None:
+        hosts = hosts or range(topology.num_hosts())
         # Orbax has a public way to it, and the sidecar's image has no Orbax.
         client: Any = distributed.global_state.client
         super().__init__(
             client,
             f"elastic_ckpt/{next(_numbers) if name is None else name}",
-            host=topology.this_host(),
-            num_hosts=topology.num_hosts(),
+            host=hosts.index(topology.this_host()),
+            num_hosts=len(hosts),
         )
 
 
@@ -125,9 +129,55 @@ def of_this_world() -> Allgather:
 
 
 @functools.cache
-def shared() -> Allgather:
+def shared(hosts: tuple[int, ...] | None = None) -> Allgather:
     """Returns the allgather of this world that all calls of this process share.
 
     Hosts may call it first at different points: each kind of values has its own turns.
+
+    Args:
+      hosts: those that take part, ascending; by default all of the world.
     """
-    return OneHost() if topology.num_hosts() == 1 else CoordinationService("shared")
+    num_hosts = topology.num_hosts()
+    if num_hosts == 1:
+        return OneHost()
+    if hosts is None or len(hosts) == num_hosts:
+        return CoordinationService("shared")
+    return CoordinationService(f"shared/{'-'.join(map(str, hosts))}", hosts)
+
+
+def agreed(
+    hosts: Allgather,
+    kind: str,
+    part: Callable[[], storage.Json],
+    *,
+    timeout_secs: float,
+) -> list[Any]:
+    """Gathers the results of each host's `part`; if one fails, all hosts raise.
+
+    Args:
+      hosts: those that take part.
+      kind: see `Allgather.gather`.
+      part: of this host.
+      timeout_secs: how long hosts wait for each other.
+
+    Raises:
+      RunError: if `part` failed on another host, with its message, or its result did
+        not arrive in time. An error of this host is raised as it is.
+    """
+    failure: Exception | None = None
+
+    def outcome() -> storage.Json:
+        nonlocal failure
+        try:
+            return {"result": part()}
+        except Exception as error:
+            failure = error
+            return {"failed": str(error) or type(error).__name__}
+
+    outcomes = hosts.run(kind, outcome, timeout_secs=timeout_secs)
+    if failure is not None:
+        raise failure
+    for number, each in enumerate(outcomes):
+        if "failed" in each:
+            raise errors.RunError(f"host {number}: {each['failed']}")
+    return [each["result"] for each in outcomes]

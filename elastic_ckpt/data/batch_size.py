@@ -31,13 +31,13 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
 
     Raises:
       ConfigError: if a batch does not divide over the hosts and devices, or a ramp does
-        not reach its final size, or hosts would have to exchange shards during it.
+        not reach its final size.
     """
     final = global_batch_size(data, world)
-    if data.data_stages_path:
+    if data.data_stages:
         if data.enable_rampup_batch_size:
             raise errors.ConfigError(
-                "enable_rampup_batch_size=true does not work with data_stages_path;"
+                "enable_rampup_batch_size=true does not work with data_stages;"
                 " give the stages of the data their batch sizes"
             )
         begins = [
@@ -63,14 +63,7 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
         rows = global_batch_size(size, world)
         stages.append((begin, rows))
         begin += max(1, round(data.global_rampup_samples / num_increments / rows))
-    ramp = Schedule(stages=(*stages, (begin, final)))
-    shards = data.num_logical_shards or 1
-    if world.hosts > 1 and any(rows % shards for _, rows in ramp.stages):
-        raise errors.ConfigError(
-            f"a ramp of {[rows for _, rows in ramp.stages]} rows would move logical"
-            f" shards between running hosts; choose multiples of {shards}"
-        )
-    return ramp
+    return Schedule(stages=(*stages, (begin, final)))
 
 
 def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int:

@@ -112,6 +112,14 @@ class ElasticData(Protocol):
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
         """The place of each row of a batch among the loaded rows; None if in order."""
 
+    def host_shards(
+        self, row_hosts: np.ndarray, position: cursors.Position
+    ) -> list[list[int]]:
+        """The logical shards that each host runs from `position` on, if there are any.
+
+        The host of each row is in `row_hosts`, as in `rows.Placement`.
+        """
+
     def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The rows of each global batch that one host loads."""
 

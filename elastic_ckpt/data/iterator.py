@@ -12,8 +12,8 @@ import bisect
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from absl import logging
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import errors, metrics, topology
+from elastic_ckpt.core import allgather, errors, metrics, topology
 from elastic_ckpt.data import (
     compatibility,
     cursors,
@@ -46,6 +46,22 @@ class HostState:
 
     data_state: state.DataState
     cursors: cursors.Cursors
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Change:
+    """Other batches to continue with; `rows` once they have all cursors."""
+
+    data: elastic_data.ElasticData
+    global_batch_size: int
+    continues: str
+    cursors: cursors.Cursors
+    rows: prefetch.Prefetched[elastic_data.Batch] | None = None
+
+
+# How long hosts wait for each other when the batches change: a host may come to that
+# step later than others by the time that one of its reads takes.
+CHANGE_SECS = 600.0
 
 
 class AwaitedDirectory(Protocol):
@@ -96,6 +112,7 @@ class HostIterator:
         # Among hosts with the same rows, only the first one writes.
         self._writes_cursors = held.first_holder(me) == me
         self._writes_state = self._writes_cursors and held.groups[0] == held.holders[me]
+        self._hosts = tuple(sorted(held.holders))
         self._data = data
         self._sharding = sharding
         self._identity = data.identity()
@@ -103,6 +120,7 @@ class HostIterator:
         self.progress = stages.first(data)
         self._rows = self._begin(global_batch_size)
         self._left_out: state.Ranges = ()
+        self._change: _Change | None = None
         self.waited_secs = 0.0
 
     @property
@@ -133,41 +151,113 @@ class HostIterator:
           ConfigError: as in `resize`.
           DataError: if there are stages and the step is not known.
         """
-        data = stages.begun(self._data, self.progress)
+        data = self.data_of_next_step()
         if data is self._data:
             return False
-        self._go_on(stages.size(data, self._base_size), data)
+        self.resize(stages.size(data, self._base_size), data)
         return True
 
-    def resize(self, global_batch_size: int) -> None:
-        """Continues with batches of another size.
+    def resize(
+        self, global_batch_size: int, data: elastic_data.ElasticData | None = None
+    ) -> None:
+        """Continues with batches of another size, or in another stage.
+
+        Every host of the mesh calls it after the same batch. Where logical shards move
+        to other hosts, their cursors pass through JAX's coordination service. If it
+        fails on one host, nothing changes on any.
+
+        Args:
+          global_batch_size: rows of a global batch from now on.
+          data: this data in the stage to continue with; None keeps it.
 
         Raises:
-          ConfigError: if shards would have to move between hosts, which requires a
-            checkpoint; nothing changes then.
+          ConfigError: if the batch does not divide over the mesh, or hosts continue
+            differently.
+          RunError: if it failed on another host, or that host did not call it.
         """
-        self._go_on(global_batch_size, self._data)
-        self._base_size = global_batch_size
+        hosts = allgather.shared(self._hosts)
+        offers = allgather.agreed(
+            hosts,
+            "offer",
+            lambda: self.offer(global_batch_size, data),
+            timeout_secs=CHANGE_SECS,
+        )
+        allgather.agreed(
+            hosts, "prepare", lambda: self.prepare(offers), timeout_secs=CHANGE_SECS
+        )
+        self.commit()
 
-    def _go_on(self, global_batch_size: int, data: elastic_data.ElasticData) -> None:
+    def offer(
+        self, global_batch_size: int, data: elastic_data.ElasticData | None = None
+    ) -> dict[str, Any]:
+        """The first step of `resize`: what other hosts need to know from this one.
+
+        Returns:
+          JSON: how this host continues, and the cursors that others lack.
+        """
         now = self.get_state()
+        position, row = now.data_state.position, now.data_state.row
+        continues = f"after row {row} in batches of {global_batch_size} rows"
+        data = data or self._data
+        here, then = (
+            each.host_shards(self._held(size).row_hosts(), position)
+            for each, size in (
+                (self._data, self._global_batch_size),
+                (data, global_batch_size),
+            )
+        )
+        lacking = {
+            shard
+            for runs, will_run in zip(here, then, strict=True)
+            for shard in set(will_run).difference(runs)
+        }
+        own = self.to_save(now).cursors if self._writes_cursors else {}
+        offered = [[shard, own[shard]] for shard in sorted(lacking & own.keys())]
+        self._change = _Change(
+            data=data,
+            global_batch_size=global_batch_size,
+            continues=continues,
+            cursors=now.cursors,
+        )
+        host = topology.this_host()
+        return {"host": host, "continues": continues, "cursors": offered}
 
-        def read(shards: Sequence[int]) -> cursors.Cursors:
-            missing = sorted(set(shards) - now.cursors.keys())
-            if missing:
+    def prepare(self, offers: Sequence[Mapping[str, Any]]) -> None:
+        """The second step of `resize`, given the offers of all hosts.
+
+        Raises:
+          ConfigError: if hosts do not continue alike.
+        """
+        change = self._change
+        assert change is not None
+        for offer in offers:
+            if offer["continues"] != change.continues:
                 raise errors.ConfigError(
-                    f"changing batches from {self._global_batch_size} rows to"
-                    f" {global_batch_size} moves logical shards {missing} between"
-                    " hosts; choose multiples of the number of logical shards, or"
-                    " change the size at a restart"
+                    f"host {topology.this_host()} is to continue {change.continues},"
+                    f" but host {offer['host']} {offer['continues']}; call resize after"
+                    " the same batch on every host, with the same arguments"
                 )
-            return {shard: now.cursors[shard] for shard in shards}
+        known = dict(change.cursors)
+        known.update(
+            (shard, each) for offer in offers for shard, each in offer["cursors"]
+        )
 
-        resized = self._begin(global_batch_size, data)
-        resized.go_to(now.data_state.position, read)
+        change.rows = self._begin(change.global_batch_size, change.data)
+        change.rows.go_to(
+            self._rows.position(), lambda shards: {s: known[s] for s in shards}
+        )
+
+    def commit(self) -> None:
+        """The last step of `resize`, after all hosts have prepared it."""
+        change = self._change
+        assert change is not None
+        assert change.rows is not None
         self._rows.close()
-        self._rows, self._global_batch_size = resized, global_batch_size
-        self._data = data
+        self._rows, self._global_batch_size = change.rows, change.global_batch_size
+        if change.data is self._data:
+            # Not the size of a stage.
+            self._base_size = change.global_batch_size
+        self._data, self._change = change.data, None
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -279,6 +369,10 @@ class HostIterator:
         self._left_out = (*saved.left_out, (saved.row, now.row))
         self.progress = stages.gone_back(self.progress, saved.progress)
 
+    def data_of_next_step(self) -> elastic_data.ElasticData:
+        """The data in the stage of the next step; see `begin_stage`."""
+        return stages.begun(self._data, self.progress)
+
     def took_batch(self) -> None:
         """Counts a training step."""
         self.progress = stages.after(self._data, self.progress)
@@ -287,6 +381,9 @@ class HostIterator:
         """Says of which training step the next batch is."""
         self.progress = stages.at_step(self._data, self.progress, step)
 
+    def _held(self, global_batch_size: int) -> delivery.RowsHeld:
+        return delivery.RowsHeld.from_sharding(self._sharding, global_batch_size)
+
     def _begin(
         self,
         global_batch_size: int,
@@ -294,7 +391,7 @@ class HostIterator:
         progress: state.Progress | None = None,
     ) -> prefetch.Prefetched[elastic_data.Batch]:
         data, progress = data or self._data, progress or self.progress
-        held = delivery.RowsHeld.from_sharding(self._sharding, global_batch_size)
+        held = self._held(global_batch_size)
         group = held.group(topology.this_host())
         placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
         return prefetch.Prefetched(
@@ -435,12 +532,17 @@ class Batches:
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size.
 
+        Every process calls it after the same batch. Where logical shards move to other
+        hosts, they continue there at the same example.
+
         Args:
           global_batch_size: rows of a global batch from now on.
 
         Raises:
-          ConfigError: if logical shards would have to move to other hosts, for which
-            the data has to be saved and loaded; nothing is changed.
+          ConfigError: if the batch does not divide over the mesh, or processes give
+            different sizes or call it after different batches.
+          RunError: if it failed in another process, or that process did not call it.
+            Nothing has changed on any host after an error.
         """
         self._host.resize(global_batch_size)
         self._deliver.resize(global_batch_size)

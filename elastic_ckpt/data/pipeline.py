@@ -310,7 +310,7 @@ def from_config(
                 " ElasticIterator does not work with logical shards; set"
                 " grain_use_elastic_iterator=false or num_logical_shards=0"
             )
-        if data.data_stages_path:
+        if data.data_stages:
             return _staged(data, vocab_size=vocab_size)
         return _sharded(data, vocab_size=vocab_size)
     needs = _needs_shards(data)
@@ -335,9 +335,7 @@ def _staged(data: schema.DataSection, *, vocab_size: int) -> stages.StagedData:
             ]
         )
     except errors.ConfigError as error:
-        raise errors.ConfigError(
-            f"data_stages_path={data.data_stages_path}: {error}"
-        ) from None
+        raise errors.ConfigError(f"data_stages={data.data_stages}: {error}") from None
 
 
 def _section(data: Any, settings: dict[str, Any]) -> schema.DataSection:
@@ -371,7 +369,7 @@ def eval_from_config(
     _check_vocabulary(data, vocab_size)
     ordered = dataclasses.replace(
         data,
-        data_stages_path="",
+        data_stages="",
         enable_data_shuffling=False,
         drop_remainder=False,
         num_logical_shards=data.num_logical_shards or global_batch_size,
@@ -390,7 +388,7 @@ def describe(data: schema.DataSection) -> str:
     """A description of the training data: each dataset as a tree, with its share."""
     described = []
     for begin, section in load.stages(data):
-        if data.data_stages_path:
+        if data.data_stages:
             size = section.global_batch_size
             rows = (
                 f"batches of {size} rows"
@@ -556,7 +554,7 @@ def _check_chats(data: schema.DataSection) -> None:
 def _needs_shards(data: schema.DataSection) -> str:
     # The first setting that the positional engine does not support; empty if none.
     asked = {
-        f"data_stages_path={data.data_stages_path}": data.data_stages_path,
+        f"data_stages={data.data_stages}": data.data_stages,
         f"grain_file_type={data.grain_file_type}": (
             data.grain_file_type != "arrayrecord"
         ),

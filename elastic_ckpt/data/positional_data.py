@@ -119,6 +119,13 @@ class PositionalData:
         """None: rows stay in the order in which hosts load them."""
         del row_hosts
 
+    def host_shards(
+        self, row_hosts: np.ndarray, position: cursors.Position
+    ) -> list[list[int]]:
+        """No shards for any host."""
+        del position
+        return [[] for _ in range(int(row_hosts.max()) + 1)]
+
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
         read_options = grain.ReadOptions(

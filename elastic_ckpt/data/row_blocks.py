@@ -426,10 +426,11 @@ def _padded(examples: blocks.Block, length: int) -> Rows:
     counted = np.arange(length, dtype=np.int32)
     shape = (len(sizes), length)
     position = np.broadcast_to(counted, shape)
-    if (sizes == length).all() and (steps == (step := steps[:1].sum() or 1)).all():
-        # Rows lie in the block as they are needed.
+    step = int(steps[0]) if len(steps) else 1
+    if step > 0 and (sizes == length).all() and (steps == step).all():
+        # Rows lie in the block as they are needed, one after the other.
         values = _wide(examples.values[int(examples.start[0]) :])
-        strides = (int(step) * values.strides[0], values.strides[0])
+        strides = (step * values.strides[0], values.strides[0])
         inputs, targets = (
             np.lib.stride_tricks.as_strided(each, shape, strides, writeable=False)
             for each in (values, values[1:])

@@ -33,6 +33,7 @@ from elastic_ckpt.data import (
     rows,
     shard_rows,
     shard_steps,
+    state,
 )
 
 MakeShard = shard_steps.MakeShard
@@ -164,6 +165,15 @@ class ShardedData:
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
         """The index of each row of a batch in the loaded rows; None if in order."""
         return rows.exchanged(self._batch(row_hosts), row_hosts)
+
+    def host_shards(
+        self, row_hosts: np.ndarray, position: cursors.Position
+    ) -> list[list[int]]:
+        """The shards that each host runs from `position` on."""
+        assigned = rows.assign(
+            self._batch(row_hosts), row_hosts, state.row_of(position)
+        )
+        return [host.shards.tolist() for host in assigned]
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""

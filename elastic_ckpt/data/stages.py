@@ -16,6 +16,7 @@ import numpy as np
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
+    cursors,
     elastic_data,
     pipeline_changes,
     rows,
@@ -126,6 +127,12 @@ class StagedData:
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
         """See `ElasticData`."""
         return self.current.data.row_order(row_hosts)
+
+    def host_shards(
+        self, row_hosts: np.ndarray, position: cursors.Position
+    ) -> list[list[int]]:
+        """See `ElasticData`."""
+        return self.current.data.host_shards(row_hosts, position)
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch of the stage that one host loads."""

@@ -37,6 +37,7 @@ from elastic_ckpt.data import (
     records,
     rows,
     sharded_data,
+    stages,
     state,
 )
 from elastic_ckpt.data.sources import arrayrecord
@@ -233,6 +234,13 @@ class Provenance:
         # The end of the rows that were trained on, by the pipelines that made them.
         self._ends: dict[_History, int] = collections.defaultdict(int)
         self._saved = sorted(saved, key=lambda each: each.state.row)
+        of_stages = stages.of(data_of(attempts[-1].attempt))
+        if of_stages is not None and len(of_stages.stages) > 1:
+            raise errors.ConfigError(
+                "documents of a run whose data has stages (data_stages) cannot be"
+                " found yet; `elastic-ckpt audit` without --find and --step checks its"
+                " batches"
+            )
         keys = self._keys(attempts, data_of)
         self._check_same(keys[attempts[-1].attempt])
         self._trained = self._placed(attempts, keys)

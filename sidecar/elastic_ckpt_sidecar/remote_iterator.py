@@ -17,7 +17,7 @@ from etils import epath
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import background, errors, metrics, topology
+from elastic_ckpt.core import allgather, background, errors, metrics, topology
 from elastic_ckpt.data import (
     compatibility,
     delivery,
@@ -71,6 +71,8 @@ class RemoteIterator:
         self._base_size = global_batch_size
         global_batch_size = stages.size(data, global_batch_size)
         self._sharding = topology.batch_sharding(mesh, spec)
+        held = {device.process_index for device in mesh.devices.flat}
+        self._controllers = tuple(sorted(held))
         self._cpu_sharding = topology.over_all_devices(
             colocated_python.colocated_cpu_devices(mesh)
         )
@@ -109,15 +111,8 @@ class RemoteIterator:
         data = stages.begun(self._data, self._progress)
         if data is self._data:
             return
-        try:
-            self._in_turn(
-                self._worker.begin_stage,
-                within_secs=_ANSWER_SECS,
-                progress=_as_json(self._progress),
-                batches=self._workers.num_taken,
-            )
-        finally:
-            self._begin_anew()
+        size = stages.size(data, self._base_size)
+        self._change(size, progress=_as_json(self._progress))
         self._go_on(data)
 
     def _go_on(self, data: elastic_data.ElasticData) -> None:
@@ -135,18 +130,58 @@ class RemoteIterator:
         self._go_on(stages.begun(self._data, self._progress))
 
     def resize(self, global_batch_size: int) -> None:
-        """Continues the workers with batches of another size."""
-        try:
-            self._in_turn(
-                self._worker.resize,
-                within_secs=_ANSWER_SECS,
-                global_batch_size=global_batch_size,
-                batches=self._workers.num_taken,
-            )
-        finally:
-            self._begin_anew()
+        """Continues the workers with batches of another size.
+
+        The cursors of logical shards that move between hosts pass through the head, or
+        between several controllers through JAX's coordination service.
+        """
+        self._change(global_batch_size)
         self._base_size = global_batch_size
         self._deliver.resize(global_batch_size)
+
+    def _change(
+        self, global_batch_size: int, *, progress: dict[str, int] | None = None
+    ) -> None:
+        # To batches of another size, or, with a progress, to the stage of its step.
+        controllers = allgather.shared(self._controllers)
+
+        def offers() -> list[Any]:
+            return self._offers(global_batch_size, progress)
+
+        def prepare() -> None:
+            self._in_turn(
+                self._worker.prepare,
+                within_secs=_ANSWER_SECS,
+                offers=[offer for of_one in of_all for offer in of_one],
+            )
+
+        within_secs = iterator.CHANGE_SECS
+        try:
+            of_all = allgather.agreed(
+                controllers, "offers", offers, timeout_secs=within_secs
+            )
+            allgather.agreed(controllers, "prepared", prepare, timeout_secs=within_secs)
+            self._in_turn(self._worker.commit, within_secs=_ANSWER_SECS)
+        finally:
+            self._begin_anew()
+
+    def _offers(
+        self, global_batch_size: int, progress: dict[str, int] | None
+    ) -> list[Any]:
+        # One of each host whose devices this process can address.
+        lengths = self._in_turn(
+            self._worker.offer,
+            within_secs=_ANSWER_SECS,
+            global_batch_size=global_batch_size,
+            progress=progress,
+            batches=self._workers.num_taken,
+        )
+        chunks = [
+            self._in_turn(self._worker.offered, within_secs=_ANSWER_SECS, start=start)
+            for start in range(0, int(lengths.max()), worker.OFFER_BYTES)
+        ]
+        rows = {row.tobytes() for row in np.concatenate(chunks, axis=1)}
+        return [json.loads(row) for row in sorted(rows)]
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
         """Has the workers keep their state now, and write it in the background."""
@@ -255,10 +290,10 @@ class RemoteIterator:
 
     def _in_turn(
         self, method: Any, *, within_secs: float | None = None, **content: Any
-    ) -> None:
+    ) -> np.ndarray:
         # After the batches that are on their way.
         try:
-            self._submit(method, **content).result(within_secs)
+            return self._submit(method, **content).result(within_secs)
         except TimeoutError:
             raise errors.DataError(
                 f"the workers have not answered for {within_secs:g} s: a read of the"

@@ -29,6 +29,9 @@ _SHORT_SECS = 0.001
 # Enough for a hundred ranges.
 _LEFT_OUT_BYTES = 4096
 
+# Bytes of a reply with a part of what hosts tell each other; one suffices for most.
+OFFER_BYTES = 1 << 14
+
 # States that are kept until they are written.
 _SAVES_AT_ONCE = 8
 
@@ -176,22 +179,41 @@ class _HostWorker:
         return call
 
     @failures.reported
-    def resize(self, call: jax.Array) -> jax.Array:
-        """Goes on with batches of another size, after so many of the former."""
+    def offer(self, call: jax.Array) -> jax.Array:
+        """Begins to change the size or the stage, after so many batches of the former.
+
+        Returns:
+          The length of what other hosts need to know, in bytes: float32 `[devices]`.
+        """
         content = messages.decode(call)
         host = self._on(call)
         self._go_back_to(content["batches"])
-        host.resize(content["global_batch_size"])
-        return call
+        data = None
+        if content["progress"] is not None:
+            host.progress = _progress(content["progress"])
+            data = host.data_of_next_step()
+        offer = host.offer(content["global_batch_size"], data)
+        self._offer = json.dumps(offer).encode()
+        return messages.on_each(call, len(self._offer))
 
     @failures.reported
-    def begin_stage(self, call: jax.Array) -> jax.Array:
-        """Goes on in the stage of a step, after so many batches of the former."""
-        content = messages.decode(call)
-        host = self._on(call)
-        self._go_back_to(content["batches"])
-        host.progress = _progress(content["progress"])
-        host.begin_stage()
+    def offered(self, call: jax.Array) -> jax.Array:
+        """A chunk of that, padded: uint8 `[devices, OFFER_BYTES]`."""
+        start = messages.decode(call)["start"]
+        part = self._offer[start : start + OFFER_BYTES].ljust(OFFER_BYTES)
+        row = np.frombuffer(part, np.uint8)
+        return messages.reply(call, lambda _: row)
+
+    @failures.reported
+    def prepare(self, call: jax.Array) -> jax.Array:
+        """Prepares the change, given what all hosts need to know."""
+        self._on(call).prepare(messages.decode(call)["offers"])
+        return messages.on_each(call, 0)
+
+    @failures.reported
+    def commit(self, call: jax.Array) -> jax.Array:
+        """Goes on with the batches that are prepared."""
+        self._on(call).commit()
         return call
 
     @failures.reported

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import allgather, errors
 from elastic_ckpt.core.grouped_values import GroupedValues
 from elastic_ckpt.core.host_tree import FAN_IN, HostTree
 from elastic_ckpt.core.tree_allgather import TreeAllgather
@@ -125,3 +125,26 @@ def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_i
     for host in range(1, num_hosts):
         assert host in tree.children(tree.parent(host))
         assert tree.level(host) == tree.level(tree.parent(host)) + 1
+
+
+def test_what_fails_on_one_host_fails_on_all_and_later_calls_do_not():
+    store = thread_store.Store()
+
+    def drive(host):
+        hosts = TreeAllgather(store, "test", host=host, num_hosts=3)
+
+        def part():
+            if host == 1:
+                raise errors.DataError("its file is gone")
+            return host
+
+        with pytest.raises(errors.ElasticCkptError) as failed:
+            allgather.agreed(hosts, "kind", part, timeout_secs=60)
+        later = allgather.agreed(hosts, "kind", lambda: host, timeout_secs=60)
+        return type(failed.value), str(failed.value), later
+
+    with futures.ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(drive, range(3)))
+    other = (errors.RunError, "host 1: its file is gone", [0, 1, 2])
+    own = (errors.DataError, "its file is gone", [0, 1, 2])
+    assert results == [other, own, other]

@@ -2,11 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.data import (
+    blocks,
     language,
     mixing,
     records,
@@ -141,3 +143,47 @@ def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
             next(ours)
         with pytest.raises(StopIteration):
             next(restored(of_single, ours.get_state()))
+
+
+class OneBlock:
+    """A single block of examples."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def read(self, at_most):
+        assert at_most
+        if self.block is None:
+            raise StopIteration
+        block, self.block = self.block, None
+        return block
+
+    def get_state(self):
+        return None
+
+    def close(self):
+        self.block = None
+
+
+@given(
+    starts=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    step=st.none() | st.integers(-9, 9),
+    dtype=st.sampled_from([np.uint16, np.int32]),
+)
+def test_padded_rows_are_those_of_examples_in_any_order(starts, step, dtype):
+    length, values = 5, np.arange(100, 200).astype(dtype)
+    if step is not None:
+        # Evenly apart, forwards or backwards.
+        starts = [40 + number * step for number in range(len(starts))]
+    block = blocks.Block(
+        values=values,
+        start=np.array(starts, np.int64),
+        length=np.full(len(starts), length),
+        runs=((0, blocks.Place(blocks.Fixed(None), 0)),),
+    )
+    rows = list(itertools.islice(row_blocks.Padded(OneBlock(block), length), 4))
+    for first, row in zip(starts, rows, strict=True):
+        assert row["inputs"].tolist() == values[first : first + length].tolist()
+        ahead = values[first + 1 : first + 1 + length]
+        assert row["targets"].tolist() == ahead.tolist()
+        assert row["inputs"].dtype == np.int32

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import grain
 import jax
@@ -232,22 +233,76 @@ def test_a_size_that_leaves_shards_where_they_are_is_taken_at_once(
             assert host.get_state() == before
 
 
-def test_a_size_that_moves_shards_between_hosts_is_refused_and_changes_nothing(
-    as_host, tmp_path
+def world_of_twelve_shards(as_host, directory, num_hosts, size):
+    """The same hosts at once, and a function that has each of them make a call."""
+    hosts = list(resizing(as_host, directory, num_hosts, size))
+
+    def on_each(call):
+        results = []
+        for number, host in enumerate(hosts):
+            as_host(number)
+            results.append(call(host))
+        return results
+
+    return hosts, on_each
+
+
+def saved_by(hosts_states):
+    """The position and the cursors of all hosts, each of which one host saves."""
+    (position,) = {taken.data_state.row for taken in hosts_states}
+    of_hosts = [taken.cursors for taken in hosts_states]
+    merged = {shard: cursor for one in of_hosts for shard, cursor in one.items()}
+    assert len(merged) == sum(map(len, of_hosts)) == 12
+    return position, merged
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "sizes"),
+    [
+        (2, (24, 16, 12, 4, 20)),
+        (3, (12, 18, 6, 24)),
+        (4, (12, 8, 24, 4, 16)),
+        (8, (24, 16, 8, 40)),
+    ],
+)
+def test_a_size_that_moves_shards_moves_their_cursors_along(
+    as_host, tmp_path, num_hosts, sizes
 ):
-    missing = iter([[6, 8, 10], [1, 3, 5]])
-    for host in resizing(as_host, tmp_path, 2, 24):
-        before = host.get_state()
-        with pytest.raises(errors.ConfigError) as refused:
-            host.resize(16)
-        assert str(refused.value) == (
-            f"changing batches from 24 rows to 16 moves logical shards {next(missing)}"
-            " between hosts; choose multiples of the number of logical shards, or"
-            " change the size at a restart"
-        )
-        assert host.get_state() == before
-        host.resize(36)
-        assert host.get_state() == before
+    _, on_each = world_of_twelve_shards(as_host, tmp_path, num_hosts, sizes[0])
+
+    def saved():
+        return saved_by(on_each(lambda host: host.to_save(host.get_state())))
+
+    before, num_offered = saved(), 0
+    for size in sizes[1:]:
+        offers = on_each(lambda host, size=size: host.offer(size))
+        # They are JSON, and each cursor is offered once.
+        offers = json.loads(json.dumps(offers))
+        shards = [shard for offer in offers for shard, _ in offer["cursors"]]
+        assert len(shards) == len(set(shards))
+        num_offered += len(shards)
+        on_each(lambda host, offers=offers: host.prepare(offers))
+        on_each(lambda host: host.commit())
+        assert saved() == before
+    assert num_offered
+
+
+def test_hosts_that_change_differently_are_named_and_change_nothing(as_host, tmp_path):
+    hosts, on_each = world_of_twelve_shards(as_host, tmp_path, 2, 24)
+    sizes = iter([16, 36])
+    before = on_each(lambda host: host.get_state())
+    offers = on_each(lambda host: host.offer(next(sizes)))
+    for number in (0, 1):
+        as_host(number)
+        with pytest.raises(
+            errors.ConfigError,
+            match=f"host {number} .* after row 24 in batches of .* host {1 - number} ",
+        ):
+            hosts[number].prepare(offers)
+    assert on_each(lambda host: host.get_state()) == before
+    # They agree on the next one.
+    offers = on_each(lambda host: host.offer(16))
+    on_each(lambda host: host.prepare(offers))
 
 
 def batches_of(data, size):

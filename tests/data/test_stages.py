@@ -1,21 +1,28 @@
 """Stages: what changes at steps of a run, exactly once on any number of hosts."""
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
 import json
+import pathlib
 import unittest.mock
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import errors
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import (
+    batch_size,
     blocks,
     language,
     pipeline,
@@ -67,7 +74,7 @@ def of_stage(
 @contextlib.contextmanager
 def example_by_example():
     """Pipelines whose steps take single examples."""
-    with unittest.mock.patch.object(blocks, "of", lambda dataset: None):
+    with unittest.mock.patch.object(blocks, "of", return_value=None):
         yield
 
 
@@ -161,7 +168,7 @@ def check_schedule(parts, chosen):
 
 
 @given(chosen=schedules())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_stages_are_those_of_one_host_example_by_example(files, chosen):
     check_schedule(files["parquet"], chosen)
 
@@ -197,7 +204,7 @@ def pairs_of(found):
     window=st.sampled_from([0, 5]),
     num_steps=st.integers(1, 5),
 )
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_each_token_is_trained_on_once_over_all_stages(
     files, lengths, packings, window, num_steps
 ):
@@ -279,10 +286,6 @@ class Directory:
 
 
 def save(batches, path):
-    import asyncio
-
-    from etils import epath
-
     path.mkdir()
 
     async def write():
@@ -292,10 +295,6 @@ def save(batches, path):
 
 
 def load(batches, path):
-    import asyncio
-
-    from etils import epath
-
     async def read():
         await (await batches.load(epath.Path(path)))
 
@@ -413,8 +412,8 @@ def test_local_states_of_several_ranks_continue_in_their_stage(files):
         for rank in range(2)
     ]
     found = [[next(rank) for rank in ranks] for _ in range(3)]
-    with pytest.raises(errors.ConfigError, match="next stage move logical shards"):
-        for rank in ranks:
+    for rank in ranks:
+        with pytest.raises(errors.ConfigError, match="next stage move logical shards"):
             next(rank)
     saved = json.loads(json.dumps([rank.state_dict() for rank in ranks]))
     for rank in ranks:
@@ -530,3 +529,130 @@ def test_the_progress_is_part_of_the_saved_state():
     assert "progress" not in json.loads(
         state.to_bytes(dataclasses.replace(saved, progress=None))
     )
+
+
+def configured(files, **keys):
+    """Data of the first two datasets as a configuration describes it."""
+    return ec.data.from_config(
+        {
+            "grain_train_files": ";".join(
+                f"{','.join(part.source.files)},{part.weight}"
+                for part in files["parquet"][:2]
+            ),
+            "grain_file_type": "parquet",
+            "train_data_columns": "tokens",
+            "tokenize_train_data": False,
+            "num_logical_shards": NUM_SHARDS,
+            "max_target_length": 12,
+            "global_batch_size": 6,
+            **keys,
+        }
+    )
+
+
+STAGES_OF_CONFIG = [
+    {"begin_step": 0},
+    {
+        "begin_step": 2,
+        "max_target_length": 30,
+        "global_batch_size": 3,
+        "use_truncation": False,
+    },
+]
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_stages_of_a_configuration(files, tmp_path, is_file):
+    value = STAGES_OF_CONFIG
+    if is_file:
+        value = str(tmp_path / "stages.yml")
+        pathlib.Path(value).write_text(json.dumps(STAGES_OF_CONFIG))
+    staged = configured(files, data_stages=value)
+    batches = ec.batches(staged, mesh=mesh(), global_batch_size=6)
+    found = taken(batches, 4)
+    assert [batch["inputs"].shape for batch in found] == [(6, 12)] * 2 + [(3, 30)] * 2
+    alone = ec.batches(configured(files), mesh=mesh(), global_batch_size=6)
+    assert same(found[:2], taken(alone, 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("missing.yml", r"missing.yml: no such configuration file \(data_stages\)"),
+        ([{"max_target_length": 3}], "data_stages, stage 0: the stage has no begin"),
+        ([{"begin_step": 0, "max_target_lenght": 3}], "unknown key 'max_target_leng"),
+        ([{"begin_step": 0, "steps": 3}], "steps is not a key that a stage can have"),
+        (
+            [{"begin_step": 0, "num_logical_shards": 3}],
+            "num_logical_shards is not a key that a stage can have",
+        ),
+        ([3], "data_stages, stage 0: write a list of stages"),
+        ([{"begin_step": 5}], r"data_stages: .*begin at steps \[5\]"),
+        (
+            [{"begin_step": 0}, {"begin_step": 4, "data_shuffle_seed": 8}],
+            "step 4 has other documents than the first.*data_shuffle_seed",
+        ),
+    ],
+)
+def test_stages_of_a_configuration_that_are_wrong(files, value, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        configured(files, data_stages=value)
+
+
+def test_batches_have_the_sizes_of_their_stages():
+    section = dataclasses.replace(
+        schema.DataSection(),
+        per_device_batch_size=2.0,
+        data_stages=json.dumps(
+            [
+                {"begin_step": 0},
+                {"begin_step": 5, "per_device_batch_size": 1},
+                {"begin_step": 9, "global_batch_size": 24},
+            ]
+        ),
+    )
+    world = topology.Topology(hosts=2, slices=1, devices=4)
+    assert batch_size.schedule(section, world).stages == ((0, 8), (5, 4), (9, 24))
+    with pytest.raises(errors.ConfigError, match="does not work with data_stages"):
+        batch_size.schedule(
+            dataclasses.replace(section, enable_rampup_batch_size=True), world
+        )
+
+
+def test_a_plan_shows_the_stages(files):
+    section = dataclasses.replace(
+        schema.DataSection(),
+        grain_train_files=",".join(files["parquet"][0].source.files),
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        packing=True,
+        data_stages=json.dumps(STAGES_OF_CONFIG),
+    )
+    shown = pipeline.describe(section)
+    assert "stage from step 0: rows of" in shown
+    assert "stage from step 2: rows of 30 tokens, first_fit, batches of 3 rows" in shown
+
+
+def test_texts_keep_what_the_steps_hold(tmp_path):
+    path = tmp_path / "texts.parquet"
+    texts = [f"Text number {number}. " * (1 + number % 7) for number in range(60)]
+    pa.parquet.write_table(pa.table({"text": texts}), path)
+    staged = ec.data.from_config(
+        grain_train_files=path,
+        grain_file_type="parquet",
+        num_logical_shards=2,
+        max_target_length=64,
+        packing=True,
+        grain_packing_type="best_fit",
+        use_truncation=False,
+        num_epoch=1,
+        drop_remainder=False,
+        data_stages=[
+            {"begin_step": 0},
+            {"begin_step": 3, "max_target_length": 200},
+            {"begin_step": 5, "grain_packing_type": "concat_then_split"},
+        ],
+    )
+    found = list(ec.data.LocalBatches(staged, global_batch_size=2))
+    number = sum(len(text.encode()) + 1 for text in texts)
+    assert sum(pairs_of(found).values()) == number

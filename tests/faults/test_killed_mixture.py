@@ -118,20 +118,21 @@ def test_a_ramp_of_batch_sizes_takes_each_row_once(mixture, tmp_path):
     corpus, settings = mixture
     ramp = {
         "global_batch_size": 0,
-        "per_device_batch_size": 18,
-        "per_device_batch_size_start": 6,
-        "per_device_batch_size_increment": 6,
-        "global_rampup_samples": 72,
+        "per_device_batch_size": 12,
+        "per_device_batch_size_start": 4,
+        "per_device_batch_size_increment": 4,
+        "global_rampup_samples": 48,
         "enable_rampup_batch_size": True,
     }
     config = runs.write_config(tmp_path, corpus, **settings | ramp)
     ended = runs.cli("train", config, "hosts=2", "steps=6")
     assert ended.returncode == 0, ended.stderr
-    # Twice the hosts: each stage has twice the rows.
+    # Shards move between the hosts where batches grow from 16 to 24 rows. Then twice
+    # the hosts: each stage has twice the rows.
     ended = runs.cli("train", config, "hosts=4", "steps=8")
     assert ended.returncode == 0, ended.stderr
     records = runs.steps(tmp_path / "tiny")
-    assert [len(step.ids) for step in records] == [12, 12, 12, 24, 24, 36, 72, 72]
+    assert [len(step.ids) for step in records] == [8, 8, 8, 16, 16, 24, 48, 48]
     used = sorted(id_ for step in records for id_ in step.ids)
     assert used == list(range(len(used)))
     assert json.loads(runs.verb("audit", tmp_path / "tiny", "--json"))["passed"]

@@ -221,14 +221,14 @@ def test_a_change_of_size_that_is_refused_leaves_the_position(
     remote, tmp_path, monkeypatch
 ):
     def refuse(*_):
-        raise errors.ConfigError("moves logical shards [3] between hosts")
+        raise errors.ConfigError("has logical shards [3], which this run does not have")
 
-    monkeypatch.setattr(iterator.HostIterator, "resize", refuse)
+    monkeypatch.setattr(iterator.HostIterator, "prepare", refuse)
     batches = batches_of(remote)
     for step in range(4):
         if step % 2:
             wait_until(lambda: batches._workers.num_ready() == worker.HEAD_AHEAD)
-        with pytest.raises(errors.ConfigError, match=r"host 0 .*: moves logical sha"):
+        with pytest.raises(errors.ConfigError, match=r"host 0 .*: has logical shards"):
             batches.resize(16)
         assert number(next(batches)) == step
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
