@@ -335,7 +335,7 @@ def _staged(data: schema.DataSection, *, vocab_size: int) -> stages.StagedData:
             ]
         )
     except errors.ConfigError as error:
-        raise errors.ConfigError(f"data_stages={data.data_stages}: {error}") from None
+        raise errors.ConfigError(f"data_stages: {error}") from None
 
 
 def _section(data: Any, settings: dict[str, Any]) -> schema.DataSection:
