@@ -12,6 +12,11 @@ def kill(process):
     pids = of(process.pid)
     send(pids, signal.SIGKILL)
     process.wait()
+    wait_for_end(pids)
+
+
+def wait_for_end(pids):
+    """Returns when no process is alive."""
     while any(map(is_alive, pids)):
         time.sleep(0.01)
 

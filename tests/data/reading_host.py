@@ -1,11 +1,10 @@
 """A host that reads with two workers until it is killed; prints their numbers."""
 
-import multiprocessing
 import os
 import pathlib
 import sys
 
-from tests import formats, worlds
+from tests import formats, process_tree, worlds
 
 
 def main(directory: pathlib.Path) -> None:
@@ -13,7 +12,8 @@ def main(directory: pathlib.Path) -> None:
     parts = formats.write(directory, "parquet")
     world = worlds.World(formats.data(parts, "plain", num_workers=2), 1, 12)
     world.batch()
-    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    _, *workers = process_tree.of(os.getpid())
+    print(*workers, flush=True)
     while True:
         world.batch()
 

@@ -8,12 +8,7 @@ import gc
 import itertools
 import json
 import os
-import pathlib
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import hypothesis
 import numpy as np
@@ -293,35 +288,6 @@ def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
         later.load(world.save())
         assert later.next() == one.next()
     world.close()
-    # The error holds what failed, and with it the semaphores of its processes.
+    # The error holds what failed, and with it its processes.
     del world, step, refused
     gc.collect()
-
-
-@pytest.mark.slow
-def test_the_workers_of_a_host_that_is_killed_end_by_themselves(tmp_path):
-    host = subprocess.Popen(
-        [sys.executable, "-m", "tests.data.reading_host", str(tmp_path)],
-        cwd=pathlib.Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    workers = [int(pid) for pid in host.stdout.readline().split()]
-    assert len(workers) == 2
-    assert all(map(is_alive, workers))
-    host.send_signal(signal.SIGKILL)
-    host.wait()
-    host.stdout.close()
-    deadline = time.monotonic() + 600
-    while any(map(is_alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, workers))
-
-
-def is_alive(pid):
-    try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    # A zombie has ended, although its parent has not waited for it yet.
-    return status.rpartition(")")[2].split()[0] != "Z"
