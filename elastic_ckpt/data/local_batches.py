@@ -92,6 +92,10 @@ class LocalBatches:
         self._placement = rows.Placement.in_order(
             rank, num_hosts=num_ranks, global_batch_size=global_batch_size
         )
+        loaders = data.loaders(self._placement.row_hosts)
+        if loaders.max() == num_ranks - 1:
+            # Every rank has as many rows; they cannot be handed on.
+            self._placement = rows.Placement(row_hosts=loaders, host=rank)
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
         # As a worker of a loader, it takes every `_num_workers`-th batch.
         self._num_workers, self._worker, self._skips = 1, 0, 0
