@@ -16,6 +16,7 @@ class World:
       num_hosts: H.
       size: rows of a global batch.
       row_hosts: the host that holds each row; without it the h-th part is the h-th's.
+        Rows are loaded by other hosts where the data says so.
       read_ahead: batches that a thread of each host reads ahead.
     """
 
@@ -26,9 +27,10 @@ class World:
             ).row_hosts
         self._data = data
         self._row_hosts = row_hosts
+        self._loaders = data.loaders(row_hosts)
         self.hosts = [
             prefetch.Prefetched(
-                data.host_batches(rows.Placement(row_hosts=row_hosts, host=host)),
+                data.host_batches(rows.Placement(row_hosts=self._loaders, host=host)),
                 make=dict,
                 read_ahead=prefetch.ReadAhead(batches=read_ahead),
             )
@@ -56,7 +58,6 @@ class World:
 
     def _whole(self):
         loaded = [next(host) for host in self.hosts]
-        order = self._data.row_order(self._row_hosts)
         whole = {}
         for name in loaded[0]:
             parts = [features[name] for features in loaded]
@@ -65,8 +66,8 @@ class World:
             )
             for host, part in enumerate(parts):
                 assert part.dtype == feature.dtype
-                feature[self._row_hosts == host] = part
-            whole[name] = feature if order is None else feature[order]
+                feature[self._loaders == host] = part
+            whole[name] = feature
         assert all(features.keys() == whole.keys() for features in loaded)
         return whole
 

@@ -74,16 +74,20 @@ def run(arguments: argparse.Namespace) -> int:
     from elastic_ckpt.data import plan, rows
 
     hosts, batches = arguments.hosts, arguments.batches
-    num_shards = arguments.shards
+    num_shards, row_bytes = arguments.shards, None
     if arguments.config:
-        from elastic_ckpt.data import pipeline
+        from elastic_ckpt.data import local_batches, pipeline
 
         data = load.load(arguments.config).data
         num_shards = num_shards or data.num_logical_shards
+        first = next(
+            local_batches.LocalBatches(pipeline.from_config(data), global_batch_size=1)
+        )
+        row_bytes = sum(feature.nbytes for feature in first.values())
         if not arguments.json:
             print(pipeline.describe(data))
     num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
-    outlooks = plan.outlooks(num_shards, hosts, batches)
+    outlooks = plan.outlooks(num_shards, hosts, batches, row_bytes=row_bytes)
     if arguments.json:
         content = [dataclasses.asdict(outlook) for outlook in outlooks]
         print(json.dumps({"num_shards": num_shards, "outlooks": content}, indent=2))
@@ -152,22 +156,21 @@ def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:
 
 
 def _verdict(outlook: plan.Outlook) -> str:
-    size, moved = outlook.global_batch_size, outlook.moved_rows
-    if outlook.loading_hosts < outlook.num_hosts:
-        return (
-            f"do not divide the batch; {outlook.loading_hosts} of them can load it"
-            f" ({outlook.arrangement}), and {moved} of {size} rows have to be handed on"
+    size, num_hosts = outlook.global_batch_size, outlook.num_hosts
+    parts = [f"{outlook.arrangement}, rows identical to those of one host"]
+    if size % num_hosts:
+        parts.append(f"JAX needs a mesh that shards rows over fewer than {num_hosts}")
+    if outlook.loading_hosts < num_hosts:
+        parts.append(
+            f"{outlook.loading_hosts} of the hosts load, {outlook.host_rows} rows each"
         )
-    identical = f"{outlook.arrangement}, rows identical to those of one host"
-    if outlook.made_rows > size:
-        lost = outlook.made_rows - size
-        return (
-            f"{identical}; {outlook.made_rows} rows are made for each {size}, and"
-            f" {lost} are discarded"
+    if outlook.moved_rows:
+        known = outlook.moved_bytes
+        of_bytes = "" if known is None else f" ({known:,} bytes)"
+        parts.append(
+            f"{outlook.moved_rows} of {size} rows{of_bytes} move between hosts' devices"
         )
-    if moved:
-        return f"{identical}; {moved} of {size} rows move between hosts' devices"
-    return identical
+    return "; ".join(parts)
 
 
 def _ranges(shards: Sequence[int]) -> str:

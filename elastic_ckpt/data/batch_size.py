@@ -30,8 +30,8 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
     to the final size, each until its share of the ramp's rows is used.
 
     Raises:
-      ConfigError: if a batch does not divide over the hosts and devices, or a ramp does
-        not reach its final size.
+      ConfigError: if a batch does not divide over the devices, or a ramp does not reach
+        its final size.
     """
     final = global_batch_size(data, world)
     if data.data_stages:
@@ -70,7 +70,7 @@ def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int
     """The number of rows in a global batch on `world`.
 
     Raises:
-      ConfigError: if the batch does not divide over the hosts and devices.
+      ConfigError: if the batch does not divide over the devices.
     """
     rows = data.global_batch_size
     if not rows:
@@ -82,11 +82,11 @@ def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int
                 f" {world.devices} devices makes a global batch of {exact:g} rows;"
                 " choose it so that this is a whole number"
             )
-    for what, count in (("hosts", world.hosts), ("devices", world.devices)):
-        if rows % count:
-            raise errors.ConfigError(
-                f"a global batch of {rows} rows cannot be divided evenly among {count}"
-                f" {what}; set global_batch_size to a multiple of {count}, or use a"
-                f" number of {what} that divides {rows}"
-            )
+    if rows % world.devices:
+        raise errors.ConfigError(
+            f"a global batch of {rows} rows cannot be divided evenly among"
+            f" {world.devices} devices, as JAX requires; set global_batch_size to a"
+            f" multiple of {world.devices}, or use a number of devices that divides"
+            f" {rows}"
+        )
     return rows

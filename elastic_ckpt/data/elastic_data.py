@@ -112,15 +112,20 @@ class ElasticData(Protocol):
           pipeline: the `identity` in the saved state.
         """
 
-    def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
-        """The place of each row of a batch among the loaded rows; None if in order."""
+    def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
+        """The host that loads each row of a batch, int `[B]`.
+
+        Args:
+          row_hosts: the host whose devices hold each row. Where another one loads it,
+            that hands it on.
+        """
 
     def host_shards(
         self, row_hosts: np.ndarray, position: cursors.Position
     ) -> list[list[int]]:
         """The logical shards that each host runs from `position` on, if there are any.
 
-        The host of each row is in `row_hosts`, as in `rows.Placement`.
+        The host that loads each row is in `row_hosts`, as in `rows.Placement`.
         """
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:

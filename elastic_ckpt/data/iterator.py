@@ -11,6 +11,7 @@ import asyncio
 import bisect
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
@@ -94,7 +95,7 @@ class HostIterator:
         self._base_size = global_batch_size
         self._global_batch_size = stages.size(data, global_batch_size)
         global_batch_size = self._global_batch_size
-        held = delivery.RowsHeld.from_sharding(sharding, global_batch_size)
+        held = delivery.Loading.of(data, sharding, global_batch_size).held
         me = topology.this_host()
         if me not in held.holders:
             raise errors.ConfigError(
@@ -199,8 +200,10 @@ class HostIterator:
         position, row = now.data_state.position, now.data_state.row
         continues = f"after row {row} in batches of {global_batch_size} rows"
         data = data or self._data
-        here, then = (
-            each.host_shards(self._held(size).row_hosts(), position)
+        now_run, then_run = (
+            each.host_shards(
+                delivery.Loading.of(each, self._sharding, size).loaders, position
+            )
             for each, size in (
                 (self._data, self._global_batch_size),
                 (data, global_batch_size),
@@ -208,7 +211,7 @@ class HostIterator:
         )
         lacking = {
             shard
-            for runs, will_run in zip(here, then, strict=True)
+            for runs, will_run in itertools.zip_longest(now_run, then_run, fillvalue=[])
             for shard in set(will_run).difference(runs)
         }
         own = self.to_save(now).cursors if self._writes_cursors else {}
@@ -381,9 +384,6 @@ class HostIterator:
         """Says of which training step the next batch is."""
         self.progress = stages.at_step(self._data, self.progress, step)
 
-    def _held(self, global_batch_size: int) -> delivery.RowsHeld:
-        return delivery.RowsHeld.from_sharding(self._sharding, global_batch_size)
-
     def _begin(
         self,
         global_batch_size: int,
@@ -391,17 +391,12 @@ class HostIterator:
         progress: state.Progress | None = None,
     ) -> prefetch.Prefetched[elastic_data.Batch]:
         data, progress = data or self._data, progress or self.progress
-        held = self._held(global_batch_size)
-        group = held.group(topology.this_host())
-        placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
+        loading = delivery.Loading.of(data, self._sharding, global_batch_size)
+        group = loading.held.group(topology.this_host())
+        placement = rows.Placement(row_hosts=loading.loaders, host=group)
         return prefetch.Prefetched(
             data.host_batches(placement),
-            make=functools.partial(
-                _placed,
-                sharding=self._sharding,
-                global_batch_size=global_batch_size,
-                host_rows=held.groups[group],
-            ),
+            make=functools.partial(_placed, loading=loading, group=group),
             read_ahead=self._read_ahead,
             at_most=stages.batches_left(data, progress),
         )
@@ -414,31 +409,38 @@ _NARROWED = {np.dtype("int64"): "int32", np.dtype("uint64"): "uint32"}
 def _placed(
     loaded: dict[str, np.ndarray],
     *,
-    sharding: NamedSharding,
-    global_batch_size: int,
-    host_rows: tuple[int, ...],
+    loading: delivery.Loading,
+    group: int,
 ) -> elastic_data.Batch:
     """Puts a host's rows on its devices, in the same way for every batch."""
+    num_rows, host_rows = loading.num_rows, loading.held.groups[group]
 
     def part(feature: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        start, stop, _ = index[0].indices(global_batch_size)
+        start, stop, _ = index[0].indices(num_rows)
         # The rows of a device are consecutive among those of its host.
         first = bisect.bisect_left(host_rows, start)
-        return feature[first : first + stop - start, *index[1:]]
+        own = feature[first : first + stop - start, *index[1:]]
+        if len(own) == stop - start:
+            return own
+        # A host that loads fewer rows than others fills up its part.
+        filled = np.zeros((stop - start, *own.shape[1:]), own.dtype)
+        filled[: len(own)] = own
+        return filled
 
+    num_loaded = loading.num_loaded(group)
     for name, feature in loaded.items():
         _check_fits(name, feature)
-        if len(feature) != len(host_rows):
+        if len(feature) != num_loaded:
             raise errors.DataError(
-                f"this host loads {len(host_rows)} of the {global_batch_size} rows of a"
+                f"this host loads {num_loaded} of the {len(loading.loaders)} rows of a"
                 f" batch, but its iterator yielded {len(feature)}"
             )
-    shapes = {name: (global_batch_size, *f.shape[1:]) for name, f in loaded.items()}
+    shapes = {name: (num_rows, *f.shape[1:]) for name, f in loaded.items()}
     return {
         name: jax.make_array_from_callback(
             shapes[name],
-            delivery.feature_sharding(sharding, name, shapes[name]),
+            delivery.feature_sharding(loading.sharding, name, shapes[name]),
             functools.partial(part, feature),
         )
         for name, feature in loaded.items()
@@ -448,9 +450,9 @@ def _placed(
 def _check_fits(name: str, feature: np.ndarray) -> None:
     if feature.dtype.kind in "OSU":
         raise errors.DataError(
-            f"feature {name!r} has values such as {feature.flat[0]!r:.40}, and JAX"
-            " arrays hold numbers alone; leave it out in make_shard, or convert it to"
-            " numbers (ec.data.LocalBatches delivers bytes and text as they are)"
+            f"feature {name!r} has values such as {next(feature.flat, None)!r:.40}, and"
+            " JAX arrays hold numbers alone; leave it out in make_shard, or convert it"
+            " to numbers (ec.data.LocalBatches delivers bytes and text as they are)"
         )
     # Without jax_enable_x64 JAX would keep only the low half of a large number.
     dtype = _NARROWED.get(feature.dtype)

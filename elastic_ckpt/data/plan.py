@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from elastic_ckpt.data import rows
 
 
@@ -20,57 +18,63 @@ class Outlook:
       arrangement: the arrangement of rows in a batch; depends only on B and the number
         of shards.
       loading_hosts: the number of hosts that load: H, or the largest number below that
-        divides B.
-      rows_identical: whether batches on H hosts equal those of one host row by row;
-        false if H does not divide B, because rows then move between hosts.
+        can share out the shards and the rows evenly.
       host_shards: the shards that each loading host runs.
-      moved_rows: rows of a batch that are loaded on a host other than their own.
-      made_rows: rows that all hosts make for a batch; more than B if several hosts run
-        the same shard, and each discards the rows of other hosts.
+      host_rows: the rows of a batch that each loading host makes.
+      moved_rows: rows of a batch that are loaded on a host other than their own, and
+        handed on over the devices' network.
+      moved_bytes: the bytes of these rows; None if those of a row are not known.
     """
 
     num_hosts: int
     global_batch_size: int
     arrangement: str
     loading_hosts: int
-    rows_identical: bool
     host_shards: tuple[tuple[int, ...], ...]
+    host_rows: int
     moved_rows: int
-    made_rows: int
+    moved_bytes: int | None
 
 
-def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
-    """The loading of batches of B rows from S shards by H hosts in row order."""
+def outlook(
+    num_shards: int,
+    num_hosts: int,
+    global_batch_size: int,
+    *,
+    row_bytes: int | None = None,
+) -> Outlook:
+    """The loading of batches of B rows from S shards by H hosts in row order.
+
+    If H does not divide B, hosts hold equal shares, or nearly. JAX has such batches
+    only on a mesh that does not shard rows over all hosts.
+    """
     batch = rows.BatchRows(num_shards=num_shards, global_batch_size=global_batch_size)
-    loading_hosts = next(
-        h for h in range(num_hosts, 0, -1) if not global_batch_size % h
-    )
-    placement = rows.Placement.in_order(
-        0, num_hosts=loading_hosts, global_batch_size=global_batch_size
-    )
-    assigned = rows.assign(batch, placement.row_hosts, 0)
-    # The host of each row if H divides B; otherwise each host takes an equal share.
-    belongs = np.arange(global_batch_size) * num_hosts // global_batch_size
-    stays = sum(
-        int((belongs[host.rows] == number).sum())
-        for number, host in enumerate(assigned)
-    )
-    # The average number of rows that a batch takes from each shard.
-    rows_a_shard = global_batch_size / num_shards
+    row_hosts = rows.shares(num_hosts, global_batch_size)
+    loaders = rows.loaders(batch, row_hosts)
+    assigned = rows.assign(batch, loaders, 0)
+    moved = int((loaders != row_hosts).sum())
     return Outlook(
         num_hosts=num_hosts,
         global_batch_size=global_batch_size,
         arrangement=batch.arrangement.value,
-        loading_hosts=loading_hosts,
-        rows_identical=loading_hosts == num_hosts,
+        loading_hosts=len(assigned),
         host_shards=tuple(tuple(host.shards.tolist()) for host in assigned),
-        moved_rows=global_batch_size - stays,
-        made_rows=round(rows_a_shard * sum(host.shards.size for host in assigned)),
+        host_rows=len(assigned[0].rows),
+        moved_rows=moved,
+        moved_bytes=None if row_bytes is None else moved * row_bytes,
     )
 
 
 def outlooks(
-    num_shards: int, hosts: Sequence[int], batches: Sequence[int]
+    num_shards: int,
+    hosts: Sequence[int],
+    batches: Sequence[int],
+    *,
+    row_bytes: int | None = None,
 ) -> list[Outlook]:
     """The outlook of each number of hosts with each batch size."""
-    return [outlook(num_shards, h, size) for h in hosts for size in batches]
+    return [
+        outlook(num_shards, h, size, row_bytes=row_bytes)
+        for h in hosts
+        for size in batches
+    ]

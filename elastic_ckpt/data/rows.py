@@ -13,12 +13,15 @@ Inside a batch the rows are arranged so that each shard can stay on one host:
 * `windowed`, if B divides S: in the order of the stream. Row `r` comes from the shards
   that are `r + p` modulo B, at each step until B changes. The host with row `r` owns
   these shards.
-* `striped` otherwise: in the order of the stream, but if H divides S, row `r` is loaded
-  by host `r % H`, which owns every H-th shard. Each batch has the right rows; to get
-  the right order, the hosts' devices exchange them (`exchanged`).
+* `striped` otherwise: in the order of the stream. The shards that are equal modulo
+  gcd(B, S) take turns in the same rows.
 
-In other cases a host runs each shard of which it holds a row, and discards the rows of
-other hosts. Thus every H that divides B works, at the cost of additional work.
+If each shard's rows lie on one host, hosts load the rows that they hold. If not, the
+largest number L of hosts that divides gcd(B, S) loads (`loaders`): each takes a run of
+shards if the arrangement is blocked, and every L-th shard otherwise. The rows are then
+handed on to their places over the network of the hosts' devices (`data.delivery`).
+Processes without such a network run each shard of which they hold a row, and discard
+the rows of others.
 
 Glossary: g stream row, r row of a batch, s shard, h host; S, B, H are their numbers.
 """
@@ -80,9 +83,9 @@ class Placement:
     """The placement of the rows of a batch on hosts, and the current host.
 
     Attributes:
-      row_hosts: the host whose devices hold each row of a batch, int `[B]`, numbered
-        from 0 without gaps; hosts that hold the same rows count as one.
-      host: the number of the current host.
+      row_hosts: the host that loads each row of a batch, int `[B]`, numbered from 0
+        without gaps; hosts that hold the same rows count as one.
+      host: the number of the current host; it may be one that loads no row.
       turns: of how many batches in succession the host takes one; the others are those
         of other processes with the same rows, such as workers of a PyTorch loader.
       skips: the number of batches that it skips before its first.
@@ -108,7 +111,7 @@ class Placement:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts, H."""
+        """The number of hosts that load."""
         return int(self.row_hosts.max()) + 1
 
 
@@ -117,7 +120,7 @@ class HostRows:
     """The rows of every batch that one host loads, until B or the hosts change.
 
     Attributes:
-      rows: the rows of a batch that the host loads, ascending, int64 `[B / H]`.
+      rows: the rows of a batch that the host loads, ascending, int64.
       shards: the shards that the host runs, ascending; it discards their rows that are
         not in `rows`.
       writes: the shards whose cursors the host saves; each shard has one such host.
@@ -150,31 +153,67 @@ def assign(batch: BatchRows, row_hosts: np.ndarray, position: int) -> list[HostR
 
     Args:
       batch: S and B.
-      row_hosts: the host whose devices hold each row of a batch, int `[B]`, numbered
-        from 0 without gaps; hosts that hold the same rows count as one.
+      row_hosts: the host that loads each row of a batch, int `[B]`, numbered from 0
+        without gaps; hosts that hold the same rows count as one.
       position: the position in the stream of the first batch.
     """
-    num_hosts = int(row_hosts.max()) + 1
+    # Every pair of a host and a shard that it runs, sorted, as two arrays; and for each
+    # pair, whether the host is the first that runs the shard.
+    #
+    # The next batch begins B rows later. Unless the arrangement is blocked, a row then
+    # comes from another shard, and over time from every gcd(B, S)-th shard.
+    num_shards = batch.num_shards
+    stride = math.gcd(batch.global_batch_size, num_shards)
+    classes = _classes(batch, row_hosts, position)
+    later = np.arange(0, num_shards, stride)
+    first_pairs = classes // stride * num_shards + classes % stride
+    pairs = np.sort((first_pairs[:, None] + later).reshape(-1))
+    hosts, shards = pairs // num_shards, pairs % num_shards
+    first = np.full(num_shards, row_hosts.size)
+    np.minimum.at(first, shards, hosts)
+    writes = first[shards] == hosts
     rows = np.argsort(row_hosts, kind="stable")
-    if exchanged(batch, row_hosts) is None:
-        hosts, shards, writes = _in_place(batch, row_hosts, position)
-    else:
-        rows = _every_nth(rows.size, num_hosts)
-        shards = _every_nth(batch.num_shards, num_hosts)
-        shards = np.sort((shards.reshape(num_hosts, -1) + position) % batch.num_shards)
-        shards = shards.reshape(-1)
-        hosts = np.repeat(np.arange(num_hosts), batch.num_shards // num_hosts)
-        writes = np.ones(batch.num_shards, bool)
-    ends = np.arange(1, num_hosts)
+    ends = np.arange(1, int(row_hosts.max()) + 1)
     return [
         HostRows(rows=loads, shards=runs, writes=saves)
         for loads, runs, saves in zip(
-            np.split(rows, ends * (rows.size // num_hosts)),
+            np.split(rows, np.searchsorted(row_hosts[rows], ends)),
             np.split(shards, np.searchsorted(hosts, ends)),
             np.split(shards[writes], np.searchsorted(hosts[writes], ends)),
             strict=True,
         )
     ]
+
+
+def shares(num_hosts: int, global_batch_size: int) -> np.ndarray:
+    """The host of each row if each takes an equal share, or nearly, in order."""
+    return np.arange(global_batch_size) * num_hosts // global_batch_size
+
+
+def loaders(batch: BatchRows, row_hosts: np.ndarray) -> np.ndarray:
+    """The host that loads each row so that one host runs each shard, int `[B]`.
+
+    Each host that loads has the same number of rows. These are all hosts, with the rows
+    that they hold according to `row_hosts`, wherever possible, and otherwise as many of
+    the first ones as possible.
+    """
+    size = batch.global_batch_size
+    num_classes = math.gcd(size, batch.num_shards)
+    is_even = np.unique(np.bincount(row_hosts)).size == 1
+    if is_even and _classes(batch, row_hosts, 0).size == num_classes:
+        return row_hosts
+    num_hosts = int(row_hosts.max()) + 1
+    loading = max(h for h in range(1, num_hosts + 1) if num_classes % h == 0)
+    rows = np.arange(size)
+    if batch.arrangement is Arrangement.BLOCKED:
+        return rows // (size // loading)
+    return rows % loading
+
+
+def _classes(batch: BatchRows, row_hosts: np.ndarray, position: int) -> np.ndarray:
+    # Every pair of a host and the residue, modulo gcd(B, S), of a shard that it runs.
+    stride = math.gcd(batch.global_batch_size, batch.num_shards)
+    return np.unique(row_hosts * stride + batch.shards(position) % stride)
 
 
 def taken(batch: BatchRows, placement: Placement, position: int) -> HostRows:
@@ -185,6 +224,9 @@ def taken(batch: BatchRows, placement: Placement, position: int) -> HostRows:
       placement: the host, and which batches it takes.
       position: the position in the stream, before any batch is skipped.
     """
+    if placement.host >= placement.num_hosts:
+        nothing = np.arange(0)
+        return HostRows(rows=nothing, shards=nothing, writes=nothing)
     loads = assign(batch, placement.row_hosts, position)[placement.host]
     if placement.turns == 1:
         return loads
@@ -197,21 +239,6 @@ def taken(batch: BatchRows, placement: Placement, position: int) -> HostRows:
         shards = (np.unique(shards % stride)[:, None] + later).reshape(-1)
     shards = np.unique(shards)
     return HostRows(rows=loads.rows, shards=shards, writes=shards)
-
-
-def exchanged(batch: BatchRows, row_hosts: np.ndarray) -> np.ndarray | None:
-    """The index of each row of a batch in the rows that hosts load, int64 `[B]`.
-
-    It is None if the hosts load the rows that their devices hold. Takes the arguments
-    of `assign`; the result is the same at every position.
-    """
-    num_hosts = int(row_hosts.max()) + 1
-    fits = batch.num_shards % num_hosts == 0
-    if batch.arrangement is not Arrangement.STRIPED or not fits or num_hosts == 1:
-        return None
-    # Host h has loaded the rows h, h + H, h + 2H, ... into the rows that it holds.
-    held = np.argsort(row_hosts, kind="stable").reshape(num_hosts, -1)
-    return held.T.reshape(-1)
 
 
 def suggest_num_shards(
@@ -248,29 +275,3 @@ def suggest_num_shards(
     if all(size % least == 0 for size in batches):
         return least
     return math.lcm(*batches)
-
-
-def _in_place(
-    batch: BatchRows, row_hosts: np.ndarray, position: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    # Every pair of a host and a shard that it runs, sorted, as two arrays; and for each
-    # pair, whether the host is the first that runs the shard.
-    #
-    # The next batch begins B rows later. Unless the arrangement is blocked, a row then
-    # comes from another shard, and over time from every gcd(B, S)-th shard.
-    num_shards = batch.num_shards
-    stride = math.gcd(batch.global_batch_size, num_shards)
-    shards = batch.shards(position)
-    classes = np.unique(row_hosts * stride + shards % stride)
-    later = np.arange(0, num_shards, stride)
-    first_pairs = classes // stride * num_shards + classes % stride
-    pairs = np.sort((first_pairs[:, None] + later).reshape(-1))
-    hosts, run = pairs // num_shards, pairs % num_shards
-    first = np.full(num_shards, row_hosts.size)
-    np.minimum.at(first, run, hosts)
-    return hosts, run, first[run] == hosts
-
-
-def _every_nth(count: int, num_hosts: int) -> np.ndarray:
-    # The numbers below `count` that equal the host's number modulo H, host by host.
-    return np.arange(count).reshape(-1, num_hosts).T.reshape(-1)

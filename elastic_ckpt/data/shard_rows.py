@@ -58,7 +58,8 @@ class Task:
     Attributes:
       make_shard: makes the pipeline of a shard.
       batch: S and B.
-      keep: the rows of a batch to return, ascending.
+      keep: the rows of a batch to return, ascending. If there are none, features of
+        no row are returned.
       position: the position in the stream of the first batch.
       start: the cursors of the shards to run; None for a shard at its beginning.
       end: how the data ends. If it does, shards that have ended yield rows of zeros,
@@ -129,6 +130,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         self._is_first, self._over = True, False
         self._changed: set[int] = set()
         self._zeros: Any = None
+        self._none: Rows | None = None
 
     def __next__(self) -> Loaded:
         for _ in range(self._skips):
@@ -137,7 +139,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         kept = self._next_rows()
         changed = self.changed() if self._task.track else {}
         return Loaded(
-            rows=self._stack(kept) if kept else None,
+            rows=self._stack(kept) if kept or not self._task.keep.size else None,
             cursors={shard: cursors.made(each) for shard, each in changed.items()},
             over=self._over,
         )
@@ -241,6 +243,11 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         return lambda: to_json(make())
 
     def _stack(self, drawn: list[Any]) -> Rows:
+        if not drawn:
+            if self._none is None:
+                of_one = self._stack([self._any()])
+                self._none = {name: feature[:0] for name, feature in of_one.items()}
+            return self._none
         if not self._task.finite:
             return _stacked(drawn, added={elastic_data.EXAMPLE_ID})
         real = [row for row in drawn if row is not None]

@@ -27,7 +27,6 @@ from elastic_ckpt.data import (
     elastic_data,
     mixing,
     pipeline_changes,
-    plan,
     readers,
     records,
     rows,
@@ -162,9 +161,9 @@ class ShardedData:
             pipeline=self.pipeline | {pipeline_changes.DATASETS: kept},
         )
 
-    def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
-        """The index of each row of a batch in the loaded rows; None if in order."""
-        return rows.exchanged(self._batch(row_hosts), row_hosts)
+    def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
+        """The host that loads each row, so that one host runs each shard."""
+        return rows.loaders(self._batch(row_hosts), row_hosts)
 
     def host_shards(
         self, row_hosts: np.ndarray, position: cursors.Position
@@ -177,15 +176,20 @@ class ShardedData:
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
+        batch = self._batch(placement.row_hosts)
         if placement.host == 0:
+            assigned = rows.assign(batch, placement.row_hosts, 0)
             _warn_of_discarded_rows(
-                self.num_shards, placement.num_hosts, len(placement.row_hosts)
+                self.num_shards,
+                placement.num_hosts,
+                batch.global_batch_size,
+                sum(host.shards.size for host in assigned),
             )
         if placement.host == 0 and placement.skips == 0 and placement.turns > 1:
             _warn_of_dropped_batches(
                 self.num_shards, len(placement.row_hosts), placement.turns
             )
-        return _HostBatches(self, self._batch(placement.row_hosts), placement)
+        return _HostBatches(self, batch, placement)
 
     def _batch(self, row_hosts: np.ndarray) -> rows.BatchRows:
         return rows.BatchRows(
@@ -293,22 +297,21 @@ _BATCHED = ("BatchMapDataset", "BatchIterDataset")
 
 
 @functools.cache
-def _warn_of_discarded_rows(num_shards: int, num_hosts: int, size: int) -> None:
-    expected = plan.outlook(num_shards, num_hosts, size)
-    if expected.made_rows > size:
+def _warn_of_discarded_rows(
+    num_shards: int, num_hosts: int, size: int, num_run: int
+) -> None:
+    if num_run > num_shards:
+        made = round(size * num_run / num_shards)
         logging.warning(
             "%d hosts with batches of %d rows from %d logical shards: hosts run the"
             " same shards, make %d rows for a batch and discard %d; choose a number of"
             " hosts that divides the shards, or batches of a multiple or a divisor of"
-            " them (`elastic-ckpt plan --shards %d --hosts %d --batches %d`)",
+            " them",
             num_hosts,
             size,
             num_shards,
-            expected.made_rows,
-            expected.made_rows - size,
-            num_shards,
-            num_hosts,
-            size,
+            made,
+            made - size,
         )
 
 

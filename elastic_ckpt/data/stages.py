@@ -124,9 +124,9 @@ class StagedData:
             ),
         )
 
-    def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
+    def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
         """See `ElasticData`."""
-        return self.current.data.row_order(row_hosts)
+        return self.current.data.loaders(row_hosts)
 
     def host_shards(
         self, row_hosts: np.ndarray, position: cursors.Position

@@ -100,14 +100,6 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
             f" global batch of {rows:g} rows, which cannot be divided evenly among"
             f" {num_devices} devices; set it to a whole number"
         )
-    shards = config.data.num_logical_shards
-    if shards % world.hosts:
-        fitting = [n for n in range(1, shards + 1) if not shards % n]
-        raise errors.ConfigError(
-            f"{maxtext_config.PLACE}: hosts={world.hosts} does not divide"
-            f" num_logical_shards={shards}, so hosts would run the same shards; set"
-            f" hosts to one of {errors.first_of(map(str, fitting))}"
-        )
     data = dataclasses.replace(config.data, global_batch_size=round(rows))
     # Its own program is compiled ahead, MaxText's is not.
     elastic = dataclasses.replace(config.elastic, elastic_compile_ahead_seconds=0.0)

@@ -88,7 +88,9 @@ class RemoteIterator:
         )
         self._check_compatibility(mesh)
         self._workers = _Workers(
-            self._worker, messages.encode({}, self._cpu_sharding), self._sharding
+            self._worker,
+            messages.encode({}, self._cpu_sharding),
+            delivery.Loading.of(data, self._sharding, global_batch_size).sharding,
         )
         # This also runs if `close` is never called.
         release = functools.partial(_release, self._worker, self._workers.calls)

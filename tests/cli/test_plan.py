@@ -7,27 +7,28 @@ from tests import runs
 
 def test_it_says_who_reads_what_and_what_a_misfit_costs():
     output = runs.verb("plan", "--hosts", "3,5", "--batches", "24,8", "--shards", "12")
+    few = "rows identical to those of one host; JAX needs a mesh that shards rows over"
     assert output == (
         "12 logical shards\n"
         "3 hosts, batches of 24: blocked, rows identical to those of one host\n"
         "  host 0 reads shards 0-3\n"
         "  host 2 reads shards 8-11\n"
-        "3 hosts, batches of 8: do not divide the batch; 2 of them can load it"
-        " (striped), and 4 of 8 rows have to be handed on\n"
+        f"3 hosts, batches of 8: striped, {few} fewer than 3; 2 of the hosts load, 4"
+        " rows each; 4 of 8 rows move between hosts' devices\n"
         "  host 0 reads shards 0, 2, 4, ... 6 in all\n"
         "  host 1 reads shards 1, 3, 5, ... 6 in all\n"
-        "5 hosts, batches of 24: do not divide the batch; 4 of them can load it"
-        " (blocked), and 10 of 24 rows have to be handed on\n"
+        f"5 hosts, batches of 24: blocked, {few} fewer than 5; 4 of the hosts load, 6"
+        " rows each; 10 of 24 rows move between hosts' devices\n"
         "  host 0 reads shards 0-2\n"
         "  host 3 reads shards 9-11\n"
-        "5 hosts, batches of 8: do not divide the batch; 4 of them can load it"
-        " (striped), and 7 of 8 rows have to be handed on\n"
+        f"5 hosts, batches of 8: striped, {few} fewer than 5; 4 of the hosts load, 2"
+        " rows each; 7 of 8 rows move between hosts' devices\n"
         "  host 0 reads shards 0, 4, 8\n"
         "  host 3 reads shards 3, 7, 11\n"
     )
 
 
-def test_it_says_what_hosts_exchange_and_what_they_discard():
+def test_it_says_what_hosts_exchange():
     output = runs.verb("plan", "--hosts", "2,8", "--batches", "16", "--shards", "12")
     assert output == (
         "12 logical shards\n"
@@ -35,10 +36,10 @@ def test_it_says_what_hosts_exchange_and_what_they_discard():
         " rows move between hosts' devices\n"
         "  host 0 reads shards 0, 2, 4, ... 6 in all\n"
         "  host 1 reads shards 1, 3, 5, ... 6 in all\n"
-        "8 hosts, batches of 16: striped, rows identical to those of one host; 64 rows"
-        " are made for each 16, and 48 are discarded\n"
-        "  host 0 reads shards 0-1, 4-5, 8-9\n"
-        "  host 7 reads shards 2-3, 6-7, 10-11\n"
+        "8 hosts, batches of 16: striped, rows identical to those of one host; 4 of the"
+        " hosts load, 4 rows each; 14 of 16 rows move between hosts' devices\n"
+        "  host 0 reads shards 0, 4, 8\n"
+        "  host 3 reads shards 3, 7, 11\n"
     )
 
 
@@ -46,7 +47,7 @@ def test_without_shards_it_suggests_the_least():
     output = runs.verb("plan", "--hosts", "2,3,4", "--batches", "24,48", "--json")
     content = json.loads(output)
     assert content["num_shards"] == 12
-    assert all(outlook["rows_identical"] for outlook in content["outlooks"])
+    assert all(outlook["moved_rows"] == 0 for outlook in content["outlooks"])
 
 
 @pytest.mark.parametrize("hosts", ["", "two", "0", "2,,3"])
@@ -67,6 +68,17 @@ def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, c
     assert "2 hosts, batches of 12: blocked, rows identical to those of one host" in (
         lines
     )
+
+
+def test_with_a_configuration_it_knows_the_bytes_that_move(tmp_path, corpus):
+    config = runs.write_config(
+        tmp_path, corpus, num_logical_shards=6, max_target_length=16
+    )
+    output = runs.verb("plan", config, "--hosts", "3", "--batches", "9", "--json")
+    (outlook,) = json.loads(output)["outlooks"]
+    # Inputs and targets of 16 tokens, positions and segments of both, and the id.
+    assert outlook["moved_rows"] == 6
+    assert outlook["moved_bytes"] == 6 * (6 * 16 * 4 + 8)
 
 
 def change(tmp_path, corpus, *options, code=0, **settings):

@@ -26,11 +26,11 @@ def test_the_batch_grows_with_the_devices_otherwise():
     [
         (
             {"global_batch_size": 6},
-            "6 rows cannot be divided evenly among 4 hosts; set",
+            "6 rows cannot be divided evenly among 8 devices, as JAX requires; set",
         ),
         (
             {"global_batch_size": 12},
-            "12 rows cannot be divided evenly among 8 devices; set",
+            "12 rows cannot be divided evenly among 8 devices, as JAX requires; set",
         ),
         (
             {"per_device_batch_size": 0.3},

@@ -210,7 +210,6 @@ def test_hosts_that_discard_rows_say_so_before_the_first(caplog):
         "3 hosts with batches of 48 rows from 64 logical shards: hosts run the same"
         " shards, make 144 rows for a batch and discard 96; choose a number of hosts"
         " that divides the shards, or batches of a multiple or a divisor of them"
-        " (`elastic-ckpt plan --shards 64 --hosts 3 --batches 48`)"
     )
 
 

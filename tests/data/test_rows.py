@@ -36,14 +36,6 @@ def layouts(draw):
     return rows.BatchRows(num_shards=draw(SHARDS), global_batch_size=size), row_hosts
 
 
-def as_loaded(hosts, row_hosts):
-    """The number of the row that stands in each row's place before the exchange."""
-    loaded = np.full(len(row_hosts), -1)
-    for number, host in enumerate(hosts):
-        loaded[row_hosts == number] = host.rows
-    return loaded
-
-
 @given(SHARDS, st.lists(SIZES, max_size=8))
 def test_any_schedule_of_batch_sizes_yields_the_stream_once_and_in_order(shards, sizes):
     position, yielded = 0, collections.Counter()
@@ -61,36 +53,41 @@ def test_any_schedule_of_batch_sizes_yields_the_stream_once_and_in_order(shards,
 
 
 @given(layouts(), POSITIONS)
-def test_every_row_is_loaded_once_and_where_it_is_held_but_for_an_exchange(
-    layout, position
-):
+def test_every_row_is_loaded_by_the_host_that_is_to_load_it(layout, position):
     batch, row_hosts = layout
-    hosts = rows.assign(batch, row_hosts, position)
-    num_hosts, in_place = len(hosts), rows.exchanged(*layout) is None
-    assert num_hosts == row_hosts.max() + 1
-    for number, host in enumerate(hosts):
-        held = np.flatnonzero(row_hosts == number).tolist()
-        every_nth = list(range(number, len(row_hosts), num_hosts))
-        assert host.rows.tolist() == (held if in_place else every_nth)
-    loaded = np.concatenate([host.rows for host in hosts])
-    assert sorted(loaded) == list(range(len(row_hosts)))
-
-
-@given(layouts())
-def test_rows_are_exchanged_if_hosts_fit_the_shards_alone(layout):
-    batch, row_hosts = layout
-    num_hosts = row_hosts.max() + 1
-    fits = batch.arrangement is rows.Arrangement.STRIPED
-    fits = fits and batch.num_shards % num_hosts == 0 and num_hosts > 1
-    assert (rows.exchanged(*layout) is not None) == fits
+    for loads in (row_hosts, rows.loaders(batch, row_hosts)):
+        hosts = rows.assign(batch, loads, position)
+        assert len(hosts) == loads.max() + 1
+        for number, host in enumerate(hosts):
+            assert host.rows.tolist() == np.flatnonzero(loads == number).tolist()
 
 
 @given(layouts(), POSITIONS)
-def test_the_exchange_restores_the_order_of_the_batch(layout, position):
-    loaded = as_loaded(rows.assign(*layout, position), layout[1])
-    order = rows.exchanged(*layout)
-    restored = loaded if order is None else loaded[order]
-    assert restored.tolist() == list(range(len(loaded)))
+def test_each_shard_runs_on_one_host_and_as_many_as_divide_it_up_load(layout, position):
+    batch, row_hosts = layout
+    loads = rows.loaders(batch, row_hosts)
+    hosts = rows.assign(batch, loads, position)
+    run = np.concatenate([host.shards for host in hosts])
+    assert sorted(run) == list(range(batch.num_shards))
+    assert len({len(host.rows) for host in hosts}) == 1
+    in_place = rows.assign(batch, row_hosts, position)
+    if sum(len(host.shards) for host in in_place) == batch.num_shards:
+        assert loads is row_hosts
+    else:
+        divided = math.gcd(batch.num_shards, batch.global_batch_size)
+        fitting = [h for h in range(1, len(in_place) + 1) if divided % h == 0]
+        assert len(hosts) == fitting[-1]
+
+
+@given(layouts(), POSITIONS)
+def test_a_host_that_does_not_load_runs_nothing(layout, position):
+    batch, row_hosts = layout
+    loads = rows.loaders(batch, row_hosts)
+    for host in range(int(row_hosts.max()) + 1):
+        placement = rows.Placement(row_hosts=loads, host=host)
+        taken = rows.taken(batch, placement, position)
+        does_load = host in loads
+        assert {bool(len(a)) for a in vars(taken).values()} == {does_load}
 
 
 @given(layouts(), POSITIONS)
@@ -117,24 +114,22 @@ def test_a_host_runs_the_shards_that_it_needs_now_or_later_and_no_others(
     assert [host.shards.tolist() for host in hosts] == list(map(sorted, needed))
 
 
-@given(layouts(), POSITIONS)
-def test_no_shard_runs_twice_where_hosts_fit(layout, position):
+@given(layouts())
+def test_hosts_that_fit_load_what_they_hold(layout):
     batch, row_hosts = layout
-    hosts = rows.assign(*layout, position)
-    blocked = batch.arrangement is rows.Arrangement.BLOCKED
     in_order = (np.diff(row_hosts) >= 0).all()
-    assume(not blocked or (in_order and batch.num_shards % len(hosts) == 0))
-    striped = batch.arrangement is rows.Arrangement.STRIPED
-    assume(not striped or batch.num_shards % len(hosts) == 0)
-    assert sum(len(host.shards) for host in hosts) == batch.num_shards
-    assert all(host.writes.tolist() == host.shards.tolist() for host in hosts)
+    blocked = batch.arrangement is rows.Arrangement.BLOCKED
+    fits = blocked and in_order and batch.num_shards % (row_hosts.max() + 1) == 0
+    assume(fits or batch.arrangement is rows.Arrangement.WINDOWED)
+    assert rows.loaders(batch, row_hosts) is row_hosts
 
 
 @given(layouts(), POSITIONS, st.integers(0, 60))
 def test_hosts_run_the_same_shards_until_the_batch_size_changes(layout, position, step):
-    batch, _ = layout
-    now = rows.assign(*layout, position)
-    later = rows.assign(*layout, position + step * batch.global_batch_size)
+    batch, row_hosts = layout
+    row_hosts = rows.loaders(batch, row_hosts) if step % 2 else row_hosts
+    now = rows.assign(batch, row_hosts, position)
+    later = rows.assign(batch, row_hosts, position + step * batch.global_batch_size)
     for one, two in zip(now, later, strict=True):
         assert one.shards.tolist() == two.shards.tolist()
         assert one.writes.tolist() == two.writes.tolist()
@@ -143,7 +138,7 @@ def test_hosts_run_the_same_shards_until_the_batch_size_changes(layout, position
 def assert_nothing_is_moved_or_discarded(batch, num_hosts, position):
     row_hosts = in_order(num_hosts, batch.global_batch_size)
     hosts = rows.assign(batch, row_hosts, position)
-    assert rows.exchanged(batch, row_hosts) is None
+    assert rows.loaders(batch, row_hosts) is row_hosts
     assert sum(len(host.shards) for host in hosts) == batch.num_shards
 
 
@@ -191,7 +186,7 @@ def test_rows_follow_a_sharding_that_gives_hosts_alternating_blocks():
     hosts = rows.assign(batch, row_hosts, 0)
     assert [host.shards.tolist() for host in hosts] == [[0, 2], [1, 3]]
     assert [host.rows.tolist() for host in hosts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert rows.exchanged(batch, row_hosts) is None
+    assert rows.loaders(batch, row_hosts) is row_hosts
 
 
 def test_a_shard_whose_rows_lie_on_two_hosts_runs_on_both_and_the_first_saves_it():
@@ -202,12 +197,16 @@ def test_a_shard_whose_rows_lie_on_two_hosts_runs_on_both_and_the_first_saves_it
     assert [host.writes.tolist() for host in hosts] == [[0, 1], []]
 
 
-def test_hosts_that_fit_neither_shards_nor_batch_run_every_shard_that_they_hold():
+def test_of_hosts_that_do_not_fit_the_shards_fewer_load():
     batch = rows.BatchRows(num_shards=4, global_batch_size=12)
-    hosts = rows.assign(batch, in_order(3, 12), 0)
-    # Rows 0 to 3, 4 to 7 and 8 to 11, of shards that have three rows each.
+    # Of shards that have three rows each, the hosts hold rows 0-3, 4-7 and 8-11.
+    row_hosts = in_order(3, 12)
+    hosts = rows.assign(batch, row_hosts, 0)
     assert [host.shards.tolist() for host in hosts] == [[0, 1], [1, 2], [2, 3]]
     assert [host.writes.tolist() for host in hosts] == [[0, 1], [2], [3]]
+    hosts = rows.assign(batch, rows.loaders(batch, row_hosts), 0)
+    assert [host.shards.tolist() for host in hosts] == [[0, 1], [2, 3]]
+    assert [host.rows.tolist() for host in hosts] == [[*range(6)], [*range(6, 12)]]
 
 
 def test_batches_that_no_host_count_divides_have_no_suggestion():
@@ -223,24 +222,21 @@ def test_rows_that_do_not_divide_over_hosts_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "size", "of_host", "run"),
+    ("num_shards", "size", "of_host"),
     [
-        (40_000, 80_000, 4, 40_000),  # blocked
-        (40_000, 20_000, 4, 40_000),  # windowed
-        (40_000, 30_000, 4, 40_000),  # striped, and exchanged
-        (6_000, 60_000, 2, 14_000),  # blocked, and 6 rows a host of 10 rows a shard
+        (40_000, 80_000, 4),  # blocked
+        (40_000, 20_000, 4),  # windowed
+        (40_000, 30_000, 4),  # striped, and handed on
+        (6_000, 60_000, 1),  # blocked, of which 6,000 hosts load
     ],
 )
-def test_ten_thousand_hosts_share_out_every_row_and_shard(
-    num_shards, size, of_host, run
-):
+def test_ten_thousand_hosts_share_out_every_row_and_shard(num_shards, size, of_host):
     batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
-    row_hosts = in_order(10_000, size)
-    hosts = rows.assign(batch, row_hosts, 10**9)
-    loaded, order = as_loaded(hosts, row_hosts), rows.exchanged(batch, row_hosts)
-    restored = loaded if order is None else loaded[order]
-    np.testing.assert_array_equal(restored, np.arange(size))
+    loads = rows.loaders(batch, in_order(10_000, size))
+    hosts = rows.assign(batch, loads, 10**9)
+    loaded = np.concatenate([host.rows for host in hosts])
+    np.testing.assert_array_equal(np.sort(loaded), np.arange(size))
     assert max(len(host.shards) for host in hosts) == of_host
-    assert sum(len(host.shards) for host in hosts) == run
-    written = np.sort(np.concatenate([host.writes for host in hosts]))
-    np.testing.assert_array_equal(written, np.arange(num_shards))
+    for each in ("shards", "writes"):
+        of_all = np.sort(np.concatenate([getattr(host, each) for host in hosts]))
+        np.testing.assert_array_equal(of_all, np.arange(num_shards))

@@ -92,9 +92,17 @@ def test_hosts_that_divide_the_shards_alone_load_other_rows_than_they_hold():
     np.testing.assert_array_equal(loaded["tokens"], expected["tokens"][::3])
 
 
-def test_hosts_that_divide_neither_shards_nor_batch_discard_rows_of_others():
+def test_of_hosts_that_do_not_fit_some_load_and_the_others_know_the_shapes():
     data = make("first_fit")
     one, eight = worlds.World(data, 1, 16), worlds.World(data, 8, 16)
+    first = [next(host) for host in eight.hosts]
+    assert [len(loaded["tokens"]) for loaded in first] == [4] * 4 + [0] * 4
+    assert {
+        (name, feature.shape[1:], feature.dtype)
+        for loaded in first
+        for name, feature in loaded.items()
+    } == {(name, array.shape[1:], array.dtype) for name, array in first[0].items()}
+    one.next()
     for _ in range(4):
         assert eight.next() == one.next()
 

@@ -101,7 +101,7 @@ def test_empty_data(trained, tmp_path):
 def test_a_number_of_hosts_that_does_not_divide_the_batch(trained):
     message = wrong(trained, "hosts=3")
     assert (
-        "a global batch of 8 rows cannot be divided evenly among 3 hosts; set"
+        "a global batch of 8 rows cannot be divided evenly among 3 devices, as JAX"
         in message
     )
 

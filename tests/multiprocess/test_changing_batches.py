@@ -1,4 +1,4 @@
-"""Real hosts that go on with batches of another size, so that shards move."""
+"""Real hosts of any number, whose batches change their size, so that shards move."""
 
 import functools
 import hashlib
@@ -14,11 +14,12 @@ from elastic_ckpt.data import elastic_data, sharded_data, stages
 from elastic_ckpt.elastic import multicontroller, supervisor
 from tests import pipelines, worlds
 
-NUM_SHARDS = 12
-# Batches of 12 and 24 rows are blocked, of 4 windowed, of 8 and 20 striped.
+NUM_SHARDS = 64
+# Batches of 64, 128 and 192 rows are blocked, of 16 windowed, and the others striped.
+# Of three hosts two load, and hand rows on to the third one.
 WORLDS = (
-    (4, (12, 8, 24, 4, 20)),
-    (2, (20, 24, 8)),
+    (4, (64, 24, 128, 16, 40)),
+    (3, (48, 192, 24, 66)),
 )
 
 
@@ -34,7 +35,7 @@ def engines():
         )
 
     return {
-        "everything": of(pipelines.everything),
+        "chunked": of(pipelines.chunked),
         "finite": of(pipelines.packed, end=elastic_data.End.PADDED),
         # Longer rows, packed otherwise, where the batch has another size too.
         "stages": ec.data.staged(
@@ -63,7 +64,7 @@ def digest(name, batch):
 
 def train(place, emit, *, directory, sizes, colocated):
     """Continues from the newest step, with batches of each size, and saves."""
-    multicontroller.configure(schema.WorldSection())
+    multicontroller.configure(schema.WorldSection(devices_per_host=2))
     with multicontroller.joined(place):
         iterators = {
             name: ec.batches(

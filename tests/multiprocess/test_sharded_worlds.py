@@ -16,9 +16,8 @@ from tests import pipelines, worlds
 
 NUM_SHARDS = 12
 BATCHES_A_WORLD = 3
-# Hosts and rows of a batch: each shard is one host's; rows are exchanged between the
-# hosts; hosts run each other's shards, and discard what is not theirs. Then up and
-# down, by one and by many.
+# Hosts and rows of a batch: hosts load what they hold; they exchange rows; four of five
+# hosts load, and six of eight, and hand rows on. Then up and down, by one and by many.
 WORLDS = ((4, 12), (3, 18), (5, 20), (8, 24), (1, 24), (6, 12))
 
 
