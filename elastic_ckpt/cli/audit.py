@@ -258,6 +258,9 @@ def describe(outcome: audit.Audit) -> str:
         + _WHY_UNPROMISED
         * (outcome.num_row_promised_steps < outcome.num_steps),
     ]
+    if outcome.stage_steps:
+        begins = ", ".join(map(str, outcome.stage_steps))
+        lines.append(f"stages of the data begin at steps {begins}")
     if outcome.num_redone_steps:
         lines.append(
             f"steps trained again after an interruption: {outcome.num_redone_steps}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from elastic_ckpt.data import elastic_data
+from elastic_ckpt.data import elastic_data, stages
 from elastic_ckpt.training import (
     batch_comparison,
     example_uses,
@@ -46,6 +46,8 @@ class Audit:
         went back (and count once).
       num_left_out: positions that the run left out after it went back.
       hosts: the number of hosts of each attempt.
+      stage_steps: the steps at which the stages of the newest attempt's data begin;
+        empty if it has none.
       first_difference: a description of the first step that differs; empty if none
         does.
       missing_checkpoint: a description of a checkpoint that was due but is not in
@@ -64,6 +66,7 @@ class Audit:
     num_redone_steps: int
     num_left_out: int
     hosts: tuple[int, ...]
+    stage_steps: tuple[int, ...]
     first_difference: str
     missing_checkpoint: str
 
@@ -111,6 +114,7 @@ def audit(
     )
     # It may go on from the checkpoint of another program.
     start = attempts[0].start_step
+    of_stages = stages.of(data_of(attempts[-1].attempt))
     for number, record in enumerate(steps, start=start):
         one_host = oracle.next(record)
         in_order = is_in_order(record.attempt)
@@ -145,6 +149,9 @@ def audit(
         num_redone_steps=sum(len(each.records) for each in attempts) - len(steps),
         num_left_out=oracle.num_left_out,
         hosts=tuple(attempt.hosts for attempt in attempts),
+        stage_steps=tuple(
+            each.begin + first_step for each in (of_stages.stages if of_stages else ())
+        ),
         first_difference=difference,
         missing_checkpoint=missing_checkpoint,
     )

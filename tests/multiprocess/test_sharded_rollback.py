@@ -51,3 +51,44 @@ def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
     digests = [step.digest for step in runs.steps(calm.parent / "tiny")]
     del digests[TO:READ]
     assert [step.digest for step in runs.steps(run)] == digests
+
+
+@pytest.mark.thorough
+@pytest.mark.slow(minutes=0.6)
+def test_stages_begin_at_their_steps_again_after_a_rollback(
+    mixture,  # noqa: F811
+    tmp_path,
+):
+    name = callbacks.named(callbacks.planted)
+    stages = [
+        {"begin_step": 0},
+        # In the middle of the steps that it goes back over; shards move there.
+        {
+            "begin_step": TO + 1,
+            "max_target_length": 48,
+            "global_batch_size": NUM_SHARDS // 2,
+        },
+        {"begin_step": READ + 2, "grain_packing_type": "best_fit"},
+    ]
+    config = configured(
+        tmp_path / "back", mixture, training_callbacks=name, data_stages=stages
+    )
+    for hosts, steps, colocated in ((3, 10, True), (3, 14, False), (2, 18, True)):
+        test_divergence.trained(
+            config,
+            f"hosts={hosts}",
+            f"steps={steps}",
+            f"colocated_python_data_input={colocated}",
+        )
+    run = config.parent / "tiny"
+    (event,) = runs.events(run, "rolled_back")
+    assert event["to_step"] == TO
+    sizes = [step.num_rows for step in runs.steps(run)]
+    small = NUM_SHARDS // 2
+    assert sizes == [
+        NUM_SHARDS if step <= TO or step >= READ + 2 else small for step in range(18)
+    ]
+    outcome = json.loads(runs.verb("audit", run, "--json"))
+    assert outcome["passed"], outcome
+    assert outcome["num_left_out"] == NUM_SHARDS + (READ - TO - 1) * small
+    assert outcome["stage_steps"] == [0, TO + 1, READ + 2]
