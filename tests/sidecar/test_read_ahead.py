@@ -235,6 +235,28 @@ def test_a_change_of_size_that_is_refused_leaves_the_position(
     assert saved_rows(tmp_path) == 4 * SIZE
 
 
+def test_cursors_that_move_reach_the_hosts_however_long_they_are(remote, monkeypatch):
+    moved = [[shard, "a cursor " * 40] for shard in range(100, 300)]
+    assert len(str(moved)) > 3 * worker.OFFER_BYTES
+    offer, prepare = iterator.HostIterator.offer, iterator.HostIterator.prepare
+    received = []
+
+    def offer_more(self, global_batch_size):
+        return {**offer(self, global_batch_size), "cursors": moved}
+
+    def receive(self, offers):
+        received.extend(each["cursors"] for each in offers)
+        prepare(self, offers)
+
+    monkeypatch.setattr(iterator.HostIterator, "offer", offer_more)
+    monkeypatch.setattr(iterator.HostIterator, "prepare", receive)
+    batches = batches_of(remote)
+    next(batches)
+    batches.resize(2 * SIZE)
+    assert received == [moved]
+    assert len(next(batches)["example_id"]) == 2 * SIZE
+
+
 @pytest.mark.parametrize("colocated", [True, False])
 def test_a_next_that_is_interrupted_loses_no_batch_and_no_count(
     valve, tmp_path, colocated
