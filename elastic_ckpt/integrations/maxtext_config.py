@@ -31,6 +31,7 @@ TIER_KEYS = (
 # Keys of ours that MaxText does not have: of its data, and of its tiers.
 OWN_DATA_KEYS = (
     "num_logical_shards",
+    "data_stages",
     "grain_record_format",
     "drop_remainder",
     "corrupt_records",
@@ -362,7 +363,28 @@ def train_section(config: Any, own: Own) -> schema.DataSection:
         "tokenizer_path": _tokenizer_path(config, kind),
         _IN_SIDECAR: own.in_sidecar,
     }
-    return _absolute(_section(values))
+    section = _absolute(_section(values))
+    _check_stages(section)
+    return section
+
+
+def _check_stages(section: schema.DataSection) -> None:
+    # MaxText makes its model and its step for one length and one size of batch.
+    for begin, stage in load.stages(section):
+        changed = [
+            key
+            for key, value in vars(section).items()
+            if vars(stage)[key] != value and key not in _OF_STAGES
+        ]
+        if changed:
+            raise errors.ConfigError(
+                f"{PLACE}: data_stages: the stage that begins at step {begin} sets"
+                f" {', '.join(changed)}, and MaxText has one value of it for a run;"
+                f" set only {' or '.join(_OF_STAGES)} there"
+            )
+
+
+_OF_STAGES = ("grain_train_files", "grain_train_mixture_config_path")
 
 
 def eval_section(config: Any, own: Own) -> schema.DataSection:

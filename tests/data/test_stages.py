@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import unittest.mock
 
@@ -33,6 +34,9 @@ from elastic_ckpt.data import (
     state,
 )
 from tests import formats, worlds
+
+# A search of hours sets the variable to more.
+MOST_EXAMPLES = int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "8"))
 
 TOKENS = language.Documents(column="tokens", tokenizer=None)
 NUM_SHARDS = 6
@@ -173,10 +177,10 @@ def test_stages_are_those_of_one_host_example_by_example(files, chosen):
     check_schedule(files["parquet"], chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize("file_format", formats.FORMATS)
 @given(chosen=schedules())
-@settings(max_examples=100)
+@settings(max_examples=MOST_EXAMPLES)
 def test_many_schedules_of_stages(files, file_format, chosen):
     check_schedule(files[file_format], chosen)
 

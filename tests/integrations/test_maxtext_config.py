@@ -1,3 +1,5 @@
+import dataclasses
+import json
 import os
 import re
 import types
@@ -488,3 +490,15 @@ def test_the_files_of_another_pipeline_are_named_only_if_they_were_given(
     raw = {"num_logical_shards": 12, "dataset_type": "hf", **settings}
     with refused(re.escape(location)):
         maxtext_config.divide(raw)
+
+
+def test_stages_of_a_run_of_maxtext_change_datasets_alone():
+    def made(**stage):
+        stages = [{"begin_step": 0}, {"begin_step": 5, **stage}]
+        values = {**OWN.values, "data_stages": json.dumps(stages)}
+        own = dataclasses.replace(OWN, values=values)
+        return maxtext_config.train_section(config(), own)
+
+    assert "b.array" in made(grain_train_files="b.array").data_stages
+    with pytest.raises(errors.ConfigError, match="step 5 sets max_target_length, and"):
+        made(max_target_length=77)
