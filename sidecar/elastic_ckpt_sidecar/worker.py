@@ -107,7 +107,7 @@ class _HostWorker:
         taken = self._state_after(content["batches"])
         # The head knows which batches were empty, and no steps of the run.
         data_state = dataclasses.replace(
-            taken.data_state, progress=_progress(content["progress"])
+            taken.data_state, progress=_progress(content.get("progress"))
         )
         taken = dataclasses.replace(taken, data_state=data_state)
         self._taken[ticket] = host.to_save(taken)
@@ -189,8 +189,9 @@ class _HostWorker:
         host = self._on(call)
         self._go_back_to(content["batches"])
         data = None
-        if content["progress"] is not None:
-            host.progress = _progress(content["progress"])
+        progress = _progress(content.get("progress"))
+        if progress is not None:
+            host.progress = progress
             data = host.data_of_next_step()
         offer = host.offer(content["global_batch_size"], data)
         self._offer = json.dumps(offer).encode()
