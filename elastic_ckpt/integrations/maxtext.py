@@ -145,6 +145,7 @@ def seams_taken(
         maxtext_seams.FOR_SAVE: taken.for_save,
         maxtext_seams.FOR_RESTORE: taken.for_restore,
         maxtext_seams.MAKE_CHECKPOINTER: taken.checkpoint_manager,
+        maxtext_seams.MAKE_LOADER: taken.loader,
         maxtext_seams.SAVE_STEP: taken.save_step,
         maxtext_seams.MAKE_LOGGER: taken.metric_logger,
     }
@@ -314,6 +315,40 @@ class Taken:
         self._distrust_steps = chosen.divergence.distrust_steps
         return self._manager
 
+    def loader(
+        self,
+        config: Any,
+        mesh: Any,
+        data_iterator: Any,
+        goodput_recorder: Any,
+        rampup_manager: Any,
+    ) -> Any:
+        """Makes MaxText's loader of batches, which grow during a ramp."""
+        loader = self._originals[maxtext_seams.MAKE_LOADER](
+            config, mesh, data_iterator, goodput_recorder, None
+        )
+        if rampup_manager is None:
+            return loader
+        load, sizes = loader.load_next_batch, None
+
+        def load_of_size(*_: Any, **more: Any) -> Any:
+            nonlocal sizes
+            if sizes is None:
+                # Only now is it known with which step the run continues. MaxText's own
+                # count is one step behind then.
+                done = 0 if self.restored is None else int(self.restored.name) + 1
+                sizes = type(rampup_manager)(config, done)
+            with _past_maxtext():
+                self._made[maxtext_seams.MAKE_TRAIN].resize(
+                    sizes.global_batch_size_current
+                )
+            batch = load(**more)
+            sizes.update()
+            return batch
+
+        loader.load_next_batch = load_of_size
+        return loader
+
     def save_step(
         self,
         checkpoint_manager: Any,
@@ -443,6 +478,7 @@ class Taken:
         # After an elastic event MaxText comes again; the old one's slices are gone.
         self._made[seam] = MaxTextIterator(
             batches,
+            global_batch_size=rows,
             elastic=config.elastic_enabled,
             ended=_nothing if evaluation else self._data_ended,
             record=record,
@@ -455,6 +491,7 @@ class MaxTextIterator:
 
     Args:
       batches: `iterator.Batches` or `RemoteIterator`.
+      global_batch_size: the rows of their first batch.
       elastic: whether MaxText answers lost slices itself.
       ended: called when there is no next batch.
       record: of the run, if it trains on these batches.
@@ -464,11 +501,13 @@ class MaxTextIterator:
         self,
         batches: Any,
         *,
+        global_batch_size: int,
         elastic: bool,
         ended: Callable[[], object] = lambda: None,
         record: maxtext_record.RunRecord | None = None,
     ) -> None:
         self._batches = batches
+        self._rows = global_batch_size
         self._record = record
         self._elastic = elastic
         self._ended = ended
@@ -486,6 +525,12 @@ class MaxTextIterator:
             if self._record is not None:
                 self._record.take(batch)
         return {name: batch[name] for name in FEATURES}
+
+    def resize(self, global_batch_size: int) -> None:
+        """Continues with batches of that size."""
+        if global_batch_size != self._rows:
+            self._batches.resize(global_batch_size)
+            self._rows = global_batch_size
 
     def sync_log(self) -> None:
         """Writes the log of the steps so far, before the last of them is saved."""

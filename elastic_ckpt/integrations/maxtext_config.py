@@ -156,8 +156,6 @@ _REMEDIES = {
     "use_multimodal": _NOT_OURS,
     "expansion_factor_real_data": "leave it at -1, for here any number of hosts reads"
     " any checkpoint",
-    "enable_rampup_batch_size": "set it to false, for MaxText's ramp keeps rows between"
-    " two steps that no checkpoint has",
     "generate_padding_batch_train": _SAME_END,
     "generate_padding_batch_eval": _SAME_END,
     "enable_emergency_checkpoint": "set it to false, for such checkpoints have no data"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Keys that the supervisor reads besides.
 _OF_RUN = (
     "base_output_directory",
+    "enable_rampup_batch_size",
     "grain_eval_files",
     "grain_train_files",
     "hardware",
@@ -91,6 +92,12 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
                 f"{maxtext_config.PLACE}: {key}={given[key]} with hosts={world.hosts}:"
                 f" {remedy}"
             )
+    if config.data.enable_rampup_batch_size and config.elastic.elastic_enabled:
+        raise errors.ConfigError(
+            f"{maxtext_config.PLACE}: enable_rampup_batch_size=true with"
+            f" hosts={world.hosts} and elastic_enabled=true: fewer slices would have"
+            " smaller batches in the ramp; set one of them to false"
+        )
     num_devices = world.hosts * world.devices_per_host
     rows = config.data.per_device_batch_size * num_devices
     if rows < num_devices or round(rows) % num_devices:
@@ -100,7 +107,10 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
             f" global batch of {rows:g} rows, which cannot be divided evenly among"
             f" {num_devices} devices; set it to a whole number"
         )
-    data = dataclasses.replace(config.data, global_batch_size=round(rows))
+    # The ramp is MaxText's own.
+    data = dataclasses.replace(
+        config.data, global_batch_size=round(rows), enable_rampup_batch_size=False
+    )
     # Its own program is compiled ahead, MaxText's is not.
     elastic = dataclasses.replace(config.elastic, elastic_compile_ahead_seconds=0.0)
     return dataclasses.replace(config, data=data, elastic=elastic)

@@ -93,6 +93,20 @@ MAKE_CHECKPOINTER = Seam(
     parameters=("config", "mesh", "init_state_fn"),
     caller=(_TRAIN_UTILS, "setup_train_loop"),
 )
+# During a ramp our iterator changes the size of its batches; MaxText's own loader would
+# cut them out of larger ones, and hold rows that no checkpoint has.
+MAKE_LOADER = Seam(
+    module=_TRAIN_UTILS,
+    name="create_dataloader",
+    parameters=(
+        "config",
+        "mesh",
+        "data_iterator",
+        "goodput_recorder",
+        "rampup_manager",
+    ),
+    caller=(_TRAIN_UTILS, "setup_train_loop"),
+)
 # The last step is saved if the data ends before `steps`.
 SAVE_STEP = Seam(
     module=_CHECKPOINTING,
@@ -123,6 +137,7 @@ SEAMS = (
     FOR_SAVE,
     FOR_RESTORE,
     MAKE_CHECKPOINTER,
+    MAKE_LOADER,
     SAVE_STEP,
     REACHED_PREEMPTION,
     MAKE_LOGGER,

@@ -140,17 +140,63 @@ class MetricLogger:
         }}
         self.buffered = {{"scalar": scalars}}, step
 """,
+    "common/data_loader.py": """
+class DataLoader:
+    def __init__(self, config, mesh, data_iterator, goodput_recorder):
+        self.data_iterator = data_iterator
+
+    def load_next_batch(self, *args, **kwargs):
+        return next(self.data_iterator)
+
+def create_dataloader(config, mesh, data_iterator, goodput_recorder, rampup_manager):
+    assert not rampup_manager, "its own loader of a ramp"
+    return DataLoader(config, mesh, data_iterator, goodput_recorder)
+""",
+    "utils/rampup_batch.py": """
+import jax
+
+class RampupBatchManager:
+    # Each stage has half of the rows of the ramp.
+
+    def __init__(self, config, step_num):
+        self.end = jax.device_count() * config.per_device_batch_size
+        self.increment = jax.device_count() * config.per_device_batch_size_increment
+        self.global_batch_size_current = self.end - 2 * self.increment
+        self.rows_of_stage = config.global_rampup_samples / 2
+        self.used = 0
+        for _ in range(step_num):
+            self.update()
+
+    def update(self):
+        self.used += self.global_batch_size_current
+        if self.used >= self.rows_of_stage:
+            self.used = 0
+            self.global_batch_size_current = min(
+                self.global_batch_size_current + self.increment, self.end
+            )
+
+def create_rampup_manager(config, checkpoint_manager):
+    if not config.enable_rampup_batch_size:
+        return None
+    latest = checkpoint_manager.latest
+    return RampupBatchManager(config, -1 if latest is None else latest.step)
+""",
     "utils/train_utils.py": """
 from orbax.checkpoint import v1 as ocp
 
+from maxtext.common.data_loader import create_dataloader
 from maxtext.input_pipeline import input_pipeline_interface
+from maxtext.utils.rampup_batch import create_rampup_manager
 
 def create_checkpoint_manager(config, mesh, init_state_fn):
     return ocp.training.Checkpointer(config.checkpoint_dir)
 
 def setup_train_loop(config, mesh):
     manager = create_checkpoint_manager(config, mesh, None)
-    return manager, *input_pipeline_interface.create_data_iterator(config, mesh)
+    train, evaluation = input_pipeline_interface.create_data_iterator(config, mesh)
+    ramp = create_rampup_manager(config, manager)
+    loader = create_dataloader(config, mesh, train, None, ramp)
+    return manager, train, evaluation, loader, ramp
 """,
     "trainers/pre_train/train.py": """
 import ast
@@ -168,9 +214,9 @@ SAVES_STEPS = False
 def train_loop(config, step):
     return metric_logger.MetricLogger(config, None, step)
 
-def training_loop_iteration(config, checkpointer, train, step, logger):
+def training_loop_iteration(config, checkpointer, train, load, step, logger):
     try:
-        BATCHES.append(next(train))
+        BATCHES.append(load())
     except Exception as error:
         print("Training stopped:", error)
         return False
@@ -184,14 +230,22 @@ def main(argv):
     keys = {{key: literal(value) for key, value in pairs}}
     config = pyconfig.initialize(keys)
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    checkpointer, train, evaluation = train_utils.setup_train_loop(config, mesh)
+    checkpointer, train, evaluation, loader, ramp = train_utils.setup_train_loop(
+        config, mesh
+    )
+
+    def load():
+        return loader.load_next_batch(rampup_manager=ramp)
+
     step = 0
     if checkpointer.latest is not None:
         step = checkpointing.load_state_if_possible(checkpointer, train)
     BATCHES.clear()
     logger = train_loop(config, step)
     for step in range(step, config.steps):
-        if not training_loop_iteration(config, checkpointer, train, step, logger):
+        if not training_loop_iteration(
+            config, checkpointer, train, load, step, logger
+        ):
             return
     if evaluation:
         evaluation.reset()
@@ -211,6 +265,9 @@ def literal(text):
 FIELDS = settings.DEFAULTS | {
     "colocated_python_data_input": False,
     "dataset_type": "synthetic",
+    "enable_rampup_batch_size": False,
+    "global_rampup_samples": 500,
+    "per_device_batch_size_increment": 2.0,
     "grain_use_elastic_iterator": False,
     # How hosts join, if it is by the replicator: whether there is one controller.
     "joins": (),

@@ -52,7 +52,6 @@ DEFAULTS = {
     "run_name": "first",
     "save_checkpoint_on_completion": True,
     "steps": 3,
-    "enable_rampup_batch_size": False,
     "eval_per_device_batch_size": 12.0,
     "global_batch_size_to_load": 48,
     "global_batch_size_to_load_eval": 24,

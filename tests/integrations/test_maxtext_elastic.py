@@ -57,6 +57,10 @@ def test_without_hosts_maxtext_starts_alone():
             ["hosts=2", *RUN[:2], "per_device_batch_size=0.5"],
             "per_device_batch_size=0.5 makes a global batch of 1 rows, which cannot",
         ),
+        (
+            ["hosts=2", *RUN, "enable_rampup_batch_size=true", "elastic_enabled=true"],
+            "enable_rampup_batch_size=true with hosts=2 and elastic_enabled=true: few",
+        ),
         (["hosts=two", *RUN], "hosts must be a whole number, not 'two'"),
     ],
 )

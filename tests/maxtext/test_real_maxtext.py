@@ -233,6 +233,45 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
     check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in stages])
 
 
+@pytest.mark.parametrize("settings", [{}, IN_SIDECAR])
+def test_a_ramp_of_batches_is_that_of_one_host_however_often_it_is_continued(
+    maxtext, settings
+):
+    # Batches of 16, 24 and 32 rows, which move the shards between the hosts.
+    ramp = {
+        "enable_rampup_batch_size": True,
+        "global_rampup_samples": 80,
+        "num_logical_shards": 12,
+    }
+
+    def of_hosts(num_hosts):
+        return ramp | {
+            "per_device_batch_size": 32 // num_hosts,
+            "per_device_batch_size_start": 16 // num_hosts,
+            "per_device_batch_size_increment": 8 // num_hosts,
+        }
+
+    case, name = "packed_parquet", "-".join(["ramp", *settings])
+    whole = maxtext.run(
+        case, f"{name}-whole", steps=8, num_hosts=1, **of_hosts(1), **settings
+    )
+    expected = environment.batches(whole)["train"]
+    assert list(map(len, expected)) == [16, 16, 16, 24, 24, 32, 32, 32]
+    begin = 0
+    for end, num_hosts in ((4, 2), (5, 4), (8, 2)):
+        logs = maxtext.run(
+            case,
+            name,
+            steps=end,
+            num_hosts=num_hosts,
+            **of_hosts(num_hosts),
+            **settings,
+        )
+        assert environment.batches(logs)["train"] == expected[begin:end]
+        begin = end
+    assert audit.outcome_of(str(maxtext.checkpoints(name).parent)).passed
+
+
 def check_verbs(maxtext, name, *, hosts, steps=STEPS):
     """The verbs that read a run's directory take this one."""
     directory = str(maxtext.checkpoints(name).parent)
