@@ -8,8 +8,10 @@ of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
   `RemoteIterator`; `data_wait_percent_in_process` from `ec.data.Batches`, and
   `data_wait_percent_synchronous` from the same without reading ahead.
 * `step_slowdown_percent`: of a step, for all that its data costs the loop. Slow rows
-  are made by Python here, and hold the interpreter, which the loop needs now and then;
-  not if a worker process makes them (`..._worker_process`), or the sidecar of Pathways.
+  are made by Python here, and hold the interpreter, which the loop needs now and then,
+  if a thread makes them (`..._thread`); not if a worker process does, as from the start
+  in `..._worker_process`, or once that was measured, as by default, or the sidecar of
+  Pathways.
 * `next_ratio_in_process`: `next()` of `ec.data.Batches` for trivial rows in a loop that
   does nothing else, so that what is read ahead is waited for, over the plain way in
   process: Grain's batches of the same rows, `jax.make_array_from_process_local_data`.
@@ -106,6 +108,7 @@ def _waits(mesh: Mesh) -> dict[str, report.Figure]:
     sides = {
         "": _colocated(mesh, _SLOW),
         "_in_process": _in_process(mesh, _SLOW),
+        "_thread": _in_process(mesh, _SLOW, num_workers=0),
         "_worker_process": _in_process(mesh, _SLOW, num_workers=1),
         "_synchronous": _in_process(mesh, _SLOW, read_ahead=prefetch.IN_CALLER),
         "_maxtext": _maxtext_wrapper(mesh, _SLOW),
@@ -244,7 +247,7 @@ def _in_process(
     row: Row,
     *,
     read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
-    num_workers: int = 0,
+    num_workers: int | None = None,
 ) -> iterator.Batches:
     data = _data(row, num_workers=num_workers)
     return iterator.Batches(

@@ -79,6 +79,9 @@ class HostBatches(Protocol):
         If this fails, the position does not change.
         """
 
+    def use_worker(self) -> None:
+        """Reads on in a worker process, unless it was said where to read."""
+
     def close(self) -> None:
         """Ends threads and processes that read ahead; `go_to` starts them again."""
 

@@ -200,6 +200,9 @@ class _HostBatches:
         del read  # there are none
         self._batches.set_state(position)
 
+    def use_worker(self) -> None:
+        """Does nothing: threads of Grain's read the records."""
+
     def close(self) -> None:
         self._batches.close()
 

@@ -4,11 +4,15 @@
 for instance to arrays on devices. Each batch is stored with the cursors that it
 changed, so the state is always that after the last batch taken, regardless of how many
 batches are read ahead.
+
+A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
+So rows that take long are made in a worker process, once that has been measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -63,6 +67,17 @@ class ReadAhead:
 IN_CALLER = ReadAhead(batches=0)
 # The default of the other iterators.
 TWO_BATCHES = ReadAhead()
+
+
+# The share of the time for which a thread may be busy with rows, and the time that it
+# takes to start a process.
+_MOST_SHARE = 0.05
+_START_SECS = 1.0
+
+
+def needs_worker(busy_secs: float, secs: float) -> bool:
+    """Whether a thread that is busy with rows for `busy_secs` of `secs` is too much."""
+    return busy_secs > max(_START_SECS, _MOST_SHARE * secs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,18 +177,22 @@ class _Source(Generic[T]):
         self._rows = rows
         self._make = make
         self._unmade: dict[str, np.ndarray] | None = None
+        self._busy_secs = 0.0
         self.batch_bytes = 0
         self.calls: background.BackgroundCalls[_Made[T]] | None = None
 
     def __next__(self) -> T:
         if self._unmade is None:
+            began = time.thread_time()
             self._unmade = next(self._rows)
+            self._busy_secs += time.thread_time() - began
             self.batch_bytes = sum(part.nbytes for part in self._unmade.values())
         what = self._make(self._unmade)
         self._unmade = None
         return what
 
     def start(self, depth: int, at_most: int | None) -> None:
+        self._busy_secs, self._began = 0.0, time.monotonic()
         self.calls = background.BackgroundCalls(
             self._with_state, depth=depth, at_most=at_most
         )
@@ -186,6 +205,8 @@ class _Source(Generic[T]):
             self.calls.close(self._rows.close, wait=wait)
 
     def _with_state(self) -> _Made[T]:
+        if needs_worker(self._busy_secs, time.monotonic() - self._began):
+            self._rows.use_worker()
         what = next(self)
         position, changed = self._rows.position(), self._rows.changed()
         return _Made(what=what, position=position, changed=changed)

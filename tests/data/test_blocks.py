@@ -119,7 +119,7 @@ def restored(dataset, state):
 
 @pytest.mark.parametrize("file_format", formats.FORMATS)
 @given(chosen=PIPELINES, stops=st.lists(st.integers(0, MOST_ROWS), max_size=3))
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
     files, file_format, chosen, stops
 ):

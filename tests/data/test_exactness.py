@@ -63,7 +63,7 @@ def test_the_state_before_every_batch_continues_on_another_number_of_hosts(
     one = worlds.World(data, 1, 24)
     counts = itertools.cycle([4, 3, 8, 1, 12, 6, 2])
     world = worlds.World(data, next(counts), 24)
-    for _ in range(14):
+    for _ in range(8):
         saved = world.save()
         world = worlds.World(data, next(counts), 24)
         world.load(saved)
@@ -86,10 +86,13 @@ def test_a_shard_resumes_from_the_state_before_every_element(files, file_format,
         resumed = iter(pipeline)
         resumed.set_state(shard_rows.from_json(json.loads(state)))
         assert json.dumps(shard_rows.to_json(resumed.get_state())) == state
-        assert list(map(worlds.content, resumed)) == expected[number:]
+        # To the end from some; the rows after a state show whether it is right.
+        end = None if number % 8 == 0 else number + 12
+        rows = itertools.islice(resumed, end and 12)
+        assert list(map(worlds.content, rows)) == expected[number:end]
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     file_format=st.sampled_from(formats.FORMATS),
     name=st.sampled_from(list(formats.PIPELINES)),
@@ -103,7 +106,6 @@ def test_any_run_has_the_bytes_of_one_host(
     stages.check([data] * len(run), run, tmp_path_factory.mktemp)
 
 
-@pytest.mark.thorough
 @pytest.mark.slow(minutes=0.7)
 @settings(max_examples=MOST_EXAMPLES)
 @given(

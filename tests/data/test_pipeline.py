@@ -91,13 +91,17 @@ def test_keys_that_cannot_be_are_named(arguments, keys, message):
         pipeline.from_config(*arguments, **keys)
 
 
-@pytest.mark.parametrize(
-    "drop_remainder", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
-def test_data_of_which_all_is_corrupt_says_so(tmp_path, drop_remainder):
-    file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 8))
+def corrupt_file(path, num_records):
+    """A Parquet file in which each record is corrupt."""
+    file = corpora.write_parquet(path, corpora.documents(0, num_records))
     content = pathlib.Path(file).read_bytes()
     pathlib.Path(file).write_bytes(content.replace(b"text ", b"te\xff\xff "))
+    return file
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_data_of_which_all_is_corrupt_says_so(tmp_path, drop_remainder):
+    file = corrupt_file(tmp_path / "a", 8)
     data = pipeline.from_config(
         section(file, grain_file_type="parquet", corrupt_records="skip"),
         num_epoch=1,
@@ -107,10 +111,11 @@ def test_data_of_which_all_is_corrupt_says_so(tmp_path, drop_remainder):
     message = r"none of the 4 logical shards has an .*; 8 corrupt records were skipped"
     with refused(rf"{message}, the last of them: .*/a, row group 0,", errors.DataError):
         next(batches)
-    # An endless run does not read it for ever.
+    # An endless run does not read them for ever.
+    many = corrupt_file(tmp_path / "b", 4000)
     batches = local_batches.LocalBatches(
         pipeline.from_config(
-            section(file, grain_file_type="parquet", corrupt_records="skip")
+            section(many, grain_file_type="parquet", corrupt_records="skip")
         ),
         global_batch_size=4,
     )

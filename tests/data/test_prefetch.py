@@ -1,7 +1,9 @@
 import dataclasses
 import functools
 import json
+import os
 import threading
+import time
 from concurrent import futures
 
 import grain
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import background, errors
 from elastic_ckpt.data import local_batches, prefetch, rows, sharded_data
-from tests import pipelines, worlds
+from tests import pipelines, process_tree, worlds
 
 NUM_SHARDS = 12
 SIZE = 12
@@ -111,6 +113,41 @@ def test_positional_engines_have_the_state_of_the_batch_taken_too(
         assert saved(one) == saved(plain)
 
 
+def test_rows_that_take_long_ask_for_a_worker(read_ahead):
+    assert not prefetch.needs_worker(0.9, 1.0)
+    assert prefetch.needs_worker(1.1, 2.0)
+    assert not prefetch.needs_worker(49.0, 1000.0)
+    assert prefetch.needs_worker(51.0, 1000.0)
+    for made in (Counting(), Busy()):
+        one = read_ahead(made, batches=1)
+        for _ in range(4):
+            next(one)
+        settle(one)
+        assert made.uses_worker == isinstance(made, Busy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only_here", [False, True])
+def test_rows_go_on_in_a_worker_or_where_they_can_be_made(caplog, only_here):
+    data, plain = sharded("first_fit"), host_batches(sharded("first_fit"))
+    if only_here:
+        data = dataclasses.replace(data, make_shard=OnlyHere(data.make_shard))
+    one, chosen = host_batches(data), host_batches(sharded("first_fit", num_workers=0))
+    before = process_tree.of(os.getpid())
+    for number in range(5):
+        if number == 2:
+            one.use_worker()
+            chosen.use_worker()
+        expected = next_of(plain)
+        for each in (one, chosen):
+            assert next_of(each) == expected
+            assert saved(each) == saved(plain)
+    workers = set(process_tree.of(os.getpid())) - set(before)
+    assert len(workers) == (0 if only_here else 1)
+    assert ("what another process lacks" in caplog.text) == only_here
+    one.close()
+
+
 @pytest.mark.slow
 def test_worker_processes_do_not_change_the_state(read_ahead):
     plain = host_batches(sharded("first_fit"))
@@ -132,6 +169,7 @@ class Counting:
         self.readers = []
         self.fails = False
         self.closed = 0
+        self.uses_worker = False
         self._fail_at = fail_at
         self._shape = num_bytes // 8
 
@@ -140,10 +178,17 @@ class Counting:
         if self.read == self._fail_at:
             raise KeyError(self.read)
         self.read += 1
+        self._work()
         return {"x": np.full(self._shape, self.read - 1)}
+
+    def _work(self):
+        pass
 
     def position(self):
         return {"next": self.read}
+
+    def use_worker(self):
+        self.uses_worker = True
 
     def shard_cursors(self, *, shared=False):
         del shared
@@ -158,6 +203,28 @@ class Counting:
 
     def close(self):
         self.closed += 1
+
+
+class Busy(Counting):
+    """Rows of which the third batch takes 1.1 s of a processor."""
+
+    def _work(self):
+        ends = time.thread_time() + 1.1 * (self.read == 3)
+        while time.thread_time() < ends:
+            pass
+
+
+class OnlyHere:
+    """A `make_shard` that only the process that made it can call."""
+
+    def __init__(self, make_shard):
+        self._make_shard = make_shard
+        self._process = os.getpid()
+
+    def __call__(self, shard):
+        if os.getpid() != self._process:
+            raise KeyError("what another process lacks")
+        return self._make_shard(shard)
 
 
 def settle(one):

@@ -52,20 +52,31 @@ def test_the_state_before_every_batch_continues_on_another_number_of_hosts(pipel
         assert world.next() == one.next()
 
 
-@settings(max_examples=40)
-@given(
-    st.sampled_from(sorted(pipelines.ALL)),
-    st.lists(
-        st.tuples(
-            st.sampled_from(HOSTS),
-            st.sampled_from([4, 6, 12, 24, 36]),
-            st.integers(1, 5),
-        ),
-        min_size=2,
-        max_size=6,
+SCHEDULES = st.lists(
+    st.tuples(
+        st.sampled_from(HOSTS),
+        st.sampled_from([4, 6, 12, 24, 36]),
+        st.integers(1, 5),
     ),
+    min_size=2,
+    max_size=6,
 )
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(sorted(pipelines.ALL)), SCHEDULES)
 def test_any_schedule_of_hosts_and_batch_sizes_yields_the_stream_once(pipeline, stages):
+    check_schedule(pipeline, stages)
+
+
+@pytest.mark.slow(minutes=0.4)
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(pipelines.ALL)), SCHEDULES)
+def test_any_of_many_schedules_yields_the_stream_once(pipeline, stages):
+    check_schedule(pipeline, stages)
+
+
+def check_schedule(pipeline, stages):
     data = make(pipeline)
     saved, used = None, []
     for num_hosts, size, num_batches in stages:
