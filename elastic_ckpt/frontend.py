@@ -54,7 +54,8 @@ def batches(
         alone. By default rows are sharded over the only axis of the mesh, or over its
         axes named batch, data, fsdp, replica and slice.
       global_batch_size: rows of a global batch, B; a multiple of the product of the
-        sizes of the axes that shard rows.
+        sizes of the axes that shard rows. A stage of the data may have a size of its
+        own, which then counts.
       colocated: whether workers in colocated Python, beside the accelerators, read the
         data; by default they do if this process controls other hosts than its own.
       read_ahead: how far each host reads ahead of the loop: a number of batches, or

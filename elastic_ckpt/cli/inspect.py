@@ -174,7 +174,13 @@ def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
     if "error" in data:
         return [f"  data: {data['error']}"]
     datasets = data["pipeline"].get("datasets", {})
-    lines = [f"  data: {data['engine']}, position {json.dumps(data['position'])}"]
+    stage = data["pipeline"].pop("stage", None)
+    where = ""
+    if stage is not None:
+        number, begins = stage["number"], stage["begin_steps"]
+        where = f", stage {number + 1} of {len(begins)}, from step {begins[number]}"
+    position = json.dumps(data["position"])
+    lines = [f"  data: {data['engine']}, position {position}{where}"]
     for key, value in data["pipeline"].items():
         if key != "datasets" and not is_brief:
             lines.append(f"    {key}: {json.dumps(value)}")

@@ -114,13 +114,19 @@ class StagedData:
         for each in saved:
             known |= each.get(pipeline_changes.DATASETS) or {}
         datasets = {pipeline_changes.DATASETS: known} if known else {}
+        continued = [
+            stage.data.continuing({**saved[0], **datasets}) for stage in self.stages
+        ]
+        if all(
+            data is stage.data
+            for data, stage in zip(continued, self.stages, strict=True)
+        ):
+            return self
         return dataclasses.replace(
             self,
             stages=tuple(
-                dataclasses.replace(
-                    stage, data=stage.data.continuing({**saved[0], **datasets})
-                )
-                for stage in self.stages
+                dataclasses.replace(stage, data=data)
+                for data, stage in zip(continued, self.stages, strict=True)
             ),
         )
 

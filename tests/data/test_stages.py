@@ -10,6 +10,7 @@ import pathlib
 import unittest.mock
 
 import jax
+import jsonschema
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -34,6 +35,7 @@ from elastic_ckpt.data import (
     state,
 )
 from tests import formats, worlds
+from tests.data import test_format
 
 # A search of hours sets the variable to more.
 MOST_EXAMPLES = int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "8"))
@@ -316,6 +318,23 @@ def test_a_saved_state_continues_in_its_stage(files, tmp_path, step):
     taken(other, 5)
     load(other, tmp_path / "state")
     assert same(taken(other, 5), expected)
+
+
+def test_what_stages_save_is_of_the_schemas(files, tmp_path):
+    data = short_then_long(files["parquet"])
+    batches = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    taken(batches, 4)
+    save(batches, tmp_path / "state")
+    for path in (tmp_path / "state").iterdir():
+        test_format.validate(path)
+    saved = (tmp_path / "state" / "shards-00000-00005.json").read_text()
+    assert '"held"' in saved
+    assert '"stage":1' in saved
+    local = ec.data.LocalBatches(data, global_batch_size=6)
+    taken(local, 4)
+    room = pathlib.Path(ec.data.__file__).parent
+    schema_of_local = json.loads((room / "schemas" / "local_batches.json").read_text())
+    jsonschema.validate(local.state_dict(), schema_of_local)
 
 
 def test_rows_read_ahead_are_those_of_the_stage(files):
