@@ -237,7 +237,8 @@ def _pipeline(staged: StagedShards, stage: int, shard: int) -> _Pipeline:
     pipeline = _Pipeline(staged.make_shards[stage](shard))
     documents = pipeline.documents()
     if documents is not None:
-        if isinstance(documents, _Continued):
+        while isinstance(documents, _Continued | _Cut):
+            # A user's make_shard may return the same dataset again.
             (documents,) = shard_steps.parents(documents)
         pipeline.read_documents_of(_Continued(documents, staged, shard))
     return pipeline
