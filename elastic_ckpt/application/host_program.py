@@ -109,6 +109,7 @@ def compile_ahead(config: schema.Config, world: World) -> None:
         world.topology,
         place=world,
     )
+    job.batches.begin_at(config.run.steps)
     job.batches.resize(job.sizes.at(config.run.steps))
     world.compiled(job.program.step, job.program.abstract_state, next(job.batches))
     job.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable
 from typing import Any
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, storage
 
 
@@ -47,7 +48,34 @@ def prepare(
             with_files.append(dataclasses.replace(dataset, patterns=patterns))
         changed: dict[str, Any] = {key: datasets.to_list(with_files)}
         data = dataclasses.replace(data, **changed)
+    if data.data_stages:
+        # As they are now: the file may change, and another start may be elsewhere.
+        data = dataclasses.replace(data, data_stages=_stages(data))
     return dataclasses.replace(config, data=data)
+
+
+def _stages(data: schema.DataSection) -> str:
+    # The stages as JSON, with absolute file names.
+    from elastic_ckpt.data import datasets
+    from elastic_ckpt.data.sources import files
+
+    found = []
+    for begin, stage in load.stages(data):
+        own = {
+            key: value for key, value in vars(stage).items() if value != vars(data)[key]
+        }
+        mixture, train = "grain_train_mixture_config_path", "grain_train_files"
+        if own.get(mixture):
+            own[mixture] = os.fspath(storage.absolute(own[mixture]))
+        if own.get(train):
+            own[train] = datasets.to_list(
+                [
+                    dataclasses.replace(each, patterns=files.absolute(each.patterns))
+                    for each in datasets.from_list(own[train], key=train)
+                ]
+            )
+        found.append({"begin_step": begin, **own})
+    return json.dumps(found)
 
 
 def _write(

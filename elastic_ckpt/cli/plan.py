@@ -76,12 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
     hosts, batches = arguments.hosts, arguments.batches
     num_shards, row_bytes = arguments.shards, None
     if arguments.config:
-        from elastic_ckpt.data import local_batches, pipeline
+        from elastic_ckpt.data import local_batches, pipeline, stages
 
         data = load.load(arguments.config).data
         num_shards = num_shards or data.num_logical_shards
+        made = pipeline.from_config(data)
+        of_stages = stages.of(made)
         first = next(
-            local_batches.LocalBatches(pipeline.from_config(data), global_batch_size=1)
+            local_batches.LocalBatches(
+                made if of_stages is None else of_stages.current.data,
+                global_batch_size=1,
+            )
         )
         row_bytes = sum(feature.nbytes for feature in first.values())
         if not arguments.json:

@@ -147,7 +147,11 @@ def stages(section: schema.DataSection) -> list[tuple[int, schema.DataSection]]:
         return [(0, section)]
     text = section.data_stages
     if text.lstrip().startswith("["):
-        path, document = _STAGES, yaml.compose(text, Loader)
+        path = _STAGES
+        try:
+            document = yaml.compose(text, Loader)
+        except yaml.YAMLError as error:
+            raise errors.ConfigError(f"{path}: not valid YAML: {error}") from None
     else:
         path = storage.absolute(text)
         document = _composed(path, by=f" ({_STAGES})")

@@ -94,6 +94,9 @@ class HostIterator:
         # The size where a stage has none, and the current one.
         self._base_size = global_batch_size
         self._global_batch_size = stages.size(data, global_batch_size)
+        for size in stages.sizes(data, global_batch_size):
+            # A size that does not fit is known before its stage begins.
+            delivery.Loading.of(data, sharding, size)
         global_batch_size = self._global_batch_size
         held = delivery.Loading.of(data, sharding, global_batch_size).held
         me = topology.this_host()
@@ -198,8 +201,11 @@ class HostIterator:
         """
         now = self.get_state()
         position, row = now.data_state.position, now.data_state.row
-        continues = f"after row {row} in batches of {global_batch_size} rows"
         data = data or self._data
+        continues = f"after row {row} in batches of {global_batch_size} rows"
+        of_stages = stages.of(data)
+        if of_stages is not None:
+            continues += f" in stage {of_stages.number}"
         now_run, then_run = (
             each.host_shards(
                 delivery.Loading.of(each, self._sharding, size).loaders, position
@@ -261,6 +267,7 @@ class HostIterator:
             # Not the size of a stage.
             self._base_size = change.global_batch_size
         self._data, self._change = change.data, None
+        self.progress = stages.entered(self._data, self.progress)
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -335,7 +342,7 @@ class HostIterator:
             return cursors.read(directory, shards, saved.position)
 
         progress = stages.progress_of(saved, data)
-        if progress is not None:
+        if progress is not None and progress.step is not None:
             data = stages.begun(data, progress)
         size = stages.size(data, self._base_size)
         loaded = self._begin(size, data, progress)
@@ -370,7 +377,8 @@ class HostIterator:
                 f" of the run, {now.row}; load it to continue from there"
             )
         self._left_out = (*saved.left_out, (saved.row, now.row))
-        self.progress = stages.gone_back(self.progress, saved.progress)
+        to = stages.progress_of(saved, self._data)
+        self.progress = stages.gone_back(self.progress, to)
 
     def data_of_next_step(self) -> elastic_data.ElasticData:
         """The data in the stage of the next step; see `begin_stage`."""
@@ -378,7 +386,7 @@ class HostIterator:
 
     def took_batch(self) -> None:
         """Counts a training step."""
-        self.progress = stages.after(self._data, self.progress)
+        self.progress = stages.after(self.progress)
 
     def begin_at(self, step: int) -> None:
         """Says of which training step the next batch is."""
@@ -538,7 +546,8 @@ class Batches:
         hosts, they continue there at the same example.
 
         Args:
-          global_batch_size: rows of a global batch from now on.
+          global_batch_size: rows of a global batch from now on, or until a stage of the
+            data begins that has a size.
 
         Raises:
           ConfigError: if the batch does not divide over the mesh, or processes give

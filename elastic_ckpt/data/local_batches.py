@@ -99,6 +99,13 @@ class LocalBatches:
         self._rank, self._num_ranks = rank, num_ranks
         self._base_size = global_batch_size
         self._progress = stages.first(data)
+        for size in stages.sizes(data, global_batch_size):
+            if size % num_ranks:
+                raise errors.ConfigError(
+                    f"LocalBatches: a stage of the data has global_batch_size={size},"
+                    f" which cannot be divided evenly among num_ranks={num_ranks};"
+                    " choose a multiple"
+                )
         self._place(data)
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
         # As a worker of a loader, it takes every `_num_workers`-th batch.
@@ -127,7 +134,7 @@ class LocalBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         self._begin_stage()
         batch = self._next()
-        self._progress = stages.after(self._data, self._progress)
+        self._progress = stages.after(self._progress)
         return batch
 
     def begin_at(self, step: int) -> None:
@@ -163,6 +170,7 @@ class LocalBatches:
             raise
         self._rows.close()
         self._data, self._rows = data, begun
+        self._progress = stages.entered(data, self._progress)
 
     def _place(self, data: elastic_data.ElasticData) -> None:
         # The rows of this rank in the batches of the current stage of `data`.
@@ -281,7 +289,7 @@ class LocalBatches:
             return {shard: by_shard[shard] for shard in shards}
 
         progress = stages.progress_of(data_states[0], data)
-        if progress is not None:
+        if progress is not None and progress.step is not None:
             data = stages.begun(data, progress)
         old = self._placement, self._batches_of_end
         try:
@@ -480,7 +488,11 @@ def _invalid(fields: Mapping[str, Any]) -> list[str]:
     return [
         *["worker"] * (len(of_workers) not in (0, len(_OF_WORKERS)) or not are_numbers),
         *["progress"]
-        * (not is_progress or list(map(type, progress.values())) != [int, int]),
+        * (
+            not is_progress
+            or not {type(progress["step"])} <= {int, type(None)}
+            or type(progress["begun"]) is not int
+        ),
         *["position"] * (list(map(type, positions)) != [int] or positions[0] < 0),
         *["cursors"] * (not all(str(shard).isdecimal() for shard in shards)),
     ]

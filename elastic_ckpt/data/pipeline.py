@@ -323,6 +323,18 @@ def from_config(
 
 
 def _staged(data: schema.DataSection, *, vocab_size: int) -> stages.StagedData:
+    sections = [section for _, section in load.stages(data)]
+    if len({bool(section.global_batch_size) for section in sections}) > 1:
+        raise errors.ConfigError(
+            "data_stages: some stages have a global_batch_size, and others have 0, with"
+            " which per_device_batch_size counts; use one of the two in all stages"
+        )
+    lengths = {(s.max_target_length, s.dpo_max_prompt_length) for s in sections}
+    if data.use_dpo and len(lengths) > 1:
+        raise errors.ConfigError(
+            "data_stages: use_dpo=true needs the same max_target_length and"
+            " dpo_max_prompt_length in all stages"
+        )
     try:
         return stages.staged(
             [

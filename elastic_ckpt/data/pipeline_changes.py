@@ -124,9 +124,13 @@ def distinct_names(known: Pipeline, datasets: Pipeline) -> dict[str, str]:
       recognised by its files, has its name, and no other has it.
     """
     names = {}
-    used = {*known}
+    used, taken = {*known}, set()
     for name, entry in datasets.items():
-        same = [old for old in known if not _entry_changes("", known[old], entry)]
+        same = [
+            old
+            for old in known
+            if old not in taken and not _entry_changes("", known[old], entry)
+        ]
         if same:
             chosen = name if name in same else same[0]
         else:
@@ -135,6 +139,7 @@ def distinct_names(known: Pipeline, datasets: Pipeline) -> dict[str, str]:
                 name if name not in used else next(n for n in free if n not in used)
             )
         used.add(chosen)
+        taken.add(chosen)
         if chosen != name:
             names[name] = chosen
     return names

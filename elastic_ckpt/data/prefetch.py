@@ -205,7 +205,9 @@ class _Source(Generic[T]):
             self.calls.close(self._rows.close, wait=wait)
 
     def _with_state(self) -> _Made[T]:
-        if needs_worker(self._busy_secs, time.monotonic() - self._began):
+        is_slow = needs_worker(self._busy_secs, time.monotonic() - self._began)
+        # A batch that is tried again has changed cursors, which must not be lost.
+        if is_slow and self._unmade is None:
             self._rows.use_worker()
         what = next(self)
         position, changed = self._rows.position(), self._rows.changed()

@@ -256,6 +256,16 @@ def step_descriptions(
     return [*before, step]
 
 
+def is_described(made: Any) -> bool:
+    """Whether its settings determine the elements of a dataset."""
+    return _settings(made) is not None
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two datasets of the same type are certainly alike, but for parents."""
+    return _alike(_unseeded(one), _unseeded(other))
+
+
 def description(made: Any) -> dict[str, storage.Json]:
     """The name and settings of one step."""
     step: dict[str, storage.Json] = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     blocks,
+    chat,
     cursors,
     language,
     packing,
@@ -63,8 +65,18 @@ class StagedShards:
         Raises:
           ConfigError: if they do, and what the steps hold cannot be handed over.
         """
+        pair = min(stage, other), max(stage, other)
+        if pair not in self._changes:
+            self._changes[pair] = self._compared(*pair)
+        return self._changes[pair]
+
+    @functools.cached_property
+    def _changes(self) -> dict[tuple[int, int], bool]:
+        return {}
+
+    def _compared(self, stage: int, other: int) -> bool:
         one, two = (_Pipeline(self.make_shards[n](0)) for n in (stage, other))
-        if one.descriptions() == two.descriptions():
+        if _same(one.steps, two.steps):
             return False
         for number, pipeline in ((stage, one), (other, two)):
             problem = pipeline.problem()
@@ -73,9 +85,9 @@ class StagedShards:
                     f"stages {stage} and {other} have other steps after the mixture,"
                     f" and stage {number} {problem}; give all stages the same steps,"
                     " or make rows as ec.data.lm does: Examples, then WindowShuffle"
-                    " if you like, then packed or Padded"
+                    " if you like, then packed or Padded, and functions of single rows"
                 )
-        if one.before_examples() != two.before_examples():
+        if not _same(one.before_examples(), two.before_examples()):
             raise errors.ConfigError(
                 f"stages {stage} and {other} have other steps before ec.data.lm"
                 ".Examples; give them the same"
@@ -88,76 +100,110 @@ class _Pipeline:
 
     Attributes:
       made: the whole pipeline.
+      steps: all but the mixture, or what else it begins with, first to last.
     """
 
     def __init__(self, made: grain.IterDataset) -> None:
         self.made = made
-        # Without the mixture, or what else the pipeline begins with.
-        self._steps = shard_steps.chain(made)[1:]
-        kinds = [type(step) for step in self._steps]
+        self.steps = shard_steps.chain(made)[1:]
+        kinds = [type(step) for step in self.steps]
         self._first = (
             kinds.index(language.Examples) if language.Examples in kinds else None
         )
 
-    def descriptions(self) -> list[Any]:
-        """The settings of the steps after the mixture."""
-        return [_description(step) for step in self._steps if not _passes_on(step)]
-
-    def before_examples(self) -> list[Any]:
-        """The settings of those before `Examples`."""
-        before = self._steps[: self._first]
-        return [_description(step) for step in before if not _passes_on(step)]
+    def before_examples(self) -> list[grain.IterDataset]:
+        """The steps before `Examples`."""
+        return self.steps[: self._first]
 
     def problem(self) -> str:
         """Why the documents that steps hold cannot be found; empty if they can."""
         if self._first is None:
             return "has no ec.data.lm.Examples"
-        if self._rows() is None:
+        number = self._number_of_rows()
+        if number is None:
             return "makes its rows by other steps than those of ec.data.lm"
-        return ""
+        after = [step for step in self.steps[number + 1 :] if not _is_of_rows(step)]
+        return f"has {after[0]} after its rows" if after else ""
 
     def rows(self) -> grain.IterDataset:
         """The step that makes rows of examples."""
-        rows = self._rows()
-        assert rows is not None
-        return rows
+        number = self._number_of_rows()
+        assert number is not None
+        return self.steps[number]
 
     def documents(self) -> grain.IterDataset | None:
         """What `Examples` reads; None without them."""
         if self._first is None:
             return None
-        (documents,) = shard_steps.parents(self._steps[self._first])
+        (documents,) = shard_steps.parents(self.steps[self._first])
         return documents
 
-    def read_documents_of(self, documents: grain.IterDataset) -> None:
-        """Has `Examples` read from another dataset."""
+    def reading(self, documents: grain.IterDataset) -> _Pipeline:
+        """The same, whose `Examples` read from another dataset."""
         assert self._first is not None
-        self._steps[self._first]._parents = (documents,)
+        copies: dict[int, grain.IterDataset] = {}
+        parent = documents
+        # A user's make_shard may return the same datasets again.
+        for step in self.steps[self._first :]:
+            made = copy.copy(step)
+            made._parents = (parent,)
+            for name, value in vars(step).items():
+                if id(value) in copies:
+                    setattr(made, name, copies[id(value)])
+            copies[id(step)] = parent = made
+        return _Pipeline(parent)
 
-    def _rows(self) -> grain.IterDataset | None:
+    def _number_of_rows(self) -> int | None:
         assert self._first is not None
-        for step in self._steps[self._first + 1 :]:
+        for number, step in enumerate(self.steps):
+            if number <= self._first:
+                continue
             if isinstance(step, language.Padded | language.MaxTextRows):
-                return step
+                return number
             is_packer = (
                 isinstance(step, packing.ConcatThenSplit)
                 or type(step).__name__ in shard_steps.PACKERS
             )
-            is_known = isinstance(step, shuffling.WindowShuffle) or is_packer
-            if not is_known and not _passes_on(step):
+            if isinstance(step, shuffling.WindowShuffle) or is_packer:
+                continue
+            # A thread would read on while these steps are emptied.
+            if not _passes_on(step) or "Prefetch" in type(step).__name__:
                 return None
         return None
 
 
 _passes_on = shard_steps.passes_on
+# The datasets of Grain that apply a function, and have the state of their parent.
+_FUNCTIONS = ("FilterIterDataset", "MapIterDataset")
 
 
-def _description(step: grain.IterDataset) -> dict[str, Any]:
-    own = {}
-    if isinstance(step, language.Examples):
-        # They are not saved with a state: the packer's length says as much.
-        own = {"length": step.length, "truncate": step.truncate}
-    return shard_steps.description(step) | own
+def _is_of_rows(step: grain.IterDataset) -> bool:
+    # Whether a step after the rows has their state.
+    return (
+        _passes_on(step)
+        or isinstance(step, chat.MaskedTargets)
+        or type(step).__name__ in _FUNCTIONS
+    )
+
+
+def _same(ones: list[grain.IterDataset], others: list[grain.IterDataset]) -> bool:
+    # Whether the states of some steps are those of others.
+    ones, others = (
+        [step for step in steps if not _passes_on(step)] for steps in (ones, others)
+    )
+    return len(ones) == len(others) and all(map(_same_step, ones, others))
+
+
+def _same_step(one: grain.IterDataset, other: grain.IterDataset) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, language.Examples):
+        assert isinstance(other, language.Examples)
+        return (one.length, one.truncate) == (other.length, other.truncate)
+    is_ours = type(one).__module__.startswith("elastic_ckpt.")
+    if is_ours or type(one).__name__ in _FUNCTIONS or shard_steps.is_described(one):
+        return shard_steps.description(one) == shard_steps.description(other)
+    return shard_steps.are_alike(one, other)
 
 
 class _StagedRows(grain.IterDataset):
@@ -236,12 +282,9 @@ def _pipeline(staged: StagedShards, stage: int, shard: int) -> _Pipeline:
     # The pipeline of a shard in a stage, with what other stages hold as its input.
     pipeline = _Pipeline(staged.make_shards[stage](shard))
     documents = pipeline.documents()
-    if documents is not None:
-        while isinstance(documents, _Continued | _Cut):
-            # A user's make_shard may return the same dataset again.
-            (documents,) = shard_steps.parents(documents)
-        pipeline.read_documents_of(_Continued(documents, staged, shard))
-    return pipeline
+    if documents is None:
+        return pipeline
+    return pipeline.reading(_Continued(documents, staged, shard))
 
 
 def _held(
@@ -257,7 +300,7 @@ def _held(
     documents = pipeline.documents()
     assert isinstance(documents, _Continued)
     cut = _Cut(documents)
-    pipeline.read_documents_of(cut)
+    pipeline = pipeline.reading(cut)
     rows = _opened(pipeline, state)
     if isinstance(state, dict) and state.get(_NEXT_ROW):
         # Grain's packers read again what they hold when the next row is due.
@@ -313,7 +356,7 @@ class _CutIterator(grain.DatasetIterator):
         self.limit: int | None = None
 
     def __next__(self) -> Any:
-        if self.num_read == self.limit:
+        if self.limit is not None and self.num_read >= self.limit:
             raise StopIteration
         document = next(self._documents)
         self.num_read += 1

@@ -18,8 +18,10 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
     cursors,
     elastic_data,
+    mixing,
     pipeline_changes,
     rows,
+    shard_steps,
     sharded_data,
     stage_shards,
     state,
@@ -188,6 +190,17 @@ def staged(stages: Sequence[Stage]) -> StagedData:
                 f" {type(stage.data).__name__}; give that of ec.data.sharded, or of"
                 " ec.data.from_config with num_logical_shards"
             )
+        for what, value in (
+            ("begin", stage.begin),
+            ("global_batch_size", stage.global_batch_size),
+        ):
+            least = int(what == "global_batch_size")
+            if (value is None and least) or (type(value) is int and value >= least):
+                continue
+            raise errors.ConfigError(
+                f"staged: a stage has {what}={value!r}; give a whole number of at least"
+                f" {least}"
+            )
     begins = [stage.begin for stage in stages]
     if begins[0] != 0 or sorted(set(begins)) != begins:
         raise errors.ConfigError(
@@ -204,6 +217,9 @@ def staged(stages: Sequence[Stage]) -> StagedData:
                 " for the whole run"
             )
     data = StagedData(stages=_named_alike(stages))
+    for number in range(1, len(stages)):
+        for earlier in range(number):
+            _check_source(stages[earlier], stages[number])
     make_shards = tuple(stage.data.make_shard for stage in data.stages)
     shards = stage_shards.StagedShards(make_shards=make_shards, stage=0)
     for number in range(1, len(stages)):
@@ -232,11 +248,9 @@ def begun(
       DataError: if the step is not known.
     """
     of_stages = of(data)
-    if of_stages is None:
+    if of_stages is None or len(of_stages.stages) == 1:
         return data
-    if progress is None:
-        if len(of_stages.stages) == 1:
-            return data
+    if progress is None or progress.step is None:
         raise errors.DataError(
             "the data state was saved without stages, so that it does not say at which"
             " step it was; call begin_at(step) of the iterator after you have loaded it"
@@ -257,20 +271,28 @@ def batches_left(
 ) -> int | None:
     """The number of batches until the next stage; None if there is none."""
     of_stages = of(data)
-    if of_stages is None or progress is None or of_stages.last_step is None:
+    last = None if of_stages is None else of_stages.last_step
+    if last is None or progress is None or progress.step is None:
         return None
-    return of_stages.last_step - progress.step
+    return last - progress.step
 
 
-def after(
+def after(progress: state.Progress | None) -> state.Progress | None:
+    """The progress of the run after the next batch."""
+    if progress is None or progress.step is None:
+        return progress
+    return dataclasses.replace(progress, step=progress.step + 1)
+
+
+def entered(
     data: elastic_data.ElasticData, progress: state.Progress | None
 ) -> state.Progress | None:
-    """The progress of the run after the next batch."""
+    """The progress of a run that goes on with `data`: its stage has begun."""
     of_stages = of(data)
     if of_stages is None or progress is None:
         return progress
-    return state.Progress(
-        step=progress.step + 1, begun=max(progress.begun, of_stages.number + 1)
+    return dataclasses.replace(
+        progress, begun=max(progress.begun, of_stages.number + 1)
     )
 
 
@@ -283,16 +305,21 @@ def progress_of(
     """
     if of(data) is None:
         return None
-    return saved.progress if saved.row else first(data)
+    if saved.progress is not None:
+        return saved.progress
+    return state.Progress(step=None, begun=1) if saved.row else first(data)
 
 
 def at_step(
     data: elastic_data.ElasticData, progress: state.Progress | None, step: int
 ) -> state.Progress | None:
     """The progress of a run whose next batch is that of `step`."""
-    if of(data) is None:
+    of_stages = of(data)
+    if of_stages is None:
         return None
-    return state.Progress(step=step, begun=progress.begun if progress else 1)
+    before = sum(stage.begin < step for stage in of_stages.stages)
+    begun = progress.begun if progress else 1
+    return state.Progress(step=step, begun=max(begun, before))
 
 
 def gone_back(
@@ -302,12 +329,21 @@ def gone_back(
     if now is None or to is None:
         return to
     # What has begun has begun: shards have cursors of it.
-    return dataclasses.replace(to, begun=now.begun)
+    return dataclasses.replace(to, begun=max(to.begun, now.begun))
 
 
 def first(data: elastic_data.ElasticData) -> state.Progress | None:
     """The progress of a run at its beginning; None without stages."""
     return None if of(data) is None else state.Progress(step=0, begun=1)
+
+
+def sizes(data: elastic_data.ElasticData, base: int) -> list[int]:
+    """The rows of a batch in each stage."""
+    of_stages = of(data)
+    if of_stages is None:
+        return [base]
+    numbers = range(len(of_stages.stages))
+    return [size(dataclasses.replace(of_stages, number=n), base) for n in numbers]
 
 
 # What may differ between the stages of a configuration.
@@ -339,6 +375,39 @@ def _check_settings(stages: tuple[Stage, ...], number: int) -> None:
             f"staged: the stage that begins at step {stages[number].begin} has other"
             f" documents than the first ({'; '.join(changed)}); stages may change"
             " datasets, weights, lengths, packing and batch sizes"
+        )
+
+
+def _check_source(one: Stage, other: Stage) -> None:
+    # Raises a ConfigError if the cursor of one pipeline would be taken for a place in
+    # other files than it was of.
+    if isinstance(one.data.make_shard, sharded_data.Renamable):
+        return
+    begins = [shard_steps.chain(stage.data.make_shard(0))[0] for stage in (one, other)]
+    descriptions: list[Any] = [shard_steps.description(begin) for begin in begins]
+    steps = f"the stages that begin at steps {one.begin} and {other.begin}"
+    if all(isinstance(begin, mixing.Mixture) for begin in begins):
+        old, new = (each["datasets"] for each in descriptions)
+        common = old.keys() & new.keys()
+        changed = pipeline_changes.between(
+            *(
+                {pipeline_changes.DATASETS: {name: each[name] for name in common}}
+                for each in (old, new)
+            )
+        )
+        if changed:
+            raise errors.ConfigError(
+                f"staged: {steps} have other datasets of the same name"
+                f" ({'; '.join(changed)}); give these other names"
+            )
+        return
+    alike = type(begins[0]) is type(begins[1]) and (
+        shard_steps.is_described(begins[0]) or shard_steps.are_alike(*begins)
+    )
+    if not alike or descriptions[0] != descriptions[1]:
+        raise errors.ConfigError(
+            f"staged: {steps} begin with other records; mix them by ec.data.Mixture,"
+            " in every stage, with weights from 0"
         )
 
 

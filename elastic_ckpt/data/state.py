@@ -37,11 +37,11 @@ class Progress:
     """How far a run of stages is.
 
     Attributes:
-      step: the training step of the next batch.
+      step: the training step of the next batch; None if it is not known.
       begun: the number of stages of which shards may have cursors.
     """
 
-    step: int
+    step: int | None
     begun: int
 
 
@@ -72,7 +72,7 @@ class DataState:
     @property
     def pipeline_now(self) -> dict[str, storage.Json]:
         """The identity of the pipeline of the next batch, in the stage of its step."""
-        step = 0 if self.progress is None else self.progress.step
+        step = 0 if self.progress is None else self.progress.step or 0
         begins = pipeline_changes.begins_of(self.pipeline)
         number = max(n for n, begin in enumerate(begins) if begin <= step)
         now = pipeline_changes.stages_of(self.pipeline)[number]

@@ -219,6 +219,9 @@ def _send_all(writing: int, loaded: queue.Queue[Any]) -> None:
     while True:
         what = loaded.get()
         try:
+            if what[1] is not None:
+                # Some that can be pickled cannot be made again.
+                cloudpickle.loads(cloudpickle.dumps(what[1]))
             _send(writing, what)
         except OSError:
             # The host is gone.

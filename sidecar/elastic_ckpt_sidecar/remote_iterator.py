@@ -102,7 +102,7 @@ class RemoteIterator:
     def __next__(self) -> elastic_data.Batch:
         self._begin_stage()
         batch = self._deliver(self._workers)
-        self._progress = stages.after(self._data, self._progress)
+        self._progress = stages.after(self._progress)
         return batch
 
     def begin_at(self, step: int) -> None:
@@ -119,6 +119,7 @@ class RemoteIterator:
 
     def _go_on(self, data: elastic_data.ElasticData) -> None:
         self._data = data
+        self._progress = stages.entered(data, self._progress)
         self._deliver.resize(stages.size(data, self._base_size))
 
     def reset(self) -> None:
@@ -142,7 +143,7 @@ class RemoteIterator:
         self._deliver.resize(global_batch_size)
 
     def _change(
-        self, global_batch_size: int, *, progress: dict[str, int] | None = None
+        self, global_batch_size: int, *, progress: dict[str, int | None] | None = None
     ) -> None:
         # To batches of another size, or, with a progress, to the stage of its step.
         controllers = allgather.shared(self._controllers)
@@ -168,7 +169,7 @@ class RemoteIterator:
             self._begin_anew()
 
     def _offers(
-        self, global_batch_size: int, progress: dict[str, int] | None
+        self, global_batch_size: int, progress: dict[str, int | None] | None
     ) -> list[Any]:
         # One of each host whose devices this process can address.
         lengths = self._in_turn(
@@ -220,7 +221,7 @@ class RemoteIterator:
         if self._progress is not None or stages.of(self._data) is not None:
             saved = await asyncio.to_thread(state.read, directory)
             self._progress = stages.progress_of(saved, self._data)
-            if self._progress is not None:
+            if self._progress is not None and self._progress.step is not None:
                 self._go_on(stages.begun(self._data, self._progress))
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
@@ -377,7 +378,7 @@ def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetche
     return _Fetched(batch=placed, waited_secs=waited_secs)
 
 
-def _as_json(progress: state.Progress | None) -> dict[str, int] | None:
+def _as_json(progress: state.Progress | None) -> dict[str, int | None] | None:
     """The progress of a run as JSON."""
     return None if progress is None else dict(vars(progress))
 

@@ -253,7 +253,7 @@ class _HostWorker:
         return self._iterator
 
 
-def _progress(content: dict[str, int] | None) -> state.Progress | None:
+def _progress(content: dict[str, Any] | None) -> state.Progress | None:
     return None if content is None else state.Progress(**content)
 
 

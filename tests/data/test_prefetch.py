@@ -126,6 +126,29 @@ def test_rows_that_take_long_ask_for_a_worker(read_ahead):
         assert made.uses_worker == isinstance(made, Busy)
 
 
+def test_a_batch_that_is_tried_again_is_not_followed_by_a_worker(read_ahead):
+    made, failed = Busy(), []
+
+    def placed(rows):
+        if rows["x"][0] == 2 and not failed:
+            failed.append(made.uses_worker)
+            raise OSError("no memory")
+        return rows
+
+    one = read_ahead(made, make=placed, batches=1)
+    for _ in range(2):
+        next(one)
+    settle(one)
+    with pytest.raises(OSError, match="no memory"):
+        next(one)
+    asked = made.uses_worker
+    next(one)
+    assert failed == [False]
+    assert not asked
+    settle(one)
+    assert made.uses_worker
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("only_here", [False, True])
 def test_rows_go_on_in_a_worker_or_where_they_can_be_made(caplog, only_here):

@@ -4,11 +4,13 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import unittest.mock
 
+import grain
 import jax
 import jsonschema
 import numpy as np
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import elastic_ckpt as ec
+from elastic_ckpt.application import training_files
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import (
@@ -679,3 +682,322 @@ def test_texts_keep_what_the_steps_hold(tmp_path):
     found = list(ec.data.LocalBatches(staged, global_batch_size=2))
     number = sum(len(text.encode()) + 1 for text in texts)
     assert sum(pairs_of(found).values()) == number
+
+
+def written(tmp_path, name, first):
+    path = tmp_path / f"{name}.parquet"
+    documents = [
+        np.arange(first + 40 * n, first + 40 * n + 2 + n % 9, dtype=np.int32)
+        for n in range(60)
+    ]
+    pa.parquet.write_table(pa.table({"tokens": documents}), path)
+    return str(path)
+
+
+def parquet_of(path):
+    return ec.data.Parquet(files=(path,), columns=("tokens",))
+
+
+def of_records(path, *, after=lambda examples: examples, rows=None, seed=1, length=12):
+    """Data of a user's pipeline over the records of a file."""
+
+    def make_shard(shard):
+        read = ec.data.Records(
+            parquet_of(path),
+            shard=shard,
+            num_shards=2,
+            read_options=ec.data.ReadOptions(shuffle_seed=seed, num_epochs=1),
+        )
+        examples = ec.data.lm.Examples(
+            ec.data.lm.Tokens(read, documents=TOKENS), length=length, truncate=False
+        )
+        made = ec.data.lm.packed(
+            after(examples), packing="first_fit", length=length, seed=1
+        )
+        return rows(made) if rows else made
+
+    return ec.data.sharded(make_shard, pipeline="mine, version 1", end="padded")
+
+
+def two_stages(one, other, begin=2):
+    return ec.data.staged(
+        [ec.data.Stage(begin=0, data=one), ec.data.Stage(begin=begin, data=other)]
+    )
+
+
+def test_stages_that_begin_with_other_records_are_refused(tmp_path):
+    a, b = (written(tmp_path, name, first) for name, first in (("a", 1), ("b", 9000)))
+    with pytest.raises(errors.ConfigError, match=r"0 and 2 begin with other records"):
+        two_stages(of_records(a), of_records(b))
+    with pytest.raises(errors.ConfigError, match=r"begin with other records; mix them"):
+        two_stages(of_records(a), of_records(a, seed=2))
+
+
+def test_datasets_of_a_mixture_are_the_same_in_all_stages(tmp_path):
+    a, b = (written(tmp_path, name, first) for name, first in (("a", 1), ("b", 9000)))
+
+    def mixed(weights, **paths):
+        def make_shard(shard):
+            parts = {
+                name: ec.data.lm.Tokens(
+                    ec.data.Records(
+                        parquet_of(path),
+                        shard=shard,
+                        num_shards=2,
+                    ),
+                    documents=TOKENS,
+                )
+                for name, path in paths.items()
+            }
+            examples = ec.data.lm.Examples(
+                ec.data.Mixture(parts, weights, shard=shard), length=12, truncate=False
+            )
+            return ec.data.lm.packed(
+                examples, packing="first_fit", length=12, seed=shard
+            )
+
+        return ec.data.sharded(make_shard, pipeline="mixed, version 1")
+
+    both = {"text": 1, "more": 2}
+    assert two_stages(
+        mixed({"text": 1, "more": 0}, text=a, more=b), mixed(both, text=a, more=b)
+    )
+    with pytest.raises(errors.ConfigError, match="other datasets of the same name"):
+        two_stages(mixed({"text": 1}, text=a), mixed(both, text=b, more=a))
+
+
+class Chunks(grain.experimental.FlatMapTransform):
+    """Cuts tokens into chunks."""
+
+    max_fan_out = 30
+
+    def __init__(self, size):
+        self.size = size
+
+    def flat_map(self, element):
+        tokens = element["tokens"]
+        return [{"x": tokens[at : at + 1]} for at in range(0, len(tokens), self.size)]
+
+
+def test_steps_of_users_that_are_not_alike_are_refused(tmp_path):
+    path = written(tmp_path, "a", 1)
+
+    def cut(size):
+        def make_shard(shard):
+            read = ec.data.Records(
+                parquet_of(path),
+                shard=shard,
+                num_shards=2,
+            )
+            return grain.experimental.FlatMapIterDataset(read, Chunks(size))
+
+        return ec.data.sharded(make_shard, pipeline="chunks, version 1")
+
+    assert two_stages(cut(2), cut(2))
+    with pytest.raises(errors.ConfigError, match="stage 0 has no ec"):
+        two_stages(cut(2), cut(3))
+
+
+def ahead(dataset):
+    return grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=5)
+
+
+def test_a_thread_between_examples_and_rows_is_refused(tmp_path):
+    path = written(tmp_path, "a", 1)
+    assert two_stages(of_records(path, after=ahead), of_records(path, after=ahead))
+    with pytest.raises(errors.ConfigError, match="makes its rows by other steps than"):
+        two_stages(
+            of_records(path, after=ahead), of_records(path, after=ahead, length=30)
+        )
+
+
+def test_functions_of_single_rows_may_follow_and_what_has_a_state_may_not(
+    tmp_path,
+):
+    path = written(tmp_path, "a", 1)
+
+    def doubled(dataset):
+        kept = dataset.filter(lambda row: row["inputs"][0] >= 0)
+        return ahead(kept.map(lambda row: row | {"twice": 2 * row["inputs"]}))
+
+    data = two_stages(
+        of_records(path, rows=doubled), of_records(path, rows=doubled, length=30)
+    )
+    found = list(ec.data.LocalBatches(data, global_batch_size=2))
+    assert all((batch["twice"] == 2 * batch["inputs"]).all() for batch in found)
+    assert pairs_of(found) == pairs_of(
+        ec.data.LocalBatches(of_records(path), global_batch_size=2)
+    )
+
+    def shuffled(dataset):
+        return ec.data.WindowShuffle(dataset, window_size=4, seed=1)
+
+    with pytest.raises(errors.ConfigError, match=r"WindowShuffle.* after its row"):
+        two_stages(
+            of_records(path, rows=shuffled), of_records(path, rows=shuffled, length=30)
+        )
+
+
+def test_a_make_shard_that_returns_the_same_datasets_again(tmp_path):
+    path = written(tmp_path, "a", 1)
+    short, long = (of_records(path, length=length) for length in (12, 30))
+    cached = [
+        dataclasses.replace(data, make_shard=functools.cache(data.make_shard))
+        for data in (short, long)
+    ]
+
+    def found(one, other):
+        data = stages.StagedData(
+            stages=tuple(
+                stages.Stage(begin=begin, data=data)
+                for begin, data in ((0, one), (3, other), (5, one))
+            )
+        )
+        return pairs_of(ec.data.LocalBatches(data, global_batch_size=2))
+
+    assert found(*cached) == found(short, long)
+    assert found(short, long) == pairs_of(
+        ec.data.LocalBatches(short, global_batch_size=2)
+    )
+
+
+def test_what_has_begun_stays_so_after_a_rollback_to_before_there_were_stages(
+    files, tmp_path
+):
+    parts = files["parquet"]
+    batches = ec.batches(of_stage(parts), mesh=mesh(), global_batch_size=6)
+    taken(batches, 2)
+    save(batches, tmp_path / "before")
+    staged = ec.batches(short_then_long(parts), mesh=mesh(), global_batch_size=6)
+    load(staged, tmp_path / "before")
+    staged.begin_at(2)
+    taken(staged, 3)
+    load(staged.leaving_out(), tmp_path / "before")
+    save(staged, tmp_path / "unknown")
+    staged.begin_at(2)
+    save(staged, tmp_path / "known")
+    other = short_then_long(parts, 4)
+    for name in ("known", "unknown"):
+        test_format.validate(tmp_path / name / "data_state.json")
+        assert json.loads((tmp_path / name / "data_state.json").read_text())[
+            "progress"
+        ] == {"step": 2 if name == "known" else None, "begun": 2}
+        with pytest.raises(errors.DataError, match=r"steps \[0, 3\], now \[0, 4\]"):
+            load(ec.batches(other, mesh=mesh(), global_batch_size=6), tmp_path / name)
+    again = ec.batches(short_then_long(parts), mesh=mesh(), global_batch_size=6)
+    load(again, tmp_path / "known")
+    assert same(taken(again, 3), taken(staged, 3))
+
+
+def test_a_state_of_a_step_that_was_only_said_is_one_of_this_step(files, tmp_path):
+    data = short_then_long(files["parquet"], 5)
+    batches = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    batches.begin_at(4)
+    save(batches, tmp_path / "fresh")
+    batches.begin_at(7)
+    save(batches, tmp_path / "late")
+    other = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    load(other, tmp_path / "fresh")
+    assert [batch["inputs"].shape[1] for batch in taken(other, 3)] == [12, 24, 24]
+    load(other, tmp_path / "late")
+    assert next(other)["inputs"].shape[1] == 24
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"begin": 2.5}, r"begin=2.5; give a whole number of at least 0"),
+        ({"begin": 2, "global_batch_size": 0}, "global_batch_size=0; give a whole"),
+        ({"begin": 2, "global_batch_size": "4"}, "global_batch_size='4'; give a whole"),
+        ({"begin": 2, "global_batch_size": True}, "global_batch_size=True; give a"),
+    ],
+)
+def test_steps_and_sizes_of_stages_are_whole_numbers(files, fields, message):
+    data = of_stage(files["parquet"])
+    with pytest.raises(errors.ConfigError, match=message):
+        stages.staged(
+            [stages.Stage(begin=0, data=data), stages.Stage(data=data, **fields)]
+        )
+
+
+def test_a_size_that_does_not_fit_is_refused_before_its_stage_begins(files):
+    data = short_then_long(files["parquet"])
+    with pytest.raises(errors.ConfigError, match="stage of the data has global_batch"):
+        ec.data.LocalBatches(data, rank=0, num_ranks=3, global_batch_size=6)
+
+
+def test_files_that_a_later_stage_has_twice_keep_their_share(files):
+    books, code, _ = files["parquet"]
+    twice = [
+        dataclasses.replace(books, name="one"),
+        dataclasses.replace(books, name="two"),
+        code,
+    ]
+    data = stages.staged(
+        [
+            stages.Stage(begin=0, data=of_stage([books], weights={"books": 1.0})),
+            stages.Stage(
+                begin=2, data=of_stage(twice, weights={"one": 1, "two": 1, "code": 2})
+            ),
+        ]
+    )
+    _, later = pipeline_changes.stages_of(data.identity())
+    weights = {
+        name: each["weight"] for name, each in later[pipeline_changes.DATASETS].items()
+    }
+    assert weights == {"books": 1, "two": 1, "code": 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data_stages": "[{begin_step: 0"}, "data_stages: not valid YAML"),
+        (
+            {
+                "data_stages": [
+                    {"begin_step": 0},
+                    {"begin_step": 2, "global_batch_size": 0},
+                ]
+            },
+            "some stages have a global_batch_size, and others have 0",
+        ),
+        (
+            {
+                "use_dpo": True,
+                "packing": False,
+                "tokenize_train_data": True,
+                "data_stages": [
+                    {"begin_step": 0},
+                    {"begin_step": 2, "max_target_length": 9},
+                ],
+            },
+            "use_dpo=true needs the same max_target_length",
+        ),
+    ],
+)
+def test_keys_of_stages_that_do_not_fit_are_named(files, keys, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        configured(files, **keys)
+
+
+def test_a_run_keeps_its_stages_with_absolute_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "a", 1)
+    written(tmp_path, "b", 9000)
+    (tmp_path / "stages.yml").write_text(
+        "- begin_step: 0\n- begin_step: 3\n  grain_train_files: b.parquet\n"
+    )
+    config = dataclasses.replace(
+        schema.Config(),
+        data=dataclasses.replace(
+            schema.DataSection(),
+            grain_train_files="a.parquet",
+            grain_file_type="parquet",
+            data_stages="stages.yml",
+        ),
+    )
+    kept = json.loads(training_files.prepare(config).data.data_stages)
+    assert kept == [
+        {"begin_step": 0},
+        {"begin_step": 3, "grain_train_files": str(tmp_path / "b.parquet")},
+    ]

@@ -78,8 +78,19 @@ class Unpicklable(Exception):
         self.lock = threading.Lock()
 
 
+class Unmakeable(Exception):
+    """An error that can be pickled, and not be made again."""
+
+    def __init__(self, code, message):
+        super().__init__(f"{code}: {message}")
+
+
 def fails(number):
     raise Unpicklable(number)
+
+
+def fails_with_code(number):
+    raise Unmakeable(503, f"row {number} said no")
 
 
 def children():
@@ -224,6 +235,13 @@ def test_an_iterator_that_is_forgotten_ends_its_workers():
 def test_an_error_that_cannot_be_pickled_is_shown():
     one = batches(fails)
     with pytest.raises(errors.DataError, match=r"Unpicklable\('row \d is bad'\)"):
+        next(one)
+    one.close()
+
+
+def test_an_error_that_cannot_be_made_again_is_shown():
+    one = batches(fails_with_code)
+    with pytest.raises(errors.DataError, match=r"Unmakeable\('503: row \d said no'\)"):
         next(one)
     one.close()
 
