@@ -11,6 +11,7 @@ is killed. Neither pipes nor processes have a name that could be left behind.
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import os
 import pickle
@@ -220,8 +221,8 @@ def _send_all(writing: int, loaded: queue.Queue[Any]) -> None:
         what = loaded.get()
         try:
             if what[1] is not None:
-                # Some that can be pickled cannot be made again.
-                cloudpickle.loads(cloudpickle.dumps(what[1]))
+                # Some that can be sent cannot be made again, there as little as here.
+                copy.copy(what[1])
             _send(writing, what)
         except OSError:
             # The host is gone.
