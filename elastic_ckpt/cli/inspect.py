@@ -174,7 +174,7 @@ def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
     if "error" in data:
         return [f"  data: {data['error']}"]
     datasets = data["pipeline"].get("datasets", {})
-    stage = data["pipeline"].pop("stage", None)
+    stage = data["pipeline"].get("stage")
     where = ""
     if stage is not None:
         number, begins = stage["number"], stage["begin_steps"]
@@ -182,7 +182,7 @@ def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
     position = json.dumps(data["position"])
     lines = [f"  data: {data['engine']}, position {position}{where}"]
     for key, value in data["pipeline"].items():
-        if key != "datasets" and not is_brief:
+        if key not in ("datasets", "stage") and not is_brief:
             lines.append(f"    {key}: {json.dumps(value)}")
     weights = sum(dataset["weight"] for dataset in datasets.values()) or 1
     taken = sum(data["taken"].values()) or 1

@@ -341,7 +341,7 @@ class HostIterator:
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
-        progress = stages.progress_of(saved, data)
+        progress = stages.restored(saved, data)
         if progress is not None and progress.step is not None:
             data = stages.begun(data, progress)
         size = stages.size(data, self._base_size)
@@ -377,7 +377,7 @@ class HostIterator:
                 f" of the run, {now.row}; load it to continue from there"
             )
         self._left_out = (*saved.left_out, (saved.row, now.row))
-        to = stages.progress_of(saved, self._data)
+        to = stages.restored(saved, self._data)
         self.progress = stages.gone_back(self.progress, to)
 
     def data_of_next_step(self) -> elastic_data.ElasticData:

@@ -288,7 +288,7 @@ class LocalBatches:
                 )
             return {shard: by_shard[shard] for shard in shards}
 
-        progress = stages.progress_of(data_states[0], data)
+        progress = stages.restored(data_states[0], data)
         if progress is not None and progress.step is not None:
             data = stages.begun(data, progress)
         old = self._placement, self._batches_of_end

@@ -296,7 +296,7 @@ def entered(
     )
 
 
-def progress_of(
+def restored(
     saved: state.DataState, data: elastic_data.ElasticData
 ) -> state.Progress | None:
     """The progress of a run that continues with `data` from a saved state.

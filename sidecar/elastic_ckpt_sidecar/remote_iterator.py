@@ -218,9 +218,9 @@ class RemoteIterator:
                 self._in_turn, self._worker.load_state, directory=str(directory)
             )
         self._begin_anew()
-        if self._progress is not None or stages.of(self._data) is not None:
+        if stages.of(self._data) is not None:
             saved = await asyncio.to_thread(state.read, directory)
-            self._progress = stages.progress_of(saved, self._data)
+            self._progress = stages.restored(saved, self._data)
             if self._progress is not None and self._progress.step is not None:
                 self._go_on(stages.begun(self._data, self._progress))
         done = asyncio.get_running_loop().create_future()
@@ -249,7 +249,7 @@ class RemoteIterator:
             if stages.of(self._data) is not None:
                 to = stages.first(self._data)
                 if directory is not None:
-                    to = stages.progress_of(state.read(directory), self._data)
+                    to = stages.restored(state.read(directory), self._data)
                 self._progress = stages.gone_back(self._progress, to)
 
         return leaving_out.LeavingOut(leave_out)

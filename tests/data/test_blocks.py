@@ -117,13 +117,30 @@ def restored(dataset, state):
     return iterator
 
 
+STOPS = st.lists(st.integers(0, MOST_ROWS), max_size=3)
+
+
 @pytest.mark.parametrize("file_format", formats.FORMATS)
-@given(chosen=PIPELINES, stops=st.lists(st.integers(0, MOST_ROWS), max_size=3))
+@given(chosen=PIPELINES, stops=STOPS)
 @settings(max_examples=12)
 def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
     files, file_format, chosen, stops
 ):
-    examples, rows = pipeline(files[file_format], **chosen)
+    check_rows(files[file_format], chosen, stops)
+
+
+@pytest.mark.slow(minutes=0.5)
+@pytest.mark.parametrize("file_format", formats.FORMATS)
+@given(chosen=PIPELINES, stops=STOPS)
+@settings(max_examples=30)
+def test_rows_of_many_blocks_are_those_of_single_examples(
+    files, file_format, chosen, stops
+):
+    check_rows(files[file_format], chosen, stops)
+
+
+def check_rows(parts, chosen, stops):
+    examples, rows = pipeline(parts, **chosen)
     of_blocks, of_single = rows(examples), rows(formats.Single(examples))
     ours, theirs = iter(of_blocks), iter(of_single)
     assert isinstance(ours, row_blocks.RowBlocks)

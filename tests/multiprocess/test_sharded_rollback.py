@@ -20,6 +20,18 @@ def configured(directory, mixture, **settings):  # noqa: F811
     return runs.write_config(directory, corpus, **{**values, **settings})
 
 
+def trained_on(config, worlds):
+    """The run that some hosts train to a step, in colocated Python or not."""
+    for hosts, steps, colocated in worlds:
+        test_divergence.trained(
+            config,
+            f"hosts={hosts}",
+            f"steps={steps}",
+            f"colocated_python_data_input={colocated}",
+        )
+    return config.parent / "tiny"
+
+
 @pytest.mark.thorough
 @pytest.mark.slow(minutes=0.6)
 def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
@@ -28,14 +40,7 @@ def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
 ):
     name = callbacks.named(callbacks.planted)
     config = configured(tmp_path / "back", mixture, training_callbacks=name)
-    for hosts, steps, colocated in ((4, 10, True), (3, 14, False), (6, 16, True)):
-        test_divergence.trained(
-            config,
-            f"hosts={hosts}",
-            f"steps={steps}",
-            f"colocated_python_data_input={colocated}",
-        )
-    run = config.parent / "tiny"
+    run = trained_on(config, ((4, 10, True), (3, 14, False), (6, 16, True)))
     assert [each.hosts for each in step_log.read(run)] == [4, 3, 3, 6]
     (event,) = runs.events(run, "rolled_back")
     assert (event["to_step"], event["rows"]) == (TO, (READ - TO) * NUM_SHARDS)
@@ -73,14 +78,7 @@ def test_stages_begin_at_their_steps_again_after_a_rollback(
     config = configured(
         tmp_path / "back", mixture, training_callbacks=name, data_stages=stages
     )
-    for hosts, steps, colocated in ((3, 10, True), (3, 14, False), (2, 18, True)):
-        test_divergence.trained(
-            config,
-            f"hosts={hosts}",
-            f"steps={steps}",
-            f"colocated_python_data_input={colocated}",
-        )
-    run = config.parent / "tiny"
+    run = trained_on(config, ((3, 10, True), (3, 14, False), (2, 18, True)))
     (event,) = runs.events(run, "rolled_back")
     assert event["to_step"] == TO
     sizes = [step.num_rows for step in runs.steps(run)]
