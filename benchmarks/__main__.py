@@ -11,6 +11,7 @@ SUITES = {
     "first_light": "the demo: secs until it computes and ends; colocated next()",
     "data": "packed tokens a second from Parquet and from text, beside every peer",
     "sidecar": "how long a loop waits for its data, beside MaxText's own sidecar",
+    "accelerator": "a loop on a GPU or TPU, beside its data and its saves",
     "scale": "decisions on copies, search, reads, removal: 10,000 hosts, 1e6 boxes",
     "tiers": "saves and restores in RAM, beside plain copies and Orbax; peers, digests",
     "every_step": "a save in each step, with bytes sent; memory of saves and restores",

@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 
 _PACKAGES = (
@@ -114,7 +115,16 @@ def _machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
+        **_accelerators(),
     }
+
+
+def _accelerators() -> dict[str, str]:
+    # Of a suite that runs on them itself.
+    if "jax" not in sys.modules or sys.modules["jax"].default_backend() == "cpu":
+        return {}
+    devices = sys.modules["jax"].devices()
+    return {"accelerators": f"{len(devices)} {devices[0].device_kind}"}
 
 
 def _cpu() -> str:

@@ -87,8 +87,8 @@ class Row:
         return {"inputs": inputs, "targets": inputs + 1}
 
 
-_SLOW = Row(_SHARE * _STEP_SECS / _ROWS)
-_TRIVIAL = Row(0.0)
+SLOW = Row(_SHARE * _STEP_SECS / _ROWS)
+TRIVIAL = Row(0.0)
 
 
 def measure() -> dict[str, report.Figure]:
@@ -106,22 +106,22 @@ def measure() -> dict[str, report.Figure]:
 
 def _waits(mesh: Mesh) -> dict[str, report.Figure]:
     sides = {
-        "": _colocated(mesh, _SLOW),
-        "_in_process": _in_process(mesh, _SLOW),
-        "_thread": _in_process(mesh, _SLOW, num_workers=0),
-        "_worker_process": _in_process(mesh, _SLOW, num_workers=1),
-        "_synchronous": _in_process(mesh, _SLOW, read_ahead=prefetch.IN_CALLER),
-        "_maxtext": _maxtext_wrapper(mesh, _SLOW),
+        "": _colocated(mesh, SLOW),
+        "_in_process": in_process(mesh, SLOW),
+        "_thread": in_process(mesh, SLOW, num_workers=0),
+        "_worker_process": in_process(mesh, SLOW, num_workers=1),
+        "_synchronous": in_process(mesh, SLOW, read_ahead=prefetch.IN_CALLER),
+        "_maxtext": _maxtext_wrapper(mesh, SLOW),
     }
     step = _accelerator_step()
     waited: dict[str, list[float]] = {name: [] for name in sides}
     slower: dict[str, list[float]] = {name: [] for name in sides}
-    for name in _turns(sides):
-        _steps(sides[name], step, _STEPS_UNCOUNTED)
-        wait_secs, secs = _steps(sides[name], step, _STEPS_A_ROUND)
+    for name in turns(sides):
+        steps(sides[name], step, _STEPS_UNCOUNTED)
+        wait_secs, secs = steps(sides[name], step, _STEPS_A_ROUND)
         waited[name].append(100 * wait_secs / _STEP_SECS)
         slower[name].append(100 * (secs / _STEP_SECS - 1))
-    _close(sides)
+    close(sides)
     bounds = {"": "below 2", "_in_process": "below 2", "_synchronous": "about 70"}
     theirs, ours = ([100 + p for p in slower[name]] for name in ("_maxtext", ""))
     return (
@@ -145,10 +145,10 @@ def _waits(mesh: Mesh) -> dict[str, report.Figure]:
     )
 
 
-def _steps(
+def steps(
     batches: Batches, step: Callable[[Any], jax.Array], num_steps: int
 ) -> tuple[float, float]:
-    # Seconds that the loop waits for a batch, and that a step takes with its batch.
+    """Seconds that the loop waits for a batch, and that a step takes with its batch."""
     waits = []
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -163,22 +163,22 @@ def _steps(
 
 def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
     sides = {
-        "_in_process": _in_process(mesh, _TRIVIAL),
-        "_colocated": _colocated(mesh, _TRIVIAL),
-        "_plain": _plain(mesh, _TRIVIAL),
-        "_maxtext": _maxtext_wrapper(mesh, _TRIVIAL),
+        "_in_process": in_process(mesh, TRIVIAL),
+        "_colocated": _colocated(mesh, TRIVIAL),
+        "_plain": plain(mesh, TRIVIAL),
+        "_maxtext": _maxtext_wrapper(mesh, TRIVIAL),
     }
     step = _accelerator_step(_SHORT_STEP_SECS)
     in_a_loop: dict[str, list[float]] = {name: [] for name in sides}
     back_to_back: dict[str, list[float]] = {name: [] for name in sides}
-    for name in _turns(sides):
-        _steps(sides[name], step, _STEPS_UNCOUNTED)
-        in_a_loop[name].append(_steps(sides[name], step, _BATCHES_A_ROUND)[0])
+    for name in turns(sides):
+        steps(sides[name], step, _STEPS_UNCOUNTED)
+        in_a_loop[name].append(steps(sides[name], step, _BATCHES_A_ROUND)[0])
         began = time.perf_counter()
         for _ in range(_BATCHES_A_ROUND):
             _ready(next(sides[name]))
         back_to_back[name].append(time.perf_counter() - began)
-    _close(sides)
+    close(sides)
     figures = {}
     for how, secs in (("", back_to_back), ("_between_steps", in_a_loop)):
         bound = "at most 1.1 over" if not how else "over"
@@ -194,8 +194,8 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
 
 def _saves(mesh: Mesh) -> dict[str, report.Figure]:
     figures = {}
-    for name, make in (("", _colocated), ("_in_process", _in_process)):
-        batches = make(mesh, _SLOW)
+    for name, make in (("", _colocated), ("_in_process", in_process)):
+        batches = make(mesh, SLOW)
         step = _accelerator_step()
         millis = []
         for _ in range(30):
@@ -209,7 +209,7 @@ def _saves(mesh: Mesh) -> dict[str, report.Figure]:
                 thread.start()
                 next(batches)
                 thread.join()
-        _close({name: batches})
+        close({name: batches})
         figures[f"save_block_ms{name}"] = report.Figure(
             unit="ms", against="below 2", samples=tuple(millis[5:])
         )
@@ -242,20 +242,22 @@ def _colocated(mesh: Mesh, row: Row) -> RemoteIterator:
     return RemoteIterator(_data(row), mesh=mesh, global_batch_size=_ROWS)
 
 
-def _in_process(
+def in_process(
     mesh: Mesh,
     row: Row,
     *,
     read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     num_workers: int | None = None,
 ) -> iterator.Batches:
+    """The rows from `ec.data.sharded`."""
     data = _data(row, num_workers=num_workers)
     return iterator.Batches(
         data, mesh=mesh, global_batch_size=_ROWS, read_ahead=read_ahead
     )
 
 
-def _plain(mesh: Mesh, row: Row) -> Batches:
+def plain(mesh: Mesh, row: Row) -> Batches:
+    """The same from Grain, and copied to the mesh."""
     sharding = topology.batch_sharding(mesh)
     records = grain.MapDataset.range(_NUM_RECORDS).map(row)
     for batch in records.to_iter_dataset(_IN_CALLER).batch(_ROWS):
@@ -304,7 +306,8 @@ def _ready(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return batch
 
 
-def _turns(sides: dict[str, Any]) -> Iterator[str]:
+def turns(sides: dict[str, Any]) -> Iterator[str]:
+    """The side whose turn it is; each has one that is not counted, to get warm."""
     for _ in range(_NUM_ROUNDS + 1):
         for name in sides:
             # Gives the side before time to finish the reads that it has begun.
@@ -323,7 +326,8 @@ def _ratio(above: list[float], below: list[float], against: str) -> report.Figur
     )
 
 
-def _close(sides: dict[str, Any]) -> None:
+def close(sides: dict[str, Any]) -> None:
+    """Closes those that can be closed."""
     for side in sides.values():
         with contextlib.suppress(AttributeError):
             side.close()

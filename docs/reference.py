@@ -244,11 +244,14 @@ def benchmarks() -> str:
     for suite, path in sorted(_newest_results().items()):
         recorded = json.loads(path.read_text())
         machine = recorded["machine"]
+        accelerators = (
+            f", {machine['accelerators']}" if "accelerators" in machine else ""
+        )
         lines += [
             f"## {suite}",
             "",
             f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores,"
-            f" {machine['memory']}.",
+            f" {machine['memory']}{accelerators}.",
             "",
             "| Figure | Median | Unit | Goal, and what it is compared with |",
             "|---|---|---|---|",

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.steps import manifest
+from elastic_ckpt.tiers.ram.chunk_files import ChunkFiles
 
 DTYPES = sorted(capture.STORABLE)
 
@@ -186,6 +187,23 @@ def test_what_devices_send_comes_in_waves(num_bytes):
         for box, copy in part.boxes:
             place = (*map(slice, box.start, box.stop),)
             assert np.array_equal(copy, expected[place])
+
+
+def test_what_devices_send_goes_through_pinned_memory_into_files(tmp_path):
+    values = {
+        "alone": random_bits("float32", 2**22).reshape(64, -1),
+        "cut": random_bits("uint8", 2**28, seed=1).reshape(2**14, -1),
+        "packed": random_bits("int4", 2**22, seed=2).reshape(2**11, -1),
+        "transposed": random_bits("float32", 2**22, seed=3).reshape(2**10, -1).T,
+    }
+    leaves = {name: jnp.asarray(each) for name, each in values.items()}
+    captured = capture.capture(leaves, FarMemory(ChunkFiles(tmp_path)))
+    for part in captured.parts:
+        assert part.files
+        for box, copy in part.boxes:
+            place = (*map(slice, box.start, box.stop),)
+            assert copy.tobytes() == values[part.leaf.path][place].tobytes()
+    captured.release()
 
 
 def test_the_memory_of_a_capture_is_one_piece_that_the_next_one_uses_again():

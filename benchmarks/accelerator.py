@@ -1,0 +1,244 @@
+"""Suite `accelerator`: a loop on a GPU or TPU, beside its data and its saves.
+
+A step here is matrix products of bfloat16 that last about 50 ms, and depends on its
+batch, which is copied to the device. The loop waits for each step, as one that prints
+losses. Sides take turns, and the step alone, with a batch that stays on the device, is
+one of them.
+
+* `step_slowdown_percent`: of a step, for all that its data costs the loop; packed rows
+  of 2048 tokens from Parquet by `from_config` as it is by default, in global batches of
+  64, and `..._worker` with `grain_worker_count=1`. `..._slow` is that of rows whose
+  making takes 0.7 of a step of Python, by `ec.data.sharded` as it is by default;
+  `..._slow_thread` and `..._slow_worker` with the reading in a thread and in a worker
+  process from the start.
+* `next_ratio`: `next()` of `ec.batches` for trivial rows over Grain's batches of the
+  same rows with `jax.make_array_from_process_local_data`, and nothing else in the loop.
+* `save_block_ms`: how long `save_async` of a state of 4 GiB to RAM holds the loop up;
+  `save_secs` until it is committed, `load_secs` until it is back on the device, and
+  their ratios to `jax.device_get` and `jax.device_put` of the same arrays.
+* `save_slowdown_percent`: of a step, while one of forty is saved.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import elastic_ckpt as ec
+from benchmarks import report, sidecar
+from benchmarks.peers.documents import COLUMN, Documents
+from elastic_ckpt.core import errors
+
+_STEP_SECS = 0.05
+_WIDTH = 8192
+_ROWS = 64
+_ROUNDS = 7
+_STEPS_A_ROUND = 20
+_STEPS_UNCOUNTED = 4
+_LEAVES = 16
+_LEAF_MIB = 256
+
+_Step = Callable[[dict[str, jax.Array]], jax.Array]
+
+
+def measure() -> dict[str, report.Figure]:
+    """Runs the suite."""
+    if jax.default_backend() == "cpu":
+        raise errors.ConfigError("suite accelerator needs a GPU or a TPU")
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    step = _step()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        figures = _slowdowns(mesh, step, pathlib.Path(directory))
+    return figures | _nexts(mesh) | _saves(mesh, step)
+
+
+def _step() -> _Step:
+    key = jax.random.key(0)
+    weights = jax.random.normal(key, (_WIDTH, _WIDTH), jnp.bfloat16) / _WIDTH**0.5
+
+    @jax.jit
+    def products(number: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        start = weights + batch["inputs"].sum().astype(jnp.bfloat16)
+        made = jax.lax.fori_loop(0, number, lambda _, each: each @ weights, start)
+        return made.astype(jnp.float32).mean()
+
+    batch = {"inputs": jnp.zeros((_ROWS, 8), jnp.int32)}
+    secs = {}
+    for number in (50, 50, 150):
+        began = time.perf_counter()
+        products(jnp.int32(number), batch).block_until_ready()
+        secs[number] = time.perf_counter() - began
+    of_one = (secs[150] - secs[50]) / 100
+    number = jnp.int32(round(_STEP_SECS / of_one))
+    return lambda batch: products(number, {"inputs": batch["inputs"]})
+
+
+def _slowdowns(
+    mesh: Mesh, step: _Step, directory: pathlib.Path
+) -> dict[str, report.Figure]:
+    documents = Documents(directory=directory)
+    documents.write()
+
+    def packed(**more: Any) -> Any:
+        data = ec.data.from_config(
+            grain_train_files=",".join(documents.files),
+            grain_file_type="parquet",
+            train_data_columns=COLUMN,
+            tokenize_train_data=False,
+            num_logical_shards=_ROWS,
+            max_target_length=2048,
+            use_truncation=False,
+            packing=True,
+            grain_packing_type="concat_then_split",
+            **more,
+        )
+        return ec.batches(data, mesh=mesh, global_batch_size=_ROWS)
+
+    slow = sidecar.SLOW
+    sides = {
+        "": packed(),
+        "_worker": packed(grain_worker_count=1),
+        "_slow": sidecar.in_process(mesh, slow),
+        "_slow_thread": sidecar.in_process(mesh, slow, num_workers=0),
+        "_slow_worker": sidecar.in_process(mesh, slow, num_workers=1),
+        "_plain": sidecar.plain(mesh, slow),
+    }
+    resident = {name: next(batches) for name, batches in sides.items()}
+    slower: dict[str, list[float]] = {name: [] for name in sides}
+    alone: list[float] = []
+    for name in sidecar.turns(sides):
+        without = sidecar.steps(_repeated(resident[name]), step, _STEPS_A_ROUND)[1]
+        sidecar.steps(sides[name], step, _STEPS_UNCOUNTED)
+        secs = sidecar.steps(sides[name], step, _STEPS_A_ROUND)[1]
+        slower[name].append(100 * (secs / without - 1))
+        alone.append(1000 * without)
+    sidecar.close(sides)
+    figures = {
+        f"step_slowdown_percent{name}": report.figure(
+            "%", "at most 5" if not name else "beside it", samples[1:]
+        )
+        for name, samples in slower.items()
+    }
+    return {"step_ms": report.figure("ms", "a step alone", alone)} | figures
+
+
+def _repeated(batch: dict[str, jax.Array]) -> Iterator[dict[str, jax.Array]]:
+    while True:
+        yield dict(batch)
+
+
+def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
+    trivial = sidecar.TRIVIAL
+    sides = {
+        "ours": sidecar.in_process(mesh, trivial),
+        "plain": sidecar.plain(mesh, trivial),
+    }
+    secs: dict[str, list[float]] = {name: [] for name in sides}
+    for name in sidecar.turns(sides):
+        next(sides[name])
+        began = time.perf_counter()
+        for _ in range(100):
+            jax.block_until_ready(next(sides[name]))
+        secs[name].append(time.perf_counter() - began)
+    sidecar.close(sides)
+    against = "at most 1.1; Grain's batches of the same rows"
+    return {"next_ratio": report.ratio(secs["ours"][1:], secs["plain"][1:], against)}
+
+
+def _saves(mesh: Mesh, step: _Step) -> dict[str, report.Figure]:
+    secs: dict[str, list[float]] = collections.defaultdict(list)
+
+    @contextlib.contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        secs[name].append(time.perf_counter() - began)
+
+    batch = {"inputs": jnp.zeros((_ROWS, 8), jnp.int32)}
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
+        ec.Checkpointer([ec.Local(ram, every=1)], mesh=mesh) as checkpointer,
+    ):
+
+        def save(number: int, state: dict[str, jax.Array]) -> ec.SaveResponse:
+            saved = {"state": state}
+            response = checkpointer.save_checkpointables_async(number, saved)
+            assert response is not None
+            return response
+
+        for number in range(0, 2 * (_ROUNDS + 1), 2):
+            state = _new_state(mesh, number)
+            expected = jax.device_get(_new_state(mesh, number))
+            with timed("save"):
+                with timed("block"):
+                    response = save(number, state)
+                response.result()
+            blank = {"state": _new_state(mesh, 0)}
+            with timed("load"):
+                loaded = checkpointer.load_checkpointables(number, blank)
+                jax.block_until_ready(loaded)
+            for name, leaf in loaded["state"].items():
+                assert np.asarray(leaf).tobytes() == expected[name].tobytes()
+            # Arrays that have not been fetched before: JAX keeps what it has fetched.
+            again = _new_state(mesh, number)
+            with timed("get"):
+                copied = jax.device_get(again)
+            with timed("put"):
+                jax.block_until_ready(
+                    jax.device_put(copied, jax.NamedSharding(mesh, jax.P()))
+                )
+            with timed("steps"):
+                _forty(step, batch)
+            with timed("steps and a save"):
+                response = save(number + 1, state)
+                _forty(step, batch)
+            response.result()
+    warm = {name: samples[1:] for name, samples in secs.items()}
+    gib = _LEAVES * _LEAF_MIB / 1024
+    ratios = zip(warm["steps and a save"], warm["steps"], strict=True)
+    return {
+        "save_block_ms": report.figure(
+            "ms", f"{gib:g} GiB to RAM", [1000 * each for each in warm["block"]]
+        ),
+        "save_secs": report.figure("s", f"{gib:g} GiB to RAM", warm["save"]),
+        "save_ratio": report.ratio(
+            warm["save"], warm["get"], "jax.device_get of the same"
+        ),
+        "load_secs": report.figure("s", f"{gib:g} GiB, verified", warm["load"]),
+        "load_ratio": report.ratio(
+            warm["load"], warm["put"], "jax.device_put of the same"
+        ),
+        "save_slowdown_percent": report.figure(
+            "%",
+            f"a save of {gib:g} GiB in forty steps",
+            [100 * (a / b - 1) for a, b in ratios],
+        ),
+    }
+
+
+def _forty(step: _Step, batch: dict[str, jax.Array]) -> None:
+    for _ in range(40):
+        step(batch).block_until_ready()
+
+
+def _new_state(mesh: Mesh, seed: int) -> dict[str, jax.Array]:
+    shape = (_LEAF_MIB * 2**20 // 4 // 1024, 1024)
+    replicated = jax.NamedSharding(mesh, jax.P())
+
+    @functools.partial(jax.jit, out_shardings=replicated)
+    def leaf(number: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.key(number), shape, jnp.float32)
+
+    state = {f"w{n}": leaf(jnp.int32(100 * seed + n)) for n in range(_LEAVES)}
+    return jax.block_until_ready(state)
