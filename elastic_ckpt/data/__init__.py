@@ -6,6 +6,7 @@ from elastic_ckpt.core import renamed
 
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data import lm
+    from elastic_ckpt.data.data_keys import DataKeys
     from elastic_ckpt.data.elastic_data import ElasticData, End
     from elastic_ckpt.data.grain_states import adopt as adopt_grain_states
     from elastic_ckpt.data.iterator import Batches
@@ -53,6 +54,7 @@ __all__ = [
     "ArrayRecord",
     "Arrow",
     "Batches",
+    "DataKeys",
     "ElasticData",
     "End",
     "JsonLines",

@@ -17,6 +17,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     chat,
     chat_templates,
+    data_keys,
     language,
     local_batches,
     mixing,
@@ -84,7 +85,7 @@ def corpus(tmp_path_factory):
 
 
 def section(corpus, **settings):
-    return schema.DataSection(
+    return data_keys.DataKeys(
         **{
             "grain_train_files": corpus["parquet"],
             "grain_file_type": "parquet",
