@@ -38,7 +38,8 @@ from benchmarks import report, text
 from benchmarks.peers import measure as sides
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import data_keys, pipeline, prefetch, rows, sharded_data
+from elastic_ckpt.data import data_keys, prefetch, rows, sharded_data
+from elastic_ckpt.data.lm import pipeline
 
 NUM_SHARDS = 64
 _ROUNDS = 5

@@ -32,7 +32,8 @@ import numpy as np
 from benchmarks import report, text_corpus
 from benchmarks.peers import hf_datasets, peer
 from benchmarks.peers import measure as sides
-from elastic_ckpt.data import data_keys, pipeline, prefetch, rows
+from elastic_ckpt.data import data_keys, prefetch, rows
+from elastic_ckpt.data.lm import pipeline
 
 NUM_SHARDS = 64
 _TEXTS_A_CALL = 1000

@@ -83,7 +83,7 @@ def _write(
     patterns: str, directory: str, file_type: str, report: Callable[[str], None]
 ) -> None:
     # Nothing to write if the patterns are not one file, or it exists.
-    from elastic_ckpt.data import text
+    from elastic_ckpt.data.lm import text
     from elastic_ckpt.data.sources import files
 
     if set("*?[,") & set(patterns) or files.exists(patterns):

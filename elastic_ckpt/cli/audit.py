@@ -194,7 +194,7 @@ def _sections(
 def _configured_data(
     section: Callable[[int], data_keys.DataKeys],
 ) -> Callable[[int], elastic_data.ElasticData]:
-    from elastic_ckpt.data import pipeline
+    from elastic_ckpt.data.lm import pipeline
 
     return lambda attempt: pipeline.from_config(section(attempt))
 

@@ -179,7 +179,7 @@ def test_an_interrupted_verb_says_so_and_returns_130(monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("elastic_ckpt.data.text.write", interrupt)
+    monkeypatch.setattr("elastic_ckpt.data.lm.text.write", interrupt)
     assert main.main(["data", "a", "b"]) == 130
     assert capsys.readouterr().err == "elastic-ckpt data: interrupted\n"
 

@@ -10,12 +10,12 @@ from elastic_ckpt import data as data_room
 from elastic_ckpt.data import (
     cursors,
     data_keys,
-    pipeline,
     records,
     sharded_data,
     shuffling,
     state,
 )
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import tfrecord
 from tests import formats, worlds
 

@@ -30,14 +30,13 @@ from elastic_ckpt.data import (
     batch_size,
     blocks,
     data_keys,
-    language,
-    pipeline,
     pipeline_changes,
     records,
     sharded_data,
     stages,
     state,
 )
+from elastic_ckpt.data.lm import language, pipeline
 from tests import formats, worlds
 from tests.data import test_format
 

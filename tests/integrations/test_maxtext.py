@@ -11,7 +11,8 @@ from absl import logging as absl_logging
 
 from elastic_ckpt.cli import audit, main
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import data_keys, iterator, pipeline
+from elastic_ckpt.data import data_keys, iterator
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.integrations import maxtext, maxtext_seams
 from tests import corpora, shared_memory
 from tests.checkpoint import test_run_saver

@@ -7,7 +7,8 @@ import cloudpickle
 import numpy as np
 from elastic_ckpt_sidecar import host_agent, worker
 
-from elastic_ckpt.data import data_keys, pipeline
+from elastic_ckpt.data import data_keys
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.tiers import choices
 from tests.sidecar import in_image
 

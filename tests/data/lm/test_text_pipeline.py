@@ -7,9 +7,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from elastic_ckpt.data import cursors, data_keys, pipeline, records, state, token_blocks
+from elastic_ckpt.data import cursors, data_keys, records, state
+from elastic_ckpt.data.lm import pipeline, token_blocks
 from tests import worlds
-from tests.data import test_tokenizers
+from tests.data.lm import test_tokenizers
 
 
 @pytest.fixture(scope="module", params=["sentencepiece", "tiktoken", "huggingface"])

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from elastic_ckpt.data import blocks, language, records
+from elastic_ckpt.data import blocks, records
+from elastic_ckpt.data.lm import language
 from elastic_ckpt.data.sources import kept_blocks
 
 # A block ends at the first of these limits. 32,768 characters take about 5 ms.

@@ -27,8 +27,9 @@ import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import chat_templates, records, shard_steps, tokenizers
+from elastic_ckpt.data import records, shard_steps
 from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data.lm import chat_templates, tokenizers
 from elastic_ckpt.data.sources import files
 
 Example = dict[str, np.ndarray]

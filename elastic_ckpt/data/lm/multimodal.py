@@ -20,8 +20,8 @@ import numpy as np
 from grain import experimental
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import language
 from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data.lm import language
 
 _PACKERS = {
     language.FIRST_FIT: experimental.FirstFitPackIterDataset,

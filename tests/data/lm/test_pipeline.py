@@ -13,12 +13,12 @@ from elastic_ckpt.data import (
     data_keys,
     elastic_data,
     local_batches,
-    pipeline,
     positional_data,
     rows,
     sharded_data,
     state,
 )
+from elastic_ckpt.data.lm import pipeline
 from tests import corpora, formats, worlds
 
 LENGTH = 16

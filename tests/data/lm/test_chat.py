@@ -15,27 +15,29 @@ from absl import logging
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
-    chat,
-    chat_templates,
     data_keys,
-    language,
     local_batches,
     mixing,
-    pipeline,
     records,
-    row_blocks,
     shard_steps,
     shuffling,
+    tokens,
+)
+from elastic_ckpt.data.lm import (
+    chat,
+    chat_templates,
+    language,
+    pipeline,
+    row_blocks,
     token_blocks,
     tokenizers,
-    tokens,
 )
 from elastic_ckpt.data.sources import lines
 from elastic_ckpt.training import transformer
 from tests import formats, worlds
-from tests.data import test_tokenizers
+from tests.data.lm import test_tokenizers
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "chat_templates"
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
 NUM_CONVERSATIONS = 60
 LENGTH = 48
 SHARDS = 4

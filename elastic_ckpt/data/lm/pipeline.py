@@ -18,12 +18,9 @@ import grain
 
 from elastic_ckpt.core import errors, sections, storage
 from elastic_ckpt.data import (
-    chat,
-    chat_templates,
     data_keys,
     datasets,
     elastic_data,
-    language,
     mixing,
     pipeline_changes,
     positional_data,
@@ -31,9 +28,14 @@ from elastic_ckpt.data import (
     sharded_data,
     shuffling,
     stages,
+    units,
+)
+from elastic_ckpt.data.lm import (
+    chat,
+    chat_templates,
+    language,
     token_blocks,
     tokenizers,
-    units,
 )
 from elastic_ckpt.data.sources import (
     arrayrecord,

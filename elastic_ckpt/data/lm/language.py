@@ -18,9 +18,10 @@ import numpy as np
 from grain import experimental
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import blocks, row_blocks, shard_steps, tokenizers
-from elastic_ckpt.data import packing as packing_rows
+from elastic_ckpt.data import blocks, shard_steps
 from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data.lm import packing as packing_rows
+from elastic_ckpt.data.lm import row_blocks, tokenizers
 from elastic_ckpt.data.sources import files
 
 Example = dict[str, np.ndarray]
