@@ -234,9 +234,9 @@ class _Pays(visitor.NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        node.expr = _seen(node.expr)
+        node.expr = _variable(node.expr, _SEEN)
         for operand in node.ops:
-            operand.expr = _seen(operand.expr)
+            operand.expr = _variable(operand.expr, _SEEN)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
@@ -247,12 +247,12 @@ class _Pays(visitor.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
             return _filter(node, _CUT)
-        node.arg = _key(node.arg)
+        node.arg = _variable(node.arg, _KEY)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
         self.generic_visit(node)
-        node.key = _key(node.key)
+        node.key = _variable(node.key, _KEY)
         return node
 
     def visit_Include(self, node: nodes.Stmt) -> nodes.Node:
@@ -279,12 +279,9 @@ def _spending(cost: int) -> nodes.ExprStmt:
     return nodes.ExprStmt(_filter(nodes.Const(cost), _SPEND))
 
 
-def _key(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _filter(node, _KEY)
-
-
-def _seen(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _filter(node, _SEEN)
+def _variable(node: nodes.Expr, name: str) -> nodes.Expr:
+    # A constant is part of the template, whose size is limited.
+    return node if isinstance(node, nodes.Const) else _filter(node, name)
 
 
 def _filter(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
@@ -292,9 +289,15 @@ def _filter(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
-@jinja2.pass_context
-def _spend(context: runtime.Context, cost: int) -> None:
-    _budget(context).spend(cost)
+def _passing(pay: Callable[[_Budget, Any], None]) -> Callable[..., Any]:
+    """A filter that pays for a value and returns it."""
+
+    @jinja2.pass_context
+    def paid(context: runtime.Context, value: Any) -> Any:
+        pay(_budget(context), value)
+        return value
+
+    return paid
 
 
 @jinja2.pass_context
@@ -304,25 +307,7 @@ def _each(context: runtime.Context, items: Any, cost: int) -> Any:
     if hasattr(items, "__len__"):
         budget.spend(len(items) * cost)
         return items
-    return _paid(budget, items, cost) if _is_iterator(items) else items
-
-
-@jinja2.pass_context
-def _see(context: runtime.Context, value: Any) -> Any:
-    _budget(context).spend_deep(value)
-    return value
-
-
-@jinja2.pass_context
-def _hashed(context: runtime.Context, value: Any) -> Any:
-    _budget(context).spend_key(value)
-    return value
-
-
-@jinja2.pass_context
-def _cut(context: runtime.Context, value: Any) -> Any:
-    _budget(context).spend(_size(value))
-    return value
+    return _paid(budget, items, cost) if isinstance(items, Iterator) else items
 
 
 @jinja2.pass_context
@@ -337,14 +322,11 @@ def _paid(budget: _Budget, items: Iterator[Any], cost: int = 1) -> Iterator[Any]
         yield item
 
 
-def _is_iterator(value: Any) -> bool:
-    return isinstance(value, Iterator)
-
-
 def _listed(budget: _Budget, values: Sequence[Any]) -> list[Any]:
     # Values, with iterators among them as lists, because they can be read only once.
     return [
-        list(_paid(budget, each)) if _is_iterator(each) else each for each in values
+        list(_paid(budget, each)) if isinstance(each, Iterator) else each
+        for each in values
     ]
 
 
@@ -479,7 +461,7 @@ def _environment() -> _Environment:
         lstrip_blocks=True,
         optimized=False,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        finalize=_see,
+        finalize=_passing(_Budget.spend_deep),
     )
     environment.filters = {
         name: _paying(
@@ -489,12 +471,12 @@ def _environment() -> _Environment:
     } | {
         "tojson": _to_json,
         "replace": _replace,
-        _SPEND: _spend,
+        _SPEND: _passing(_Budget.spend),
         _EACH: _each,
-        _SEEN: _see,
+        _SEEN: _passing(_Budget.spend_deep),
         _CONCAT: _concat,
-        _CUT: _cut,
-        _KEY: _hashed,
+        _CUT: _passing(lambda budget, value: budget.spend(_size(value))),
+        _KEY: _passing(_Budget.spend_key),
     }
     environment.tests = {
         name: _paying(name, cast(Any, test), deep=name not in _SHALLOW_TESTS)
@@ -541,7 +523,7 @@ def _paying(
         elif passed == "environment":
             args = (context.environment, *args)
         result = function(*args, **kwargs)
-        if _is_iterator(result):
+        if isinstance(result, Iterator):
             return _paid(budget, result)
         if isinstance(result, list):
             budget.spend(len(result))
