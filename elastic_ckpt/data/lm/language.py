@@ -34,14 +34,19 @@ _NO_TOKENS = np.empty(0, np.int32)
 FIRST_FIT = "first_fit"
 BEST_FIT = "best_fit"
 CONCAT_THEN_SPLIT = "concat_then_split"
-PACKINGS = (FIRST_FIT, BEST_FIT, CONCAT_THEN_SPLIT)
+# The packers that keep examples whole.
+FITTING = {
+    FIRST_FIT: experimental.FirstFitPackIterDataset,
+    BEST_FIT: experimental.BestFitPackIterDataset,
+}
+PACKINGS = (*FITTING, CONCAT_THEN_SPLIT)
 
 # The number of rows that a fitting packer fills at a time: 16 become 97 % full.
 PACKING_BINS = 16
 
 _FEATURES = ("inputs", "targets")
 # The names of a row's features in packers, and in MaxText.
-_ROW_NAMES = {
+ROW_NAMES = {
     feature + theirs: feature + ours
     for feature in _FEATURES
     for theirs, ours in (
@@ -390,7 +395,7 @@ def packed(
         raise errors.ConfigError(
             f"packed: packing={packing!r}; choose one of {', '.join(PACKINGS)}"
         )
-    clashing = {*_FEATURES, *_ROW_NAMES.values()} & {*more}
+    clashing = {*_FEATURES, *ROW_NAMES.values()} & {*more}
     if clashing:
         raise errors.ConfigError(
             f"packed: features={more!r}: rows have {sorted(clashing)} in any case; name"
@@ -405,12 +410,7 @@ def packed(
         )
         make_rows = functools.partial(row_blocks.Concatenated, length=length)
     else:
-        packer = (
-            experimental.FirstFitPackIterDataset
-            if packing == FIRST_FIT
-            else experimental.BestFitPackIterDataset
-        )
-        rows = packer(
+        rows = FITTING[packing](
             checked,
             length_struct=lengths,
             num_packing_bins=PACKING_BINS,
@@ -563,7 +563,7 @@ class MaxTextRows(grain.IterDataset[Example]):
         make_rows: _MakeRows | None = None,
     ) -> None:
         super().__init__(parent)
-        self._names = _ROW_NAMES | dict(zip(more, more, strict=True))
+        self._names = ROW_NAMES | dict(zip(more, more, strict=True))
         self._examples, self._make_rows = examples, make_rows
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
