@@ -112,12 +112,9 @@ class Template:
     def __init__(self, text: str) -> None:
         environment = _environment()
         tree = environment.parse(text)
-        self.has_generation = any(
-            isinstance(attribute, nodes.ExtensionAttribute)
-            for attribute in tree.find_all(nodes.ExtensionAttribute)
-        )
+        self.has_generation = tree.find(nodes.ExtensionAttribute) is not None
         self.names = frozenset(name.name for name in tree.find_all(nodes.Name))
-        self._template = environment.from_string(text)
+        self._template = environment.from_string(tree)
 
     def render(self, variables: Mapping[str, Any], *, date: str = "") -> str:
         """What the template makes of variables, with marks around generated text.
@@ -158,8 +155,11 @@ class _Budget:
                 " repeats text, without end"
             )
 
-    def spend_deep(self, value: Any) -> None:
+    def spend_deep(self, value: Any) -> int:
         """Pays for all that is in a value, as often as it is in it.
+
+        Returns:
+          How deeply it is nested: 1 for a text or a number, 2 for a list of them.
 
         Raises:
           ExceededError: also if dicts and lists are nested too deeply. Python takes the
@@ -168,7 +168,7 @@ class _Budget:
         """
         if type(value) is str:
             self.spend(1 + len(value) // _CHARACTERS)
-            return
+            return 1
         level, operations, depth = [value], 0, 0
         while level:
             deeper: list[Any] = []
@@ -185,6 +185,7 @@ class _Budget:
             if depth > _MAX_DEPTH:
                 raise ExceededError(f"it nests more than {_MAX_DEPTH} lists")
         self.spend(operations)
+        return depth
 
     def spend_key(self, value: Any) -> None:
         """Pays for the hash of a value."""
@@ -289,7 +290,7 @@ def _filter(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
-def _passing(pay: Callable[[_Budget, Any], None]) -> Callable[..., Any]:
+def _passing(pay: Callable[[_Budget, Any], object]) -> Callable[..., Any]:
     """A filter that pays for a value and returns it."""
 
     @jinja2.pass_context
@@ -613,9 +614,9 @@ def _to_json(
     if max(size, len("".join(separators or ()))) > _MAX_INDENT:
         raise OverflowError(f"tojson with an indent of more than {_MAX_INDENT}")
     before = budget.left
-    budget.spend_deep(value)
+    depth = budget.spend_deep(value)
     # A character may become an escape of twelve, an item a line with an indent.
-    times = 12 + (_depth(value) if size else 0)
+    times = 12 + (depth if size else 0)
     budget.spend(times * (before - budget.left))
     return json.dumps(
         value,
@@ -624,18 +625,6 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-def _depth(value: Any) -> int:
-    # How deeply dicts and lists are in each other.
-    deepest, held = 0, [(value, 1)]
-    while held:
-        each, depth = held.pop()
-        deepest = max(deepest, depth)
-        inside = each.values() if isinstance(each, dict) else each
-        if isinstance(each, dict | list | tuple):
-            held += [(item, depth + 1) for item in inside]
-    return deepest
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
