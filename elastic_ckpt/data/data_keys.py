@@ -16,9 +16,9 @@ from elastic_ckpt.core.sections import Setting, key
 class DataKeys:
     """The input data: datasets, tokens, batches and loading.
 
-    Attributes are the configuration keys of that section, and `ec.load_config(path)`
-    has them as `.data`. They are not checked until `from_config` or a configuration
-    file sets them.
+    Attributes are the keys of this section of a configuration, as `configs/base.yml`
+    explains them; `ec.load_config(path).data` has those of a file. `from_config` checks
+    them.
     """
 
     grain_train_files: str = key(

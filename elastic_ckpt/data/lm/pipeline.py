@@ -348,11 +348,10 @@ def _staged(data: data_keys.DataKeys, *, vocab_size: int) -> stages.StagedData:
 
 def _of_arguments(data: Any, keys: dict[str, Any]) -> data_keys.DataKeys:
     # The keys that `from_config` was given.
-    if isinstance(data, data_keys.DataKeys):
-        whole = data
-    elif data is None or isinstance(data, Mapping):
-        whole, keys = data_keys.DataKeys(), {**(data or {}), **keys}
-    else:
+    given = vars(data) if isinstance(data, data_keys.DataKeys) else data
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
         raise errors.ConfigError(
             f"from_config: got a {type(data).__name__}; give keys of the data as"
             " keyword arguments, a mapping of them, or those of a configuration file:"
@@ -363,9 +362,9 @@ def _of_arguments(data: Any, keys: dict[str, Any]) -> data_keys.DataKeys:
             value=os.fspath(value) if isinstance(value, os.PathLike) else value,
             place="from_config",
         )
-        for key, value in keys.items()
+        for key, value in {**given, **keys}.items()
     }
-    return data_keys.changed(whole, settings)
+    return data_keys.changed(data_keys.DataKeys(), settings)
 
 
 def eval_from_config(

@@ -95,6 +95,7 @@ def test_keys_may_be_a_mapping_keywords_or_those_of_a_configuration(corpus, tmp_
             {"packing": "yes"},
             "from_config: packing must be true or false, not 'yes'",
         ),
+        ([ec.data.DataKeys(packing="yes")], {}, "from_config: packing must be true or"),
         ([7], {}, "from_config: got a int; give keys of the data as keyword arguments"),
         (
             ["train.yml"],
