@@ -38,8 +38,8 @@ from benchmarks import report, text
 from benchmarks.peers import measure as sides
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.config import schema
-from elastic_ckpt.data import pipeline, prefetch, rows, sharded_data
+from elastic_ckpt.data import data_keys, prefetch, rows, sharded_data
+from elastic_ckpt.data.lm import pipeline
 
 NUM_SHARDS = 64
 _ROUNDS = 5
@@ -101,7 +101,7 @@ def configured(
       packing: how documents are packed; empty if each is padded, or a row already.
     """
     built = pipeline.from_config(
-        schema.DataSection(
+        data_keys.DataKeys(
             grain_train_files=",".join(files),
             grain_file_type="parquet",
             train_data_columns=COLUMN,

@@ -42,13 +42,12 @@ from elastic_ckpt.data import (
     cursors,
     datasets,
     elastic_data,
-    language,
     mixing,
-    pipeline,
     records,
     rows,
     units,
 )
+from elastic_ckpt.data.lm import language, pipeline
 from elastic_ckpt.data.sharded_data import ShardedData
 from elastic_ckpt.data.sources import parquet
 

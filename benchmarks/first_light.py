@@ -83,7 +83,8 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     from elastic_ckpt.config import load
     from elastic_ckpt.core import topology
-    from elastic_ckpt.data import iterator, positional_data, rows, text
+    from elastic_ckpt.data import iterator, positional_data, rows
+    from elastic_ckpt.data.lm import text
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)

@@ -23,7 +23,8 @@ import time
 from benchmarks import report
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import pipeline, rows, sharded_data
+from elastic_ckpt.data import rows, sharded_data
+from elastic_ckpt.data.lm import pipeline
 
 _NUM_DATASETS = 1000
 _NUM_SHARDS = 256

@@ -209,7 +209,8 @@ def _train(
         import jax
 
         from elastic_ckpt.core import topology
-        from elastic_ckpt.data import batch_size, pipeline
+        from elastic_ckpt.data import batch_size
+        from elastic_ckpt.data.lm import pipeline
         from elastic_ckpt.frontend import configured_batches
         from elastic_ckpt.training import train_step
 

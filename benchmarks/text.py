@@ -32,8 +32,8 @@ import numpy as np
 from benchmarks import report, text_corpus
 from benchmarks.peers import hf_datasets, peer
 from benchmarks.peers import measure as sides
-from elastic_ckpt.config import schema
-from elastic_ckpt.data import pipeline, prefetch, rows
+from elastic_ckpt.data import data_keys, prefetch, rows
+from elastic_ckpt.data.lm import pipeline
 
 NUM_SHARDS = 64
 _TEXTS_A_CALL = 1000
@@ -116,7 +116,7 @@ def _figures(
 def _from_config(
     files: list[str], kind: str, tokenizer: str
 ) -> Callable[[], Iterator[Any]]:
-    config = schema.DataSection(
+    config = data_keys.DataKeys(
         grain_train_files=",".join(files),
         grain_file_type="parquet",
         num_logical_shards=NUM_SHARDS,

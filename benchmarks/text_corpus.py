@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from elastic_ckpt.data import text, tokenizers
+from elastic_ckpt.data.lm import text, tokenizers
 
 COLUMN = "text"
 

@@ -11,6 +11,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.checkpoint.follow import Step, record_metrics, watch_steps
     from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
     from elastic_ckpt.checkpoint.response import Response, SaveResponse
+    from elastic_ckpt.config.load import load as load_config
     from elastic_ckpt.frontend import Checkpointer, batches
     from elastic_ckpt.integrations import orbax_v0
     from elastic_ckpt.steps.best_steps import BestN, best_step
@@ -48,6 +49,7 @@ __all__ = [
     "data",
     "elastic",
     "lease",
+    "load_config",
     "orbax_v0",
     "pin",
     "record_metrics",

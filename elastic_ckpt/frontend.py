@@ -21,9 +21,8 @@ from elastic_ckpt.checkpoint import checkpointer, hosts
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import addresses, allgather, calls, errors, events, topology
-from elastic_ckpt.data import elastic_data, iterator, prefetch
+from elastic_ckpt.data import data_keys, elastic_data, iterator, prefetch
 from elastic_ckpt.tiers import run_identity
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.universal.step_layouts import LAYOUTS
@@ -93,7 +92,7 @@ def batches(
 
 def configured_batches(
     data: elastic_data.ElasticData,
-    section: schema.DataSection,
+    section: data_keys.DataKeys,
     *,
     mesh: Mesh,
     spec: PartitionSpec | None = None,

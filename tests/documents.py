@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import language
+from elastic_ckpt.data.lm import language
 from elastic_ckpt.training import step_log
 from tests import runs
 

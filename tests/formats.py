@@ -11,16 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet
 from array_record.python import array_record_module
 
-from elastic_ckpt.data import (
-    elastic_data,
-    language,
-    mixing,
-    pipeline,
-    records,
-    sharded_data,
-    shuffling,
-    token_blocks,
-)
+from elastic_ckpt.data import elastic_data, mixing, records, sharded_data, shuffling
+from elastic_ckpt.data.lm import language, pipeline, token_blocks
 from elastic_ckpt.data.sources import (
     arrayrecord,
     arrow,

@@ -6,7 +6,8 @@ import grain
 import numpy as np
 from grain import experimental
 
-from elastic_ckpt.data import language, mixing, multimodal, shuffling
+from elastic_ckpt.data import mixing, shuffling
+from elastic_ckpt.data.lm import language, multimodal
 
 NUM_DOCUMENTS = 120
 # A pool of threads for each shard of each host would be slower than none.

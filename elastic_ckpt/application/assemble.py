@@ -18,7 +18,8 @@ from elastic_ckpt.checkpoint import configured_tiers, run_saver
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, topology
-from elastic_ckpt.data import batch_size, pipeline
+from elastic_ckpt.data import batch_size
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic.world import World, of_run
 from elastic_ckpt.frontend import Checkpointer, configured_batches
 from elastic_ckpt.training import configured_callbacks, evaluation, train_step

@@ -23,7 +23,7 @@ from elastic_ckpt.application import elastic_run
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, errors, topology
-from elastic_ckpt.data import pipeline
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.steps import failure_domains, placement, read_plan, search
 from elastic_ckpt.steps.holdings import Offer, Tier

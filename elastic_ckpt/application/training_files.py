@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from elastic_ckpt.config import load, schema
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import data_keys
 
 
 def prepare(
@@ -54,13 +55,13 @@ def prepare(
     return dataclasses.replace(config, data=data)
 
 
-def _stages(data: schema.DataSection) -> str:
+def _stages(data: data_keys.DataKeys) -> str:
     # The stages as JSON, with absolute file names.
     from elastic_ckpt.data import datasets
     from elastic_ckpt.data.sources import files
 
     found = []
-    for begin, stage in load.stages(data):
+    for begin, stage in data_keys.stages(data):
         own = {
             key: value for key, value in vars(stage).items() if value != vars(data)[key]
         }
@@ -82,7 +83,7 @@ def _write(
     patterns: str, directory: str, file_type: str, report: Callable[[str], None]
 ) -> None:
     # Nothing to write if the patterns are not one file, or it exists.
-    from elastic_ckpt.data import text
+    from elastic_ckpt.data.lm import text
     from elastic_ckpt.data.sources import files
 
     if set("*?[,") & set(patterns) or files.exists(patterns):

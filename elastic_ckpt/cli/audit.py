@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.data import data_keys
 
 if TYPE_CHECKING:
     from elastic_ckpt.data import elastic_data
@@ -178,12 +179,12 @@ def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
 
 def _sections(
     config: schema.Config, attempts: list[step_log.Attempt]
-) -> Callable[[int], schema.DataSection]:
+) -> Callable[[int], data_keys.DataKeys]:
     # The configuration of the data of each attempt.
     logged = {attempt.attempt: attempt.data for attempt in attempts}
 
     @functools.cache
-    def section(attempt: int) -> schema.DataSection:
+    def section(attempt: int) -> data_keys.DataKeys:
         values: dict[str, Any] = {**keys.values(config), **logged[attempt]}
         return load.from_values(values, place=f"the log of attempt {attempt}").data
 
@@ -191,9 +192,9 @@ def _sections(
 
 
 def _configured_data(
-    section: Callable[[int], schema.DataSection],
+    section: Callable[[int], data_keys.DataKeys],
 ) -> Callable[[int], elastic_data.ElasticData]:
-    from elastic_ckpt.data import pipeline
+    from elastic_ckpt.data.lm import pipeline
 
     return lambda attempt: pipeline.from_config(section(attempt))
 

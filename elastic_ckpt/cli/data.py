@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file and prints what it contains."""
-    from elastic_ckpt.data import text
+    from elastic_ckpt.data.lm import text
 
     file_type = arguments.type or text.file_type(arguments.file) or "arrayrecord"
     written = text.write(

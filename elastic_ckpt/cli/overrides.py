@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from elastic_ckpt.config import keys
+from elastic_ckpt.core import sections
 
 
 def add_arguments(
@@ -46,6 +47,6 @@ def complete(prefix: str, **context: object) -> list[str]:
         (True, False) if field.type == "bool" else ()
     )
     texts = [
-        value if isinstance(value, str) else keys.render(value) for value in choices
+        value if isinstance(value, str) else sections.render(value) for value in choices
     ]
     return [f"{key}={text}" for text in texts if f"{key}={text}".startswith(prefix)]

@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     hosts, batches = arguments.hosts, arguments.batches
     num_shards, row_bytes = arguments.shards, None
     if arguments.config:
-        from elastic_ckpt.data import local_batches, pipeline, stages
+        from elastic_ckpt.data import local_batches, stages
+        from elastic_ckpt.data.lm import pipeline
 
         data = load.load(arguments.config).data
         num_shards = num_shards or data.num_logical_shards

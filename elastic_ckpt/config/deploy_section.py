@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_ckpt.config.key import key
+from elastic_ckpt.core.sections import key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

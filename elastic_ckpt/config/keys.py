@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.config.key import Value
+from elastic_ckpt.core.sections import Value, render
 
 # The lines of a key with a value.
 _Lines = Callable[[dataclasses.Field[Any], Value], list[str]]
@@ -77,8 +77,9 @@ def base_yaml() -> str:
         return ["", *wrapped, f"{field.name}: {render(value)}"]
 
     return (
-        "# Every key with its default, generated from elastic_ckpt/config; a test\n"
-        "# compares them. Start your own file with `base_config: base.yml`.\n\n"
+        "# Every key with its default, generated from elastic_ckpt/config and\n"
+        "# elastic_ckpt/data/data_keys.py; a test compares them. Start your own file\n"
+        "# with `base_config: base.yml`.\n\n"
         + _by_section(schema.Config(), lines, heading="######## ")
         + "\n"
     )
@@ -92,13 +93,3 @@ def _by_section(config: schema.Config, lines: _Lines, *, heading: str) -> str:
         for field in dataclasses.fields(section):
             text += lines(field, getattr(section, field.name))
     return "\n".join(text[1:])
-
-
-def render(value: Value) -> str:
-    """`value` in YAML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        quoted = value.replace("'", "''")
-        return f'"{value}"' if '"' not in value else f"'{quoted}'"
-    return repr(value)

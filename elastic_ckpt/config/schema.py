@@ -1,22 +1,22 @@
 """Every configuration key: its section, type, default and description.
 
 Keys are flat, as in MaxText, and have the same names if they have the same meaning.
-They are defined here and, for the input pipeline, in `config.data_section`;
-`config.keys` looks them up.
+They are defined here, in the other modules of this package and, for the input
+pipeline, in `data.data_keys`; `config.keys` looks them up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from elastic_ckpt.config.data_section import DataSection
 from elastic_ckpt.config.deploy_section import DeploySection
 from elastic_ckpt.config.divergence_section import DivergenceSection
 from elastic_ckpt.config.elastic_section import ElasticSection
-from elastic_ckpt.config.key import key
 from elastic_ckpt.config.pods_section import PodsSection
 from elastic_ckpt.config.slurm_section import SlurmSection
 from elastic_ckpt.config.validation_section import ValidationSection
+from elastic_ckpt.core.sections import key
+from elastic_ckpt.data.data_keys import DataKeys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -353,7 +353,7 @@ class Config:
     world: WorldSection = WorldSection()
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
-    data: DataSection = dataclasses.field(default_factory=DataSection)
+    data: DataKeys = dataclasses.field(default_factory=DataKeys)
     checkpoint: CheckpointSection = CheckpointSection()
     divergence: DivergenceSection = dataclasses.field(default_factory=DivergenceSection)
     tiers: TiersSection = TiersSection()

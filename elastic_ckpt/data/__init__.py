@@ -6,12 +6,13 @@ from elastic_ckpt.core import renamed
 
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data import lm
+    from elastic_ckpt.data.data_keys import DataKeys
     from elastic_ckpt.data.elastic_data import ElasticData, End
     from elastic_ckpt.data.grain_states import adopt as adopt_grain_states
     from elastic_ckpt.data.iterator import Batches
+    from elastic_ckpt.data.lm.pipeline import from_config
     from elastic_ckpt.data.local_batches import LocalBatches
     from elastic_ckpt.data.mixing import Mixture
-    from elastic_ckpt.data.pipeline import from_config
     from elastic_ckpt.data.positional_data import positional
     from elastic_ckpt.data.prefetch import ReadAhead
     from elastic_ckpt.data.records import RandomMap, ReadOptions, Records
@@ -53,6 +54,7 @@ __all__ = [
     "ArrayRecord",
     "Arrow",
     "Batches",
+    "DataKeys",
     "ElasticData",
     "End",
     "JsonLines",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, topology
+from elastic_ckpt.data import data_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Schedule:
         return next(rows for begin, rows in reversed(self.stages) if begin <= step)
 
 
-def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
+def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
     """The batch sizes of a run on `world`.
 
     A ramp follows Megatron-LM (`num_microbatches_calculator.py`): stages from the start
@@ -42,7 +42,7 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
             )
         begins = [
             (begin, global_batch_size(section, world))
-            for begin, section in load.stages(data)
+            for begin, section in data_keys.stages(data)
         ]
         return Schedule(stages=tuple(begins))
     if not data.enable_rampup_batch_size:
@@ -66,7 +66,7 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
     return Schedule(stages=(*stages, (begin, final)))
 
 
-def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int:
+def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int:
     """The number of rows in a global batch on `world`.
 
     Raises:

@@ -150,7 +150,7 @@ def check(data: Any, *, caller: str) -> None:
         )
     raise errors.ConfigError(
         f"{found}; give the result of ec.data.sharded(make_shard, num_shards=S) or of"
-        " ec.data.from_config(configuration)"
+        " ec.data.from_config(keys)"
     )
 
 

@@ -24,7 +24,8 @@ import grain
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import blocks, cursors, records, shard_steps, token_blocks
+from elastic_ckpt.data import blocks, cursors, records, shard_steps
+from elastic_ckpt.data.lm import token_blocks
 
 # The unit interval in 64 bits; the fractions of the golden ratio and of sqrt(2) in it.
 _ONE = 2**64

@@ -24,9 +24,8 @@ import grain
 import numpy as np
 from grain import experimental as grain_experimental
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
-from elastic_ckpt.data import cursors, elastic_data, example_id, rows, tokens
+from elastic_ckpt.data import cursors, data_keys, elastic_data, example_id, rows, tokens
 from elastic_ckpt.data.sources import arrayrecord, files, source
 
 Example = dict[str, np.ndarray]
@@ -352,7 +351,7 @@ def positional(
     )
 
 
-def from_config(data: schema.DataSection) -> PositionalData:
+def from_config(data: data_keys.DataKeys) -> PositionalData:
     """The data that a configuration describes.
 
     Raises:

@@ -22,17 +22,8 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import (
-    blocks,
-    cursors,
-    language,
-    mixing,
-    records,
-    shard_rows,
-    shard_steps,
-    token_blocks,
-    tokenizers,
-)
+from elastic_ckpt.data import blocks, cursors, mixing, records, shard_rows, shard_steps
+from elastic_ckpt.data.lm import language, token_blocks, tokenizers
 
 # The bits of a token's index in its document; above them is the document's number.
 _INDEX_BITS = 31

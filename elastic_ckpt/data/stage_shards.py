@@ -25,15 +25,8 @@ import grain
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import (
-    blocks,
-    chat,
-    cursors,
-    language,
-    packing,
-    shard_steps,
-    shuffling,
-)
+from elastic_ckpt.data import blocks, cursors, shard_steps, shuffling
+from elastic_ckpt.data.lm import chat, language, packing
 
 _STAGE, _OF = "stage", "of"
 _TAKEN, _PARENT, _CURSOR = "taken", "parent", "cursor"

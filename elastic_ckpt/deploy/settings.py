@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from elastic_ckpt.config import load
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, sections
 
 # Operators of a shell, which would be arguments of the program.
 _OF_A_SHELL = re.compile(r"[|;&<>]+|\$\(|`")
@@ -88,6 +87,6 @@ def _read(key: str, value: str) -> Any:
     if not value:
         return {}
     try:
-        return load.Loader(value).get_single_data()
+        return sections.Loader(value).get_single_data()
     except yaml.YAMLError as error:
         raise errors.ConfigError(f"{key} is not YAML: {error}") from None

@@ -151,7 +151,7 @@ def _take_share(
     owned: Owned,
     member: Member,
 ) -> None:
-    from elastic_ckpt.data import token_blocks
+    from elastic_ckpt.data.lm import token_blocks
     from elastic_ckpt.elastic import multicontroller
 
     # The hosts of a machine share its cores, but no devices.

@@ -39,7 +39,8 @@ from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import component_io, configured_tiers
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage, topology
-from elastic_ckpt.data import elastic_data, iterator, pipeline
+from elastic_ckpt.data import data_keys, elastic_data, iterator
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.integrations import (
     maxtext_config,
@@ -453,7 +454,7 @@ class Taken:
         self,
         seam: maxtext_seams.Seam,
         config: Any,
-        section: schema.DataSection,
+        section: data_keys.DataKeys,
         mesh: Any,
         record: maxtext_record.RunRecord | None = None,
     ) -> MaxTextIterator:

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_ckpt.config import elastic_section, load, schema
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import datasets
+from elastic_ckpt.data import data_keys, datasets
 from elastic_ckpt.data.sources import files
 from elastic_ckpt.integrations import maxtext_files
 
@@ -204,7 +204,7 @@ def explicit_keys(arguments: Sequence[str]) -> set[str]:
     return keys
 
 
-def check_files(data: schema.DataSection) -> None:
+def check_files(data: data_keys.DataKeys) -> None:
     """Raises a DataError if local files are not there, before MaxText is imported."""
     for key in ("grain_train_files", "grain_eval_files"):
         for each in datasets.from_list(getattr(data, key), key=key):
@@ -332,7 +332,7 @@ def divide(
     return theirs, Own(values=values, in_sidecar=checked.colocated_python_data_input)
 
 
-def train_section(config: Any, own: Own) -> schema.DataSection:
+def train_section(config: Any, own: Own) -> data_keys.DataKeys:
     """The training data of a MaxText configuration.
 
     Args:
@@ -366,9 +366,9 @@ def train_section(config: Any, own: Own) -> schema.DataSection:
     return section
 
 
-def _check_stages(section: schema.DataSection) -> None:
+def _check_stages(section: data_keys.DataKeys) -> None:
     # MaxText makes its model and its step for one length and one size of batch.
-    for begin, stage in load.stages(section):
+    for begin, stage in data_keys.stages(section):
         changed = [
             key
             for key, value in vars(section).items()
@@ -385,7 +385,7 @@ def _check_stages(section: schema.DataSection) -> None:
 _OF_STAGES = ("grain_train_files", "grain_train_mixture_config_path")
 
 
-def eval_section(config: Any, own: Own) -> schema.DataSection:
+def eval_section(config: Any, own: Own) -> data_keys.DataKeys:
     """The evaluation data of a MaxText configuration; see `train_section`."""
     of_eval = _section(
         {
@@ -422,7 +422,7 @@ def tiers_config(config: Any, own: Own) -> schema.Config:
 
 
 def run_config(
-    config: Any, own: Own, *, data: schema.DataSection, started: schema.Config
+    config: Any, own: Own, *, data: data_keys.DataKeys, started: schema.Config
 ) -> schema.Config:
     """What a run of MaxText keeps of its configuration, for verbs that read the run.
 
@@ -492,7 +492,7 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
         )
 
 
-def _section(values: Mapping[str, Any]) -> schema.DataSection:
+def _section(values: Mapping[str, Any]) -> data_keys.DataKeys:
     columns = values.get("train_data_columns")
     if isinstance(columns, list) and len(columns) > 1:
         raise errors.ConfigError(
@@ -542,7 +542,7 @@ def _tokenizer_path(config: Any, kind: str) -> str:
     return path
 
 
-def _absolute(data: schema.DataSection) -> schema.DataSection:
+def _absolute(data: data_keys.DataKeys) -> data_keys.DataKeys:
     # The iterator may run in another working directory.
     changed: dict[str, Any] = {}
     for key in ("grain_train_files", "grain_eval_files"):

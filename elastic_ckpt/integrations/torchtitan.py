@@ -22,14 +22,10 @@ from torch import distributed
 from torchdata import stateful_dataloader
 from torchtitan.components import dataloader, loss
 
+from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import (
-    elastic_data,
-    local_batches,
-    pipeline,
-    sharded_state,
-    torch_dataset,
-)
+from elastic_ckpt.data import elastic_data, local_batches, sharded_state, torch_dataset
+from elastic_ckpt.data.lm import pipeline
 
 # Makes the data from torchtitan's tokenizer and the length of a sequence.
 MakeData = Callable[[Any, int], elastic_data.ElasticData]
@@ -46,7 +42,7 @@ def build_dataloader(
 ) -> ElasticDataLoader:
     """The loader of a run, as `build_dataloader_fn` of a `TrainSpec`.
 
-    `[training] dataset_path` is the path of a configuration for `ec.data.from_config`,
+    `[training] dataset_path` is the path of a configuration, as for `ec.load_config`,
     whose `max_target_length` is replaced by `seq_len`. `[training.dataloader]` is that
     of torchtitan's own loaders.
 
@@ -68,12 +64,12 @@ def build_dataloader(
         made = data(tokenizer, training.seq_len)
     elif training.dataset_path:
         made = pipeline.from_config(
-            training.dataset_path, max_target_length=training.seq_len
+            load.load(training.dataset_path).data, max_target_length=training.seq_len
         )
     else:
         raise errors.ConfigError(
             "build_dataloader: neither [training] dataset_path nor data is set; set"
-            " dataset_path to a configuration of ec.data.from_config"
+            " dataset_path to a configuration with keys of ec.data.from_config"
         )
     options = dataclasses.asdict(training.dataloader)
     if not options["num_workers"]:

@@ -153,7 +153,7 @@ def state_bytes(config: schema.Config) -> int:
     import numpy as np
 
     from elastic_ckpt.core import topology
-    from elastic_ckpt.data import pipeline
+    from elastic_ckpt.data.lm import pipeline
     from elastic_ckpt.training import train_step
 
     jax.config.update("jax_platforms", "cpu")

@@ -9,7 +9,7 @@ import pytest
 from elastic_ckpt.application import local_world
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import token_blocks
+from elastic_ckpt.data.lm import token_blocks
 from elastic_ckpt.elastic import (
     cluster,
     decision,

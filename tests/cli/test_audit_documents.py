@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.data import language, records, token_blocks
+from elastic_ckpt.data import records
+from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.data.sources import parquet
 from tests import corpora, runs
 

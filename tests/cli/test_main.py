@@ -10,6 +10,7 @@ import pytest
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.config import keys, load, schema
+from elastic_ckpt.core import sections
 from elastic_ckpt.data.sources import arrayrecord, parquet, tfrecord
 from tests import runs
 
@@ -46,7 +47,7 @@ def test_the_help_of_train_has_every_key_with_its_default_and_examples():
     text = output_of("train", "--help")
     assert "elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=190" in text
     for name, value in keys.values(schema.Config()).items():
-        assert f"\n  {name}={keys.render(value)}:" in text
+        assert f"\n  {name}={sections.render(value)}:" in text
 
 
 def test_the_version_is_that_of_what_is_installed():
@@ -178,7 +179,7 @@ def test_an_interrupted_verb_says_so_and_returns_130(monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("elastic_ckpt.data.text.write", interrupt)
+    monkeypatch.setattr("elastic_ckpt.data.lm.text.write", interrupt)
     assert main.main(["data", "a", "b"]) == 130
     assert capsys.readouterr().err == "elastic-ckpt data: interrupted\n"
 

@@ -14,13 +14,8 @@ from torch.utils import data as torch_data
 from torchdata import stateful_dataloader
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import (
-    elastic_data,
-    language,
-    local_batches,
-    sharded_data,
-    torch_dataset,
-)
+from elastic_ckpt.data import elastic_data, local_batches, sharded_data, torch_dataset
+from elastic_ckpt.data.lm import language
 from tests import pipelines
 
 NUM_SHARDS = SIZE = 12

@@ -1,21 +1,20 @@
 import pytest
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import batch_size
+from elastic_ckpt.data import batch_size, data_keys
 
 WORLD = topology.Topology(hosts=4, slices=2, devices=8)
 
 
 def test_a_given_global_batch_size_holds_on_any_world():
-    data = schema.DataSection(global_batch_size=16, per_device_batch_size=5.0)
+    data = data_keys.DataKeys(global_batch_size=16, per_device_batch_size=5.0)
     assert batch_size.global_batch_size(data, WORLD) == 16
 
 
 def test_the_batch_grows_with_the_devices_otherwise():
     assert (
         batch_size.global_batch_size(
-            schema.DataSection(per_device_batch_size=3.0), WORLD
+            data_keys.DataKeys(per_device_batch_size=3.0), WORLD
         )
         == 24
     )
@@ -41,7 +40,7 @@ def test_the_batch_grows_with_the_devices_otherwise():
 )
 def test_a_batch_that_cannot_be_shared_out_says_what_would_fit(data, message):
     with pytest.raises(errors.ConfigError, match=message):
-        batch_size.global_batch_size(schema.DataSection(**data), WORLD)
+        batch_size.global_batch_size(data_keys.DataKeys(**data), WORLD)
 
 
 RAMP = {
@@ -54,12 +53,12 @@ RAMP = {
 
 
 def test_without_a_ramp_every_step_has_the_same_batch():
-    actual = batch_size.schedule(schema.DataSection(global_batch_size=16), WORLD)
+    actual = batch_size.schedule(data_keys.DataKeys(global_batch_size=16), WORLD)
     assert [actual.at(step) for step in (0, 1, 1000)] == [16, 16, 16]
 
 
 def test_a_ramp_gives_each_stage_its_share_of_the_rows():
-    actual = batch_size.schedule(schema.DataSection(**RAMP), WORLD)
+    actual = batch_size.schedule(data_keys.DataKeys(**RAMP), WORLD)
     # 48 rows by 16, 48 by 32 (to the nearest whole step), then the final size.
     assert [actual.at(step) for step in range(8)] == [16, 16, 16, 32, 32, 48, 48, 48]
 
@@ -75,4 +74,4 @@ def test_a_ramp_gives_each_stage_its_share_of_the_rows():
 )
 def test_a_ramp_that_leads_nowhere_is_refused(changes, message):
     with pytest.raises(errors.ConfigError, match=message):
-        batch_size.schedule(schema.DataSection(**RAMP | changes), WORLD)
+        batch_size.schedule(data_keys.DataKeys(**RAMP | changes), WORLD)

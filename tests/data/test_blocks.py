@@ -7,16 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.data import (
-    blocks,
-    language,
-    mixing,
-    records,
-    row_blocks,
-    shard_rows,
-    shuffling,
-    token_blocks,
-)
+from elastic_ckpt.data import blocks, mixing, records, shard_rows, shuffling
+from elastic_ckpt.data.lm import language, row_blocks, token_blocks
 from tests import formats
 
 TOKENS = language.Documents(column="tokens", tokenizer=None)

@@ -17,15 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import (
-    elastic_data,
-    language,
-    mixing,
-    packing,
-    sharded_data,
-    shuffling,
-    token_blocks,
-)
+from elastic_ckpt.data import elastic_data, mixing, sharded_data, shuffling
+from elastic_ckpt.data.lm import language, packing, token_blocks
 from tests import pipelines, stages, worlds
 
 # A quarter of a second each; a search sets the variable to more.

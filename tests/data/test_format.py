@@ -7,15 +7,15 @@ import jsonschema
 import pytest
 
 from elastic_ckpt import data as data_room
-from elastic_ckpt.config import schema
 from elastic_ckpt.data import (
     cursors,
-    pipeline,
+    data_keys,
     records,
     sharded_data,
     shuffling,
     state,
 )
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import tfrecord
 from tests import formats, worlds
 
@@ -85,7 +85,7 @@ def variant(request, tmp_path, monkeypatch):
     for first, name in ((0, names[0]), (100, names[1])):
         tfrecord.write(name, (b"text %d" % n for n in range(first, first + 40)))
     if request.param == "configured":
-        section = schema.DataSection(
+        section = data_keys.DataKeys(
             grain_train_files="web.tfrecord,1;code.tfrecord,3",
             grain_file_type="tfrecord",
             num_logical_shards=4,

@@ -19,12 +19,12 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     elastic_data,
     example_id,
-    language,
     local_batches,
     positional_data,
     rows,
     sharded_data,
 )
+from elastic_ckpt.data.lm import language
 from tests import pipelines
 
 

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import pipeline, records, units
+from elastic_ckpt.data import records, units
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import kept_blocks, parquet
 from tests import formats, worlds
 

@@ -29,14 +29,14 @@ from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import (
     batch_size,
     blocks,
-    language,
-    pipeline,
+    data_keys,
     pipeline_changes,
     records,
     sharded_data,
     stages,
     state,
 )
+from elastic_ckpt.data.lm import language, pipeline
 from tests import formats, worlds
 from tests.data import test_format
 
@@ -606,7 +606,10 @@ def test_stages_of_a_configuration(files, tmp_path, is_file):
         ("missing.yml", r"missing.yml: no such configuration file \(data_stages\)"),
         ([{"max_target_length": 3}], "data_stages, stage 0: the stage has no begin"),
         ([{"begin_step": 0, "max_target_lenght": 3}], "unknown key 'max_target_leng"),
-        ([{"begin_step": 0, "steps": 3}], "steps is not a key that a stage can have"),
+        (
+            [{"begin_step": 0, "steps": 3}],
+            "unknown key 'steps'; the nearest key of the data is",
+        ),
         (
             [{"begin_step": 0, "num_logical_shards": 3}],
             "num_logical_shards is not a key that a stage can have",
@@ -626,7 +629,7 @@ def test_stages_of_a_configuration_that_are_wrong(files, value, message):
 
 def test_batches_have_the_sizes_of_their_stages():
     section = dataclasses.replace(
-        schema.DataSection(),
+        data_keys.DataKeys(),
         per_device_batch_size=2.0,
         data_stages=json.dumps(
             [
@@ -646,7 +649,7 @@ def test_batches_have_the_sizes_of_their_stages():
 
 def test_a_plan_shows_the_stages(files):
     section = dataclasses.replace(
-        schema.DataSection(),
+        data_keys.DataKeys(),
         grain_train_files=",".join(files["parquet"][0].source.files),
         grain_file_type="parquet",
         train_data_columns="tokens",
@@ -989,7 +992,7 @@ def test_a_run_keeps_its_stages_with_absolute_names(tmp_path, monkeypatch):
     config = dataclasses.replace(
         schema.Config(),
         data=dataclasses.replace(
-            schema.DataSection(),
+            data_keys.DataKeys(),
             grain_train_files="a.parquet",
             grain_file_type="parquet",
             data_stages="stages.yml",

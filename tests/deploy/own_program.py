@@ -6,7 +6,6 @@ import sys
 import jax
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import load
 
 STEPS_A_START = 4
 
@@ -14,7 +13,7 @@ STEPS_A_START = 4
 def main(checkpoints):
     jax.config.update("jax_platforms", "cpu")
     jax.distributed.initialize()
-    config = load.load(os.environ["ELASTIC_CKPT_CONFIG"])
+    config = ec.load_config(os.environ["ELASTIC_CKPT_CONFIG"])
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     data = ec.data.from_config(config.data)
     batches = ec.batches(data, mesh=mesh, global_batch_size=8)

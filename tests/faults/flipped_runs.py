@@ -16,7 +16,7 @@ from elastic_ckpt.application import run_directory, training_files
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import pipeline
+from elastic_ckpt.data.lm import pipeline
 from tests.faults import spoilt_files
 
 

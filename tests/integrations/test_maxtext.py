@@ -10,9 +10,9 @@ import pytest
 from absl import logging as absl_logging
 
 from elastic_ckpt.cli import audit, main
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import iterator, pipeline
+from elastic_ckpt.data import data_keys, iterator
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.integrations import maxtext, maxtext_seams
 from tests import corpora, shared_memory
 from tests.checkpoint import test_run_saver
@@ -91,7 +91,7 @@ def test_its_steps_take_our_batches_without_the_features_that_it_does_not_know(
     install()
     losses = trained(files)
     data = pipeline.from_config(
-        schema.DataSection(
+        data_keys.DataKeys(
             grain_train_files=f"{files}/texts",
             grain_record_format="tf_example",
             num_logical_shards=8,
@@ -134,7 +134,7 @@ def test_in_a_ramp_its_steps_take_our_batches_of_growing_size(
     place = {"colocated_python_data_input": in_sidecar}
     whole = trained(files, steps=8, checkpoint_dir=f"{files}/whole", **RAMP)
     data = pipeline.from_config(
-        schema.DataSection(
+        data_keys.DataKeys(
             grain_train_files=f"{files}/texts",
             grain_record_format="tf_example",
             num_logical_shards=8,

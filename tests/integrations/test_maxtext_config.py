@@ -8,6 +8,7 @@ import pytest
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
+from elastic_ckpt.data import data_keys
 from elastic_ckpt.integrations import maxtext_config
 
 # The keys of MaxText's base.yml that are read, and files.
@@ -251,7 +252,7 @@ def test_values_of_our_keys_are_checked_like_anywhere(key, value, message):
 
 
 def test_maxtext_s_defaults_mean_the_same_here():
-    assert maxtext_config.train_section(config(), OWN) == schema.DataSection(
+    assert maxtext_config.train_section(config(), OWN) == data_keys.DataKeys(
         grain_train_files="/data/a*",
         num_logical_shards=48,
         num_epoch=1,
@@ -295,7 +296,7 @@ def test_every_setting_that_both_have_is_taken_over():
     made = maxtext_config.train_section(
         config(train_data_columns=["body"], grain_worker_count=-1, **settings), own
     )
-    assert made == schema.DataSection(
+    assert made == data_keys.DataKeys(
         grain_train_files="/data/a*",
         train_data_columns="body",
         colocated_python_data_input=True,

@@ -7,8 +7,8 @@ import cloudpickle
 import numpy as np
 from elastic_ckpt_sidecar import host_agent, worker
 
-from elastic_ckpt.config import schema
-from elastic_ckpt.data import pipeline
+from elastic_ckpt.data import data_keys
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.tiers import choices
 from tests.sidecar import in_image
 
@@ -40,7 +40,7 @@ def write(directory: pathlib.Path, corpus: str) -> tuple[str, list[str]]:
     files = []
     for num_logical_shards in (0, 4):
         data = pipeline.from_config(
-            schema.DataSection(
+            data_keys.DataKeys(
                 grain_train_files=corpus,
                 num_logical_shards=num_logical_shards,
                 max_target_length=32,

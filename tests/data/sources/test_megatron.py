@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import language, records, token_blocks
+from elastic_ckpt.data import records
+from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.data.sources import files, megatron, source
 from tests import corpora, megatron_files, source_contract
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.data import records, text
+from elastic_ckpt.data import records
+from elastic_ckpt.data.lm import text
 from elastic_ckpt.data.sources import (
     arrayrecord,
     files,

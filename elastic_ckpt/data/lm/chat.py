@@ -18,17 +18,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import grain
 import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import chat_templates, records, shard_steps, tokenizers
+from elastic_ckpt.data import records, shard_steps
 from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data.lm import chat_templates, language, tokenizers
 from elastic_ckpt.data.sources import files
 
 Example = dict[str, np.ndarray]
@@ -105,21 +107,15 @@ class Conversations:
         Raises:
           DataError: if a column is missing or has no messages.
         """
-        if len(self.columns) == 1:
-            (column,) = self.columns
-            if isinstance(element.get(column), str | bytes):
-                raise errors.DataError(
-                    f"column {column!r} has a text, not a list of messages; name the"
-                    f" column of the conversation, or two, of prompt and completion"
-                    f" ({_KEYS})"
-                )
-        turns = [
-            _turn(element, column, role)
-            for column, role in zip(self.columns, ("user", "assistant"), strict=False)
-        ]
-        if not all(turns):
-            return []
-        return [message for turn in turns for message in turn or ()]
+        values = [_text_or_messages(element, column) for column in self.columns]
+        if len(values) == 1 and isinstance(values[0], str):
+            raise errors.DataError(
+                f"column {self.column!r} has a text, not a list of messages; name the"
+                f" column of the conversation, or two, of prompt and completion"
+                f" ({_KEYS})"
+            )
+        turns = list(map(_turn, values, ("user", chat_templates.ASSISTANT)))
+        return list(itertools.chain(*turns)) if all(turns) else []
 
     def value(self, element: dict[str, Any]) -> chat_templates.Rendered | None:
         """The conversation of a record as text; None for a null value.
@@ -147,7 +143,7 @@ class Conversations:
         None, and a conversation in which none counts, have none.
         """
         texts = [value.text for value in values if value is not None]
-        encoded = iter(_with_spans(self.tokenizer, texts))
+        encoded = iter(cast(Any, self.tokenizer).encode_with_spans(texts))
         return [
             _NO_TOKENS if value is None else _masked(next(encoded), value.spans)
             for value in values
@@ -252,10 +248,7 @@ class Preferences:
                 " comes with one"
             )
         roles = ("user", *[chat_templates.ASSISTANT] * 2)[-len(values) :]
-        turns = [
-            [{"role": role, "content": value}] if isinstance(value, str) else value
-            for role, value in zip(roles, values, strict=True)
-        ]
+        turns = list(map(_turn, values, roles))
         chosen, rejected = turns[-2:]
         if len(turns) == 3:
             prompt = turns[0]
@@ -346,34 +339,22 @@ class MaskedTargets(shard_steps.Step[Example]):
         super().__init__(parent)
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
-        return _MaskedTargetsIterator(iter(self._parent))
+        return language.Mapped(iter(self._parent), _with_mask)
 
     def settings(self) -> dict[str, storage.Json]:
         """None."""
         return {}
 
 
-class _MaskedTargetsIterator(grain.DatasetIterator[Example]):
-    def __init__(self, parent: grain.DatasetIterator) -> None:
-        super().__init__(parent)
-        self._rows = parent
-        if hasattr(parent, "mark"):
-            self.mark = parent.mark
-
-    def __next__(self) -> Example:
-        row = dict(next(self._rows))
-        inputs, targets = row["inputs"], row["targets"]
-        counts = targets >= 0
-        row["inputs"] = np.where(inputs < 0, ~inputs, inputs)
-        row["targets"] = np.where(counts, targets, token_numbers.PAD)
-        row["targets_segmentation"] = row["targets_segmentation"] * counts
-        return row
-
-    def get_state(self) -> dict[str, Any]:
-        return self._rows.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._rows.set_state(state)
+def _with_mask(row: Example) -> Example:
+    inputs, targets = row["inputs"], row["targets"]
+    counts = targets >= 0
+    return {
+        **row,
+        "inputs": np.where(inputs < 0, ~inputs, inputs),
+        "targets": np.where(counts, targets, token_numbers.PAD),
+        "targets_segmentation": row["targets_segmentation"] * counts,
+    }
 
 
 class PreferenceRows(shard_steps.Step[Example]):
@@ -452,11 +433,6 @@ def _masked(
     return np.where(counts, encoded.tokens, ~encoded.tokens)
 
 
-def _with_spans(tokenizer: Any, texts: Sequence[str]) -> list[tokenizers.Encoded]:
-    encoded: list[tokenizers.Encoded] = tokenizer.encode_with_spans(texts)
-    return encoded
-
-
 def _check_tokenizer(tokenizer: tokenizers.Tokenizer) -> None:
     # Raises a ConfigError if the special tokens of a template would be plain text.
     if not hasattr(tokenizer, "encode_with_spans"):
@@ -502,9 +478,8 @@ def _naming_record(element: Mapping[str, Any]) -> Iterator[None]:
         raise errors.DataError(f"record {number}: {error}") from None
 
 
-def _turn(element: dict[str, Any], column: str, role: str) -> Messages | None:
-    # The messages of a column; a text is one message of the role.
-    value = _text_or_messages(element, column)
+def _turn(value: Any, role: str) -> Any:
+    # Messages as they are; a text is one message of the role.
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
@@ -515,10 +490,10 @@ def _text_or_messages(element: dict[str, Any], column: str) -> Any:
             f" column ({_KEYS})"
         )
     value = element[column]
-    if isinstance(value, bytes | str):
-        return _clean(value)
     if value is None:
         return None
+    if isinstance(value, str | bytes):
+        return tokenizers.readable(value)
     if isinstance(value, np.ndarray) and not value.size:
         value = []
     if not isinstance(value, list):
@@ -556,8 +531,9 @@ def _message(value: Any, column: str) -> chat_templates.Message:
 
 def _plain(value: Any, column: str) -> Any:
     # A value of JSON's types alone: what else a template is given may have methods.
+    # Texts have no halves of surrogate pairs, which are marks in a rendered text.
     if isinstance(value, str):
-        return _clean(value)
+        return tokenizers.readable(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -572,11 +548,6 @@ def _plain(value: Any, column: str) -> Any:
         f"column {column!r} has a {type(value).__name__} in a message; messages have"
         " texts, numbers, lists and fields"
     )
-
-
-def _clean(text: str | bytes) -> str:
-    # Without halves of surrogate pairs, which are marks in a rendered text.
-    return tokenizers.readable(text)
 
 
 def _common(one: Messages, other: Messages) -> Messages:

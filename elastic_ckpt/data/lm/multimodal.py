@@ -17,22 +17,12 @@ from typing import Any, TypeAlias
 
 import grain
 import numpy as np
-from grain import experimental
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import language
 from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data.lm import language
 
-_PACKERS = {
-    language.FIRST_FIT: experimental.FirstFitPackIterDataset,
-    language.BEST_FIT: experimental.BestFitPackIterDataset,
-}
 _TEXT = ("inputs", "targets", "has_target")
-_OF_TEXT = tuple(
-    feature + end
-    for feature in ("inputs", "targets")
-    for end in ("", "_segmentation", "_position")
-)
 # Of each modality: the bytes, the first token in the document, the number of tokens.
 _OF_MEDIA = ("", "_start", "_length")
 
@@ -112,17 +102,18 @@ def packed_multimodal(
     Raises:
       ConfigError: if `packing` is another one, or two features have the same name.
     """
-    if packing not in _PACKERS:
+    if packing not in language.FITTING:
         raise errors.ConfigError(
             f"packed_multimodal: packing={packing!r}; choose one of"
-            f" {', '.join(_PACKERS)}, which keep documents and their media whole"
+            f" {', '.join(language.FITTING)}, which keep documents and their media"
+            " whole"
         )
     added = [
         name + end
         for name in modalities
         for end in ("", "_segmentation", "_start", "_length")
     ]
-    names = [*_OF_TEXT, "has_target", *added]
+    names = [*language.ROW_NAMES.values(), "has_target", *added]
     if clashing := {name for name in added if names.count(name) > 1}:
         raise errors.ConfigError(
             f"packed_multimodal: rows would have {sorted(clashing)} twice; rename a"
@@ -139,7 +130,7 @@ def packed_multimodal(
     documents = parent.map(
         functools.partial(_features, modalities=modalities, length=length)
     )
-    rows = _PACKERS[packing](
+    rows = language.FITTING[packing](
         documents.filter(_has_target),
         length_struct=lengths,
         num_packing_bins=language.PACKING_BINS,
@@ -223,14 +214,8 @@ def _row(
     packed: Mapping[str, Any], *, modalities: Mapping[str, Modality]
 ) -> dict[str, np.ndarray]:
     segments = packed["inputs_segment_ids"]
-    row = {
-        "inputs": packed["inputs"],
-        "targets": packed["targets"],
-        "inputs_segmentation": segments,
-        "targets_segmentation": segments * packed["has_target"],
-        "inputs_position": packed["inputs_positions"],
-        "targets_position": packed["targets_positions"],
-    }
+    row = {name: packed[packers] for packers, name in language.ROW_NAMES.items()}
+    row["targets_segmentation"] = segments * packed["has_target"]
     for name, modality in modalities.items():
         of_media = packed[f"{name}_segment_ids"]
         decoded = np.zeros((len(of_media), *modality.shape), modality.dtype)

@@ -10,7 +10,8 @@ import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import local_batches, multimodal, sharded_data
+from elastic_ckpt.data import local_batches, sharded_data
+from elastic_ckpt.data.lm import multimodal
 from tests import pipelines
 
 LENGTH, NUM_SHARDS = 24, 12

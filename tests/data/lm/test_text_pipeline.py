@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from elastic_ckpt.config import schema
-from elastic_ckpt.data import cursors, pipeline, records, state, token_blocks
+from elastic_ckpt.data import cursors, data_keys, records, state
+from elastic_ckpt.data.lm import pipeline, token_blocks
 from tests import worlds
-from tests.data import test_tokenizers
+from tests.data.lm import test_tokenizers
 
 
 @pytest.fixture(scope="module", params=["sentencepiece", "tiktoken", "huggingface"])
@@ -20,7 +20,7 @@ def texts_config(request, tmp_path_factory):
     for name in ("one", "two"):
         column = [f"{name} {n} fox " * (n * 5 % 23) for n in range(150)]
         pq.write_table(pa.table({"text": column}), directory / name, row_group_size=9)
-    return schema.DataSection(
+    return data_keys.DataKeys(
         grain_train_files=f"{directory}/one,2;{directory}/two,1",
         num_logical_shards=4,
         max_target_length=16,

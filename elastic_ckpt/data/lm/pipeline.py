@@ -16,14 +16,11 @@ from typing import Any
 
 import grain
 
-from elastic_ckpt.config import load, schema
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, sections, storage
 from elastic_ckpt.data import (
-    chat,
-    chat_templates,
+    data_keys,
     datasets,
     elastic_data,
-    language,
     mixing,
     pipeline_changes,
     positional_data,
@@ -31,9 +28,14 @@ from elastic_ckpt.data import (
     sharded_data,
     shuffling,
     stages,
+    units,
+)
+from elastic_ckpt.data.lm import (
+    chat,
+    chat_templates,
+    language,
     token_blocks,
     tokenizers,
-    units,
 )
 from elastic_ckpt.data.sources import (
     arrayrecord,
@@ -270,37 +272,31 @@ class LanguagePipeline:
 
 
 def from_config(
-    data: schema.DataSection
-    | schema.Config
-    | Mapping[str, Any]
-    | str
-    | os.PathLike[str]
-    | None = None,
+    data: data_keys.DataKeys | Mapping[str, Any] | None = None,
     *,
     vocab_size: int = 0,
     **keys: Any,
 ) -> elastic_data.ElasticData:
-    """Makes the training data that a configuration describes.
+    """Makes the training data that configuration keys describe.
 
     With `num_logical_shards` it is that of `sharded`, otherwise that of `positional`.
 
-        from_config("train.yml", num_logical_shards=64)
         from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
                     num_logical_shards=64)
+        from_config(ec.load_config("train.yml").data, num_logical_shards=64)
 
     Args:
-      data: a configuration, a mapping of its keys, or the path of a YAML file. Keys
-        that do not concern the data are checked, and otherwise ignored.
+      data: the keys of the data, of a configuration or in a mapping.
       vocab_size: rows of the model's embedding, so that a tokenizer with more tokens is
         refused; JAX would use another row without a word. 0 if it is not known.
-      **keys: keys of the configuration, which take precedence over those in `data`.
+      **keys: further keys of the data, which take precedence over those in `data`.
 
     Raises:
       ConfigError: if a key is unknown or its value invalid, if two keys do not fit
         together, or if the tokenizer has more tokens than `vocab_size`.
       DataError: if a file is missing, or not in the format that the keys name.
     """
-    data = _section(data, keys)
+    data = _of_arguments(data, keys)
     _check_vocabulary(data, vocab_size)
     if data.num_logical_shards:
         if data.grain_use_elastic_iterator:
@@ -322,14 +318,14 @@ def from_config(
     return positional_data.from_config(data)
 
 
-def _staged(data: schema.DataSection, *, vocab_size: int) -> stages.StagedData:
-    sections = [section for _, section in load.stages(data)]
-    if len({bool(section.global_batch_size) for section in sections}) > 1:
+def _staged(data: data_keys.DataKeys, *, vocab_size: int) -> stages.StagedData:
+    of_stages = data_keys.stages(data)
+    if len({bool(keys.global_batch_size) for _, keys in of_stages}) > 1:
         raise errors.ConfigError(
             "data_stages: some stages have a global_batch_size, and others have 0, with"
             " which per_device_batch_size counts; use one of the two in all stages"
         )
-    lengths = {(s.max_target_length, s.dpo_max_prompt_length) for s in sections}
+    lengths = {(k.max_target_length, k.dpo_max_prompt_length) for _, k in of_stages}
     if data.use_dpo and len(lengths) > 1:
         raise errors.ConfigError(
             "data_stages: use_dpo=true needs the same max_target_length and"
@@ -340,42 +336,39 @@ def _staged(data: schema.DataSection, *, vocab_size: int) -> stages.StagedData:
             [
                 stages.Stage(
                     begin=begin,
-                    data=_sharded(section, vocab_size=vocab_size),
-                    global_batch_size=section.global_batch_size or None,
+                    data=_sharded(keys, vocab_size=vocab_size),
+                    global_batch_size=keys.global_batch_size or None,
                 )
-                for begin, section in load.stages(data)
+                for begin, keys in of_stages
             ]
         )
     except errors.ConfigError as error:
         raise errors.ConfigError(f"data_stages: {error}") from None
 
 
-def _section(data: Any, settings: dict[str, Any]) -> schema.DataSection:
-    # The configuration of `data` and `settings`; see `from_config`.
-    if isinstance(data, str | os.PathLike):
-        data = load.load(data).data
-    if isinstance(data, schema.Config):
-        data = data.data
-    if isinstance(data, schema.DataSection):
-        if not settings:
-            return data
-        given = vars(data)
-    elif data is None or isinstance(data, Mapping):
-        given = dict(data or {})
-    else:
+def _of_arguments(data: Any, keys: dict[str, Any]) -> data_keys.DataKeys:
+    # The keys that `from_config` was given.
+    given = vars(data) if isinstance(data, data_keys.DataKeys) else data
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
         raise errors.ConfigError(
-            f"from_config: got a {type(data).__name__}; give the path of a"
-            " configuration, a mapping of its keys, or keys as keyword arguments"
+            f"from_config: got a {type(data).__name__}; give keys of the data as"
+            " keyword arguments, a mapping of them, or those of a configuration file:"
+            ' ec.data.from_config(ec.load_config("train.yml").data, ...)'
         )
-    values = {
-        key: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for key, value in (given | settings).items()
+    settings = {
+        key: sections.Setting(
+            value=os.fspath(value) if isinstance(value, os.PathLike) else value,
+            place="from_config",
+        )
+        for key, value in {**given, **keys}.items()
     }
-    return load.from_values(values, place="from_config").data
+    return data_keys.changed(data_keys.DataKeys(), settings)
 
 
 def eval_from_config(
-    data: schema.DataSection, *, global_batch_size: int, vocab_size: int = 0
+    data: data_keys.DataKeys, *, global_batch_size: int, vocab_size: int = 0
 ) -> elastic_data.ElasticData:
     """The evaluation data: one epoch of `grain_eval_files`, in order, padded."""
     _check_vocabulary(data, vocab_size)
@@ -391,15 +384,15 @@ def eval_from_config(
     return _sharded(ordered, key="grain_eval_files", vocab_size=vocab_size)
 
 
-def vocab_size(data: schema.DataSection) -> int:
+def vocab_size(data: data_keys.DataKeys) -> int:
     """The number of tokens in the data's vocabulary, by its tokenizer."""
     return (_tokenizer(data) or tokenizers.Bytes()).vocab_size
 
 
-def describe(data: schema.DataSection) -> str:
+def describe(data: data_keys.DataKeys) -> str:
     """A description of the training data: each dataset as a tree, with its share."""
     described = []
-    for begin, section in load.stages(data):
+    for begin, section in data_keys.stages(data):
         if data.data_stages:
             size = section.global_batch_size
             rows = (
@@ -421,7 +414,7 @@ def describe(data: schema.DataSection) -> str:
     return "\n".join(described)
 
 
-def _check_vocabulary(data: schema.DataSection, rows: int) -> None:
+def _check_vocabulary(data: data_keys.DataKeys, rows: int) -> None:
     if rows and data.tokenize_train_data and vocab_size(data) > rows:
         raise errors.ConfigError(
             f"vocab_size={rows}, but the tokenizer has {vocab_size(data)} tokens; set"
@@ -429,7 +422,7 @@ def _check_vocabulary(data: schema.DataSection, rows: int) -> None:
         )
 
 
-def _parts(data: schema.DataSection, *, key: str = _TRAIN_FILES) -> tuple[Part, ...]:
+def _parts(data: data_keys.DataKeys, *, key: str = _TRAIN_FILES) -> tuple[Part, ...]:
     # The datasets with the files that the configuration key `key` lists.
     if key == _TRAIN_FILES and data.grain_train_mixture_config_path:
         mixture = datasets.from_file(data.grain_train_mixture_config_path)
@@ -452,7 +445,7 @@ def _parts(data: schema.DataSection, *, key: str = _TRAIN_FILES) -> tuple[Part, 
 
 
 def _sharded(
-    data: schema.DataSection, *, key: str = _TRAIN_FILES, vocab_size: int
+    data: data_keys.DataKeys, *, key: str = _TRAIN_FILES, vocab_size: int
 ) -> sharded_data.ShardedData:
     shuffle = data.enable_data_shuffling
     packing = data.grain_packing_type if data.packing else ""
@@ -493,19 +486,19 @@ def _sharded(
     )
 
 
-def _tokenizer(data: schema.DataSection) -> tokenizers.Tokenizer | None:
+def _tokenizer(data: data_keys.DataKeys) -> tokenizers.Tokenizer | None:
     if not data.tokenize_train_data:
         return None
     return tokenizers.load(data.tokenizer_type, data.tokenizer_path)
 
 
-def _columns(data: schema.DataSection) -> tuple[str, ...]:
+def _columns(data: data_keys.DataKeys) -> tuple[str, ...]:
     if data.use_sft or data.use_dpo:
         return tuple(name.strip() for name in data.train_data_columns.split(","))
     return (data.train_data_columns,)
 
 
-def _documents(data: schema.DataSection) -> language.Encoder:
+def _documents(data: data_keys.DataKeys) -> language.Encoder:
     if not (data.use_sft or data.use_dpo):
         return language.Documents(
             column=data.train_data_columns,
@@ -540,7 +533,7 @@ def _documents(data: schema.DataSection) -> language.Encoder:
     )
 
 
-def _check_chats(data: schema.DataSection) -> None:
+def _check_chats(data: data_keys.DataKeys) -> None:
     # Raises a ConfigError if a key does not fit to conversations.
     key = "use_sft" if data.use_sft else "use_dpo"
     for is_wrong, problem in (
@@ -563,7 +556,7 @@ def _check_chats(data: schema.DataSection) -> None:
             raise errors.ConfigError(f"{key}=true does not work with {problem}")
 
 
-def _needs_shards(data: schema.DataSection) -> str:
+def _needs_shards(data: data_keys.DataKeys) -> str:
     # The first setting that the positional engine does not support; empty if none.
     asked = {
         f"data_stages={data.data_stages}": data.data_stages,

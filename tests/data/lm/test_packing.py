@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import packing
+from elastic_ckpt.data.lm import packing
 
 IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 

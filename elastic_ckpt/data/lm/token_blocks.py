@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from elastic_ckpt.data import blocks, language, records
+from elastic_ckpt.data import blocks, records
+from elastic_ckpt.data.lm import language
 from elastic_ckpt.data.sources import kept_blocks
 
 # A block ends at the first of these limits. 32,768 characters take about 5 ms.
@@ -245,10 +246,7 @@ class _TokenizedBlocks:
     def read(self, at_most: int) -> blocks.Block:
         """See `Blocks`."""
         del at_most
-        tokens, places = self._tokens.rest()
-        length = np.array([len(each) for each in tokens], np.int64)
-        start = np.cumsum(length) - length
-        return _block(np.concatenate(tokens), start, length, places)
+        return _joined(*self._tokens.rest())
 
     def end(self) -> blocks.Place:
         """See `Blocks`."""
@@ -352,10 +350,7 @@ class _ColumnBlocks:
                 if not found:
                     raise
                 break
-        tokens = self._documents.tokens(found)
-        length = np.array([len(each) for each in tokens], np.int64)
-        start = np.cumsum(length) - length
-        return _block(np.concatenate(tokens), start, length, _ColumnPlaces(places))
+        return _joined(self._documents.tokens(found), _ColumnPlaces(places))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -368,6 +363,11 @@ class _ColumnPlaces:
 
     def read(self, number: int) -> blocks.Place:
         return blocks.Place(self, number)
+
+
+def _joined(tokens: Sequence[np.ndarray], places: blocks.Places) -> blocks.Block:
+    length = np.array([len(each) for each in tokens], np.int64)
+    return _block(np.concatenate(tokens), np.cumsum(length) - length, length, places)
 
 
 def _block(

@@ -6,7 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records, text
+from elastic_ckpt.data import records
+from elastic_ckpt.data.lm import text
 from elastic_ckpt.data.sources import arrayrecord, parquet, tfrecord
 from tests import corpora, runs
 

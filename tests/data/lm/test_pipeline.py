@@ -6,17 +6,19 @@ import shutil
 import numpy as np
 import pytest
 
-from elastic_ckpt.config import load, schema
+import elastic_ckpt as ec
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
+    data_keys,
     elastic_data,
     local_batches,
-    pipeline,
     positional_data,
     rows,
     sharded_data,
     state,
 )
+from elastic_ckpt.data.lm import pipeline
 from tests import corpora, formats, worlds
 
 LENGTH = 16
@@ -24,7 +26,7 @@ NUM_SHARDS = 4
 
 
 def section(corpus="", **settings):
-    return schema.DataSection(
+    return data_keys.DataKeys(
         **{
             "grain_train_files": corpus,
             "max_target_length": LENGTH,
@@ -54,7 +56,7 @@ def refused(match, error=errors.ConfigError):
     return pytest.raises(error, match=match)
 
 
-def test_a_configuration_may_be_a_mapping_a_path_or_keywords(corpus, tmp_path):
+def test_keys_may_be_a_mapping_keywords_or_those_of_a_configuration(corpus, tmp_path):
     expected = pipeline.from_config(section(corpus))
     keys = {"max_target_length": LENGTH, "num_logical_shards": 4}
     path = tmp_path / "config.yml"
@@ -63,11 +65,13 @@ def test_a_configuration_may_be_a_mapping_a_path_or_keywords(corpus, tmp_path):
         f"max_target_length: {LENGTH}\nsteps: 7\n"
     )
     for actual in (
-        pipeline.from_config({"grain_train_files": corpus, "steps": 7, **keys}),
+        pipeline.from_config({"grain_train_files": corpus, **keys}),
         pipeline.from_config(grain_train_files=pathlib.Path(corpus), **keys),
-        pipeline.from_config(path, num_logical_shards=4),
-        pipeline.from_config(str(path), num_logical_shards=4),
-        pipeline.from_config(load.load(path), num_logical_shards=4),
+        pipeline.from_config(ec.load_config(path).data, num_logical_shards=4),
+        pipeline.from_config(
+            ec.load_config(path, ["num_logical_shards=4"]).data,
+            max_target_length=LENGTH,
+        ),
         pipeline.from_config(section(corpus, num_logical_shards=8), **keys),
     ):
         assert actual == expected
@@ -76,14 +80,30 @@ def test_a_configuration_may_be_a_mapping_a_path_or_keywords(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "keys", "message"),
     [
-        ([{"num_shards": 4}], {}, "from_config: unknown key 'num_shards'; the nearest"),
+        (
+            [{"num_shards": 4}],
+            {},
+            "from_config: unknown key 'num_shards'; the nearest key of the data is",
+        ),
+        (
+            [],
+            {"steps": 7},
+            "from_config: unknown key 'steps'; the nearest key of the data is 'eval_st",
+        ),
         (
             [],
             {"packing": "yes"},
             "from_config: packing must be true or false, not 'yes'",
         ),
-        ([7], {}, "from_config: got a int; give the path of a configuration, a map"),
-        (["none.yml"], {}, "none.yml: no such configuration file"),
+        ([ec.data.DataKeys(packing="yes")], {}, "from_config: packing must be true or"),
+        ([7], {}, "from_config: got a int; give keys of the data as keyword arguments"),
+        (
+            ["train.yml"],
+            {},
+            r'a str; .*from_config\(ec.load_config\("train.yml',
+        ),
+        ([pathlib.Path("train.yml")], {}, r"a PosixPath; .*\(ec.load_config\("),
+        ([schema.Config()], {}, r"a Config; .*\(ec.load_config\(.*\).data, "),
     ],
 )
 def test_keys_that_cannot_be_are_named(arguments, keys, message):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.data import language, token_blocks, tokenizers
+from elastic_ckpt.data.lm import language, token_blocks, tokenizers
 from tests import pipelines
 
 # More than two blocks; one is long enough to end a block alone, and some are empty.
@@ -242,7 +242,7 @@ def test_threads_are_those_asked_for_or_the_cores_of_the_host(monkeypatch):
 PROGRAM = """
 import os, sys
 import grain
-from elastic_ckpt.data import language, token_blocks, tokenizers
+from elastic_ckpt.data.lm import language, token_blocks, tokenizers
 
 texts = ["the quick brown fox"] * 40
 tokenizer = tokenizers.load("huggingface", sys.argv[1])
@@ -266,14 +266,14 @@ assert [found.tolist() for found in begun] == expected[15:]
 
 
 def test_a_process_that_was_forked_while_threads_tokenise_goes_on(tmp_path):
-    from tests.data import test_tokenizers
+    from tests.data.lm import test_tokenizers
 
     path = test_tokenizers.written(tmp_path, "huggingface")
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     environment.pop("TOKENIZERS_PARALLELISM", None)
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, path],
-        cwd=pathlib.Path(__file__).parents[2],
+        cwd=pathlib.Path(__file__).parents[3],
         env=environment,
         capture_output=True,
         text=True,

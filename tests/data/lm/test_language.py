@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import language, tokenizers
+from elastic_ckpt.data.lm import language, tokenizers
 from tests import pipelines
 
 LENGTHS = st.integers(1, 12)

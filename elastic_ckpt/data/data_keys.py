@@ -1,15 +1,25 @@
-"""The configuration keys of the input pipeline."""
+"""The configuration keys of the input data, and its stages."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-from elastic_ckpt.config.key import key
+import yaml
+
+from elastic_ckpt.core import errors, sections, storage
+from elastic_ckpt.core.sections import Setting, key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSection:
-    """The input data: datasets, tokens, batches and loading."""
+class DataKeys:
+    """The input data: datasets, tokens, batches and loading.
+
+    Attributes are the keys of this section of a configuration, as `configs/base.yml`
+    explains them; `ec.load_config(path).data` has those of a file. `from_config` checks
+    them.
+    """
 
     grain_train_files: str = key(
         "",
@@ -275,3 +285,66 @@ class DataSection:
         "Run the data iterator in colocated Python, where it also writes its own"
         " state.",
     )
+
+
+def changed(data: DataKeys, settings: Mapping[str, Setting]) -> DataKeys:
+    """`data` with the keys that were set.
+
+    Raises:
+      ConfigError: if a key is unknown or a value is invalid.
+    """
+    fields = dataclasses.fields(data)
+    values: dict[str, Any] = dict(sections.checked(settings, fields, of=" of the data"))
+    return dataclasses.replace(data, **values)
+
+
+def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
+    """The stages of the data: the step at which each begins, and its keys.
+
+    Without `data_stages` there is one.
+
+    Raises:
+      ConfigError: if the file cannot be read, or a stage is invalid; names it.
+    """
+    if not data.data_stages:
+        return [(0, data)]
+    text = data.data_stages
+    if text.lstrip().startswith("["):
+        path = _STAGES
+        try:
+            document = yaml.compose(text, sections.Loader)
+        except yaml.YAMLError as error:
+            raise errors.ConfigError(f"{path}: not valid YAML: {error}") from None
+    else:
+        path = storage.absolute(text)
+        document = sections.compose(path, by=f" ({_STAGES})")
+    form = "a list of stages: `- begin_step: 0` and, below it, keys that it sets"
+    if not isinstance(document, yaml.SequenceNode) or not document.value:
+        raise errors.ConfigError(f"{path}: write {form}")
+    found = []
+    for number, node in enumerate(document.value):
+        place = f"{path}, stage {number}"
+        if not isinstance(node, yaml.MappingNode):
+            raise errors.ConfigError(f"{place}: write {form}")
+        settings = sections.read_mapping(path, node)
+        begin = settings.pop(_BEGIN, None)
+        if begin is None or type(begin.value) is not int or begin.value < 0:
+            raise errors.ConfigError(
+                f"{place}: the stage has no {_BEGIN}, the training step at which it"
+                " begins; give it a number from 0"
+            )
+        wrong = min(_OF_ALL_STAGES & settings.keys(), default="")
+        if wrong:
+            raise errors.ConfigError(
+                f"{settings[wrong].place}: {wrong} is not a key that a stage can have;"
+                " set it for the whole run"
+            )
+        found.append((begin.value, changed(data, settings)))
+    return found
+
+
+_STAGES = "data_stages"
+# The field of a stage with its first step.
+_BEGIN = "begin_step"
+# Keys of the data that no stage has for itself.
+_OF_ALL_STAGES = {"data_stages", "enable_rampup_batch_size", "num_logical_shards"}

@@ -27,7 +27,7 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import errors, extras, storage
-from elastic_ckpt.data import tokenizers
+from elastic_ckpt.data.lm import tokenizers
 
 Message = dict[str, Any]
 
@@ -298,7 +298,7 @@ def _sandbox() -> Any:
             f"jinja2 {installed} has known ways out of its sandbox; install 3.1.6 or"
             " newer"
         )
-    from elastic_ckpt.data import template_sandbox
+    from elastic_ckpt.data.lm import template_sandbox
 
     return template_sandbox
 

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import chat, chat_templates, template_sandbox, tokenizers
+from elastic_ckpt.data.lm import chat, chat_templates, template_sandbox, tokenizers
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "chat_templates"
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
 CONVERSATIONS = json.loads((GOLDEN / "conversations.json").read_text())
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

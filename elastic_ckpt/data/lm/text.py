@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from etils import epath
 
 from elastic_ckpt.core import errors, staged_file, storage
+from elastic_ckpt.data.lm import tokenizers
 from elastic_ckpt.data.sources import files, parquet, tfrecord
 
 PYTHON_STDLIB = "python-stdlib"
@@ -157,12 +158,7 @@ def _texts_of_lines(name: str, lines: Iterable[bytes], column: str) -> Iterator[
                 " field of the text with --column, which is column= in Python"
             )
         if text:
-            # JSON can put halves of surrogate pairs into a `str`.
-            yield (
-                text.encode("utf-16", "surrogatepass")
-                .decode("utf-16", "replace")
-                .encode()
-            )
+            yield tokenizers.readable(text).encode()
 
 
 def _write_arrayrecord(path: str, texts: Iterable[bytes]) -> None:

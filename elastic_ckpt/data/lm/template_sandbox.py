@@ -112,12 +112,9 @@ class Template:
     def __init__(self, text: str) -> None:
         environment = _environment()
         tree = environment.parse(text)
-        self.has_generation = any(
-            isinstance(attribute, nodes.ExtensionAttribute)
-            for attribute in tree.find_all(nodes.ExtensionAttribute)
-        )
+        self.has_generation = tree.find(nodes.ExtensionAttribute) is not None
         self.names = frozenset(name.name for name in tree.find_all(nodes.Name))
-        self._template = environment.from_string(text)
+        self._template = environment.from_string(tree)
 
     def render(self, variables: Mapping[str, Any], *, date: str = "") -> str:
         """What the template makes of variables, with marks around generated text.
@@ -158,8 +155,11 @@ class _Budget:
                 " repeats text, without end"
             )
 
-    def spend_deep(self, value: Any) -> None:
+    def spend_deep(self, value: Any) -> int:
         """Pays for all that is in a value, as often as it is in it.
+
+        Returns:
+          How deeply it is nested: 1 for a text or a number, 2 for a list of them.
 
         Raises:
           ExceededError: also if dicts and lists are nested too deeply. Python takes the
@@ -168,7 +168,7 @@ class _Budget:
         """
         if type(value) is str:
             self.spend(1 + len(value) // _CHARACTERS)
-            return
+            return 1
         level, operations, depth = [value], 0, 0
         while level:
             deeper: list[Any] = []
@@ -185,6 +185,7 @@ class _Budget:
             if depth > _MAX_DEPTH:
                 raise ExceededError(f"it nests more than {_MAX_DEPTH} lists")
         self.spend(operations)
+        return depth
 
     def spend_key(self, value: Any) -> None:
         """Pays for the hash of a value."""
@@ -234,9 +235,9 @@ class _Pays(visitor.NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        node.expr = _seen(node.expr)
+        node.expr = _variable(node.expr, _SEEN)
         for operand in node.ops:
-            operand.expr = _seen(operand.expr)
+            operand.expr = _variable(operand.expr, _SEEN)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
@@ -247,12 +248,12 @@ class _Pays(visitor.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
             return _filter(node, _CUT)
-        node.arg = _key(node.arg)
+        node.arg = _variable(node.arg, _KEY)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
         self.generic_visit(node)
-        node.key = _key(node.key)
+        node.key = _variable(node.key, _KEY)
         return node
 
     def visit_Include(self, node: nodes.Stmt) -> nodes.Node:
@@ -279,12 +280,9 @@ def _spending(cost: int) -> nodes.ExprStmt:
     return nodes.ExprStmt(_filter(nodes.Const(cost), _SPEND))
 
 
-def _key(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _filter(node, _KEY)
-
-
-def _seen(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _filter(node, _SEEN)
+def _variable(node: nodes.Expr, name: str) -> nodes.Expr:
+    # A constant is part of the template, whose size is limited.
+    return node if isinstance(node, nodes.Const) else _filter(node, name)
 
 
 def _filter(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
@@ -292,9 +290,15 @@ def _filter(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
-@jinja2.pass_context
-def _spend(context: runtime.Context, cost: int) -> None:
-    _budget(context).spend(cost)
+def _passing(pay: Callable[[_Budget, Any], object]) -> Callable[..., Any]:
+    """A filter that pays for a value and returns it."""
+
+    @jinja2.pass_context
+    def paid(context: runtime.Context, value: Any) -> Any:
+        pay(_budget(context), value)
+        return value
+
+    return paid
 
 
 @jinja2.pass_context
@@ -304,25 +308,7 @@ def _each(context: runtime.Context, items: Any, cost: int) -> Any:
     if hasattr(items, "__len__"):
         budget.spend(len(items) * cost)
         return items
-    return _paid(budget, items, cost) if _is_iterator(items) else items
-
-
-@jinja2.pass_context
-def _see(context: runtime.Context, value: Any) -> Any:
-    _budget(context).spend_deep(value)
-    return value
-
-
-@jinja2.pass_context
-def _hashed(context: runtime.Context, value: Any) -> Any:
-    _budget(context).spend_key(value)
-    return value
-
-
-@jinja2.pass_context
-def _cut(context: runtime.Context, value: Any) -> Any:
-    _budget(context).spend(_size(value))
-    return value
+    return _paid(budget, items, cost) if isinstance(items, Iterator) else items
 
 
 @jinja2.pass_context
@@ -337,14 +323,11 @@ def _paid(budget: _Budget, items: Iterator[Any], cost: int = 1) -> Iterator[Any]
         yield item
 
 
-def _is_iterator(value: Any) -> bool:
-    return isinstance(value, Iterator)
-
-
 def _listed(budget: _Budget, values: Sequence[Any]) -> list[Any]:
     # Values, with iterators among them as lists, because they can be read only once.
     return [
-        list(_paid(budget, each)) if _is_iterator(each) else each for each in values
+        list(_paid(budget, each)) if isinstance(each, Iterator) else each
+        for each in values
     ]
 
 
@@ -479,7 +462,7 @@ def _environment() -> _Environment:
         lstrip_blocks=True,
         optimized=False,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        finalize=_see,
+        finalize=_passing(_Budget.spend_deep),
     )
     environment.filters = {
         name: _paying(
@@ -489,12 +472,12 @@ def _environment() -> _Environment:
     } | {
         "tojson": _to_json,
         "replace": _replace,
-        _SPEND: _spend,
+        _SPEND: _passing(_Budget.spend),
         _EACH: _each,
-        _SEEN: _see,
+        _SEEN: _passing(_Budget.spend_deep),
         _CONCAT: _concat,
-        _CUT: _cut,
-        _KEY: _hashed,
+        _CUT: _passing(lambda budget, value: budget.spend(_size(value))),
+        _KEY: _passing(_Budget.spend_key),
     }
     environment.tests = {
         name: _paying(name, cast(Any, test), deep=name not in _SHALLOW_TESTS)
@@ -541,7 +524,7 @@ def _paying(
         elif passed == "environment":
             args = (context.environment, *args)
         result = function(*args, **kwargs)
-        if _is_iterator(result):
+        if isinstance(result, Iterator):
             return _paid(budget, result)
         if isinstance(result, list):
             budget.spend(len(result))
@@ -631,9 +614,9 @@ def _to_json(
     if max(size, len("".join(separators or ()))) > _MAX_INDENT:
         raise OverflowError(f"tojson with an indent of more than {_MAX_INDENT}")
     before = budget.left
-    budget.spend_deep(value)
+    depth = budget.spend_deep(value)
     # A character may become an escape of twelve, an item a line with an indent.
-    times = 12 + (_depth(value) if size else 0)
+    times = 12 + (depth if size else 0)
     budget.spend(times * (before - budget.left))
     return json.dumps(
         value,
@@ -642,18 +625,6 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-def _depth(value: Any) -> int:
-    # How deeply dicts and lists are in each other.
-    deepest, held = 0, [(value, 1)]
-    while held:
-        each, depth = held.pop()
-        deepest = max(deepest, depth)
-        inside = each.values() if isinstance(each, dict) else each
-        if isinstance(each, dict | list | tuple):
-            held += [(item, depth + 1) for item in inside]
-    return deepest
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:

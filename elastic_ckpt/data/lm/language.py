@@ -18,9 +18,10 @@ import numpy as np
 from grain import experimental
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import blocks, row_blocks, shard_steps, tokenizers
-from elastic_ckpt.data import packing as packing_rows
+from elastic_ckpt.data import blocks, shard_steps
 from elastic_ckpt.data import tokens as token_numbers
+from elastic_ckpt.data.lm import packing as packing_rows
+from elastic_ckpt.data.lm import row_blocks, tokenizers
 from elastic_ckpt.data.sources import files
 
 Example = dict[str, np.ndarray]
@@ -33,14 +34,19 @@ _NO_TOKENS = np.empty(0, np.int32)
 FIRST_FIT = "first_fit"
 BEST_FIT = "best_fit"
 CONCAT_THEN_SPLIT = "concat_then_split"
-PACKINGS = (FIRST_FIT, BEST_FIT, CONCAT_THEN_SPLIT)
+# The packers that keep examples whole.
+FITTING = {
+    FIRST_FIT: experimental.FirstFitPackIterDataset,
+    BEST_FIT: experimental.BestFitPackIterDataset,
+}
+PACKINGS = (*FITTING, CONCAT_THEN_SPLIT)
 
 # The number of rows that a fitting packer fills at a time: 16 become 97 % full.
 PACKING_BINS = 16
 
 _FEATURES = ("inputs", "targets")
 # The names of a row's features in packers, and in MaxText.
-_ROW_NAMES = {
+ROW_NAMES = {
     feature + theirs: feature + ours
     for feature in _FEATURES
     for theirs, ours in (
@@ -389,7 +395,7 @@ def packed(
         raise errors.ConfigError(
             f"packed: packing={packing!r}; choose one of {', '.join(PACKINGS)}"
         )
-    clashing = {*_FEATURES, *_ROW_NAMES.values()} & {*more}
+    clashing = {*_FEATURES, *ROW_NAMES.values()} & {*more}
     if clashing:
         raise errors.ConfigError(
             f"packed: features={more!r}: rows have {sorted(clashing)} in any case; name"
@@ -404,12 +410,7 @@ def packed(
         )
         make_rows = functools.partial(row_blocks.Concatenated, length=length)
     else:
-        packer = (
-            experimental.FirstFitPackIterDataset
-            if packing == FIRST_FIT
-            else experimental.BestFitPackIterDataset
-        )
-        rows = packer(
+        rows = FITTING[packing](
             checked,
             length_struct=lengths,
             num_packing_bins=PACKING_BINS,
@@ -456,6 +457,29 @@ class Padded(shard_steps.Step[Example]):
 _MakeRows = Callable[[blocks.Blocks], grain.DatasetIterator[Example]]
 
 
+class Mapped(grain.DatasetIterator[Example]):
+    """Elements of an iterator after a function; the states are the iterator's."""
+
+    def __init__(
+        self, elements: grain.DatasetIterator, function: Callable[[Example], Example]
+    ) -> None:
+        super().__init__(elements)
+        self._elements, self._function = elements, function
+        if hasattr(elements, "mark"):
+            self.mark = elements.mark
+
+    def __next__(self) -> Example:
+        return self._function(next(self._elements))
+
+    def get_state(self) -> Any:
+        """See `grain.DatasetIterator`."""
+        return self._elements.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """See `grain.DatasetIterator`."""
+        self._elements.set_state(state)
+
+
 class InVocabulary(grain.IterDataset[Example]):
     """Rows, checked to have no token that the model's vocabulary lacks.
 
@@ -475,19 +499,9 @@ class InVocabulary(grain.IterDataset[Example]):
         self._vocab_size = vocab_size
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
-        return _InVocabularyIterator(self, iter(self._parent))
+        return Mapped(iter(self._parent), self._checked)
 
-
-class _InVocabularyIterator(grain.DatasetIterator[Example]):
-    def __init__(self, dataset: InVocabulary, parent: grain.DatasetIterator) -> None:
-        super().__init__(parent)
-        self._rows, self._column = parent, dataset._column
-        self._vocab_size = dataset._vocab_size
-        if hasattr(parent, "mark"):
-            self.mark = parent.mark
-
-    def __next__(self) -> Example:
-        row = next(self._rows)
+    def _checked(self, row: Example) -> Example:
         for name in _FEATURES:
             # Viewed as unsigned numbers, negative ones are the largest.
             numbers = row[name].view(np.uint32)
@@ -500,12 +514,6 @@ class _InVocabularyIterator(grain.DatasetIterator[Example]):
                 )
         return row
 
-    def get_state(self) -> dict[str, Any]:
-        return self._rows.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._rows.set_state(state)
-
 
 class _WithFeatures(grain.IterDataset[Example]):
     """Checks that examples have the features to pack, and no others."""
@@ -514,20 +522,13 @@ class _WithFeatures(grain.IterDataset[Example]):
 
     def __init__(self, parent: grain.IterDataset, more: tuple[str, ...]) -> None:
         super().__init__(parent)
-        self._more = more
+        self._expected = dict.fromkeys((*_FEATURES, *more))
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
-        return _WithFeaturesIterator(iter(self._parent), self._more)
+        return Mapped(iter(self._parent), self._checked)
 
-
-class _WithFeaturesIterator(grain.DatasetIterator[Example]):
-    def __init__(self, parent: grain.DatasetIterator, more: tuple[str, ...]) -> None:
-        super().__init__(parent)
-        self._expected = dict.fromkeys((*_FEATURES, *more)).keys()
-
-    def __next__(self) -> Example:
-        example = next(self._parent)
-        if example.keys() != self._expected:
+    def _checked(self, example: Example) -> Example:
+        if example.keys() != self._expected.keys():
             expected = ", ".join(self._expected)
             raise errors.DataError(
                 f"an example to pack has the features {', '.join(sorted(example))};"
@@ -541,12 +542,6 @@ class _WithFeaturesIterator(grain.DatasetIterator[Example]):
                 " each a value for each token of inputs"
             )
         return example
-
-    def get_state(self) -> dict[str, Any]:
-        return self._parent.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._parent.set_state(state)
 
 
 class MaxTextRows(grain.IterDataset[Example]):
@@ -568,7 +563,7 @@ class MaxTextRows(grain.IterDataset[Example]):
         make_rows: _MakeRows | None = None,
     ) -> None:
         super().__init__(parent)
-        self._more = more
+        self._names = ROW_NAMES | dict(zip(more, more, strict=True))
         self._examples, self._make_rows = examples, make_rows
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
@@ -576,20 +571,7 @@ class MaxTextRows(grain.IterDataset[Example]):
             examples = blocks.of(self._examples)
             if examples is not None:
                 return self._make_rows(examples)
-        return _MaxTextRowsIterator(iter(self._parent), self._more)
+        return Mapped(iter(self._parent), self._renamed)
 
-
-class _MaxTextRowsIterator(grain.DatasetIterator[Example]):
-    def __init__(self, parent: grain.DatasetIterator, more: tuple[str, ...]) -> None:
-        super().__init__(parent)
-        self._names = _ROW_NAMES | dict(zip(more, more, strict=True))
-
-    def __next__(self) -> Example:
-        row = next(self._parent)
+    def _renamed(self, row: Example) -> Example:
         return {name: row[packers] for packers, name in self._names.items()}
-
-    def get_state(self) -> dict[str, Any]:
-        return self._parent.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._parent.set_state(state)

@@ -1,0 +1,257 @@
+"""Sections: dataclasses of configuration keys, and their values in strict YAML.
+
+A section is a frozen dataclass whose fields `key` makes. What a file, a command line or
+a caller sets is a `Setting`, which has its place until `checked` has made a value of
+it. An unknown key, a key set twice or a value of a wrong type is an error, which names
+the place and, for an unknown key, the nearest existing key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import yaml
+from etils import epath
+
+from elastic_ckpt.core import bucket_clients, errors
+
+Value: TypeAlias = bool | int | float | str
+
+
+def key(
+    default: Value,
+    doc: str,
+    *,
+    choices: tuple[Value, ...] = (),
+    at_least: float | None = None,
+    below: float | None = None,
+    multiple_of: int | None = None,
+    off: int | None = None,
+    lists: str = "",
+) -> Any:
+    """A dataclass field of a section that defines one key.
+
+    Args:
+      default: the value if the key is not set.
+      doc: the description, for `configs/base.yml` and the command line.
+      choices: the allowed values; empty allows all.
+      at_least: the smallest allowed number.
+      below: a number that is greater than all allowed ones.
+      multiple_of: of which the number is a multiple.
+      off: another number, as in MaxText, that means the default.
+      lists: whether a list is accepted in place of a text, too: `names` to keep its
+        texts, separated by commas, `any` to keep its JSON, and `yaml` to keep the JSON
+        of a list or a mapping.
+    """
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "at_least": at_least,
+        "below": below,
+        "multiple_of": multiple_of,
+        "off": off,
+        "lists": lists,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def render(value: Value) -> str:
+    """`value` in YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        quoted = value.replace("'", "''")
+        return f'"{value}"' if '"' not in value else f"'{quoted}'"
+    return repr(value)
+
+
+class Loader(yaml.SafeLoader):
+    """Reads `12:00:00` as text, which YAML 1.1 takes for a number of base 60."""
+
+    def resolve(
+        self, kind: type[yaml.Node], value: str | None, implicit: object
+    ) -> str:
+        """The tag of a node without one."""
+        tag: str = super().resolve(kind, value, implicit)
+        if tag in _NUMBERS and ":" in str(value):
+            return str(self.DEFAULT_SCALAR_TAG)
+        return tag
+
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The value of a key as it was set, and where, for messages."""
+
+    value: object
+    place: str
+
+
+def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
+    """The document of a YAML file, local or in a bucket; None if it is empty.
+
+    Args:
+      path: of the file.
+      by: says what names the file, for the message that it does not exist.
+
+    Raises:
+      ConfigError: if the file cannot be read, or is not valid YAML.
+    """
+    try:
+        return yaml.compose(path.read_text(), Loader)
+    except FileNotFoundError:
+        raise errors.ConfigError(f"{path}: no such configuration file{by}") from None
+    except (UnicodeDecodeError, *bucket_clients.failures()) as error:
+        raise errors.ConfigError(
+            f"{path}: this file cannot be read: {error}; check"
+            " the path and its permissions"
+        ) from None
+    except yaml.YAMLError as error:
+        raise errors.ConfigError(
+            f"{path}: this file is not valid YAML: {error}"
+        ) from None
+
+
+def read_mapping(path: epath.PathLike, node: yaml.MappingNode) -> dict[str, Setting]:
+    """The keys that a mapping of a YAML file sets.
+
+    Raises:
+      ConfigError: if a key is set twice, or a value cannot be read.
+    """
+    settings: dict[str, Setting] = {}
+    constructor = Loader("")
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        place = f"{path}, line {key_node.start_mark.line + 1}"
+        if key in settings:
+            first = settings[key].place.rpartition(" ")[2]
+            raise errors.ConfigError(
+                f"{place}: {key} is already set in line {first}; remove one of them"
+            )
+        try:
+            value = constructor.construct_object(value_node, deep=True)
+        except yaml.YAMLError as error:
+            raise errors.ConfigError(
+                f"{place}: {key} cannot be read: {error}"
+            ) from None
+        settings[key] = Setting(value=value, place=place)
+    return settings
+
+
+def checked(
+    settings: Mapping[str, Setting],
+    fields: Iterable[dataclasses.Field[Any]],
+    *,
+    also: Iterable[str] = (),
+    of: str = "",
+) -> dict[str, Value]:
+    """The values of keys that were set.
+
+    Args:
+      settings: by key.
+      fields: of the sections that may have the keys.
+      also: what else could have been meant by an unknown key.
+      of: says whose keys these are, for the message about an unknown one.
+
+    Raises:
+      ConfigError: if a key is unknown or a value is invalid.
+    """
+    known = {field.name: field for field in fields}
+    values: dict[str, Value] = {}
+    for name, setting in settings.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *also], n=1, cutoff=0.0)
+            raise errors.ConfigError(
+                f"{setting.place}: unknown key {name!r}; the nearest key{of} is"
+                f" {near[0]!r}"
+            )
+        values[name] = _value(known[name], setting)
+    return values
+
+
+def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
+    key = field.name
+    expected = type(field.default)
+    value = setting.value
+    if (
+        expected is float
+        and isinstance(value, (int, str))
+        and not isinstance(value, bool)
+    ):
+        # YAML 1.1 reads `1e-3` as a string.
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if expected is str and value is None:
+        value = ""
+    lists = field.metadata["lists"]
+    if lists == "names" and isinstance(value, list):
+        value = _joined(value)
+    if isinstance(value, _KEPT_AS_JSON.get(lists, ())):
+        # Values that JSON lacks, such as dates, are their texts.
+        value = json.dumps(value, default=str)
+    off = field.metadata["off"]
+    if off is not None and type(value) is int and value == off:
+        value = field.default
+    choices = field.metadata["choices"]
+    if isinstance(value, bool):
+        # YAML 1.1 reads `off` and `on` as booleans.
+        texts = _BOOLEAN_TEXTS[value]
+        value = next((each for each in choices if each in texts), value)
+    if type(value) is not expected:
+        quoted = f'; put it in quotes ({key}: "{setting.value}")'
+        is_number = expected is str and isinstance(value, int | float)
+        raise errors.ConfigError(
+            f"{setting.place}: {key} must be {_ARTICLES[expected]}, not"
+            f" {setting.value!r}{quoted if is_number else ''}"
+        )
+    if choices and value not in choices:
+        allowed = ", ".join(render(choice) for choice in choices)
+        raise errors.ConfigError(
+            f"{setting.place}: {key} must be one of {allowed}, not {setting.value!r}"
+        )
+    at_least = field.metadata["at_least"]
+    if at_least is not None and not typing.cast(float, value) >= at_least:
+        raise errors.ConfigError(
+            f"{setting.place}: {key} must be at least {at_least}, not {setting.value!r}"
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise errors.ConfigError(
+            f"{setting.place}: {key} must be a finite number, not {setting.value!r}"
+        )
+    below = field.metadata["below"]
+    if below is not None and not typing.cast(float, value) < below:
+        raise errors.ConfigError(
+            f"{setting.place}: {key} must be below {below}, not {setting.value!r}"
+        )
+    factor = field.metadata["multiple_of"]
+    if factor is not None and typing.cast(int, value) % factor:
+        raise errors.ConfigError(
+            f"{setting.place}: {key} must be a multiple of {factor}, not"
+            f" {setting.value!r}"
+        )
+    return typing.cast(Value, value)
+
+
+def _joined(names: list[object]) -> object:
+    # The names that a list has, as a text; the list if these are no names.
+    texts = [name for name in names if isinstance(name, str)]
+    return ",".join(texts) if names and texts == names else names
+
+
+_BOOLEAN_TEXTS = {False: ("off", "no", "false"), True: ("on", "yes", "true")}
+_KEPT_AS_JSON: dict[str, tuple[type, ...]] = {"any": (list,), "yaml": (list, dict)}
+_ARTICLES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
