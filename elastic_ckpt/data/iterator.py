@@ -53,8 +53,7 @@ class HostState:
 class _Change:
     """Other batches to continue with; `rows` once they have all cursors."""
 
-    data: elastic_data.ElasticData
-    global_batch_size: int
+    course: stages.Course
     continues: str
     cursors: cursors.Cursors
     rows: prefetch.Prefetched[elastic_data.Batch] | None = None
@@ -91,14 +90,11 @@ class HostIterator:
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
-        # The size where a stage has none, and the current one.
-        self._base_size = global_batch_size
-        self._global_batch_size = stages.size(data, global_batch_size)
-        for size in stages.sizes(data, global_batch_size):
+        self.course = stages.Course.first(data, global_batch_size)
+        for size in self.course.sizes:
             # A size that does not fit is known before its stage begins.
             delivery.Loading.of(data, sharding, size)
-        global_batch_size = self._global_batch_size
-        held = delivery.Loading.of(data, sharding, global_batch_size).held
+        held = delivery.Loading.of(data, sharding, self.course.size).held
         me = topology.this_host()
         if me not in held.holders:
             raise errors.ConfigError(
@@ -111,18 +107,16 @@ class HostIterator:
                 " %d rows that their devices do not hold; order the mesh's devices so"
                 " that those of a host hold the same rows",
                 held.unused,
-                global_batch_size,
+                self.course.size,
             )
         # Among hosts with the same rows, only the first one writes.
         self._writes_cursors = held.first_holder(me) == me
         self._writes_state = self._writes_cursors and held.groups[0] == held.holders[me]
         self._hosts = tuple(sorted(held.holders))
-        self._data = data
         self._sharding = sharding
         self._identity = data.identity()
         self._read_ahead = read_ahead
-        self.progress = stages.first(data)
-        self._rows = self._begin(global_batch_size)
+        self._rows = self._begin(self.course)
         self._left_out: state.Ranges = ()
         self._change: _Change | None = None
         self.waited_secs = 0.0
@@ -135,15 +129,13 @@ class HostIterator:
     @property
     def global_batch_size(self) -> int:
         """The rows of a global batch."""
-        return self._global_batch_size
+        return self.course.size
 
     def reset(self) -> None:
         """Moves to the beginning."""
         self._rows.close()
-        self.progress = stages.first(self._data)
-        self._data = stages.begun(self._data, self.progress)
-        self._global_batch_size = stages.size(self._data, self._base_size)
-        self._rows, self._left_out = self._begin(self._global_batch_size), ()
+        self.course = stages.Course.first(self.course.data, self.course.base_size)
+        self._rows, self._left_out = self._begin(self.course), ()
 
     def begin_stage(self) -> bool:
         """Begins the stage of the next step, if it is not the current one.
@@ -155,15 +147,13 @@ class HostIterator:
           ConfigError: as in `resize`.
           DataError: if there are stages and the step is not known.
         """
-        data = self.data_of_next_step()
-        if data is self._data:
+        course = self.course.due()
+        if course is self.course:
             return False
-        self.resize(stages.size(data, self._base_size), data)
+        self.go_on(course)
         return True
 
-    def resize(
-        self, global_batch_size: int, data: elastic_data.ElasticData | None = None
-    ) -> None:
+    def go_on(self, course: stages.Course) -> None:
         """Continues with batches of another size, or in another stage.
 
         Every host of the mesh calls it after the same batch. Where logical shards move
@@ -171,8 +161,7 @@ class HostIterator:
         fails on one host, nothing changes on any.
 
         Args:
-          global_batch_size: rows of a global batch from now on.
-          data: this data in the stage to continue with; None keeps it.
+          course: one after the same batch as the present one.
 
         Raises:
           ConfigError: if the batch does not divide over the mesh, or hosts continue
@@ -181,39 +170,30 @@ class HostIterator:
         """
         hosts = allgather.shared(self._hosts)
         offers = allgather.agreed(
-            hosts,
-            "offer",
-            lambda: self.offer(global_batch_size, data),
-            timeout_secs=CHANGE_SECS,
+            hosts, "offer", lambda: self.offer(course), timeout_secs=CHANGE_SECS
         )
         allgather.agreed(
             hosts, "prepare", lambda: self.prepare(offers), timeout_secs=CHANGE_SECS
         )
         self.commit()
 
-    def offer(
-        self, global_batch_size: int, data: elastic_data.ElasticData | None = None
-    ) -> dict[str, Any]:
-        """The first step of `resize`: what other hosts need to know from this one.
+    def offer(self, course: stages.Course) -> dict[str, Any]:
+        """The first step of `go_on`: what other hosts need to know from this one.
 
         Returns:
           JSON: how this host continues, and the cursors that others lack.
         """
         now = self.get_state()
         position, row = now.data_state.position, now.data_state.row
-        data = data or self._data
-        continues = f"after row {row} in batches of {global_batch_size} rows"
-        of_stages = stages.of(data)
-        if of_stages is not None:
-            continues += f" in stage {of_stages.number}"
+        continues = f"after row {row} in batches of {course.size} rows"
+        if course.progress is not None:
+            continues += f" in stage {course.stage}"
         now_run, then_run = (
-            each.host_shards(
-                delivery.Loading.of(each, self._sharding, size).loaders, position
+            each.data.host_shards(
+                delivery.Loading.of(each.data, self._sharding, each.size).loaders,
+                position,
             )
-            for each, size in (
-                (self._data, self._global_batch_size),
-                (data, global_batch_size),
-            )
+            for each in (self.course, course)
         )
         lacking = {
             shard
@@ -222,17 +202,12 @@ class HostIterator:
         }
         own = self.to_save(now).cursors if self._writes_cursors else {}
         offered = [[shard, own[shard]] for shard in sorted(lacking & own.keys())]
-        self._change = _Change(
-            data=data,
-            global_batch_size=global_batch_size,
-            continues=continues,
-            cursors=now.cursors,
-        )
+        self._change = _Change(course=course, continues=continues, cursors=now.cursors)
         host = topology.this_host()
         return {"host": host, "continues": continues, "cursors": offered}
 
     def prepare(self, offers: Sequence[Mapping[str, Any]]) -> None:
-        """The second step of `resize`, given the offers of all hosts.
+        """The second step of `go_on`, given the offers of all hosts.
 
         Raises:
           ConfigError: if hosts do not continue alike.
@@ -251,23 +226,18 @@ class HostIterator:
             (shard, each) for offer in offers for shard, each in offer["cursors"]
         )
 
-        change.rows = self._begin(change.global_batch_size, change.data)
+        change.rows = self._begin(change.course)
         change.rows.go_to(
             self._rows.position(), lambda shards: {s: known[s] for s in shards}
         )
 
     def commit(self) -> None:
-        """The last step of `resize`, after all hosts have prepared it."""
+        """The last step of `go_on`, after all hosts have prepared it."""
         change = self._change
         assert change is not None
         assert change.rows is not None
         self._rows.close()
-        self._rows, self._global_batch_size = change.rows, change.global_batch_size
-        if change.data is self._data:
-            # Not the size of a stage.
-            self._base_size = change.global_batch_size
-        self._data, self._change = change.data, None
-        self.progress = stages.entered(self._data, self.progress)
+        self._rows, self.course, self._change = change.rows, change.course, None
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -295,11 +265,11 @@ class HostIterator:
         """The state after the last batch."""
         return HostState(
             data_state=state.DataState(
-                engine=self._data.engine,
+                engine=self.course.data.engine,
                 position=self._rows.position(),
                 pipeline=self._identity,
                 left_out=self._left_out,
-                progress=self.progress,
+                progress=self.course.progress,
             ),
             cursors=dict(self._rows.shard_cursors(shared=True)),
         )
@@ -311,8 +281,8 @@ class HostIterator:
 
     def set_state(self, taken: HostState) -> None:
         """Moves back to a state since the last load or change of size or stage."""
-        self.progress = taken.data_state.progress
-        moved = self._begin(self._global_batch_size)
+        self.course = self.course.at(taken.data_state.progress)
+        moved = self._begin(self.course)
         moved.go_to(
             taken.data_state.position,
             lambda shards: {shard: taken.cursors[shard] for shard in shards},
@@ -334,23 +304,20 @@ class HostIterator:
           DataError: if it cannot be read, or is of another pipeline.
         """
         saved = state.read(directory)
-        data = self._data.continuing(saved.pipeline)
-        identity = self._identity if data is self._data else data.identity()
+        data = self.course.data.continuing(saved.pipeline)
+        is_same = data is self.course.data
+        identity = self._identity if is_same else data.identity()
         state.check_same_pipeline(saved, data.engine, identity)
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
-        progress = stages.restored(saved, data)
-        if progress is not None and progress.step is not None:
-            data = stages.begun(data, progress)
-        size = stages.size(data, self._base_size)
-        loaded = self._begin(size, data, progress)
+        course = self.course.restored(saved, data)
+        loaded = self._begin(course)
         loaded.go_to(saved.position, read)
         self._rows.close()
-        self._global_batch_size = size
-        self._data, self._identity, self._rows = data, identity, loaded
-        self._left_out, self.progress = saved.left_out, progress
+        self.course, self._identity, self._rows = course, identity, loaded
+        self._left_out = saved.left_out
 
     def leave_out(self, directory: epath.PathLike | None) -> None:
         """Notes that all rows since the data state in `directory` were left out.
@@ -367,7 +334,7 @@ class HostIterator:
         now = self.get_state().data_state
         if directory is None:
             self._left_out = ((0, now.row),)
-            self.progress = stages.gone_back(self.progress, stages.first(self._data))
+            self.course = self.course.gone_back(None)
             return
         saved = state.read(directory)
         state.check_same_pipeline(saved, now.engine, now.pipeline)
@@ -377,36 +344,25 @@ class HostIterator:
                 f" of the run, {now.row}; load it to continue from there"
             )
         self._left_out = (*saved.left_out, (saved.row, now.row))
-        to = stages.restored(saved, self._data)
-        self.progress = stages.gone_back(self.progress, to)
-
-    def data_of_next_step(self) -> elastic_data.ElasticData:
-        """The data in the stage of the next step; see `begin_stage`."""
-        return stages.begun(self._data, self.progress)
+        self.course = self.course.gone_back(saved)
 
     def took_batch(self) -> None:
         """Counts a training step."""
-        self.progress = stages.after(self.progress)
+        self.course = self.course.next()
 
     def begin_at(self, step: int) -> None:
         """Says of which training step the next batch is."""
-        self.progress = stages.at_step(self._data, self.progress, step)
+        self.course = self.course.at_step(step)
 
-    def _begin(
-        self,
-        global_batch_size: int,
-        data: elastic_data.ElasticData | None = None,
-        progress: state.Progress | None = None,
-    ) -> prefetch.Prefetched[elastic_data.Batch]:
-        data, progress = data or self._data, progress or self.progress
-        loading = delivery.Loading.of(data, self._sharding, global_batch_size)
+    def _begin(self, course: stages.Course) -> prefetch.Prefetched[elastic_data.Batch]:
+        loading = delivery.Loading.of(course.data, self._sharding, course.size)
         group = loading.held.group(topology.this_host())
         placement = rows.Placement(row_hosts=loading.loaders, host=group)
         return prefetch.Prefetched(
-            data.host_batches(placement),
+            course.data.host_batches(placement),
             make=functools.partial(_placed, loading=loading, group=group),
             read_ahead=self._read_ahead,
-            at_most=stages.batches_left(data, progress),
+            at_most=course.batches_left,
         )
 
 
@@ -555,7 +511,7 @@ class Batches:
           RunError: if it failed in another process, or that process did not call it.
             Nothing has changed on any host after an error.
         """
-        self._host.resize(global_batch_size)
+        self._host.go_on(self._host.course.resized(global_batch_size))
         self._deliver.resize(global_batch_size)
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:

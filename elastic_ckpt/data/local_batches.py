@@ -93,24 +93,22 @@ class LocalBatches:
                 f"LocalBatches: finite data must end on all {num_ranks} ranks at once;"
                 " pass agree=, a function that all-reduces a bool over the ranks"
             )
-        self._data = data
+        self._course = stages.Course.first(data, global_batch_size)
         self._identity = data.identity()
         self._agree = agree or bool
         self._rank, self._num_ranks = rank, num_ranks
-        self._base_size = global_batch_size
-        self._progress = stages.first(data)
-        for size in stages.sizes(data, global_batch_size):
+        for size in self._course.sizes:
             if size % num_ranks:
                 raise errors.ConfigError(
                     f"LocalBatches: a stage of the data has global_batch_size={size},"
                     f" which cannot be divided evenly among num_ranks={num_ranks};"
                     " choose a multiple"
                 )
-        self._place(data)
+        self._place(self._course)
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
         # As a worker of a loader, it takes every `_num_workers`-th batch.
         self._num_workers, self._worker, self._skips = 1, 0, 0
-        self._rows = self._begin(data)
+        self._rows = self._begin(self._course)
         self._at_end = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,7 +118,7 @@ class LocalBatches:
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         vars(self).update(pickled["kept"])
-        self._rows = self._begin(self._data)
+        self._rows = self._begin(self._course)
         self.set_state(pickled["state"])
 
     def __iter__(self) -> LocalBatches:
@@ -134,7 +132,7 @@ class LocalBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         self._begin_stage()
         batch = self._next()
-        self._progress = stages.after(self._progress)
+        self._course = self._course.next()
         return batch
 
     def begin_at(self, step: int) -> None:
@@ -142,11 +140,11 @@ class LocalBatches:
 
         Needed after a state was loaded of a run that had no stages yet.
         """
-        self._progress = stages.at_step(self._data, self._progress, step)
+        self._course = self._course.at_step(step)
 
     def _begin_stage(self) -> None:
-        data = stages.begun(self._data, self._progress)
-        if data is self._data:
+        course = self._course.due()
+        if course is self._course:
             return
         now, position = self._rows.shard_cursors(shared=True), self._rows.position()
 
@@ -162,30 +160,28 @@ class LocalBatches:
 
         old = self._placement, self._batches_of_end
         try:
-            self._place(data)
-            begun = self._begin(data)
+            self._place(course)
+            begun = self._begin(course)
             begun.go_to(position, read)
         except errors.ElasticCkptError:
             self._placement, self._batches_of_end = old
             raise
         self._rows.close()
-        self._data, self._rows = data, begun
-        self._progress = stages.entered(data, self._progress)
+        self._course, self._rows = course, begun
 
-    def _place(self, data: elastic_data.ElasticData) -> None:
-        # The rows of this rank in the batches of the current stage of `data`.
-        size = stages.size(data, self._base_size)
+    def _place(self, course: stages.Course) -> None:
+        # The rows of this rank in the batches of a stage.
         self._placement = rows.Placement.in_order(
-            self._rank, num_hosts=self._num_ranks, global_batch_size=size
+            self._rank, num_hosts=self._num_ranks, global_batch_size=course.size
         )
-        loaders = data.loaders(self._placement.row_hosts)
+        loaders = course.data.loaders(self._placement.row_hosts)
         if loaders.max() == self._num_ranks - 1:
             # Every rank has as many rows; they cannot be handed on.
             self._placement = rows.Placement(row_hosts=loaders, host=self._rank)
-        self._batches_of_end = delivery.batches_of_end(data, size)
+        self._batches_of_end = delivery.batches_of_end(course.data, course.size)
 
     def _next(self) -> dict[str, np.ndarray]:
-        if self._data.end is elastic_data.End.NEVER:
+        if self._course.data.end is elastic_data.End.NEVER:
             batch = next(self._rows)
         else:
             # Whether batches without a row are the end is known from all of them.
@@ -200,7 +196,7 @@ class LocalBatches:
         for _ in range(self._batches_of_end):
             batch = next(self._rows)
             mask = batch[elastic_data.MASK]
-            padded = self._data.end is elastic_data.End.PADDED
+            padded = self._course.data.end is elastic_data.End.PADDED
             if self._agree(bool(mask.any() if padded else mask.all())):
                 return batch
         self._at_end = True
@@ -210,24 +206,23 @@ class LocalBatches:
         """Moves to the beginning."""
         self._rows.close()
         self._skips = self._worker
-        self._progress = stages.first(self._data)
-        self._data = stages.begun(self._data, self._progress)
-        self._place(self._data)
-        self._rows, self._at_end = self._begin(self._data), False
+        self._course = stages.Course.first(self._course.data, self._course.base_size)
+        self._place(self._course)
+        self._rows, self._at_end = self._begin(self._course), False
 
     def get_state(self) -> StateDict:
         """The state after the last batch, as JSON."""
         # Also of shards that other ranks run, too: a rank can go on from its own state.
         run = self._rows.shard_cursors(shared=True)
         fields: StateDict = {
-            "engine": self._data.engine,
+            "engine": self._course.data.engine,
             "position": self._rows.position(),
             "pipeline": self._identity,
             "cursors": {str(shard): cursor for shard, cursor in run.items()},
             "at_end": self._at_end,
         }
-        if self._progress is not None:
-            fields["progress"] = dict(vars(self._progress))
+        if self._course.progress is not None:
+            fields["progress"] = dict(vars(self._course.progress))
         if self._num_workers > 1:
             own = (self._num_workers, self._worker, self._skips)
             fields |= dict(zip(_OF_WORKERS, own, strict=True))
@@ -250,8 +245,9 @@ class LocalBatches:
         checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
         skips = self._skips_of(checked)
         position = checked[0]["position"]
-        data = self._data.continuing(checked[0]["pipeline"])
-        identity = self._identity if data is self._data else data.identity()
+        data = self._course.data.continuing(checked[0]["pipeline"])
+        is_same = data is self._course.data
+        identity = self._identity if is_same else data.identity()
         by_shard: dict[int, cursors.Cursor] = {}
         data_states = [
             state.DataState(
@@ -288,20 +284,17 @@ class LocalBatches:
                 )
             return {shard: by_shard[shard] for shard in shards}
 
-        progress = stages.restored(data_states[0], data)
-        if progress is not None and progress.step is not None:
-            data = stages.begun(data, progress)
+        course = self._course.restored(data_states[0], data)
         old = self._placement, self._batches_of_end
         try:
-            self._place(data)
-            loaded = self._begin(data, skips, progress)
+            self._place(course)
+            loaded = self._begin(course, skips)
             loaded.go_to(position, read)
         except errors.ElasticCkptError:
             self._placement, self._batches_of_end = old
             raise
         self._rows.close()
-        self._progress = progress
-        self._data, self._identity, self._rows = data, identity, loaded
+        self._course, self._identity, self._rows = course, identity, loaded
         self._skips = skips
         self._at_end = bool(checked[0].get("at_end"))
 
@@ -329,7 +322,7 @@ class LocalBatches:
         other = object.__new__(LocalBatches)
         vars(other).update(vars(self))
         other._num_workers, other._worker, other._skips = num_workers, worker, worker
-        other._rows = other._begin(other._data)
+        other._rows = other._begin(other._course)
         other.set_state(saved)
         return other
 
@@ -350,22 +343,19 @@ class LocalBatches:
         return workers[0]["skips"]
 
     def _begin(
-        self,
-        data: elastic_data.ElasticData,
-        skips: int | None = None,
-        progress: state.Progress | None = None,
+        self, course: stages.Course, skips: int | None = None
     ) -> prefetch.Prefetched[dict[str, np.ndarray]]:
         placement = self._placement
-        if self._num_workers > 1 and data.end is elastic_data.End.NEVER:
+        if self._num_workers > 1 and course.data.end is elastic_data.End.NEVER:
             skips = self._skips if skips is None else skips
             placement = dataclasses.replace(
                 placement, turns=self._num_workers, skips=skips
             )
         return prefetch.Prefetched(
-            data.host_batches(placement),
+            course.data.host_batches(placement),
             make=dict,
             read_ahead=self._read_ahead,
-            at_most=stages.batches_left(data, progress or self._progress),
+            at_most=course.batches_left,
         )
 
 
@@ -378,14 +368,14 @@ def of_worker(batches: LocalBatches, worker: int, num_workers: int) -> LocalBatc
     Raises:
       ConfigError: if several ranks would have to agree on the end of finite data.
     """
-    of_stages = stages.of(batches._data)
-    if num_workers > 1 and of_stages is not None and len(of_stages.stages) > 1:
+    course = batches._course
+    if num_workers > 1 and len(course.sizes) > 1:
         raise errors.ConfigError(
             f"{num_workers} workers of a loader take batches in turn, which stages of"
             " other sizes would mix up; use num_workers=0 in the loader, and set"
             " num_workers of the data to use more processes"
         )
-    finite = batches._data.end is not elastic_data.End.NEVER
+    finite = course.data.end is not elastic_data.End.NEVER
     if num_workers > 1 and finite and batches._placement.num_hosts > 1:
         raise errors.ConfigError(
             f"{num_workers} workers of a loader cannot agree with those of other ranks"

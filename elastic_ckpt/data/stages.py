@@ -239,25 +239,6 @@ def at(data: elastic_data.ElasticData, step: int) -> elastic_data.ElasticData:
     return data if of_stages is None else of_stages.at(step)
 
 
-def begun(
-    data: elastic_data.ElasticData, progress: state.Progress | None
-) -> elastic_data.ElasticData:
-    """`data` in the stage of the next step.
-
-    Raises:
-      DataError: if the step is not known.
-    """
-    of_stages = of(data)
-    if of_stages is None or len(of_stages.stages) == 1:
-        return data
-    if progress is None or progress.step is None:
-        raise errors.DataError(
-            "the data state was saved without stages, so that it does not say at which"
-            " step it was; call begin_at(step) of the iterator after you have loaded it"
-        )
-    return of_stages.at(progress.step)
-
-
 def size(data: elastic_data.ElasticData, base: int) -> int:
     """The rows of a batch, which are `base` unless a stage up to now has a size."""
     of_stages = of(data)
@@ -266,84 +247,144 @@ def size(data: elastic_data.ElasticData, base: int) -> int:
     return next((rows for rows in reversed(sizes) if rows is not None), base)
 
 
-def batches_left(
-    data: elastic_data.ElasticData, progress: state.Progress | None
-) -> int | None:
-    """The number of batches until the next stage; None if there is none."""
-    of_stages = of(data)
-    last = None if of_stages is None else of_stages.last_step
-    if last is None or progress is None or progress.step is None:
-        return None
-    return last - progress.step
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Course:
+    """How a run goes through its data; iterators go from each one to the next.
 
-
-def after(progress: state.Progress | None) -> state.Progress | None:
-    """The progress of the run after the next batch."""
-    if progress is None or progress.step is None:
-        return progress
-    return dataclasses.replace(progress, step=progress.step + 1)
-
-
-def entered(
-    data: elastic_data.ElasticData, progress: state.Progress | None
-) -> state.Progress | None:
-    """The progress of a run that goes on with `data`: its stage has begun."""
-    of_stages = of(data)
-    if of_stages is None or progress is None:
-        return progress
-    return dataclasses.replace(
-        progress, begun=max(progress.begun, of_stages.number + 1)
-    )
-
-
-def restored(
-    saved: state.DataState, data: elastic_data.ElasticData
-) -> state.Progress | None:
-    """The progress of a run that continues with `data` from a saved state.
-
-    Without stages a state says nothing of the step, unless it is the first.
+    Attributes:
+      data: the data, in the stage of the last batch.
+      base_size: rows of a global batch until a stage has a size.
+      size: rows of a global batch.
+      progress: the step of the next batch; None without stages.
     """
-    if of(data) is None:
-        return None
-    if saved.progress is not None:
-        return saved.progress
-    return state.Progress(step=None, begun=1) if saved.row else first(data)
 
+    data: elastic_data.ElasticData
+    base_size: int
+    size: int
+    progress: state.Progress | None
 
-def at_step(
-    data: elastic_data.ElasticData, progress: state.Progress | None, step: int
-) -> state.Progress | None:
-    """The progress of a run whose next batch is that of `step`."""
-    of_stages = of(data)
-    if of_stages is None:
-        return None
-    before = sum(stage.begin < step for stage in of_stages.stages)
-    begun = progress.begun if progress else 1
-    return state.Progress(step=step, begun=max(begun, before))
+    @classmethod
+    def first(cls, data: elastic_data.ElasticData, base_size: int) -> Course:
+        """That of a run at its beginning."""
+        data = at(data, 0)
+        return cls(
+            data=data,
+            base_size=base_size,
+            size=size(data, base_size),
+            progress=None if of(data) is None else state.Progress(step=0, begun=1),
+        )
 
+    @property
+    def sizes(self) -> list[int]:
+        """The rows of a global batch in each stage."""
+        of_stages = of(self.data)
+        if of_stages is None:
+            return [self.size]
+        numbers = range(len(of_stages.stages))
+        each = (dataclasses.replace(of_stages, number=number) for number in numbers)
+        return [size(data, self.base_size) for data in each]
 
-def gone_back(
-    now: state.Progress | None, to: state.Progress | None
-) -> state.Progress | None:
-    """The progress of a run that repeats the steps since `to` with other rows."""
-    if now is None or to is None:
-        return to
-    # What has begun has begun: shards have cursors of it.
-    return dataclasses.replace(to, begun=max(to.begun, now.begun))
+    @property
+    def stage(self) -> int:
+        """The number of the stage."""
+        of_stages = of(self.data)
+        return 0 if of_stages is None else of_stages.number
 
+    @property
+    def batches_left(self) -> int | None:
+        """The number of batches until the next stage; None if there is none."""
+        of_stages = of(self.data)
+        last = None if of_stages is None else of_stages.last_step
+        if last is None or self.progress is None or self.progress.step is None:
+            return None
+        return last - self.progress.step
 
-def first(data: elastic_data.ElasticData) -> state.Progress | None:
-    """The progress of a run at its beginning; None without stages."""
-    return None if of(data) is None else state.Progress(step=0, begun=1)
+    def due(self) -> Course:
+        """That in the stage of the next step: this one, unless another stage begins.
 
+        Raises:
+          DataError: if there are stages and the step is not known.
+        """
+        of_stages = of(self.data)
+        if of_stages is None or len(of_stages.stages) == 1:
+            return self
+        if self.progress is None or self.progress.step is None:
+            raise errors.DataError(
+                "the data state was saved without stages, so that it does not say at"
+                " which step it was; call begin_at(step) of the iterator after you have"
+                " loaded it"
+            )
+        data = of_stages.at(self.progress.step)
+        if data is self.data:
+            return self
+        return dataclasses.replace(
+            self,
+            data=data,
+            size=size(data, self.base_size),
+            progress=dataclasses.replace(
+                self.progress, begun=max(self.progress.begun, data.number + 1)
+            ),
+        )
 
-def sizes(data: elastic_data.ElasticData, base: int) -> list[int]:
-    """The rows of a batch in each stage."""
-    of_stages = of(data)
-    if of_stages is None:
-        return [base]
-    numbers = range(len(of_stages.stages))
-    return [size(dataclasses.replace(of_stages, number=n), base) for n in numbers]
+    def next(self) -> Course:
+        """That after the next batch."""
+        if self.progress is None or self.progress.step is None:
+            return self
+        progress = dataclasses.replace(self.progress, step=self.progress.step + 1)
+        return self.at(progress)
+
+    def at(self, progress: state.Progress | None) -> Course:
+        """That with another step, in the same stage."""
+        return dataclasses.replace(self, progress=progress)
+
+    def at_step(self, step: int) -> Course:
+        """That of a run whose next batch is that of `step`."""
+        of_stages = of(self.data)
+        if of_stages is None:
+            return self
+        before = sum(stage.begin < step for stage in of_stages.stages)
+        begun = self.progress.begun if self.progress else 1
+        return self.at(state.Progress(step=step, begun=max(begun, before)))
+
+    def resized(self, global_batch_size: int) -> Course:
+        """That with batches of another size, until a stage begins that has a size."""
+        return dataclasses.replace(
+            self, base_size=global_batch_size, size=global_batch_size
+        )
+
+    def restored(
+        self, saved: state.DataState, data: elastic_data.ElasticData
+    ) -> Course:
+        """That of a run that continues with `data` from a saved state."""
+        restored = dataclasses.replace(
+            self,
+            data=data,
+            size=size(data, self.base_size),
+            progress=self._progress_of(saved),
+        )
+        is_known = restored.progress is not None and restored.progress.step is not None
+        return restored.due() if is_known else restored
+
+    def gone_back(self, to: state.DataState | None) -> Course:
+        """That of a run that repeats the steps since a state with other rows.
+
+        Without a state they are those since the beginning.
+        """
+        first = Course.first(self.data, self.base_size).progress
+        progress = first if to is None else self._progress_of(to)
+        if self.progress is not None and progress is not None:
+            # What has begun has begun: shards have cursors of it.
+            begun = max(progress.begun, self.progress.begun)
+            progress = dataclasses.replace(progress, begun=begun)
+        return self.at(progress)
+
+    def _progress_of(self, saved: state.DataState) -> state.Progress | None:
+        # Without stages a state says nothing of the step, unless it is the first.
+        if of(self.data) is None:
+            return None
+        if saved.progress is not None:
+            return saved.progress
+        return state.Progress(step=None if saved.row else 0, begun=1)
 
 
 # What may differ between the stages of a configuration.

@@ -66,10 +66,7 @@ class RemoteIterator:
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
-        self._data = data
-        self._progress = stages.first(data)
-        self._base_size = global_batch_size
-        global_batch_size = stages.size(data, global_batch_size)
+        self._course = stages.Course.first(data, global_batch_size)
         self._sharding = topology.batch_sharding(mesh, spec)
         held = {device.process_index for device in mesh.devices.flat}
         self._controllers = tuple(sorted(held))
@@ -79,18 +76,18 @@ class RemoteIterator:
         self._deliver = delivery.Delivery(
             data,
             sharding=self._sharding,
-            global_batch_size=global_batch_size,
+            global_batch_size=self._course.size,
             warn_after_secs=read_ahead.warn_after_secs,
         )
         self._tickets = itertools.count()
         self._worker = worker.Worker(
-            data, self._sharding.spec, self._base_size, read_ahead
+            data, self._sharding.spec, global_batch_size, read_ahead
         )
         self._check_compatibility(mesh)
         self._workers = _Workers(
             self._worker,
             messages.encode({}, self._cpu_sharding),
-            delivery.Loading.of(data, self._sharding, global_batch_size).sharding,
+            delivery.Loading.of(data, self._sharding, self._course.size).sharding,
         )
         # This also runs if `close` is never called.
         release = functools.partial(_release, self._worker, self._workers.calls)
@@ -102,25 +99,22 @@ class RemoteIterator:
     def __next__(self) -> elastic_data.Batch:
         self._begin_stage()
         batch = self._deliver(self._workers)
-        self._progress = stages.after(self._progress)
+        self._course = self._course.next()
         return batch
 
     def begin_at(self, step: int) -> None:
         """See `iterator.Batches.begin_at`."""
-        self._progress = stages.at_step(self._data, self._progress, step)
+        self._course = self._course.at_step(step)
 
     def _begin_stage(self) -> None:
-        data = stages.begun(self._data, self._progress)
-        if data is self._data:
-            return
-        size = stages.size(data, self._base_size)
-        self._change(size, progress=_as_json(self._progress))
-        self._go_on(data)
+        course = self._course.due()
+        if course is not self._course:
+            self._change(course)
+            self._go_on(course)
 
-    def _go_on(self, data: elastic_data.ElasticData) -> None:
-        self._data = data
-        self._progress = stages.entered(data, self._progress)
-        self._deliver.resize(stages.size(data, self._base_size))
+    def _go_on(self, course: stages.Course) -> None:
+        self._course = course
+        self._deliver.resize(course.size)
 
     def reset(self) -> None:
         """Moves the workers to the beginning."""
@@ -129,8 +123,7 @@ class RemoteIterator:
         finally:
             # Workers that have not answered do it later, before the next batch.
             self._begin_anew()
-        self._progress = stages.first(self._data)
-        self._go_on(stages.begun(self._data, self._progress))
+        self._go_on(stages.Course.first(self._course.data, self._course.base_size))
 
     def resize(self, global_batch_size: int) -> None:
         """Continues the workers with batches of another size.
@@ -138,18 +131,15 @@ class RemoteIterator:
         The cursors of logical shards that move between hosts pass through the head, or
         between several controllers through JAX's coordination service.
         """
-        self._change(global_batch_size)
-        self._base_size = global_batch_size
-        self._deliver.resize(global_batch_size)
+        course = self._course.resized(global_batch_size)
+        self._change(course)
+        self._go_on(course)
 
-    def _change(
-        self, global_batch_size: int, *, progress: dict[str, int | None] | None = None
-    ) -> None:
-        # To batches of another size, or, with a progress, to the stage of its step.
+    def _change(self, course: stages.Course) -> None:
         controllers = allgather.shared(self._controllers)
 
         def offers() -> list[Any]:
-            return self._offers(global_batch_size, progress)
+            return self._offers(course)
 
         def prepare() -> None:
             self._in_turn(
@@ -168,15 +158,14 @@ class RemoteIterator:
         finally:
             self._begin_anew()
 
-    def _offers(
-        self, global_batch_size: int, progress: dict[str, int | None] | None
-    ) -> list[Any]:
+    def _offers(self, course: stages.Course) -> list[Any]:
         # One of each host whose devices this process can address.
         lengths = self._in_turn(
             self._worker.offer,
             within_secs=_ANSWER_SECS,
-            global_batch_size=global_batch_size,
-            progress=progress,
+            global_batch_size=course.size,
+            begins_stage=course.stage != self._course.stage,
+            progress=_as_json(course.progress),
             batches=self._workers.num_taken,
         )
         chunks = [
@@ -196,7 +185,7 @@ class RemoteIterator:
                 self._worker.take_state,
                 ticket=ticket,
                 batches=self._workers.num_taken,
-                progress=_as_json(self._progress),
+                progress=_as_json(self._course.progress),
             )
 
         async def write() -> None:
@@ -218,11 +207,9 @@ class RemoteIterator:
                 self._in_turn, self._worker.load_state, directory=str(directory)
             )
         self._begin_anew()
-        if stages.of(self._data) is not None:
+        if self._course.progress is not None:
             saved = await asyncio.to_thread(state.read, directory)
-            self._progress = stages.restored(saved, self._data)
-            if self._progress is not None and self._progress.step is not None:
-                self._go_on(stages.begun(self._data, self._progress))
+            self._go_on(self._course.restored(saved, self._course.data))
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
@@ -246,11 +233,9 @@ class RemoteIterator:
                 batches=self._workers.num_taken,
             )
             self._begin_anew()
-            if stages.of(self._data) is not None:
-                to = stages.first(self._data)
-                if directory is not None:
-                    to = stages.restored(state.read(directory), self._data)
-                self._progress = stages.gone_back(self._progress, to)
+            if self._course.progress is not None:
+                to = None if directory is None else state.read(directory)
+                self._course = self._course.gone_back(to)
 
         return leaving_out.LeavingOut(leave_out)
 
@@ -273,7 +258,7 @@ class RemoteIterator:
             next(pauses)
 
     def _check_compatibility(self, mesh: Mesh) -> None:
-        head = [compatibility.local_facts(self._data, role="the head")]
+        head = [compatibility.local_facts(self._course.data, role="the head")]
         message = messages.encode({}, self._cpu_sharding)
         # First the facts that need no user code, which may fail to arrive.
         for ask in (worker.Facts, self._worker.facts):
@@ -289,7 +274,7 @@ class RemoteIterator:
                     " with the modules that your pipeline imports"
                 ) from error
             compatibility.check(head + compatibility.from_rows(rows))
-        compatibility.check_controllers(self._data, mesh)
+        compatibility.check_controllers(self._course.data, mesh)
 
     def _in_turn(
         self, method: Any, *, within_secs: float | None = None, **content: Any

@@ -188,13 +188,12 @@ class _HostWorker:
         content = messages.decode(call)
         host = self._on(call)
         self._go_back_to(content["batches"])
-        data = None
-        progress = _progress(content.get("progress"))
-        if progress is not None:
-            host.progress = progress
-            data = host.data_of_next_step()
-        offer = host.offer(content["global_batch_size"], data)
-        self._offer = json.dumps(offer).encode()
+        course = host.course.at(_progress(content["progress"]))
+        if content["begins_stage"]:
+            course = course.due()
+        else:
+            course = course.resized(content["global_batch_size"])
+        self._offer = json.dumps(host.offer(course)).encode()
         return messages.on_each(call, len(self._offer))
 
     @failures.reported

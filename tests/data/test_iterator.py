@@ -234,7 +234,7 @@ def test_a_size_that_leaves_shards_where_they_are_is_taken_at_once(
     for host in resizing(as_host, tmp_path, num_hosts, sizes[0]):
         before = host.get_state()
         for size in sizes[1:]:
-            host.resize(size)
+            host.go_on(host.course.resized(size))
             assert host.get_state() == before
 
 
@@ -280,7 +280,7 @@ def test_a_size_that_moves_shards_moves_their_cursors_along(
 
     before, num_offered = saved(), 0
     for size in sizes[1:]:
-        offers = on_each(lambda host, size=size: host.offer(size))
+        offers = on_each(lambda host, size=size: host.offer(host.course.resized(size)))
         # They are JSON, and each cursor is offered once.
         offers = json.loads(json.dumps(offers))
         shards = [shard for offer in offers for shard, _ in offer["cursors"]]
@@ -296,7 +296,7 @@ def test_hosts_that_change_differently_are_named_and_change_nothing(as_host, tmp
     hosts, on_each = world_of_twelve_shards(as_host, tmp_path, 2, 24)
     sizes = iter([16, 36])
     before = on_each(lambda host: host.get_state())
-    offers = on_each(lambda host: host.offer(next(sizes)))
+    offers = on_each(lambda host: host.offer(host.course.resized(next(sizes))))
     for number in (0, 1):
         as_host(number)
         with pytest.raises(
@@ -306,7 +306,7 @@ def test_hosts_that_change_differently_are_named_and_change_nothing(as_host, tmp
             hosts[number].prepare(offers)
     assert on_each(lambda host: host.get_state()) == before
     # They agree on the next one.
-    offers = on_each(lambda host: host.offer(16))
+    offers = on_each(lambda host: host.offer(host.course.resized(16)))
     on_each(lambda host: host.prepare(offers))
 
 

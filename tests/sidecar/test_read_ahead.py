@@ -241,8 +241,8 @@ def test_cursors_that_move_reach_the_hosts_however_long_they_are(remote, monkeyp
     offer, prepare = iterator.HostIterator.offer, iterator.HostIterator.prepare
     received = []
 
-    def offer_more(self, global_batch_size, data=None):
-        return {**offer(self, global_batch_size, data), "cursors": moved}
+    def offer_more(self, course):
+        return {**offer(self, course), "cursors": moved}
 
     def receive(self, offers):
         received.extend(each["cursors"] for each in offers)
