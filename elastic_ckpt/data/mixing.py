@@ -43,9 +43,10 @@ _NEAR_TURNS = 100
 
 # The field of a cursor with the number of elements taken from each dataset.
 TAKEN = "taken"
-# The field with the stages in which elements after the state were chosen. The fields of
-# a stage: the turn before which it ended, its weights, whether all of its datasets had
-# ended, and the first states of the mixtures that were opened in it.
+# The field with the periods, each with weights of its own, in which elements after the
+# state were chosen. The fields of a period: the turn before which it ended, the
+# weights, whether all of its datasets had ended, and the first states of the mixtures
+# that were opened in it.
 SCHEDULE = "schedule"
 _UNTIL, _WEIGHTS, _ENDED, _OPENED = "until", "weights", "ended", "opened"
 # Marks the state of a nested mixture whose elements are read again; it is not saved.
@@ -269,7 +270,7 @@ class _Draws:
         self._taken: dict[str, int] = {}
         # The saved states of datasets that were not opened since.
         self._saved: dict[str, Any] = {}
-        # Stages of other weights that are read again, and last the current stage.
+        # Periods of other weights that are read again, and last the current period.
         self._schedule = _continued([], turn=0, weights=self._weights)
         self._now = self._schedule[-1]
         self._read_again_until = 0
@@ -281,17 +282,17 @@ class _Draws:
         self._taken = dict(state[TAKEN])
         self._saved = dict(state["parts"])
         past = state.get(SCHEDULE, [])
-        for stage in past:
-            self._saved = stage.get(_OPENED, {}) | self._saved
+        for period in past:
+            self._saved = period.get(_OPENED, {}) | self._saved
         self._check_datasets(past, is_read_again=state.pop(_READ_AGAIN, False))
         self._schedule = _continued(past, turn=self._turn, weights=self._weights)
         self._now = self._schedule[-1]
-        self._read_again_until = max((stage[_UNTIL] for stage in past), default=0)
+        self._read_again_until = max((period[_UNTIL] for period in past), default=0)
         self._begin(0)
 
     def _begin(self, number: int) -> None:
-        self._number, self._stage = number, self._schedule[number]
-        weights = self._stage[_WEIGHTS]
+        self._number, self._period = number, self._schedule[number]
+        weights = self._period[_WEIGHTS]
         self._ends = _intervals(tuple(weights.items()))
         # Includes datasets that had ended: the weights inside them may have changed.
         self._active = weights.keys() & self._parts.keys()
@@ -301,8 +302,8 @@ class _Draws:
     ) -> None:
         # Raises a DataError if elements that are read again would differ.
         turn = self._turn
-        for stage in past:
-            until, weights = stage[_UNTIL], stage[_WEIGHTS]
+        for period in past:
+            until, weights = period[_UNTIL], period[_WEIGHTS]
             gone = weights.keys() - self._parts.keys()
             if gone and turn < until:
                 due, name = next_chosen(
@@ -315,7 +316,7 @@ class _Draws:
                         " rows; add it again with weight 0 until they are used"
                     )
             new = sorted(self._weights.keys() - weights.keys())
-            if stage.get(_ENDED) and new and (turn < until or is_read_again):
+            if period.get(_ENDED) and new and (turn < until or is_read_again):
                 raise errors.DataError(
                     f"mixture: the weights of {new} were raised from 0 after the other"
                     " datasets had ended, but the last examples of those are still in"
@@ -337,10 +338,10 @@ class _MixtureIterator(_Draws, grain.DatasetIterator):
             # A caller that sets this state again must then read the same elements.
             self._state[SCHEDULE] = self._schedule[self._number :]
             self._state = None
-        while self._stage is not self._now:
-            for element in self._draw(self._stage[_UNTIL]):
+        while self._period is not self._now:
+            for element in self._draw(self._period[_UNTIL]):
                 return element
-            self._turn = self._stage[_UNTIL]
+            self._turn = self._period[_UNTIL]
             self._begin(self._number + 1)
         for element in self._draw(None):
             self._now[_UNTIL] = max(self._now[_UNTIL], self._turn)
@@ -353,7 +354,7 @@ class _MixtureIterator(_Draws, grain.DatasetIterator):
             now = {name: opened.get_state() for name, opened in self._opened.items()}
             self._state = {"turn": self._turn, TAKEN: dict(self._taken)}
             self._state["parts"] = self._saved | now
-            if self._stage is not self._now or self._now.get(_ENDED):
+            if self._period is not self._now or self._now.get(_ENDED):
                 self._state[SCHEDULE] = self._schedule[self._number :]
         return self._state
 
@@ -407,7 +408,7 @@ class _MixtureIterator(_Draws, grain.DatasetIterator):
                 first = opened.get_state()
                 if any(_mixtures(first)):
                     # Its elements must be read again with the same weights.
-                    self._stage.setdefault(_OPENED, {})[name] = first
+                    self._period.setdefault(_OPENED, {})[name] = first
             self._opened[name] = opened
         return opened
 
@@ -434,11 +435,11 @@ class _MixtureBlocks(_Draws):
     def read(self, at_most: int) -> blocks.Block:
         """See `Blocks`."""
         del at_most
-        while self._stage is not self._now:
-            block = self._draw(self._stage[_UNTIL])
+        while self._period is not self._now:
+            block = self._draw(self._period[_UNTIL])
             if block is not None:
                 return block
-            self._turn = self._stage[_UNTIL]
+            self._turn = self._period[_UNTIL]
             self._begin(self._number + 1)
         block = self._draw(None)
         if block is None:
@@ -587,7 +588,7 @@ class _MixtureBlocks(_Draws):
             read_to=list(self._read_to),
             of_part={},
             schedule=self._schedule,
-            stage=self._number,
+            period=self._number,
             is_end=is_end,
         )
 
@@ -669,8 +670,8 @@ class _MixturePlaces:
       read_to: how far each dataset with columns was read before the block.
       of_part: the elements of each dataset in the block, without their tokens; or the
         place of the first of them, of a dataset with columns.
-      schedule: the stages; see `_Draws`.
-      stage: the number of the stage of the block.
+      schedule: the periods; see `_Draws`.
+      period: the number of the period of the block.
       is_end: whether nothing follows.
     """
 
@@ -682,7 +683,7 @@ class _MixturePlaces:
     read_to: list[records.Place | None]
     of_part: dict[int, blocks.Block | records.Place]
     schedule: list[dict[str, Any]]
-    stage: int
+    period: int
     is_end: bool
 
     def state(self, number: int, read: blocks.Place) -> dict[str, Any]:
@@ -712,14 +713,14 @@ class _MixturePlaces:
         last = read.of
         assert isinstance(last, _MixturePlaces)
         until = int(last.turns[read.number])
-        is_now = self.stage == len(self.schedule) - 1
+        is_now = self.period == len(self.schedule) - 1
         if until > turn or last.is_end or not is_now:
-            stages = [dict(stage) for stage in self.schedule[self.stage :]]
-            if last.stage == len(self.schedule) - 1:
-                stages[-1][_UNTIL] = max(stages[-1][_UNTIL], until)
+            periods = [dict(period) for period in self.schedule[self.period :]]
+            if last.period == len(self.schedule) - 1:
+                periods[-1][_UNTIL] = max(periods[-1][_UNTIL], until)
             if last.is_end:
-                stages[-1][_ENDED] = True
-            state[SCHEDULE] = stages
+                periods[-1][_ENDED] = True
+            state[SCHEDULE] = periods
         return state
 
     def read(self, number: int) -> blocks.Place:
@@ -730,16 +731,16 @@ class _MixturePlaces:
 def _continued(
     past: Sequence[dict[str, Any]], *, turn: int, weights: dict[str, float]
 ) -> list[dict[str, Any]]:
-    # The stages of a saved schedule that are read again from `turn` on, and last the
-    # current stage.
-    stages = []
-    for stage in past:
-        if stage[_UNTIL] > turn:
-            stages.append(dict(stage))
-            turn = stage[_UNTIL]
-    if stages and stages[-1][_WEIGHTS] == weights:
-        return stages
-    return [*stages, {_UNTIL: turn, _WEIGHTS: weights}]
+    # The periods of a saved schedule that are read again from `turn` on, and last the
+    # current period.
+    periods = []
+    for period in past:
+        if period[_UNTIL] > turn:
+            periods.append(dict(period))
+            turn = period[_UNTIL]
+    if periods and periods[-1][_WEIGHTS] == weights:
+        return periods
+    return [*periods, {_UNTIL: turn, _WEIGHTS: weights}]
 
 
 def _mixtures(state: Any) -> Iterator[dict[str, Any]]:
@@ -749,10 +750,10 @@ def _mixtures(state: Any) -> Iterator[dict[str, Any]]:
 
 def gone(cursor: cursors.Cursor, names: Collection[str]) -> set[str]:
     """The datasets by which a cursor reads elements again, without those in `names`."""
-    stages = itertools.chain.from_iterable(
+    periods = itertools.chain.from_iterable(
         part.get(SCHEDULE, ()) for part in _mixtures(cursor)
     )
-    return {name for stage in stages for name in stage[_WEIGHTS]} - set(names)
+    return {name for period in periods for name in period[_WEIGHTS]} - set(names)
 
 
 def names(made: grain.IterDataset) -> set[str]:
