@@ -41,7 +41,7 @@ def reader(task: shard_rows.Task, *, num_workers: int, per_worker: int) -> Reade
     # A worker process of a PyTorch loader cannot have processes of its own.
     if num_workers and not multiprocessing.current_process().daemon:
         return _Workers(task, num_workers, max(per_worker, 1))
-    return shard_rows.ShardRowsIterator(task)
+    return shard_rows.ShardRows(task)
 
 
 class _Workers:

@@ -94,29 +94,10 @@ class Task:
         return shards[mine], keep[mine]
 
 
-class ShardRows(grain.IterDataset[Loaded]):
-    """The rows of consecutive batches; a worker process reads its share of shards."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self._task = task
-
-    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Takes every n-th shard; Grain calls it in each worker process."""
-        assert not sequential_slice
-        share = sorted(self._task.start)[sl]
-        start = {shard: self._task.start[shard] for shard in share}
-        self._task = dataclasses.replace(self._task, start=start)
-
-    def __iter__(self) -> ShardRowsIterator:
-        return ShardRowsIterator(self._task)
-
-
-class ShardRowsIterator(grain.DatasetIterator[Loaded]):
+class ShardRows:
     """Runs the pipelines of a task's shards; opens each when its first row is due."""
 
     def __init__(self, task: Task) -> None:
-        super().__init__()
         self._task = task
         self._position = task.position
         self._skips = task.skips
@@ -161,13 +142,6 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         """The cursors of the shards that yielded rows since the last call."""
         changed, self._changed = self._changed, set()
         return {shard: self._cursor(shard) for shard in changed}
-
-    def get_state(self) -> dict[str, Any]:
-        """An empty state: the cursors have the positions of the shards."""
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing: a task begins at its cursors."""
 
     def close(self) -> None:
         """Closes the pipelines."""

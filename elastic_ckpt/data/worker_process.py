@@ -202,7 +202,7 @@ def main(writing: int) -> None:
         lean_grain.import_grain()
         from elastic_ckpt.data import shard_rows
 
-        read = shard_rows.ShardRowsIterator(cloudpickle.loads(content))
+        read = shard_rows.ShardRows(cloudpickle.loads(content))
         while True:
             loaded.put((next(read), None, ""))
     except BaseException as error:  # the host raises it again
