@@ -185,9 +185,11 @@ def _count(file: str) -> int:
         count = reader.num_records()
         reader.close()
     except RuntimeError as error:
-        advice = "restore it, or write it again with `elastic-ckpt data DIRECTORY FILE`"
-        if not file.lower().endswith((".array_record", ".arrayrecord")):
-            advice = files.route(file, advice)
+        advice = files.route(
+            file,
+            "restore it, or write it again with `elastic-ckpt data DIRECTORY FILE`",
+            own=(".array_record", ".arrayrecord"),
+        )
         raise errors.DataError(
             f"{file}: not a readable ArrayRecord file: {_defect(file, str(error))};"
             f" {advice}"

@@ -45,7 +45,7 @@ _MOST_METADATA_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrow:
+class Arrow(source.Source):
     """Arrow files as a source; a block is a record batch.
 
     Both of Arrow's formats are read, streams and files. `from_hf` makes a source of a
@@ -61,29 +61,13 @@ class Arrow:
       columns: the columns to read; all if it is empty.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
-        return {"format": "arrow", "columns": list(self.columns)}
+    file_type = "arrow"
 
     def index(self, file: str) -> source.FileIndex:
         """The offset and the rows of each record batch."""
-        content = files.content(file)
-        offsets = offset_index.cached(
-            "arrow", file, content, lambda: _walk(file, content.num_bytes)
-        )
-        missing = set(self.columns) - set(_schema(file).names)
-        if missing:
-            raise errors.DataError(
-                f"{file}: no column {sorted(missing)}, only {_schema(file).names}; set"
-                " columns, which is train_data_columns in a configuration"
-            )
-        return offsets.file_index(content)
+        index = offset_index.index("arrow", file, functools.partial(_walk, file))
+        source.check_columns(file, self.columns, _schema(file).names)
+        return index
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the rows of a unit, a record batch or a part of it, from `skip` on."""
@@ -191,9 +175,7 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
         is_cut = is_file and stream.read() != _MAGIC
     if is_cut or offset > num_bytes or offset == first:
         raise _foreign(file, f"it is cut short after {num_bytes} bytes")
-    return offset_index.Offsets(
-        start=np.array(starts, np.int64), num_records=np.array(counts, np.int64)
-    )
+    return starts, counts
 
 
 def _message(stream: BinaryIO, file: str, offset: int) -> tuple[bytes, int] | None:
@@ -255,12 +237,7 @@ def _place(metadata: bytes, table: int, number: int) -> int | None:
 
 
 def _foreign(file: str, problem: str) -> errors.DataError:
-    advice = (
-        "restore it from a copy, or read it as its own format (grain_file_type in a"
-        " configuration)"
-    )
-    if not file.lower().endswith((".arrow", ".feather")):
-        advice = files.route(file, advice)
+    advice = files.route(file, own=(".arrow", ".feather"))
     return errors.DataError(f"{file}: not a complete Arrow file ({problem}); {advice}")
 
 

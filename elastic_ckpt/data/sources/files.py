@@ -130,16 +130,24 @@ _ROUTES = {
 }
 
 
-def route(file: str, otherwise: str) -> str:
+# What to do with a file whose name tells nothing.
+RESTORE = (
+    "restore it from a copy, or read it as its own format (grain_file_type in a"
+    " configuration)"
+)
+
+
+def route(file: str, otherwise: str = RESTORE, *, own: tuple[str, ...] = ()) -> str:
     """What to do with a file that is of another format than expected.
 
     Args:
       file: its path or URI.
       otherwise: what to do if its name tells nothing.
+      own: the suffixes of the expected format, which tell nothing either.
     """
     for suffixes, advice in _ROUTES.items():
-        if file.lower().endswith(suffixes):
-            return advice.format(file=file)
+        if file.lower().endswith(suffixes) and not file.lower().endswith(own):
+            return advice
     return otherwise
 
 

@@ -16,7 +16,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -34,34 +34,17 @@ TEXT_COLUMN = "text"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LineFiles(abc.ABC):
-    """Files of lines, as they are or compressed (`.gz`, `.zst`).
-
-    Attributes:
-      files: the paths or URIs of the files.
-      columns: the columns to read; all if it is empty.
-      file_type: the format of the files, which each subclass sets.
-    """
-
-    file_type: ClassVar[str]
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
-        return {"format": self.file_type, "columns": list(self.columns)}
+class LineFiles(source.Source):
+    """Files of lines, as they are or compressed (`.gz`, `.zst`)."""
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
-        content = files.content(file)
-        offsets = offset_index.cached(
-            self.file_type, file, content, lambda: _walk(file, self._check)
+        return offset_index.index(
+            self.file_type,
+            file,
+            lambda _: _walk(file, self._check),
+            is_whole=_is_compressed(file),
         )
-        index = offsets.file_index(content)
-        return dataclasses.replace(index, is_whole=_is_compressed(file))
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the records of a unit, a block or a part of one, from number `skip`."""
@@ -123,12 +106,7 @@ class JsonLines(LineFiles):
         if not isinstance(fields, dict):
             return source.corrupt(place, f"a {type(fields).__name__}, not an object")
         names = self.columns or tuple(fields)
-        missing = sorted(set(names) - fields.keys())
-        if missing:
-            raise errors.DataError(
-                f"{place}: no field {missing}, only {sorted(fields)}; set columns,"
-                " which is train_data_columns in a configuration"
-            )
+        source.check_columns(place, names, sorted(fields), what="field")
         return {name: _value(fields[name]) for name in names}
 
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
@@ -137,9 +115,11 @@ class JsonLines(LineFiles):
         except (ValueError, RecursionError) as error:
             if is_first:
                 what = "not a JSON Lines file: its first line"
-                advice = "restore it, or read it as its own format (grain_file_type)"
-                if not file.lower().endswith((".jsonl", ".ndjson")):
-                    advice = files.route(file, advice)
+                advice = files.route(
+                    file,
+                    "restore it, or read it as its own format (grain_file_type)",
+                    own=(".jsonl", ".ndjson"),
+                )
             else:
                 what, advice = "cut short: its last line", "restore it from a copy"
             raise errors.DataError(
@@ -290,9 +270,7 @@ def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
         ) from None
     if last:
         check(last, file, is_first=False)
-    return offset_index.Offsets(
-        start=np.array(starts, np.int64), num_records=np.array(counts, np.int64)
-    )
+    return starts, counts
 
 
 def _content(file: str) -> bytes:

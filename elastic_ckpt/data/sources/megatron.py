@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import arrow, arrow_rows, files, source
 
@@ -41,7 +41,7 @@ _RUN_BYTES = 256 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Megatron:
+class Megatron(source.Source):
     """Megatron's `.bin` files as a source, each with its `.idx` beside it.
 
     A block is 1,024 documents. An element has one column, the tokens of a document, of
@@ -53,21 +53,16 @@ class Megatron:
       columns: the name of the only column, by default `tokens`.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
+    file_type = "megatron"
 
     def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
+        super().__post_init__()
         for file in self.files:
             if not file.endswith(".bin"):
                 raise errors.ConfigError(
                     f"Megatron: {file} is no .bin file; name those, each of which has"
                     " an .idx file beside it"
                 )
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the column."""
-        return {"format": "megatron", "columns": list(self.columns)}
 
     def index(self, file: str) -> source.FileIndex:
         """The number of documents, from the beginning of the index."""

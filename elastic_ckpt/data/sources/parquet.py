@@ -51,7 +51,7 @@ _MAX_SHARED_BYTES = 256 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parquet:
+class Parquet(source.Source):
     """Parquet files as a source; a block is a row group.
 
     An element has the value of each column by name: lists of numbers as read-only NumPy
@@ -63,26 +63,13 @@ class Parquet:
       columns: the columns to read; all if it is empty.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
-        return {"format": "parquet", "columns": list(self.columns)}
+    file_type = "parquet"
 
     def index(self, file: str) -> source.FileIndex:
         """The rows of each row group, from the file's footer."""
         metadata = _metadata(file)
-        missing = set(self.columns) - set(metadata.schema.to_arrow_schema().names)
-        if missing:
-            raise errors.DataError(
-                f"{file}: no column {sorted(missing)}, only"
-                f" {metadata.schema.to_arrow_schema().names}; set columns, which is"
-                " train_data_columns in a configuration"
-            )
+        names = metadata.schema.to_arrow_schema().names
+        source.check_columns(file, self.columns, names)
         return source.FileIndex(
             content=files.content(file),
             block_records=np.array(
@@ -380,12 +367,7 @@ def _metadata(file: str) -> pq.FileMetaData:
     except (pa.ArrowInvalid, pa.ArrowException, OSError, UnicodeError) as error:
         if _is_from_outside(error):
             raise
-        advice = (
-            "restore it from a copy, or read it as its own format (grain_file_type in a"
-            " configuration)"
-        )
-        if not file.lower().endswith(".parquet"):
-            advice = files.route(file, advice)
+        advice = files.route(file, own=(".parquet",))
         raise errors.DataError(
             f"{file}: not a complete Parquet file ({error}); {advice}"
         ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from google.protobuf import (
@@ -39,23 +39,19 @@ Decode = Callable[[bytes], source.Element]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordFiles:
+class RecordFiles(source.Source):
     """Files of records of bytes: what sources of such formats have in common.
 
     Attributes:
       files: their paths or URIs.
       columns: the columns to keep, see `decoder`.
       record_format: the content of a record: `bytes` or `tf_example`.
-      file_type: the format of the files, which each subclass sets.
     """
 
-    file_type: ClassVar[str]
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
     record_format: str = BYTES
 
     def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
+        super().__post_init__()
         if self.record_format not in FORMATS:
             raise errors.ConfigError(
                 f"{type(self).__name__}: record_format={self.record_format!r}; choose"

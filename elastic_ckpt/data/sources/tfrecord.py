@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import google_crc32c
-import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
@@ -49,11 +48,7 @@ class TFRecord(record_format.RecordFiles):
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
-        content = files.content(file)
-        offsets = offset_index.cached(
-            "tfrecord", file, content, lambda: _walk(file, content.num_bytes)
-        )
-        return offsets.file_index(content)
+        return offset_index.index("tfrecord", file, functools.partial(_walk, file))
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the records of a unit, a block or a part of one, from number `skip`."""
@@ -179,9 +174,7 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
             f"{file}: cut short in record {count - 1} (after {num_bytes} bytes);"
             " restore it from a copy"
         )
-    return offset_index.Offsets(
-        start=np.array(starts, np.int64), num_records=source.blocks(count)
-    )
+    return starts, source.blocks(count).tolist()
 
 
 def _foreign(file: str, offset: int, header: bytes) -> str:
@@ -190,10 +183,5 @@ def _foreign(file: str, offset: int, header: bytes) -> str:
             f"{file}: a compressed file, which is not supported; decompress it, or"
             " write it again without compression"
         )
-    advice = (
-        "restore it from a copy, or read it as its own format (grain_file_type in a"
-        " configuration)"
-    )
-    if not file.lower().endswith((".tfrecord", ".tfrecords")):
-        advice = files.route(file, advice)
+    advice = files.route(file, own=(".tfrecord", ".tfrecords"))
     return f"{file}, byte {offset}: not a TFRecord file, or damaged there; {advice}"

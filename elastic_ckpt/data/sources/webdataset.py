@@ -13,9 +13,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-import numpy as np
-
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import files, offset_index, source
 
@@ -29,7 +27,7 @@ _FAILURES = (tarfile.TarError, EOFError, UnicodeDecodeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WebDataset:
+class WebDataset(source.Source):
     """Tar archives in WebDataset's form as a source; a block is 64 samples.
 
     An element has the content of each file of a sample, bytes, by the end of its name
@@ -41,23 +39,11 @@ class WebDataset:
       columns: the fields to read; all if it is empty.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the fields that are read."""
-        return {"format": "webdataset", "columns": list(self.columns)}
+    file_type = "webdataset"
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
-        content = files.content(file)
-        offsets = offset_index.cached(
-            "webdataset", file, content, lambda: _walk(file, content.num_bytes)
-        )
-        return offsets.file_index(content)
+        return offset_index.index("webdataset", file, functools.partial(_walk, file))
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the samples of a unit, a block or a part of one, from `skip` on."""
@@ -86,12 +72,7 @@ class WebDataset:
     def _element(self, sample: source.Element, place: str) -> source.Element:
         if not self.columns:
             return sample
-        missing = sorted(set(self.columns) - sample.keys())
-        if missing:
-            raise errors.DataError(
-                f"{place}: no field {missing}, only {sorted(sample)}; set columns,"
-                " which is train_data_columns in a configuration"
-            )
+        source.check_columns(place, self.columns, sorted(sample), what="field")
         return {name: sample[name] for name in self.columns}
 
 
@@ -111,9 +92,11 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
                     counts[-1] += 1
                 end = member.offset_data + member.size
     except _FAILURES as error:
-        advice = "restore it, or read it as its own format (grain_file_type)"
-        if not file.lower().endswith(".tar"):
-            advice = files.route(file, advice)
+        advice = files.route(
+            file,
+            "restore it, or read it as its own format (grain_file_type)",
+            own=(".tar",),
+        )
         raise errors.DataError(
             f"{file}: not a complete tar archive ({error}); {advice}"
         ) from None
@@ -123,9 +106,7 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
             f"{file}: cut short after {num_bytes} bytes, not a complete tar archive;"
             " restore it from a copy"
         )
-    return offset_index.Offsets(
-        start=np.array(starts, np.int64), num_records=np.array(counts, np.int64)
-    )
+    return starts, counts
 
 
 def _read_run(
