@@ -151,7 +151,7 @@ class Records(shard_steps.Step[source.Element]):
         Args:
           tokens: the column of tokens if nothing else is needed.
         """
-        if not hasattr(self._source, "read_batches"):
+        if not isinstance(self._source, kept_blocks.ColumnFiles):
             return None
         return RecordBatches(self, tokens=tokens)
 
@@ -632,7 +632,8 @@ class SmallBlocks:
         *,
         tokens: str = "",
     ) -> None:
-        self._source, self._num_shards, self._reading = of, num_shards, reading
+        self._source = cast(kept_blocks.BlockFiles, of)
+        self._num_shards, self._reading = num_shards, reading
         self._tokens = tokens
         self._group, self._units = _shared_units(of, num_shards)
         self.total_records = self._units.total_records
@@ -664,7 +665,10 @@ class SmallBlocks:
                 continue
             num_records = sum(len(rows) for _, rows in picked)
             _FRUITLESS.count(num_records, 2 * self.total_records, self._source)
-            read = kept_blocks.read(self._source, picked, tokens=self._tokens)
+            read = kept_blocks.picked(
+                (kept_blocks.kept(self._source, unit, self._tokens), rows)
+                for unit, rows in picked
+            )
             if not isinstance(read, source.CorruptError):
                 _check_names(self._source, read.names)
                 return read, Place(epoch, taken, skipped)
@@ -758,7 +762,7 @@ def _small_blocks(
 def _shared_units(of: source.Source, num_shards: int) -> tuple[int, units.Units]:
     # How many shards read the same blocks together, or 0, and the units.
     whole = source.whole_blocks(of)
-    if hasattr(of, "decoded") and units.are_small(whole):
+    if isinstance(of, kept_blocks.BlockFiles) and units.are_small(whole):
         return min(num_shards, units.GROUP_SHARDS), whole
     return 0, source.cut(of, num_shards)
 
@@ -819,7 +823,9 @@ class RecordBatches:
 
     def __init__(self, records: Records, *, tokens: str = "") -> None:
         self._records = records
-        self._read = cast(Any, records._source).read_batches
+        self._read = functools.partial(
+            cast(kept_blocks.ColumnFiles, records._source).read_batches, tokens=tokens
+        )
         self._in_turn = _in_turn(records, self._read, tokens=tokens)
 
     def read(self, at_most: int) -> tuple[kept_blocks.Picked, RecordPlaces]:
@@ -830,8 +836,6 @@ class RecordBatches:
         """
         before = self._in_turn.get_state()
         read = self._in_turn.next(at_most)
-        if not isinstance(read, kept_blocks.Picked):
-            read = kept_blocks.all_of(read)
         first = self._in_turn.get_state()
         numbers = self._in_turn.numbers(read.num_rows)
         self._in_turn.took(read.num_rows, read.names)

@@ -6,8 +6,9 @@ other batches, and must skip the same rows.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,37 +19,27 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def checked(
-    batch: pa.RecordBatch, place: str, first: int
-) -> Iterator[pa.RecordBatch | source.CorruptError]:
-    """The rows of a batch, together if none is corrupt.
+class DamagedError(Exception):
+    """Bytes that Arrow cannot decode."""
+
+
+@contextlib.contextmanager
+def damaged(error_of: Callable[[object], Exception] = DamagedError) -> Iterator[None]:
+    """Converts Arrow's errors of bytes that it cannot decode.
 
     Args:
-      batch: as it was read.
-      place: where from, for errors.
-      first: the number of its first row there.
+      error_of: makes the error to raise instead.
     """
-    if not problem(batch):
-        yield batch
-        return
-    for row in range(batch.num_rows):
-        alone = batch.slice(row, 1)
-        why = problem(alone)
-        if why:
-            yield source.corrupt(f"{place}, row {first + row}", why)
-        else:
-            yield alone
+    import pyarrow as pa
 
-
-def records(
-    batches: Iterable[pa.RecordBatch | source.CorruptError],
-) -> Iterator[source.Read]:
-    """The rows of batches one by one, and the errors between them."""
-    for batch in batches:
-        if isinstance(batch, source.CorruptError):
-            yield batch
-        else:
-            yield from elements(batch)
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, UnicodeError) as error:
+        # Arrow also raises OSError for such bytes, but without an errno.
+        bare = type(error) is OSError and error.errno is None
+        if isinstance(error, OSError) and not bare:
+            raise
+        raise error_of(error) from None
 
 
 def elements(batch: pa.RecordBatch) -> Iterator[source.Element]:

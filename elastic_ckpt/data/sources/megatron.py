@@ -18,7 +18,7 @@ import numpy as np
 
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import arrow, arrow_rows, files, source
+from elastic_ckpt.data.sources import arrow, files, kept_blocks, source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +41,7 @@ _RUN_BYTES = 256 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Megatron(source.Source):
+class Megatron(kept_blocks.ColumnFiles):
     """Megatron's `.bin` files as a source, each with its `.idx` beside it.
 
     A block is 1,024 documents. An element has one column, the tokens of a document, of
@@ -90,14 +90,11 @@ class Megatron(source.Source):
             block_records=source.blocks(header.num_documents),
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the documents of a unit, a block or a part of one, from `skip` on."""
-        return arrow_rows.records(self.read_batches(unit, skip))
-
     def read_batches(
-        self, unit: units.Unit, skip: int
-    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
-        """As `read`, but documents that follow each other are yielded together."""
+        self, unit: units.Unit, skip: int, *, tokens: str = ""
+    ) -> Iterator[kept_blocks.Picked]:
+        """See `ColumnFiles`."""
+        del tokens
         arrow.library()
         file = self.files[unit.file]
         begin = unit.block * source.BLOCK_RECORDS + unit.first
@@ -127,7 +124,9 @@ class Megatron(source.Source):
                 ),
                 f"{file}, document {first + done}",
             )
-            yield self._batch(values, sizes[done:until])
+            batch = self._batch(values, sizes[done:until])
+            rows = np.arange(until - done)
+            yield kept_blocks.Picked([(kept_blocks.Decoded(batch, place), rows)])
             done = until
 
     def _batch(self, values: np.ndarray, sizes: np.ndarray) -> pa.RecordBatch:

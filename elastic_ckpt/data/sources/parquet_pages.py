@@ -10,7 +10,9 @@ compact encoding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
+import mmap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -30,8 +32,6 @@ _WIDTHS["BYTE_ARRAY"] = 4
 # More bytes than a page header without statistics takes.
 _HEADER_BYTES = 40
 
-# Opens the file, with other bytes at some places, as a Parquet file.
-OpenWith = Callable[[BinaryIO], "pq.ParquetFile"]
 Lost = list[tuple[int, int]]
 
 
@@ -62,54 +62,11 @@ class _Page:
     uses_dictionary: bool = False
 
 
-class Patched(io.RawIOBase):
-    """A file with other bytes at some offsets."""
-
-    def __init__(self, file: BinaryIO, patches: dict[int, bytes]) -> None:
-        self._file = file
-        self._patches = patches
-        self._place = 0
-        self._size = file.seek(0, io.SEEK_END)
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def tell(self) -> int:
-        """The current offset."""
-        return self._place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves to an offset."""
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}
-        self._place = begin[whence] + offset
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        """Reads from the current offset on."""
-        stop = min(self._place + len(buffer), self._size)
-        self._file.seek(self._place)
-        content = bytearray(self._file.read(max(stop - self._place, 0)))
-        for at, patch in self._patches.items():
-            first, last = max(at, self._place), min(at + len(patch), stop)
-            if first < last:
-                part = patch[first - at : last - at]
-                content[first - self._place : last - self._place] = part
-        buffer[: len(content)] = content
-        self._place += len(content)
-        return len(content)
-
-
 def salvaged(
     file: BinaryIO,
     metadata: pq.FileMetaData,
     block: int,
     columns: Sequence[str],
-    open_with: OpenWith,
 ) -> Salvaged | None:
     """The rows of a row group that can be read; None if its pages cannot be told apart.
 
@@ -118,15 +75,23 @@ def salvaged(
       metadata: from its footer.
       block: the number of the row group.
       columns: the names of the columns to read; empty reads all.
-      open_with: opens another content of the file.
     """
-    group = metadata.row_group(block)
-    patches: dict[int, bytes] = {}
-    lost: Lost = []
+    import pyarrow as pa
+    from pyarrow import parquet as pq
 
-    def table(patches: dict[int, bytes], names: Sequence[str]) -> pa.Table | None:
+    group = metadata.row_group(block)
+    lost: Lost = []
+    # The file, of which only the row group is in memory.
+    content = mmap.mmap(-1, file.seek(0, io.SEEK_END))
+
+    def table(names: Sequence[str]) -> pa.Table | None:
         try:
-            with open_with(io.BufferedReader(Patched(file, patches))) as opened:
+            with pq.ParquetFile(
+                pa.BufferReader(content),
+                metadata=metadata,
+                pre_buffer=False,
+                page_checksum_verification=True,
+            ) as opened:
                 read = opened.read_row_group(
                     block, columns=list(names) or None, use_threads=False
                 )
@@ -138,23 +103,37 @@ def salvaged(
     try:
         for number in range(group.num_columns):
             chunk = group.column(number)
-            path = chunk.path_in_schema
-            is_read = any(path == n or path.startswith(f"{n}.") for n in columns)
-            if columns and not is_read:
+            if not is_read(chunk.path_in_schema, columns):
                 continue
-            whole = table({}, [path])
-            if whole is not None and whole.num_rows == group.num_rows:
-                continue
-            column = _Column(
-                file, chunk, metadata.schema.column(number), group.num_rows, table
-            )
-            column.salvage(patches, lost)
+            file.seek(begin_bytes(chunk))
+            raw = file.read(chunk.total_compressed_size)
+            place = memoryview(content)[begin_bytes(chunk) :][: len(raw)]
+            place[:] = raw
+            read = functools.partial(table, [chunk.path_in_schema])
+            whole = read()
+            if whole is None or whole.num_rows != group.num_rows:
+                schema = metadata.schema.column(number)
+                column = _Column(place, chunk, schema, group.num_rows, read)
+                lost += column.salvage()
     except _UnsalvageableError:
         return None
-    read = table(patches, columns)
-    if not lost or read is None or read.num_rows != group.num_rows:
+    left = table(columns)
+    if not lost or left is None or left.num_rows != group.num_rows:
         return None
-    return Salvaged(table=read, lost=_united(lost))
+    return Salvaged(table=left, lost=_united(lost))
+
+
+def begin_bytes(chunk: pq.ColumnChunkMetaData) -> int:
+    """The first byte of a column chunk, which may begin with its dictionary."""
+    return min(
+        chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset
+    )
+
+
+def is_read(path: str, columns: Sequence[str]) -> bool:
+    """Whether a leaf is in one of the columns, whose names may contain dots."""
+    names = (path == name or path.startswith(f"{name}.") for name in columns)
+    return not columns or any(names)
 
 
 def _united(ranges: Lost) -> Lost:
@@ -168,24 +147,27 @@ def _united(ranges: Lost) -> Lost:
 
 
 class _Column:
-    """The pages of one column of a row group."""
+    """The pages of one column of a row group.
+
+    Args:
+      place: its bytes, which are replaced.
+      chunk: from the footer.
+      schema: of the column.
+      num_rows: of the row group.
+      table: reads the column from `place`; None if it cannot be read.
+    """
 
     def __init__(
         self,
-        file: BinaryIO,
+        place: memoryview,
         chunk: pq.ColumnChunkMetaData,
         schema: pq.ColumnSchema,
         num_rows: int,
-        table: Callable[[dict[int, bytes], Sequence[str]], pa.Table | None],
+        table: Callable[[], pa.Table | None],
     ) -> None:
         self._chunk, self._schema, self._table = chunk, schema, table
         self._num_rows = num_rows
-        starts = [chunk.data_page_offset]
-        if chunk.dictionary_page_offset:
-            starts.append(chunk.dictionary_page_offset)
-        self._at = min(starts)
-        file.seek(self._at)
-        self._content = file.read(chunk.total_compressed_size)
+        self._place, self._content = place, bytes(place)
         self._is_flat = schema.max_repetition_level == 0
         pages = _pages(self._content)
         self._dictionary = [page for page in pages if page.kind == _DICTIONARY]
@@ -193,16 +175,15 @@ class _Column:
         if len(self._dictionary) > 1 or not self._pages:
             raise _UnsalvageableError
 
-    def salvage(self, patches: dict[int, bytes], lost: Lost) -> None:
-        """Adds replacements of the damaged pages, and their rows."""
+    def salvage(self) -> Lost:
+        """Replaces the damaged pages; returns their rows."""
         dictionary = self._dictionary
         damaged = self._damaged()
         if not damaged:
             raise _UnsalvageableError
         if not self._dictionary:
             for page in dictionary:
-                size = page.stop - page.start
-                patches[self._at + page.start] = self._filling(size)
+                self._replace(page.start, self._filling(page.stop - page.start))
         first, stop = damaged[0], damaged[-1] + 1
         if self._is_flat:
             counts = [page.num_values for page in self._pages]
@@ -212,13 +193,10 @@ class _Column:
             if min(counts) < 1 or sum(counts) != self._num_rows:
                 raise _UnsalvageableError
             for number in damaged:
-                begin = sum(counts[:number])
-                lost.append((begin, begin + counts[number]))
                 page = self._pages[number]
-                patches[self._at + page.start] = self._empty(
-                    counts[number], page.stop - page.start
-                )
-            return
+                made = self._empty(counts[number], page.stop - page.start)
+                self._replace(page.start, made)
+            return [(sum(counts[:n]), sum(counts[: n + 1])) for n in damaged]
         # A row may begin in a page and end in a later one: what is between two damaged
         # pages is lost with them, and the row before the first one too.
         before = self._rows(0, first) if first else 0
@@ -227,8 +205,11 @@ class _Column:
         if count < 1:
             raise _UnsalvageableError
         begin, end = self._pages[first].start, self._pages[stop - 1].stop
-        patches[self._at + begin] = self._empty(count, end - begin)
-        lost.append((max(before - 1, 0), before + count))
+        self._replace(begin, self._empty(count, end - begin))
+        return [(max(before - 1, 0), before + count)]
+
+    def _replace(self, begin: int, content: bytes) -> None:
+        self._place[begin : begin + len(content)] = content
 
     def _damaged(self) -> list[int]:
         # The numbers of the damaged pages.
@@ -275,9 +256,9 @@ class _Column:
         rest = len(self._content) - len(content)
         if rest < 0:
             return None
-        read = self._table(
-            {self._at: content + self._filling(rest)}, [self._chunk.path_in_schema]
-        )
+        self._replace(0, content + self._filling(rest))
+        read = self._table()
+        self._replace(0, self._content)
         if read is None:
             return None
         if self._is_flat:
