@@ -68,7 +68,7 @@ class Arrow(kept_blocks.BlockFiles):
         source.check_columns(file, self.columns, _schema(file).names)
         return index
 
-    def batch(self, unit: units.Unit) -> pa.RecordBatch:
+    def _batch(self, unit: units.Unit) -> pa.RecordBatch:
         """See `BlockFiles`."""
         import pyarrow as pa
 
@@ -81,9 +81,9 @@ class Arrow(kept_blocks.BlockFiles):
             raise arrow_rows.DamagedError(f"it has {batch.num_rows} rows")
         return batch.select(list(self.columns)) if self.columns else batch
 
-    def stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
+    def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
         """See `BlockFiles`."""
-        batch = files.retried(functools.partial(self.batch, unit), self.place(unit))
+        batch = files.retried(functools.partial(self._batch, unit), self.place(unit))
         size = max(1, batch.num_rows * _BATCH_BYTES // max(batch.nbytes, 1))
         yield from (batch.slice(n, size) for n in range(row, batch.num_rows, size))
 

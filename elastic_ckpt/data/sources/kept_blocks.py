@@ -241,7 +241,7 @@ class BlockFiles(ColumnFiles):
     block_name: ClassVar[str]
 
     @abc.abstractmethod
-    def batch(self, unit: units.Unit) -> pa.RecordBatch:
+    def _batch(self, unit: units.Unit) -> pa.RecordBatch:
         """The block of a unit.
 
         Raises:
@@ -250,7 +250,7 @@ class BlockFiles(ColumnFiles):
         """
 
     @abc.abstractmethod
-    def stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
+    def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
         """The block of a unit from a row on, a little at a time.
 
         Raises:
@@ -258,7 +258,7 @@ class BlockFiles(ColumnFiles):
           DataError: if it cannot be read, after several tries.
         """
 
-    def salvaged(
+    def _salvaged(
         self, unit: units.Unit
     ) -> tuple[pa.RecordBatch | None, Sequence[tuple[int, int]]]:
         """What is left of a damaged block, and ranges of rows that are lost.
@@ -268,7 +268,7 @@ class BlockFiles(ColumnFiles):
         """
         return None, [(0, unit.block_records)]
 
-    def is_shared(self, unit: units.Unit) -> bool:
+    def _is_shared(self, unit: units.Unit) -> bool:
         """Whether the block of a unit is decoded for several shards, and kept."""
         del unit
         return False
@@ -281,11 +281,11 @@ class BlockFiles(ColumnFiles):
         """The block of a unit; of the column of tokens only, if one is named."""
         place = self.place(unit)
         try:
-            batch = files.retried(functools.partial(self.batch, unit), place)
+            batch = files.retried(functools.partial(self._batch, unit), place)
             return Decoded(batch, place, tokens=tokens)
         except arrow_rows.DamagedError as error:
             problem = error
-        left, ranges = files.retried(functools.partial(self.salvaged, unit), place)
+        left, ranges = files.retried(functools.partial(self._salvaged, unit), place)
         lost = np.zeros(unit.block_records, bool)
         for first, stop in ranges:
             lost[first:stop] = True
@@ -298,9 +298,9 @@ class BlockFiles(ColumnFiles):
         row, stop = unit.first + skip, unit.first + unit.num_records
         # A local name: at the end of the program the module's may be deleted first.
         damaged_error = arrow_rows.DamagedError
-        if not self.is_shared(unit):
+        if not self._is_shared(unit):
             try:
-                for batch in self.stream(unit, row):
+                for batch in self._stream(unit, row):
                     some = batch.slice(0, stop - row)
                     block = Decoded(some, self.place(unit), first=row)
                     yield from in_order(block, 0, some.num_rows)

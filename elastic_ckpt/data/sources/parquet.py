@@ -74,7 +74,7 @@ class Parquet(kept_blocks.BlockFiles):
             block_bytes=() if self.columns else tuple(starts),
         )
 
-    def batch(self, unit: units.Unit) -> pa.RecordBatch:
+    def _batch(self, unit: units.Unit) -> pa.RecordBatch:
         """See `BlockFiles`."""
         with (
             _open(self.files[unit.file], buffered=False) as opened,
@@ -87,17 +87,17 @@ class Parquet(kept_blocks.BlockFiles):
             raise arrow_rows.DamagedError("not as many rows as in the footer")
         return _joined(table)
 
-    def stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
+    def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
         """See `BlockFiles`."""
         if _row_group_bytes(self, unit) <= _SMALL_BYTES:
-            batch = functools.partial(self.batch, unit)
+            batch = functools.partial(self._batch, unit)
             yield files.retried(batch, self.place(unit)).slice(row)
             return
         rows = _OpenRows(self, unit, row)
         while True:
             yield files.retried(rows.next, self.place(unit))
 
-    def salvaged(
+    def _salvaged(
         self, unit: units.Unit
     ) -> tuple[pa.RecordBatch | None, Sequence[tuple[int, int]]]:
         """See `BlockFiles`."""
@@ -107,10 +107,10 @@ class Parquet(kept_blocks.BlockFiles):
                 stream, _metadata(file), unit.block, self.columns
             )
         if left is None:
-            return super().salvaged(unit)
+            return super()._salvaged(unit)
         return _joined(left.table), left.lost
 
-    def is_shared(self, unit: units.Unit) -> bool:
+    def _is_shared(self, unit: units.Unit) -> bool:
         """See `BlockFiles`.
 
         It is cheaper to decode the row group once and keep it than to decode the rows

@@ -346,7 +346,7 @@ def test_shards_of_one_row_group_share_its_table(dataset, file, tables):
 def test_shards_share_tables_that_there_is_no_room_to_keep(
     dataset, file, tables, monkeypatch
 ):
-    monkeypatch.setattr(parquet.Parquet, "is_shared", lambda self, unit: True)
+    monkeypatch.setattr(parquet.Parquet, "_is_shared", lambda *_: True)
     monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
     shards = [iter(read(dataset, shard, 20, num_epochs=1)) for shard in range(20)]
     assert len(source_contract.in_turn(shards)) == 2 * ROWS
