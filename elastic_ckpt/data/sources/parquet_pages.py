@@ -177,14 +177,11 @@ class _Column:
 
     def salvage(self) -> Lost:
         """Replaces the damaged pages; returns their rows."""
-        dictionary = self._dictionary
         damaged = self._damaged()
         if not damaged:
             raise _UnsalvageableError
-        if not self._dictionary:
-            for page in dictionary:
-                self._replace(page.start, self._filling(page.stop - page.start))
         first, stop = damaged[0], damaged[-1] + 1
+        pages = self._bytes(self._pages)
         if self._is_flat:
             counts = [page.num_values for page in self._pages]
             if len(damaged) == 1:
@@ -193,23 +190,33 @@ class _Column:
             if min(counts) < 1 or sum(counts) != self._num_rows:
                 raise _UnsalvageableError
             for number in damaged:
-                page = self._pages[number]
-                made = self._empty(counts[number], page.stop - page.start)
-                self._replace(page.start, made)
-            return [(sum(counts[:n]), sum(counts[: n + 1])) for n in damaged]
-        # A row may begin in a page and end in a later one: what is between two damaged
-        # pages is lost with them, and the row before the first one too.
-        before = self._rows(0, first) if first else 0
-        after = self._rows(stop, len(self._pages)) if stop < len(self._pages) else 0
-        count = self._num_rows - before - after
-        if count < 1:
+                pages[number] = self._null_page(counts[number])
+            lost = [(sum(counts[:n]), sum(counts[: n + 1])) for n in damaged]
+        else:
+            # A row may begin in a page and end in a later one: what is between two
+            # damaged pages is lost with them, and the row before the first one too.
+            before = self._rows(0, first) if first else 0
+            after = self._rows(stop, len(pages)) if stop < len(pages) else 0
+            count = self._num_rows - before - after
+            if count < 1:
+                raise _UnsalvageableError
+            pages[first:stop] = [self._null_page(count)]
+            lost = [(max(before - 1, 0), before + count)]
+        if not self._write(pages):
             raise _UnsalvageableError
-        begin, end = self._pages[first].start, self._pages[stop - 1].stop
-        self._replace(begin, self._empty(count, end - begin))
-        return [(max(before - 1, 0), before + count)]
+        return lost
 
-    def _replace(self, begin: int, content: bytes) -> None:
-        self._place[begin : begin + len(content)] = content
+    def _bytes(self, pages: Sequence[_Page]) -> list[bytes]:
+        return [self._content[page.start : page.stop] for page in pages]
+
+    def _write(self, pages: Sequence[bytes]) -> bool:
+        # Puts these data pages into the file; whether there is room for them.
+        content = b"".join([*self._bytes(self._dictionary), *pages])
+        rest = len(self._content) - len(content)
+        if rest >= 0:
+            # What follows looks like a page without values.
+            self._place[:] = content + _filling(rest)
+        return rest >= 0
 
     def _damaged(self) -> list[int]:
         # The numbers of the damaged pages.
@@ -246,49 +253,19 @@ class _Column:
 
     def _read(self, numbers: list[int]) -> int | None:
         # The rows that Arrow reads from an empty row and some pages; None if it fails.
-        pages = [*self._dictionary, None, *(self._pages[n] for n in numbers)]
-        parts = [
-            self._made(1) if p is None else self._content[p.start : p.stop]
-            for p in pages
-        ]
-        content = b"".join(parts)
-        # What follows the pages looks like one without values.
-        rest = len(self._content) - len(content)
-        if rest < 0:
+        pages = [self._pages[number] for number in numbers]
+        if not self._write([self._null_page(1), *self._bytes(pages)]):
             return None
-        self._replace(0, content + self._filling(rest))
         read = self._table()
-        self._replace(0, self._content)
         if read is None:
             return None
         if self._is_flat:
-            expected = 1 + sum(self._pages[n].num_values for n in numbers)
+            expected = 1 + sum(page.num_values for page in pages)
             return read.num_rows if read.num_rows == expected else None
         return read.num_rows
 
-    def _filling(self, size: int) -> bytes:
-        # A page of an index, which Arrow skips. Fewer bytes than one takes may only
-        # follow the last value.
-        content = bytes(max(size - _HEADER_BYTES, 0))
-        sizes = _varint(2 * len(content))
-        header = b"\x15\x02\x15" + sizes + b"\x15" + sizes
-        if size <= len(header):
-            return header[:size]
-        return _padded(header, content, size, last=3)
-
-    def _made(self, num_rows: int) -> bytes:
-        header, body = self._null_page(num_rows)
-        return header + b"\0" + body
-
-    def _empty(self, num_rows: int, size: int) -> bytes:
-        # A page of `size` bytes with nulls, or zeros if there can be no nulls.
-        made = self._made(num_rows)
-        rest = size - len(made)
-        if rest >= _HEADER_BYTES:
-            return made + self._filling(rest)
-        return _padded(*self._null_page(num_rows), size, last=5)
-
-    def _null_page(self, num_rows: int) -> tuple[bytes, bytes]:
+    def _null_page(self, num_rows: int) -> bytes:
+        # A page with nulls, or zeros if there can be no nulls.
         import pyarrow as pa
 
         run = _varint(num_rows << 1) + b"\0"
@@ -306,7 +283,7 @@ class _Column:
         if codec != "uncompressed":
             codec = "lz4_raw" if codec == "lz4" else codec
             body = pa.Codec(codec).compress(raw, asbytes=True)
-        header = b"".join(
+        return b"".join(
             (
                 b"\x15\x00\x15",
                 _varint(2 * len(raw)),
@@ -314,26 +291,26 @@ class _Column:
                 _varint(2 * len(body)),
                 b"\x2c\x15",
                 _varint(2 * num_rows),
-                b"\x15\x00\x15\x06\x15\x06\x00",
+                b"\x15\x00\x15\x06\x15\x06\x00\x00",
+                body,
             )
         )
-        return header, body
 
 
-def _padded(header: bytes, body: bytes, size: int, *, last: int) -> bytes:
-    # A page of `size` bytes: fields that no reader knows fill its header, whose last
-    # field is `last`.
-    missing = size - len(header) - 1 - len(body)
-    if missing < 0:
-        raise _UnsalvageableError
-    delta = 9 - last
-    filling = b""
-    if missing == 1:
-        filling, delta, missing = bytes([delta << 4 | 1]), 1, missing - 1
-    if missing:
+def _filling(size: int) -> bytes:
+    # A page of an index, which Arrow skips. Fewer bytes than one takes may only follow
+    # the last value.
+    content = bytes(max(size - _HEADER_BYTES, 0))
+    sizes = _varint(2 * len(content))
+    header = b"\x15\x02\x15" + sizes + b"\x15" + sizes
+    # A field that no reader knows makes its header as long as is needed.
+    missing = size - len(header) - 1 - len(content)
+    if missing > 1:
         # Less than 128: the length takes one byte.
-        filling += bytes([delta << 4 | 8, missing - 2]) + bytes(missing - 2)
-    return header + filling + b"\0" + body
+        header += bytes([6 << 4 | 8, missing - 2]) + bytes(missing - 2)
+    elif missing:
+        header += bytes([6 << 4 | 1])
+    return (header + b"\0" + content)[:size]
 
 
 def _pages(content: bytes) -> list[_Page]:
