@@ -468,10 +468,7 @@ class _Units:
     def unit(self, shard: int, at: Place) -> tuple[int, units.Unit]:
         """How many records a shard has taken of the unit at a place, and the unit."""
         epoch, place = self._place(shard, at.epoch)
-        if self._seed is not None:
-            key = (self._seed, epoch)
-            place = units.permuted(place, length=len(self.units), key=key)
-        return at.taken, self.units[place]
+        return at.taken, self.units[int(self._order(epoch, np.array([place]))[0])]
 
     def after(self, at: Place, num_left: int) -> Place:
         """The place after the rest of a unit."""
@@ -481,16 +478,22 @@ class _Units:
     def turn_of(self, record: int, epoch: int) -> tuple[int, int, int]:
         """The shard, turn, and the records before it in its unit, of a record."""
         cut = self.units
-        unit = place = int(np.searchsorted(cut.record, record, side="right")) - 1
-        if self._seed is not None:
-            key = (self._seed, epoch)
-            place = units.place_of(unit, length=len(cut), key=key)
+        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
+        order = self._order(epoch, np.arange(len(cut)))
+        place = int(np.flatnonzero(order == unit)[0])
         turn, shard = divmod(epoch * len(cut) + place, self._num_shards)
         return shard, turn, record - int(cut.record[unit])
 
     def num_before(self, turn: int) -> float:
         """About how many records a shard has read before a turn."""
         return turn * self.units.total_records / len(self.units)
+
+    def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        # The numbers of the units at places of an epoch.
+        if self._seed is None:
+            return places
+        key = (self._seed, epoch)
+        return units.permuted(places, length=len(self.units), key=key)
 
     def _place(self, shard: int, turn: int) -> tuple[int, int]:
         return units.dealt(

@@ -11,7 +11,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, TypeVar
 
 import fsspec
@@ -230,7 +229,7 @@ def forget_all() -> None:
         clear()
 
 
-def opened(file: str) -> AbstractContextManager[BinaryIO]:
+def opened(file: str) -> BinaryIO:
     """`file` open for reading, seekable; in an object store, see `remote_file`."""
     if storage.is_local(file):
         return open(file, "rb")

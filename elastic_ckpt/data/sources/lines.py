@@ -284,31 +284,21 @@ def _is_compressed(file: str) -> bool:
 
 def _opened(file: str) -> BinaryIO:
     # A file, open for reading what is in it, decompressed.
-    stack = contextlib.ExitStack()
-    stream = stack.enter_context(files.opened(file))
+    stream = files.opened(file)
     if file.lower().endswith(_GZIP):
-        return _Closing(gzip.GzipFile(fileobj=stream), stack)
-    if file.lower().endswith(_ZSTD):
+        decompressed: Any = gzip.GzipFile(fileobj=stream)
+    elif file.lower().endswith(_ZSTD):
         pyarrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it")
-        raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
-        return _Closing(raw, stack)
-    return stream
+        raw = pyarrow.PythonFile(stream, "r")
+        decompressed = pyarrow.CompressedInputStream(raw, "zstd")
+    else:
+        return stream
+    return io.BufferedReader(_Decompressed(decompressed, stream), _RUN_BYTES)
 
 
-class _Closing(io.BufferedReader):
-    # What is decompressed; closes the file, too.
-    def __init__(self, raw: Any, stack: contextlib.ExitStack) -> None:
-        super().__init__(_Raw(raw), _RUN_BYTES)
-        self._stack = stack
-
-    def close(self) -> None:
-        with self._stack:
-            super().close()
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+class _Decompressed(io.RawIOBase):
+    def __init__(self, stream: Any, file: BinaryIO) -> None:
+        self._stream, self._file = stream, file
 
     def readable(self) -> bool:
         return True
@@ -328,4 +318,5 @@ class _Raw(io.RawIOBase):
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self._stream.close()
+        self._file.close()
         super().close()

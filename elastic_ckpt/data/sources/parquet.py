@@ -108,7 +108,8 @@ class Parquet(kept_blocks.BlockFiles):
             )
         if left is None:
             return super()._salvaged(unit)
-        return _joined(left.table), left.lost
+        table, lost = left
+        return _joined(table), lost
 
     def _is_shared(self, unit: units.Unit) -> bool:
         """See `BlockFiles`.

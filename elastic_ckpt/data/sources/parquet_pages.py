@@ -35,19 +35,6 @@ _HEADER_BYTES = 40
 Lost = list[tuple[int, int]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Salvaged:
-    """What is left of a row group.
-
-    Attributes:
-      table: all of its rows; the lost ones have nulls or zeros.
-      lost: the lost rows, as ascending ranges of a first row and a stop.
-    """
-
-    table: pa.Table
-    lost: Lost
-
-
 class _UnsalvageableError(Exception):
     pass
 
@@ -67,14 +54,18 @@ def salvaged(
     metadata: pq.FileMetaData,
     block: int,
     columns: Sequence[str],
-) -> Salvaged | None:
-    """The rows of a row group that can be read; None if its pages cannot be told apart.
+) -> tuple[pa.Table, Lost] | None:
+    """What is left of a row group; None if its pages cannot be told apart.
 
     Args:
       file: the file.
       metadata: from its footer.
       block: the number of the row group.
       columns: the names of the columns to read; empty reads all.
+
+    Returns:
+      All of its rows, of which the lost ones have nulls or zeros; and which are lost,
+      as ranges of a first row and a stop.
     """
     import pyarrow as pa
     from pyarrow import parquet as pq
@@ -120,7 +111,7 @@ def salvaged(
     left = table(columns)
     if not lost or left is None or left.num_rows != group.num_rows:
         return None
-    return Salvaged(table=left, lost=_united(lost))
+    return left, lost
 
 
 def begin_bytes(chunk: pq.ColumnChunkMetaData) -> int:
@@ -134,16 +125,6 @@ def is_read(path: str, columns: Sequence[str]) -> bool:
     """Whether a leaf is in one of the columns, whose names may contain dots."""
     names = (path == name or path.startswith(f"{name}.") for name in columns)
     return not columns or any(names)
-
-
-def _united(ranges: Lost) -> Lost:
-    united: Lost = []
-    for first, stop in sorted(ranges):
-        if united and first <= united[-1][1]:
-            united[-1] = united[-1][0], max(stop, united[-1][1])
-        else:
-            united.append((first, stop))
-    return united
 
 
 class _Column:
