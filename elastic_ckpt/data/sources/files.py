@@ -18,7 +18,7 @@ from absl import logging
 from fsspec import asyn
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.data.sources import file_copies, remote_file
+from elastic_ckpt.data.sources import remote_file
 
 T = TypeVar("T")
 
@@ -281,7 +281,7 @@ def local_copy(file: str) -> str:
     """A local path with the content of `file`, for readers that need one."""
     if storage.is_local(file):
         return file
-    return file_copies.of_process().path(_remote(file))
+    return remote_file.copied(_remote(file))
 
 
 def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:

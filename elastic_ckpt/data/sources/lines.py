@@ -247,22 +247,16 @@ class _Lines:
 def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
     # A pass over the lines; a compressed file has one block.
     starts: list[int] = []
-    counts: list[int] = []
-    offset, last = 0, b""
-    is_compressed = _is_compressed(file)
+    count, offset, last = 0, 0, b""
     try:
-        with contextlib.closing(_opened(file)) as stream:
+        with _opened(file) as stream:
             for line in stream:
                 if line.strip():
-                    if not starts or (
-                        counts[-1] == source.BLOCK_RECORDS and not is_compressed
-                    ):
-                        if not starts:
-                            check(line, file, is_first=True)
-                        starts.append(0 if is_compressed else offset)
-                        counts.append(0)
-                    counts[-1] += 1
-                    last = line
+                    if not count:
+                        check(line, file, is_first=True)
+                    if count % source.BLOCK_RECORDS == 0:
+                        starts.append(offset)
+                    count, last = count + 1, line
                 offset += len(line)
     except _DAMAGED as error:
         raise errors.DataError(
@@ -270,11 +264,13 @@ def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
         ) from None
     if last:
         check(last, file, is_first=False)
-    return starts, counts
+    if last and _is_compressed(file):
+        return [0], [count]
+    return starts, source.blocks(count).tolist()
 
 
 def _content(file: str) -> bytes:
-    with contextlib.closing(_opened(file)) as stream:
+    with _opened(file) as stream:
         return stream.read()
 
 

@@ -62,10 +62,15 @@ class FileIndex:
         return following[0] if following else self.content.num_bytes
 
 
-def blocks(num_records: int) -> np.ndarray:
-    """The number of records in each block of a file in a format without blocks."""
-    starts = np.arange(0, num_records, BLOCK_RECORDS)
-    return np.minimum(BLOCK_RECORDS, num_records - starts)
+def blocks(num_records: int, size: int | None = None) -> np.ndarray:
+    """The number of records in each block of a file in a format without blocks.
+
+    Args:
+      num_records: of the file.
+      size: the records of a block, by default `BLOCK_RECORDS`.
+    """
+    size = size or BLOCK_RECORDS
+    return np.minimum(size, num_records - np.arange(0, num_records, size))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import tarfile
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import units
@@ -78,19 +79,11 @@ class WebDataset(source.Source):
 
 def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
     starts: list[int] = []
-    counts: list[int] = []
-    last, end = None, 0
     try:
         with _opened(file, 0) as archive:
-            for member in _members(archive):
-                name = _named(member)
-                if name is not None and name[0] != last:
-                    last = name[0]
-                    if not starts or counts[-1] == _BLOCK_SAMPLES:
-                        starts.append(member.offset)
-                        counts.append(0)
-                    counts[-1] += 1
-                end = member.offset_data + member.size
+            for _, members in _samples(archive):
+                starts.append(next(members)[0].offset)
+            end = archive.offset
     except _FAILURES as error:
         advice = files.route(
             file,
@@ -106,49 +99,53 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
             f"{file}: cut short after {num_bytes} bytes, not a complete tar archive;"
             " restore it from a copy"
         )
-    return starts, counts
+    counts = source.blocks(len(starts), _BLOCK_SAMPLES).tolist()
+    return starts[::_BLOCK_SAMPLES], counts
 
 
 def _read_run(
     file: str, offset: int, before: int, limit: int
 ) -> tuple[list[source.Element], int]:
-    # Some samples after the first few; and the offset of the sample after them.
+    # Some samples after the first few; and the offset of what follows them.
     run: list[source.Element] = []
-    num_bytes, last, first_of_last = 0, None, offset
+    num_bytes = 0
     with _opened(file, offset) as archive:
         try:
-            for member in _members(archive):
-                name = _named(member)
-                if name is None:
-                    continue
-                key, field = name
-                if key != last:
-                    if last is not None and before:
-                        before -= 1
-                    if not before and (
-                        len(run) == limit or (run and num_bytes >= _RUN_BYTES)
-                    ):
-                        return run, member.offset
-                    last = key
-                    if not before:
-                        run.append({KEY: key})
-                        first_of_last = member.offset
-                if not before:
+            for key, members in itertools.islice(_samples(archive), before, None):
+                sample: source.Element = {KEY: key}
+                end = offset
+                for member, _, field in members:
                     opened = archive.extractfile(member)
                     content = opened.read() if opened is not None else b""
                     if len(content) < member.size:
                         raise EOFError(f"{member.name} is cut short")
-                    run[-1][field] = content
+                    sample[field] = content
                     num_bytes += member.size
+                    num_blocks = -(-member.size // tarfile.BLOCKSIZE)
+                    end = member.offset_data + num_blocks * tarfile.BLOCKSIZE
+                run.append(sample)
+                offset = end
+                if len(run) == limit or num_bytes >= _RUN_BYTES:
+                    break
         except _FAILURES:
-            if len(run) < 2:
-                raise
             # Those before the damage are returned first, wherever reading began. The
             # last one may lack files.
-            return run[:-1], first_of_last
+            if not run:
+                raise
     if not run:
         raise EOFError("the archive ends before")
-    return run, archive.offset
+    return run, offset
+
+
+# A file in an archive, with the key of its sample and its field.
+_Member: TypeAlias = tuple[tarfile.TarInfo, str, str]
+
+
+def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, Iterator[_Member]]]:
+    # The samples by their keys.
+    named = ((member, _named(member)) for member in _members(archive))
+    members = ((member, *name) for member, name in named if name is not None)
+    return itertools.groupby(members, key=lambda each: each[1])
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
