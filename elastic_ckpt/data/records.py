@@ -297,36 +297,36 @@ class _InShare:
         self._blocks = SmallBlocks(
             records._source, records._num_shards, records._reading, tokens=tokens
         )
-        self._shard, self.at = records._shard, at
+        self._shard, self._at = records._shard, at
 
     def next(self, at_most: int) -> kept_blocks.Picked:
         """What is read next; the caller counts it by `took`."""
         try:
-            read, self.at = self._blocks.next(self._shard, self.at, at_most)
+            read, self._at = self._blocks.next(self._shard, self._at, at_most)
         except StopIteration as end:
             # There may have been corrupt records before it.
-            self.at = end.value
+            self._at = end.value
             raise
         return read
 
     def took(self, num_records: int, columns: Collection[str]) -> None:
         """Counts records that were read."""
         del columns
-        self.at = self.at.after(num_records)
+        self._at = self._at.after(num_records)
 
     def record(self) -> int:
         """The number of the record to be counted next in the list of all epochs."""
-        return int(self._blocks.numbers(self._shard, self.at, 1)[0])
+        return int(self._blocks.numbers(self._shard, self._at, 1)[0])
 
     def numbers(self, num_records: int) -> Callable[[], np.ndarray]:
         """Returns a function that returns those of the next records."""
         return functools.partial(
-            self._blocks.numbers, self._shard, self.at, num_records
+            self._blocks.numbers, self._shard, self._at, num_records
         )
 
     def get_state(self) -> dict[str, Any]:
         """The state after the records that were counted."""
-        return self.at.state()
+        return self._at.state()
 
 
 class _InTurn:
@@ -344,10 +344,12 @@ class _InTurn:
     ) -> None:
         self._source, self._reading = records._source, records._reading
         self._shard = records._shard
-        self._read, self._dealt, self.at = read, dealt, at
+        self._read, self._dealt = read, dealt
         # The unit that is read, how many of its records were, and what is left of it.
         self._unit: units.Unit | None = None
         self._in_unit = 0
+        # The place of its first record, and the number in the list of all epochs.
+        self._begin, self._first = at, 0
         self._open: Iterator[Any] | None = None
         # The number of records after which the next unit is requested.
         self._ahead_at = 0
@@ -363,14 +365,13 @@ class _InTurn:
                 self._open = None
             _note_corrupt(read, skips=self._reading.skip_corrupt)
             self._in_unit += read.num_records
-            self.at = self.at.after(read.num_records, read.num_records)
+            self._begin = self._begin.after(0, read.num_records)
 
     def took(self, num_records: int, columns: Collection[str]) -> None:
         """See `_InShare`."""
         _check_names(self._source, columns)
         before = self._in_unit
         self._in_unit += num_records
-        self.at = self.at.after(num_records)
         unit = self._unit
         if unit is not None and before < self._ahead_at <= self._in_unit:
             with contextlib.suppress(StopIteration):
@@ -378,10 +379,7 @@ class _InTurn:
 
     def record(self) -> int:
         """See `_InShare`."""
-        assert self._unit is not None
-        epoch = self._dealt.epoch(self._shard, self.at.epoch)
-        number = self._unit.record + self._in_unit
-        return epoch * self._dealt.units.total_records + number
+        return self._first + self._in_unit
 
     def numbers(self, num_records: int) -> Callable[[], np.ndarray]:
         """See `_InShare`."""
@@ -390,7 +388,7 @@ class _InTurn:
 
     def get_state(self) -> dict[str, Any]:
         """See `_InShare`."""
-        return self.at.state(self._dealt.key)
+        return self._begin.after(self._in_unit).state(self._dealt.key)
 
     def _next(self) -> Any:
         while True:
@@ -400,12 +398,14 @@ class _InTurn:
                 read = self._next_of_unit(unit)
                 if read is not None:
                     return read
-                self.at = self._after(unit)
+                self._begin, self._in_unit = self._after(unit), 0
             self._unit = self._open = None
-            self.at, self._in_unit, unit = self._unit_at(self.at)
-            _FRUITLESS.count(
-                unit.num_records, 2 * self._dealt.units.total_records, self._source
-            )
+            at, self._in_unit, unit = self._unit_at(self._begin.after(self._in_unit))
+            self._begin = at.after(-self._in_unit)
+            of_epoch = self._dealt.units.total_records
+            _FRUITLESS.count(unit.num_records, 2 * of_epoch, self._source)
+            epoch = self._dealt.epoch(self._shard, at.epoch)
+            self._first = epoch * of_epoch + unit.record
             self._ahead_at = unit.num_records // 2
             source.read_ahead(self._source, unit)
             self._unit = unit
@@ -422,7 +422,8 @@ class _InTurn:
             raise
 
     def _after(self, unit: units.Unit) -> Place:
-        return self._dealt.after(self.at, unit.num_records - self._in_unit)
+        at = self._begin.after(self._in_unit)
+        return self._dealt.after(at, unit.num_records - self._in_unit)
 
     def _unit_at(self, at: Place) -> tuple[Place, int, units.Unit]:
         # The unit at a place, or the first after it, and how much of it was taken.

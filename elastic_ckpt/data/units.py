@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -77,7 +78,7 @@ class Units:
             record=int(self.record[number]),
         )
 
-    @property
+    @functools.cached_property
     def total_records(self) -> int:
         """Records of an epoch."""
         return int(self.num_records.sum())

@@ -15,26 +15,26 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import files, offset_index, source
+from elastic_ckpt.data.sources import files, offset_index, runs, source
 
 _GZIP, _ZSTD = ".gz", ".zst"
 _COMPRESSED = (_GZIP, _ZSTD)
 # Errors of bytes that cannot be decompressed.
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
-# About how many bytes are read together.
-_RUN_BYTES = 256 * 1024
+# About how many bytes are decompressed together.
+_BUFFER_BYTES = 256 * 1024
 TEXT_COLUMN = "text"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LineFiles(source.Source):
+class LineFiles(runs.RunFiles):
     """Files of lines, as they are or compressed (`.gz`, `.zst`)."""
 
     def index(self, file: str) -> source.FileIndex:
@@ -46,37 +46,23 @@ class LineFiles(source.Source):
             is_whole=_is_compressed(file),
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the records of a unit, a block or a part of one, from number `skip`."""
-        file = self.files[unit.file]
-        index = source.indexes(self)[unit.file]
-        lines = _Lines(file, index.block_bytes[unit.block], unit.first + skip)
-        number = int(index.block_records[: unit.block].sum()) + unit.first + skip
-        left = unit.num_records - skip
-        with contextlib.closing(lines):
-            while left:
-                place = f"{file}, record {number}"
-                try:
-                    run = files.retried(functools.partial(lines.read, left), place)
-                except _DAMAGED as error:
-                    yield source.corrupt(
-                        place, f"{error}; later ones cannot be read", num_records=left
-                    )
-                    return
-                if not run:
-                    raise errors.DataError(
-                        f"{place}: the file ends here, but has {left} more records in"
-                        " its index: it has changed during the run; restore it from a"
-                        " copy, and start the run again"
-                    )
-                for line in run:
-                    yield self._element(line, f"{file}, record {number}")
-                    number += 1
-                left -= len(run)
-
-    @abc.abstractmethod
-    def _element(self, line: bytes, place: str) -> source.Read:
-        """The element of a line without its end."""
+    def _records(
+        self, file: str, offset: int, before: int
+    ) -> Generator[tuple[bytes, int, int]]:
+        try:
+            with _opened(file) as stream:
+                if offset:
+                    stream.seek(offset)
+                for line in stream:
+                    offset += len(line)
+                    if not line.strip():
+                        continue
+                    if before:
+                        before -= 1
+                    else:
+                        yield line.rstrip(b"\r\n"), len(line), offset
+        except _DAMAGED as error:
+            raise runs.LostError(f"{error}; later ones cannot be read") from None
 
     @abc.abstractmethod
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
@@ -98,9 +84,9 @@ class JsonLines(LineFiles):
 
     file_type = "jsonl"
 
-    def _element(self, line: bytes, place: str) -> source.Read:
+    def _element(self, record: bytes, place: str) -> source.Read:
         try:
-            fields = json.loads(line)
+            fields = json.loads(record)
         except (ValueError, RecursionError) as error:
             return source.corrupt(place, f"not JSON: {error}")
         if not isinstance(fields, dict):
@@ -170,10 +156,10 @@ class Text(LineFiles):
                 return
             yield self._element(content, file)
 
-    def _element(self, line: bytes, place: str) -> source.Read:
+    def _element(self, record: bytes, place: str) -> source.Read:
         name = self.columns[0] if self.columns else TEXT_COLUMN
         try:
-            return {name: line.decode()}
+            return {name: record.decode()}
         except UnicodeDecodeError as error:
             return source.corrupt(place, error)
 
@@ -187,61 +173,6 @@ def _value(value: Any) -> Any:
     if isinstance(value, list) and value and set(map(type, value)) <= {int, float}:
         return np.array(value)
     return value
-
-
-class _Lines:
-    # The lines of a file from an offset on that are not blank, without the first few. A
-    # compressed file stays open, because it is read from its beginning otherwise.
-    def __init__(self, file: str, offset: int, num_before: int) -> None:
-        self._file = file
-        self._offset = offset
-        self._num_before = num_before
-        self._stream: BinaryIO | None = None
-
-    def read(self, most: int) -> list[bytes]:
-        """The next lines, at least one if there are any; may be tried again."""
-        lines: list[bytes] = []
-        num_bytes = 0
-        try:
-            stream = self._stream or self._opened()
-            for line in stream:
-                num_bytes += len(line)
-                if line.strip():
-                    lines.append(line.rstrip(b"\r\n"))
-                if len(lines) == most or (lines and num_bytes >= _RUN_BYTES):
-                    break
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, _DAMAGED) or not lines:
-                raise
-            # Those before the damage are returned first, wherever reading began.
-            self._num_before += len(lines)
-            return lines
-        self._num_before += len(lines)
-        if _is_compressed(self._file):
-            self._stream = stream
-        else:
-            self._offset, self._num_before = stream.tell(), 0
-            stream.close()
-        return lines
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def _opened(self) -> BinaryIO:
-        stream = _opened(self._file)
-        try:
-            if self._offset:
-                stream.seek(self._offset)
-            left = self._num_before
-            while left and (line := stream.readline()):
-                left -= bool(line.strip())
-        except BaseException:
-            stream.close()
-            raise
-        return stream
 
 
 def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
@@ -289,7 +220,7 @@ def _opened(file: str) -> BinaryIO:
         decompressed = pyarrow.CompressedInputStream(raw, "zstd")
     else:
         return stream
-    return io.BufferedReader(_Decompressed(decompressed, stream), _RUN_BYTES)
+    return io.BufferedReader(_Decompressed(decompressed, stream), _BUFFER_BYTES)
 
 
 class _Decompressed(io.RawIOBase):

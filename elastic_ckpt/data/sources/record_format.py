@@ -66,7 +66,24 @@ class RecordFiles(source.Source):
             "columns": list(self.columns),
         }
 
+    def decoded(self, record: bytes, place: str) -> source.Read:
+        """The element of a record, or an error with `place` if it has another format.
 
+        Raises:
+          DataError: if it lacks a feature; names `place`.
+        """
+        try:
+            return decoder(self.record_format, self.columns)(record)
+        except ValueError as error:
+            return source.corrupt(place, error, remedy=_NOT_EXAMPLES)
+        except LookupError as error:
+            raise errors.DataError(
+                f"{place}: {error}; set columns, which is train_data_columns in a"
+                " configuration"
+            ) from None
+
+
+@functools.cache
 def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
     """A function that converts a record to an element.
 
@@ -80,23 +97,6 @@ def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
         name = columns[0] if columns else RAW_COLUMN
         return lambda record: {name: record}
     return functools.partial(_parse, columns=frozenset(columns))
-
-
-def decoded(decode: Decode, record: bytes, place: str) -> source.Read:
-    """The element of a record, or an error with `place` if it is of another format.
-
-    Raises:
-      DataError: if it lacks a feature; names `place`.
-    """
-    try:
-        return decode(record)
-    except ValueError as error:
-        return source.corrupt(place, error, remedy=_NOT_EXAMPLES)
-    except LookupError as error:
-        raise errors.DataError(
-            f"{place}: {error}; set columns, which is train_data_columns in a"
-            " configuration"
-        ) from None
 
 
 def encode(features: source.Element) -> bytes:

@@ -11,24 +11,21 @@ import dataclasses
 import functools
 import itertools
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import BinaryIO, TypeAlias
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import files, offset_index, source
+from elastic_ckpt.data.sources import files, offset_index, runs, source
 
 # The field with the name of a sample.
 KEY = "__key__"
 # Samples of a block.
 _BLOCK_SAMPLES = 64
-# About how many bytes are read together.
-_RUN_BYTES = 4 * 2**20
 _FAILURES = (tarfile.TarError, EOFError, UnicodeDecodeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WebDataset(source.Source):
+class WebDataset(runs.RunFiles):
     """Tar archives in WebDataset's form as a source; a block is 64 samples.
 
     An element has the content of each file of a sample, bytes, by the end of its name
@@ -41,40 +38,44 @@ class WebDataset(source.Source):
     """
 
     file_type = "webdataset"
+    record_name = "sample"
+    _run_bytes = 4 * 2**20
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
         return offset_index.index("webdataset", file, functools.partial(_walk, file))
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the samples of a unit, a block or a part of one, from `skip` on."""
-        file = self.files[unit.file]
-        offset = source.indexes(self)[unit.file].block_bytes[unit.block]
-        number = unit.block * _BLOCK_SAMPLES + unit.first + skip
-        before, left = unit.first + skip, unit.num_records - skip
-        while left:
-            place = f"{file}, sample {number}"
-            try:
-                run, offset = files.retried(
-                    functools.partial(_read_run, file, offset, before, left), place
-                )
-            except _FAILURES as error:
-                yield source.corrupt(
-                    place,
-                    f"{error}; later samples of this block cannot be found",
-                    num_records=left,
-                )
-                return
-            for sample in run:
-                yield self._element(sample, f"{file}, sample {number}")
-                number += 1
-            before, left = 0, left - len(run)
+    def _records(
+        self, file: str, offset: int, before: int
+    ) -> Generator[tuple[source.Element, int, int]]:
+        end = offset
+        try:
+            with _opened(file, offset) as archive:
+                for key, members in itertools.islice(_samples(archive), before, None):
+                    sample: source.Element = {KEY: key}
+                    size = 0
+                    for member, _, field in members:
+                        opened = archive.extractfile(member)
+                        content = opened.read() if opened is not None else b""
+                        if len(content) < member.size:
+                            raise EOFError(f"{member.name} is cut short")
+                        sample[field] = content
+                        size += member.size
+                        num_blocks = -(-member.size // tarfile.BLOCKSIZE)
+                        end = member.offset_data + num_blocks * tarfile.BLOCKSIZE
+                    yield sample, size, end
+            raise EOFError("the archive ends before")
+        except _FAILURES as error:
+            # The sample before the damage may lack files.
+            raise runs.LostError(
+                f"{error}; later samples of this block cannot be found"
+            ) from None
 
-    def _element(self, sample: source.Element, place: str) -> source.Element:
+    def _element(self, record: source.Element, place: str) -> source.Element:
         if not self.columns:
-            return sample
-        source.check_columns(place, self.columns, sorted(sample), what="field")
-        return {name: sample[name] for name in self.columns}
+            return record
+        source.check_columns(place, self.columns, sorted(record), what="field")
+        return {name: record[name] for name in self.columns}
 
 
 def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
@@ -101,40 +102,6 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
         )
     counts = source.blocks(len(starts), _BLOCK_SAMPLES).tolist()
     return starts[::_BLOCK_SAMPLES], counts
-
-
-def _read_run(
-    file: str, offset: int, before: int, limit: int
-) -> tuple[list[source.Element], int]:
-    # Some samples after the first few; and the offset of what follows them.
-    run: list[source.Element] = []
-    num_bytes = 0
-    with _opened(file, offset) as archive:
-        try:
-            for key, members in itertools.islice(_samples(archive), before, None):
-                sample: source.Element = {KEY: key}
-                end = offset
-                for member, _, field in members:
-                    opened = archive.extractfile(member)
-                    content = opened.read() if opened is not None else b""
-                    if len(content) < member.size:
-                        raise EOFError(f"{member.name} is cut short")
-                    sample[field] = content
-                    num_bytes += member.size
-                    num_blocks = -(-member.size // tarfile.BLOCKSIZE)
-                    end = member.offset_data + num_blocks * tarfile.BLOCKSIZE
-                run.append(sample)
-                offset = end
-                if len(run) == limit or num_bytes >= _RUN_BYTES:
-                    break
-        except _FAILURES:
-            # Those before the damage are returned first, wherever reading began. The
-            # last one may lack files.
-            if not run:
-                raise
-    if not run:
-        raise EOFError("the archive ends before")
-    return run, offset
 
 
 # A file in an archive, with the key of its sample and its field.
