@@ -61,7 +61,7 @@ class ArrayRecord(record_format.RecordFiles):
                 if isinstance(record, RuntimeError):
                     yield source.corrupt(place, record)
                 else:
-                    yield self.decoded(record, place)
+                    yield self._decoded(record, place)
 
 
 class ArrayRecordFiles:

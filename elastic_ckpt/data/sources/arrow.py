@@ -60,7 +60,7 @@ class Arrow(kept_blocks.BlockFiles):
     """
 
     file_type = "arrow"
-    block_name = "record batch"
+    _block_name = "record batch"
 
     def index(self, file: str) -> source.FileIndex:
         """The offset and the rows of each record batch."""

@@ -234,13 +234,10 @@ class ColumnFiles(source.Source):
 
 
 class BlockFiles(ColumnFiles):
-    """Files whose blocks are decoded as a whole or a little at a time.
+    """Files whose blocks are decoded as a whole or a little at a time."""
 
-    Attributes:
-      block_name: what a block is in this format.
-    """
-
-    block_name: ClassVar[str]
+    # What a block is in this format.
+    _block_name: ClassVar[str]
 
     @abc.abstractmethod
     def _batch(self, unit: units.Unit) -> pa.RecordBatch:
@@ -277,7 +274,7 @@ class BlockFiles(ColumnFiles):
 
     def place(self, unit: units.Unit) -> str:
         """The block of a unit, for errors."""
-        return f"{self.files[unit.file]}, {self.block_name} {unit.block}"
+        return f"{self.files[unit.file]}, {self._block_name} {unit.block}"
 
     def decoded(self, unit: units.Unit, *, tokens: str = "") -> Decoded:
         """The block of a unit; of the column of tokens only, if one is named."""

@@ -59,7 +59,7 @@ class Parquet(kept_blocks.BlockFiles):
     """
 
     file_type = "parquet"
-    block_name = "row group"
+    _block_name = "row group"
 
     def index(self, file: str) -> source.FileIndex:
         """The rows of each row group, from the file's footer."""
@@ -77,8 +77,8 @@ class Parquet(kept_blocks.BlockFiles):
     def _batch(self, unit: units.Unit) -> pa.RecordBatch:
         """See `BlockFiles`."""
         with (
-            _open(self.files[unit.file], buffered=False) as opened,
             arrow_rows.damaged(),
+            _open(self.files[unit.file], buffered=False) as opened,
         ):
             table = opened.read_row_group(
                 unit.block, columns=list(self.columns) or None, use_threads=False

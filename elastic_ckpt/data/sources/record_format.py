@@ -66,7 +66,7 @@ class RecordFiles(source.Source):
             "columns": list(self.columns),
         }
 
-    def decoded(self, record: bytes, place: str) -> source.Read:
+    def _decoded(self, record: bytes, place: str) -> source.Read:
         """The element of a record, or an error with `place` if it has another format.
 
         Raises:

@@ -30,13 +30,10 @@ class LostError(Exception):
 
 
 class RunFiles(source.Source):
-    """Files that are read in order.
+    """Files that are read in order."""
 
-    Attributes:
-      record_name: what a record is in this format.
-    """
-
-    record_name: ClassVar[str] = "record"
+    # What a record is in this format.
+    _record_name: ClassVar[str] = "record"
     # About how many bytes are read together.
     _run_bytes: ClassVar[int] = 256 * 1024
 
@@ -60,7 +57,7 @@ class RunFiles(source.Source):
     def _place(self, number: int, offset: int) -> str:
         """The record that is read next, or its offset, for errors."""
         del offset
-        return f"{self.record_name} {number}"
+        return f"{self._record_name} {number}"
 
     def _check_end(
         self, file: str, index: source.FileIndex, block: int, end: int
@@ -90,7 +87,7 @@ class RunFiles(source.Source):
                         " copy, and start the run again"
                     )
                 for record in records:
-                    yield self._element(record, f"{file}, {self.record_name} {number}")
+                    yield self._element(record, f"{file}, {self._record_name} {number}")
                     number += 1
                 left -= len(records)
         ends_block = unit.first + unit.num_records == unit.block_records

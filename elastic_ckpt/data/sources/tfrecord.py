@@ -83,7 +83,7 @@ class TFRecord(record_format.RecordFiles, runs.RunFiles):
         data, crc = record
         if _masked_crc(data) != crc:
             return source.corrupt(place, "its checksum differs")
-        return self.decoded(data, place)
+        return self._decoded(data, place)
 
     def _check_end(
         self, file: str, index: source.FileIndex, block: int, end: int

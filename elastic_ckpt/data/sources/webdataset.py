@@ -38,7 +38,7 @@ class WebDataset(runs.RunFiles):
     """
 
     file_type = "webdataset"
-    record_name = "sample"
+    _record_name = "sample"
     _run_bytes = 4 * 2**20
 
     def index(self, file: str) -> source.FileIndex:
