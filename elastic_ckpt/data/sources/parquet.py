@@ -173,7 +173,15 @@ def _streamed(parquet: Parquet, unit: units.Unit, row: int) -> Iterator[pa.Recor
 
 
 def _joined(table: pa.Table) -> pa.RecordBatch:
-    (batch,) = table.combine_chunks().to_batches()
+    import pyarrow as pa
+
+    batches = table.combine_chunks().to_batches()
+    if len(batches) > 1:
+        # More than 2 GiB of text do not fit into one array of the usual type.
+        large = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+        fields = [f.with_type(large.get(f.type, f.type)) for f in table.schema]
+        batches = table.cast(pa.schema(fields)).combine_chunks().to_batches()
+    (batch,) = batches
     return batch
 
 

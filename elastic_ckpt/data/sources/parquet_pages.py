@@ -1,10 +1,9 @@
 """Reads what is left of a Parquet row group that has damaged pages.
 
-A damaged page is replaced by one of the same size in the file, which has a null for
-each of its rows; Arrow reads the rest, and the rows of the page are reported as lost.
-Arrow also tells which pages are damaged: it reads pages singly, between others that are
-replaced. Only the headers of pages are parsed here, which are Thrift structs in its
-compact encoding.
+In a sparse copy of the file, a damaged page is replaced by one that has a null for each
+of its rows; Arrow reads the rest, and the rows of the page are reported as lost. Arrow
+also tells which pages are damaged: it reads some of them at a time. Only the headers of
+pages are parsed here, which are Thrift structs in its compact encoding.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import dataclasses
 import functools
 import io
 import mmap
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -72,8 +72,10 @@ def salvaged(
 
     group = metadata.row_group(block)
     lost: Lost = []
-    # The file, of which only the row group is in memory.
-    content = mmap.mmap(-1, file.seek(0, io.SEEK_END))
+    # The file, of which only the row group takes room.
+    with tempfile.TemporaryFile() as sparse:
+        sparse.truncate(file.seek(0, io.SEEK_END))
+        content = mmap.mmap(sparse.fileno(), 0)
 
     def table(names: Sequence[str]) -> pa.Table | None:
         try:
