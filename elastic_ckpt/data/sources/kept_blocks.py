@@ -99,7 +99,7 @@ class Decoded:
         self.num_bytes = values.nbytes + start.nbytes + length.nbytes
 
     def error(self, rows: np.ndarray) -> source.CorruptError:
-        """The error for some records, ascending, which are corrupt."""
+        """The error for some records, which are corrupt."""
         row, more = int(rows[0]), len(rows) - 1
         problem = self._problem
         if self.batch is not None:
@@ -108,7 +108,7 @@ class Decoded:
         if more:
             which = f"rows {self._first + row} " + (
                 f"to {self._first + row + more}"
-                if rows[-1] == row + more
+                if _follow_each_other(rows)
                 else f"and {more} more"
             )
         return source.corrupt(f"{self._place}, {which}", problem, num_records=more + 1)
@@ -165,9 +165,15 @@ class Picked:
         """The records as dicts of columns."""
         for of, rows in self._parts:
             assert of.batch is not None
-            follow = (np.diff(rows) == 1).all()
-            some = of.batch.slice(rows[0], len(rows)) if follow else of.batch.take(rows)
+            if _follow_each_other(rows):
+                some = of.batch.slice(rows[0], len(rows))
+            else:
+                some = of.batch.take(rows)
             yield from arrow_rows.elements(some)
+
+
+def _follow_each_other(rows: np.ndarray) -> bool:
+    return bool((np.diff(rows) == 1).all())
 
 
 def picked(
