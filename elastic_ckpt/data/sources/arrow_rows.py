@@ -76,11 +76,7 @@ def tokens(column: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None
 
     if not _is_numbers(column.type) or not pa.types.is_integer(column.type.value_type):
         return None
-    offsets, numbers = _offsets_and_values(column)
-    values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
-    if len(numbers) < len(column.values):
-        # A view would keep the whole table in memory.
-        values = values.copy()
+    offsets, values = _numbers(column)
     start = offsets[:-1].astype(np.int64) - int(offsets[0])
     length = np.diff(offsets).astype(np.int64)
     if column.null_count:
@@ -95,14 +91,20 @@ def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
     return offsets, column.values.slice(first, stop - first)
 
 
+def _numbers(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    # The offsets and the values of lists of numbers, with 0 for a null.
+    offsets, numbers = _offsets_and_values(column)
+    values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
+    if len(numbers) < len(column.values):
+        # A view would keep the whole table in memory.
+        values = values.copy()
+    return offsets, values
+
+
 def _values(column: pa.Array) -> Iterator[Any]:
     kind = column.type
     if _is_numbers(kind):
-        offsets, numbers = _offsets_and_values(column)
-        values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
-        if len(numbers) < len(column.values):
-            # A view would keep the whole table in memory.
-            values = values.copy()
+        offsets, values = _numbers(column)
         bounds = itertools.pairwise((offsets - offsets[0]).tolist())
         missing = column.is_null().to_pylist()
         return (
