@@ -7,7 +7,14 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple, cast
 
 import grain
@@ -151,7 +158,7 @@ class Records(shard_steps.Step[source.Element]):
         Args:
           tokens: the column of tokens if nothing else is needed.
         """
-        if not hasattr(self._source, "read_batches"):
+        if not isinstance(self._source, kept_blocks.ColumnFiles):
             return None
         return RecordBatches(self, tokens=tokens)
 
@@ -234,7 +241,7 @@ def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
     for epoch in itertools.count() if num_epochs is None else range(num_epochs):
         shard, turn, skip = dealt.turn_of(record, epoch)
         yield Turn(
-            number=epoch * dealt.total_records + record,
+            number=epoch * dealt.units.total_records + record,
             epoch=epoch,
             shard=shard,
             turn=turn,
@@ -249,7 +256,7 @@ def num_read(records: Records, turn: int, taken: int) -> float:
 
 def epoch_at(records: Records, turn: int, *, shard: int) -> int:
     """The epoch of what a shard reads at `turn`."""
-    return _dealt(records).epoch(turn, shard)
+    return _dealt(records).epoch(shard, turn)
 
 
 def place_in(state: Any) -> tuple[int, int] | None:
@@ -261,11 +268,20 @@ def place_in(state: Any) -> tuple[int, int] | None:
     return (state[_TURN], state[_TAKEN]) if _TURN in state else None
 
 
-def _in_turn(records: Records, read: _Read, *, tokens: str = "") -> _InTurn | _InShare:
-    dealt = _dealt(records)
+def _reader(
+    records: Records,
+    read: _Read,
+    state: Mapping[str, Any] | None = None,
+    *,
+    tokens: str = "",
+) -> _InTurn | _InShare:
+    # Goes on from a state; one of an older program goes on as it was.
+    dealt = _dealt(records, state)
+    at = Place() if state is None else Place.of(state, dealt.key)
+    assert at is not None
     if isinstance(dealt, _Shares) and dealt.is_grouped:
-        return _InShare(records, tokens=tokens)
-    return _InTurn(records, read, dealt)
+        return _InShare(records, at, tokens=tokens)
+    return _InTurn(records, read, dealt, at)
 
 
 class _InShare:
@@ -273,15 +289,15 @@ class _InShare:
 
     Args:
       records: of the shard.
+      at: how far they have been read.
       tokens: the column of tokens if nothing else is needed.
     """
 
-    def __init__(self, records: Records, *, tokens: str) -> None:
-        self._blocks = _small_blocks(
-            records._source, records._num_shards, records._reading, tokens
+    def __init__(self, records: Records, at: Place, *, tokens: str) -> None:
+        self._blocks = SmallBlocks(
+            records._source, records._num_shards, records._reading, tokens=tokens
         )
-        self._shard = records._shard
-        self._at = Place()
+        self._shard, self._at = records._shard, at
 
     def next(self, at_most: int) -> kept_blocks.Picked:
         """What is read next; the caller counts it by `took`."""
@@ -309,37 +325,37 @@ class _InShare:
         )
 
     def get_state(self) -> dict[str, Any]:
+        """The state after the records that were counted."""
         return self._at.state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        at = Place.of(state)
-        assert at is not None
-        self._at = at
 
 
 class _InTurn:
-    """Reads the records of a shard in turn, one by one or many at a time.
+    """Reads the records of a shard unit by unit.
 
     Args:
       records: of the shard.
       read: of their source: what a unit has after some of its records.
       dealt: which units the shard reads.
+      at: how far it has read.
     """
 
-    def __init__(self, records: Records, read: _Read, dealt: _Units | _Shares) -> None:
+    def __init__(
+        self, records: Records, read: _Read, dealt: _Units | _Shares, at: Place
+    ) -> None:
         self._source, self._reading = records._source, records._reading
-        self._read = read
-        self._dealt = dealt
-        self._turn, self._taken, self._skipped = 0, 0, 0
+        self._shard = records._shard
+        self._read, self._dealt = read, dealt
         # The unit that is read, how many of its records were, and what is left of it.
         self._unit: units.Unit | None = None
         self._in_unit = 0
+        # The place of its first record, and the number in the list of all epochs.
+        self._begin, self._first = at, 0
         self._open: Iterator[Any] | None = None
         # The number of records after which the next unit is requested.
         self._ahead_at = 0
 
     def next(self, at_most: int) -> Any:
-        """What is read next; the caller counts it by `took`."""
+        """See `_InShare`."""
         del at_most
         while True:
             read = self._next()
@@ -348,36 +364,31 @@ class _InTurn:
             if not self._reading.skip_corrupt:
                 self._open = None
             _note_corrupt(read, skips=self._reading.skip_corrupt)
-            self._count(read.num_records)
-            self._skipped += read.num_records
+            self._in_unit += read.num_records
+            self._begin = self._begin.after(0, read.num_records)
 
     def took(self, num_records: int, columns: Collection[str]) -> None:
-        """Counts records that were read."""
+        """See `_InShare`."""
         _check_names(self._source, columns)
         before = self._in_unit
-        self._count(num_records)
-        if self._unit is not None and before < self._ahead_at <= self._in_unit:
-            self._read_ahead(self._unit)
+        self._in_unit += num_records
+        unit = self._unit
+        if unit is not None and before < self._ahead_at <= self._in_unit:
+            with contextlib.suppress(StopIteration):
+                source.read_ahead(self._source, self._unit_at(self._after(unit))[-1])
 
     def record(self) -> int:
-        """The number of the record to be counted next in the list of all epochs."""
-        assert self._unit is not None
-        number = self._unit.record + self._in_unit
-        return self._dealt.epoch(self._turn) * self._dealt.total_records + number
+        """See `_InShare`."""
+        return self._first + self._in_unit
 
     def numbers(self, num_records: int) -> Callable[[], np.ndarray]:
-        """Returns a function that returns those of the next records."""
+        """See `_InShare`."""
         first = self.record()
         return functools.partial(np.arange, first, first + num_records)
 
     def get_state(self) -> dict[str, Any]:
-        state = self._dealt.state(self._turn, self._taken)
-        return state | {_SKIPPED: self._skipped} if self._skipped else state
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._turn, self._taken = self._dealt.of_state(state)
-        self._skipped = state.get(_SKIPPED, 0)
-        self._unit = self._open = None
+        """See `_InShare`."""
+        return self._begin.after(self._in_unit).state(self._dealt.key)
 
     def _next(self) -> Any:
         while True:
@@ -387,16 +398,14 @@ class _InTurn:
                 read = self._next_of_unit(unit)
                 if read is not None:
                     return read
-                self._turn, self._taken = self._dealt.after(
-                    self._turn, self._taken, unit.num_records - self._in_unit
-                )
+                self._begin, self._in_unit = self._after(unit), 0
             self._unit = self._open = None
-            self._turn, self._taken, self._in_unit, unit = self._unit_at(
-                self._turn, self._taken
-            )
-            _FRUITLESS.count(
-                unit.num_records, 2 * self._dealt.total_records, self._source
-            )
+            at, self._in_unit, unit = self._unit_at(self._begin.after(self._in_unit))
+            self._begin = at.after(-self._in_unit)
+            of_epoch = self._dealt.units.total_records
+            _FRUITLESS.count(unit.num_records, 2 * of_epoch, self._source)
+            epoch = self._dealt.epoch(self._shard, at.epoch)
+            self._first = epoch * of_epoch + unit.record
             self._ahead_at = unit.num_records // 2
             source.read_ahead(self._source, unit)
             self._unit = unit
@@ -412,27 +421,23 @@ class _InTurn:
             self._open = None
             raise
 
-    def _count(self, num_records: int) -> None:
-        self._in_unit += num_records
-        self._taken += num_records
+    def _after(self, unit: units.Unit) -> Place:
+        at = self._begin.after(self._in_unit)
+        return self._dealt.after(at, unit.num_records - self._in_unit)
 
-    def _unit_at(self, turn: int, taken: int) -> tuple[int, int, int, units.Unit]:
-        # The unit at a turn, or the first after it, and how much of it was taken.
+    def _unit_at(self, at: Place) -> tuple[Place, int, units.Unit]:
+        # The unit at a place, or the first after it, and how much of it was taken.
         epochs = self._reading.num_epochs
         while True:
-            if epochs is not None and self._dealt.epoch(turn) >= epochs:
+            if (
+                epochs is not None
+                and self._dealt.epoch(self._shard, at.epoch) >= epochs
+            ):
                 raise StopIteration
-            found = self._dealt.unit(turn, taken)
+            found = self._dealt.unit(self._shard, at)
             if found is not None:
-                return turn, taken, *found
-            turn, taken = turn + 1, 0
-
-    def _read_ahead(self, unit: units.Unit) -> None:
-        following = self._dealt.after(
-            self._turn, self._taken, unit.num_records - self._in_unit
-        )
-        with contextlib.suppress(StopIteration):
-            source.read_ahead(self._source, self._unit_at(*following)[-1])
+                return at, *found
+            at = at.next_epoch()
 
 
 # The fields of a state: the unit by its turn, or the epoch, and the records that were
@@ -441,113 +446,108 @@ _TURN, _EPOCH, _TAKEN = "turn", "epoch", "taken"
 
 
 class _Units:
-    """Units are dealt to shards, as older programs did; see `units.dealt`."""
+    """Units are dealt to shards, as older programs did; see `units.dealt`.
 
-    def __init__(self, records: Records) -> None:
-        self._shard, self._num_shards = records._shard, records._num_shards
-        self._seed = records._reading.shuffle_seed
-        self._units = source.cut(records._source, self._num_shards)
-        self.total_records = self._units.total_records
+    In a place, the number of the unit's turn stands for the epoch.
 
-    def epoch(self, turn: int, shard: int | None = None) -> int:
-        """The epoch of a turn, of this shard or another."""
-        return self._place(turn, shard)[0]
+    Args:
+      of: the source.
+      num_shards: S.
+      seed: of the order; None if it is that of the files.
+    """
 
-    def unit(self, turn: int, taken: int) -> tuple[int, units.Unit]:
-        """How many records were taken of the unit of a turn, and the unit."""
-        epoch, place = self._place(turn)
-        if self._seed is not None:
-            key = (self._seed, epoch)
-            place = units.permuted(place, length=len(self._units), key=key)
-        return taken, self._units[place]
+    key = _TURN
 
-    def after(self, turn: int, taken: int, num_left: int) -> tuple[int, int]:
-        """The turn, and what was taken, after the rest of a unit."""
-        del taken, num_left
-        return turn + 1, 0
+    def __init__(self, of: source.Source, num_shards: int, seed: int | None) -> None:
+        self._num_shards, self._seed = num_shards, seed
+        self.units = source.cut(of, num_shards)
 
-    def state(self, turn: int, taken: int) -> dict[str, Any]:
-        """A state without the records that were skipped."""
-        return {_TURN: turn, _TAKEN: taken}
+    def epoch(self, shard: int, turn: int) -> int:
+        """The epoch of what a shard reads at a turn."""
+        return self._place(shard, turn)[0]
 
-    def of_state(self, state: dict[str, Any]) -> tuple[int, int]:
-        """The inverse of `state`."""
-        return state[_TURN], state[_TAKEN]
+    def unit(self, shard: int, at: Place) -> tuple[int, units.Unit]:
+        """How many records a shard has taken of the unit at a place, and the unit."""
+        epoch, place = self._place(shard, at.epoch)
+        return at.taken, self.units[int(self._order(epoch, np.array([place]))[0])]
+
+    def after(self, at: Place, num_left: int) -> Place:
+        """The place after the rest of a unit."""
+        del num_left
+        return at.next_epoch()
 
     def turn_of(self, record: int, epoch: int) -> tuple[int, int, int]:
         """The shard, turn, and the records before it in its unit, of a record."""
-        cut = self._units
-        unit = place = int(np.searchsorted(cut.record, record, side="right")) - 1
-        if self._seed is not None:
-            key = (self._seed, epoch)
-            place = units.place_of(unit, length=len(cut), key=key)
+        cut = self.units
+        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
+        order = self._order(epoch, np.arange(len(cut)))
+        place = int(np.flatnonzero(order == unit)[0])
         turn, shard = divmod(epoch * len(cut) + place, self._num_shards)
         return shard, turn, record - int(cut.record[unit])
 
     def num_before(self, turn: int) -> float:
         """About how many records a shard has read before a turn."""
-        return turn * self.total_records / len(self._units)
+        return turn * self.units.total_records / len(self.units)
 
-    def _place(self, turn: int, shard: int | None = None) -> tuple[int, int]:
+    def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        # The numbers of the units at places of an epoch.
+        if self._seed is None:
+            return places
+        key = (self._seed, epoch)
+        return units.permuted(places, length=len(self.units), key=key)
+
+    def _place(self, shard: int, turn: int) -> tuple[int, int]:
         return units.dealt(
-            turn,
-            shard=self._shard if shard is None else shard,
-            num_shards=self._num_shards,
-            num_units=len(self._units),
+            turn, shard=shard, num_shards=self._num_shards, num_units=len(self.units)
         )
+
+
+# The epochs whose order is kept: shards are not all in the same one.
+_MOST_ORDERS = 3
 
 
 class _Shares:
-    """Each shard has a share of the records of each epoch; see `units.share`."""
+    """Each shard has a share of the records of each epoch; see `units.share`.
 
-    def __init__(self, records: Records) -> None:
-        self._shard, self._num_shards = records._shard, records._num_shards
-        self._seed = records._reading.shuffle_seed
-        group, self._units = _shared_units(records._source, self._num_shards)
-        self.is_grouped, self._group = bool(group), group or 1
-        self.total_records = self._units.total_records
+    Args:
+      of: the source.
+      num_shards: S.
+      seed: of the order; None if it is that of the files.
+    """
 
-    def epoch(self, turn: int, shard: int | None = None) -> int:
-        """The epoch, which is the turn."""
+    key = _EPOCH
+
+    def __init__(self, of: source.Source, num_shards: int, seed: int | None) -> None:
+        self._seed = seed
+        whole = source.whole_blocks(of)
+        # Whether shards read the same blocks together.
+        self.is_grouped = isinstance(of, kept_blocks.BlockFiles) and units.are_small(
+            whole
+        )
+        self.units = whole if self.is_grouped else source.cut(of, num_shards)
+        self._sizes = {
+            "num_shards": num_shards,
+            "num_records": self.units.total_records,
+            "group": min(num_shards, units.GROUP_SHARDS) if self.is_grouped else 1,
+        }
+        # The orders of the last epochs.
+        self._orders: dict[int, units.Order] = {}
+
+    def epoch(self, shard: int, epoch: int) -> int:
+        """The epoch of what a shard reads in an epoch."""
         del shard
-        return turn
+        return epoch
 
-    def turn_of(self, record: int, epoch: int) -> tuple[int, int, int]:
-        """The shard, epoch, and the records of the shard before it, of a record."""
-        cut = self._units
-        order = self._order(epoch)
-        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
-        index = int(np.flatnonzero(order.number == unit)[0])
-        row = record - int(cut.record[unit])
-        begin, end = order.start[index], order.start[index + 1]
-        if order.rows is not None:
-            row = int(np.flatnonzero(order.rows[begin:end] == row)[0])
-        shard, taken = units.reader(
-            begin + row,
-            num_shards=self._num_shards,
-            num_records=self.total_records,
-            epoch=epoch,
-            group=self._group,
-        )
-        return shard, epoch, taken
+    def unit(self, shard: int, at: Place) -> tuple[int, units.Unit] | None:
+        """How many records a shard has taken of the part of a unit that is next.
 
-    def num_before(self, turn: int) -> float:
-        """About how many records a shard has read before an epoch."""
-        return turn * self.total_records / self._num_shards
-
-    def unit(self, turn: int, taken: int) -> tuple[int, units.Unit] | None:
-        """The unit that is next in an epoch, and how much was taken; None after it."""
-        share = units.share(
-            self._shard,
-            num_shards=self._num_shards,
-            num_records=self.total_records,
-            epoch=turn,
-        )
-        if taken == len(share):
+        Also returns the part; None at the end of an epoch.
+        """
+        share = units.share(shard, epoch=at.epoch, **self._sizes)
+        if at.taken == len(share):
             return None
-        order = self._order(turn)
-        number, begin, end = order.at(share[taken])
-        unit = self._units[number]
+        number, begin, end = self._order(at.epoch).at(share[at.taken])
+        unit = self.units[number]
         # Of the unit, the part that is in the share.
         first, stop = max(begin, share[0]), min(end, share[-1] + 1)
         part = dataclasses.replace(
@@ -556,28 +556,67 @@ class _Shares:
             num_records=stop - first,
             record=unit.record + first - begin,
         )
-        return share[taken] - first, part
+        return share[at.taken] - first, part
+
+    def after(self, at: Place, num_left: int) -> Place:
+        """The place after the rest of a unit."""
+        return at.after(num_left)
+
+    def picked(
+        self, shard: int, at: Place, at_most: int
+    ) -> list[tuple[units.Unit, np.ndarray]]:
+        """The records of small blocks that a shard reads next in an epoch."""
+        share = units.share(shard, epoch=at.epoch, **self._sizes)
+        places = share[at.taken : at.taken + at_most]
+        picked = self._order(at.epoch).picked(places)
+        return [(self._blocks[number], rows) for number, rows in picked]
+
+    def turn_of(self, record: int, epoch: int) -> tuple[int, int, int]:
+        """The shard, epoch, and the records of the shard before it, of a record."""
+        cut = self.units
+        order = self._order(epoch)
+        unit = int(np.searchsorted(cut.record, record, side="right")) - 1
+        index = int(np.flatnonzero(order.number == unit)[0])
+        row = record - int(cut.record[unit])
+        begin, end = order.start[index], order.start[index + 1]
+        if order.rows is not None:
+            row = int(np.flatnonzero(order.rows[begin:end] == row)[0])
+        shard, taken = units.reader(begin + row, epoch=epoch, **self._sizes)
+        return shard, epoch, taken
+
+    def num_before(self, epoch: int) -> float:
+        """About how many records a shard has read before an epoch."""
+        return epoch * self._sizes["num_records"] / self._sizes["num_shards"]
+
+    @functools.cached_property
+    def _blocks(self) -> list[units.Unit]:
+        return [self.units[number] for number in range(len(self.units))]
 
     def _order(self, epoch: int) -> units.Order:
-        return _order(self._units, self._seed, epoch, with_rows=self.is_grouped)
-
-    def after(self, turn: int, taken: int, num_left: int) -> tuple[int, int]:
-        """The turn, and what was taken, after the rest of a unit."""
-        return turn, taken + num_left
-
-    def state(self, turn: int, taken: int) -> dict[str, Any]:
-        """A state without the records that were skipped."""
-        return {_EPOCH: turn, _TAKEN: taken}
-
-    def of_state(self, state: dict[str, Any]) -> tuple[int, int]:
-        """The inverse of `state`."""
-        return state[_EPOCH], state[_TAKEN]
+        order = self._orders.get(epoch)
+        if order is None:
+            key = None if self._seed is None else (self._seed, epoch)
+            order = units.Order.of(self.units, key, with_rows=self.is_grouped)
+            self._orders[epoch] = order
+            # Several threads may come here.
+            for old in list(self._orders)[:-_MOST_ORDERS]:
+                self._orders.pop(old, None)
+        return order
 
 
-def _dealt(records: Records) -> _Units | _Shares:
-    if records.deals_units or source.has_whole_blocks(records._source):
-        return _Units(records)
-    return _Shares(records)
+_shares = functools.cache(_Shares)
+files.register_cache(_shares.cache_clear)
+
+
+def _dealt(
+    records: Records, state: Mapping[str, Any] | None = None
+) -> _Units | _Shares:
+    # To go on from a state, if there is one.
+    source_of, seed = records._source, records._reading.shuffle_seed
+    is_dealt = records.deals_units or source.has_whole_blocks(source_of)
+    if is_dealt or (state is not None and _TURN in state):
+        return _Units(source_of, records._num_shards, seed)
+    return _shares(source_of, records._num_shards, seed)
 
 
 class Place(NamedTuple):
@@ -593,25 +632,25 @@ class Place(NamedTuple):
     taken: int = 0
     skipped: int = 0
 
-    def after(self, num_records: int) -> Place:
-        """The place after some records of the same epoch."""
-        return Place(self.epoch, self.taken + num_records, self.skipped)
+    def after(self, num_records: int, num_skipped: int = 0) -> Place:
+        """The place after some records of the same epoch, of which some are corrupt."""
+        return Place(self.epoch, self.taken + num_records, self.skipped + num_skipped)
 
-    def state(self) -> dict[str, Any]:
+    def next_epoch(self) -> Place:
+        """The place at the begin of the next epoch."""
+        return Place(self.epoch + 1, 0, self.skipped)
+
+    def state(self, key: str = _EPOCH) -> dict[str, Any]:
         """The state of `Records` at this place."""
-        state = {_EPOCH: self.epoch, _TAKEN: self.taken}
+        state = {key: self.epoch, _TAKEN: self.taken}
         return state | {_SKIPPED: self.skipped} if self.skipped else state
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> Place | None:
+    def of(cls, state: Mapping[str, Any], key: str = _EPOCH) -> Place | None:
         """The place of a state; None if it is of an older program."""
-        if _EPOCH not in state:
+        if key not in state:
             return None
-        return cls(state[_EPOCH], state[_TAKEN], state.get(_SKIPPED, 0))
-
-
-# The epochs whose order is kept: shards are not all in the same one.
-_MOST_ORDERS = 3
+        return cls(state[key], state[_TAKEN], state.get(_SKIPPED, 0))
 
 
 class SmallBlocks:
@@ -632,18 +671,15 @@ class SmallBlocks:
         *,
         tokens: str = "",
     ) -> None:
-        self._source, self._num_shards, self._reading = of, num_shards, reading
-        self._tokens = tokens
-        self._group, self._units = _shared_units(of, num_shards)
-        self.total_records = self._units.total_records
-        self._blocks = [self._units[number] for number in range(len(self._units))]
-        # The orders of the last epochs.
-        self._orders: dict[int, units.Order] = {}
+        self._source = cast(kept_blocks.BlockFiles, of)
+        self._reading, self._tokens = reading, tokens
+        self._shares = _shares(of, num_shards, reading.shuffle_seed)
+        self._total_records = self._shares.units.total_records
 
     @classmethod
     def exist(cls, of: source.Source, num_shards: int) -> bool:
         """Whether a source has them."""
-        return bool(_shared_units(of, num_shards)[0])
+        return _shares(of, num_shards, None).is_grouped
 
     def next(
         self, shard: int, at: Place, at_most: int
@@ -653,39 +689,33 @@ class SmallBlocks:
         Raises:
           StopIteration: after the last epoch; its value is the place of the end.
         """
-        epoch, taken, skipped = at
         while True:
-            try:
-                picked = self._picked(shard, epoch, taken, at_most)
-            except StopIteration:
-                raise StopIteration(Place(epoch, taken, skipped)) from None
+            picked = self._picked(shard, at, at_most)
             if not picked:
-                epoch, taken = epoch + 1, 0
+                at = at.next_epoch()
                 continue
-            num_records = sum(len(rows) for _, rows in picked)
-            _FRUITLESS.count(num_records, 2 * self.total_records, self._source)
-            read = kept_blocks.read(self._source, picked, tokens=self._tokens)
+            self._count(picked)
+            read = kept_blocks.picked(
+                (kept_blocks.kept(self._source, unit, self._tokens), rows)
+                for unit, rows in picked
+            )
             if not isinstance(read, source.CorruptError):
                 _check_names(self._source, read.names)
-                return read, Place(epoch, taken, skipped)
+                return read, at
             _note_corrupt(read, skips=self._reading.skip_corrupt)
-            taken += read.num_records
-            skipped += read.num_records
+            at = at.after(read.num_records, read.num_records)
 
     def next_lists(
         self, shard: int, at: Place, at_most: int, column: str
     ) -> tuple[blocks.Lists, Place] | None:
         """As `next`, the lists of a column; None if it has other values."""
-        try:
-            picked = self._picked(shard, at.epoch, at.taken, at_most)
-        except StopIteration:
-            raise StopIteration(at) from None
+        picked = self._picked(shard, at, at_most)
         if len(picked) == 1:
             ((unit, rows),) = picked
             block = kept_blocks.kept(self._source, unit, self._tokens)
             if block.corrupt is None and RECORD not in block.names:
                 # Most reads of many datasets are of a record or two.
-                _FRUITLESS.count(len(rows), 2 * self.total_records, self._source)
+                self._count(picked)
                 lists = block.lists(column)
                 if lists is None:
                     return None
@@ -697,37 +727,21 @@ class SmallBlocks:
 
     def numbers(self, shard: int, at: Place, num_records: int) -> np.ndarray:
         """The numbers of the records from a place on in the list of all epochs."""
-        picked = self._picked(shard, at.epoch, at.taken, num_records)
+        picked = self._shares.picked(shard, at, num_records)
         numbers = [unit.record + rows.astype(np.int64) for unit, rows in picked]
-        return at.epoch * self.total_records + np.concatenate(numbers)
+        return at.epoch * self._total_records + np.concatenate(numbers)
 
     def _picked(
-        self, shard: int, epoch: int, taken: int, at_most: int
+        self, shard: int, at: Place, at_most: int
     ) -> list[tuple[units.Unit, np.ndarray]]:
-        reading = self._reading
-        if reading.num_epochs is not None and epoch >= reading.num_epochs:
-            raise StopIteration
-        share = units.share(
-            shard,
-            num_shards=self._num_shards,
-            num_records=self.total_records,
-            epoch=epoch,
-            group=self._group,
-        )
-        order = self._orders.get(epoch)
-        if order is None:
-            key = (
-                None if reading.shuffle_seed is None else (reading.shuffle_seed, epoch)
-            )
-            order = units.Order.of(self._units, key, with_rows=True)
-            self._orders[epoch] = order
-            # Several threads may come here.
-            for old in list(self._orders)[:-_MOST_ORDERS]:
-                self._orders.pop(old, None)
-        return [
-            (self._blocks[number], rows)
-            for number, rows in order.picked(share[taken : taken + at_most])
-        ]
+        num_epochs = self._reading.num_epochs
+        if num_epochs is not None and at.epoch >= num_epochs:
+            raise StopIteration(at)
+        return self._shares.picked(shard, at, at_most)
+
+    def _count(self, picked: Sequence[tuple[units.Unit, np.ndarray]]) -> None:
+        num_records = sum(len(rows) for _, rows in picked)
+        _FRUITLESS.count(num_records, 2 * self._total_records, self._source)
 
 
 def _note_corrupt(read: source.CorruptError, *, skips: bool) -> None:
@@ -746,67 +760,33 @@ def _check_names(of: source.Source, columns: Collection[str]) -> None:
         )
 
 
-@functools.lru_cache(maxsize=4096)
-def _small_blocks(
-    of: source.Source, num_shards: int, reading: ReadOptions, tokens: str
-) -> SmallBlocks:
-    # Those that the shards of a process share.
-    return SmallBlocks(of, num_shards, reading, tokens=tokens)
-
-
-@functools.cache
-def _shared_units(of: source.Source, num_shards: int) -> tuple[int, units.Units]:
-    # How many shards read the same blocks together, or 0, and the units.
-    whole = source.whole_blocks(of)
-    if hasattr(of, "decoded") and units.are_small(whole):
-        return min(num_shards, units.GROUP_SHARDS), whole
-    return 0, source.cut(of, num_shards)
-
-
-@functools.lru_cache(maxsize=64)
-def _order(
-    of: units.Units, seed: int | None, epoch: int, *, with_rows: bool
-) -> units.Order:
-    key = None if seed is None else (seed, epoch)
-    return units.Order.of(of, key, with_rows=with_rows)
-
-
-files.register_cache(_shared_units.cache_clear)
-files.register_cache(_order.cache_clear)
-files.register_cache(_small_blocks.cache_clear)
-
-
 class _RecordsIterator(grain.DatasetIterator[source.Element]):
     def __init__(self, records: Records) -> None:
         super().__init__()
         self._records = records
-        self._in_turn = _in_turn(records, records._source.read)
+        self._reader = _reader(records, records._source.read)
         self._elements: Iterator[source.Element] = iter(())
         self._tag = records._tag
 
     def __next__(self) -> source.Element:
         element = next(self._elements, None)
         if element is None:
-            read = self._in_turn.next(_ELEMENTS)
+            read = self._reader.next(_ELEMENTS)
             if isinstance(read, kept_blocks.Picked):
                 self._elements = read.elements()
                 read = next(self._elements)
             element = read
-        record = self._in_turn.record()
-        self._in_turn.took(1, element)
+        record = self._reader.record()
+        self._reader.took(1, element)
         element[RECORD] = self._tag(record) if self._tag else record
         return element
 
     def get_state(self) -> dict[str, Any]:
-        return self._in_turn.get_state()
+        return self._reader.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._elements = iter(())
-        if _TURN in state:
-            # A state of an older program, which goes on as it was.
-            read = self._records._source.read
-            self._in_turn = _InTurn(self._records, read, _Units(self._records))
-        self._in_turn.set_state(state)
+        self._reader = _reader(self._records, self._records._source.read, state)
 
 
 class RecordBatches:
@@ -818,9 +798,11 @@ class RecordBatches:
     """
 
     def __init__(self, records: Records, *, tokens: str = "") -> None:
-        self._records = records
-        self._read = cast(Any, records._source).read_batches
-        self._in_turn = _in_turn(records, self._read, tokens=tokens)
+        read = cast(kept_blocks.ColumnFiles, records._source).read_batches
+        self._make = functools.partial(
+            _reader, records, functools.partial(read, tokens=tokens), tokens=tokens
+        )
+        self._reader = self._make()
 
     def read(self, at_most: int) -> tuple[kept_blocks.Picked, RecordPlaces]:
         """The next records, and their places.
@@ -828,24 +810,20 @@ class RecordBatches:
         Args:
           at_most: how many are wanted; may be more if they are decoded together.
         """
-        before = self._in_turn.get_state()
-        read = self._in_turn.next(at_most)
-        if not isinstance(read, kept_blocks.Picked):
-            read = kept_blocks.all_of(read)
-        first = self._in_turn.get_state()
-        numbers = self._in_turn.numbers(read.num_rows)
-        self._in_turn.took(read.num_rows, read.names)
+        before = self._reader.get_state()
+        read = self._reader.next(at_most)
+        first = self._reader.get_state()
+        numbers = self._reader.numbers(read.num_rows)
+        self._reader.took(read.num_rows, read.names)
         return read, RecordPlaces(before=before, first=first, numbers=numbers)
 
     def get_state(self) -> dict[str, Any]:
         """The state after the last batch."""
-        return self._in_turn.get_state()
+        return self._reader.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes on from a state of `Records`."""
-        if _TURN in state:
-            self._in_turn = _InTurn(self._records, self._read, _Units(self._records))
-        self._in_turn.set_state(state)
+        self._reader = self._make(state)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

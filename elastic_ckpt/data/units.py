@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -77,7 +78,7 @@ class Units:
             record=int(self.record[number]),
         )
 
-    @property
+    @functools.cached_property
     def total_records(self) -> int:
         """Records of an epoch."""
         return int(self.num_records.sum())
@@ -183,7 +184,7 @@ class Order:
         """
         number, rows = np.arange(len(units)), None
         if key is not None:
-            number = all_permuted(len(units), key=key)
+            number = permuted(number, length=len(units), key=key)
         sizes = units.num_records[number]
         if key is not None and with_rows:
             seed, epoch = key
@@ -299,58 +300,36 @@ def dealt(turn: int, *, shard: int, num_shards: int, num_units: int) -> tuple[in
     return divmod(turn * num_shards + shard, num_units)
 
 
-def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
-    """The number at index `place` of a keyed permutation of `range(length)`.
+def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndarray:
+    """The numbers at indexes of a keyed permutation of `range(length)`.
 
     A Feistel network over the smallest square that contains the range, applied until
     the result is in the range (Black and Rogaway 2002). It needs no storage.
+
+    Args:
+      place: the indexes, of any shape.
+      length: of the permutation.
+      key: numbers of 64 bits.
+
+    Returns:
+      int64 of the same shape.
     """
-    bits, seed = _network(length, key)
-    half = (1 << bits) - 1
-    while True:
-        left, right = place >> bits, place & half
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ (mixed(seed + (turn << 56) + right) & half)
-        place = left << bits | right
-        if place < length:
-            return place
-
-
-def all_permuted(length: int, *, key: tuple[int, ...]) -> np.ndarray:
-    """`permuted` of all of `range(length)`, int64 `[length]`."""
-    num_bits, seed = _network(length, key)
-    bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
-    place = np.arange(length, dtype=np.uint64)
-    outside = np.arange(length)
-    while len(outside):
-        left, right = place[outside] >> bits, place[outside] & half
-        for turn in range(_ROUNDS):
-            start = np.uint64((seed + (turn << 56)) & _MASK)
-            left, right = right, left ^ (_all_mixed(start + right) & half)
-        place[outside] = left << bits | right
-        outside = outside[place[outside] >= length]
-    return place.astype(np.int64)
-
-
-def place_of(number: int, *, length: int, key: tuple[int, ...]) -> int:
-    """The index at which `permuted` has `number`: the network, run backwards."""
-    bits, seed = _network(length, key)
-    half = (1 << bits) - 1
-    while True:
-        left, right = number >> bits, number & half
-        for turn in reversed(range(_ROUNDS)):
-            left, right = right ^ (mixed(seed + (turn << 56) + left) & half), left
-        number = left << bits | right
-        if number < length:
-            return number
-
-
-def _network(length: int, key: tuple[int, ...]) -> tuple[int, int]:
-    # The bits of half a number, and the seed of the rounds.
     seed = 0
     for part in key:
         seed = mixed(seed ^ part)
-    return max(1, (length - 1).bit_length() + 1 >> 1), seed
+    # Of half a number.
+    num_bits = max(1, (length - 1).bit_length() + 1 >> 1)
+    bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
+    number = place.astype(np.uint64)
+    outside = np.ones(number.shape, bool)
+    while outside.any():
+        left, right = number[outside] >> bits, number[outside] & half
+        for turn in range(_ROUNDS):
+            start = np.uint64((seed + (turn << 56)) & _MASK)
+            left, right = right, left ^ (_all_mixed(start + right) & half)
+        number[outside] = left << bits | right
+        outside &= number >= length
+    return number.astype(np.int64)
 
 
 def mixed(number: int) -> int:

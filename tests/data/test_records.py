@@ -46,13 +46,17 @@ def test_any_number_of_shards_reads_every_record_once_an_epoch(dataset, seed):
 
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("num_shards", [1, 3, 8])
-def test_it_is_known_when_a_shard_reads_a_record(dataset, seed, num_shards):
+@pytest.mark.parametrize("deals_units", [False, True])
+def test_it_is_known_when_a_shard_reads_a_record(
+    dataset, seed, num_shards, deals_units
+):
     options = records.ReadOptions(shuffle_seed=seed, num_epochs=2)
     found = {}
     for shard in range(num_shards):
         of_shard = records.Records(
             dataset, shard=shard, num_shards=num_shards, read_options=options
         )
+        of_shard.deals_units = deals_units
         elements = iter(of_shard)
         # Afterwards it has read one more.
         for element in elements:

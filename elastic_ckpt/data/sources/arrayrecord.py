@@ -49,7 +49,6 @@ class ArrayRecord(record_format.RecordFiles):
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """Reads the records of a unit, a block or a part of one, from number `skip`."""
-        decode = record_format.decoder(self.record_format, self.columns)
         file = self.files[unit.file]
         begin = unit.block * source.BLOCK_RECORDS + unit.first
         for first in range(begin + skip, begin + unit.num_records, _RUN_RECORDS):
@@ -62,7 +61,7 @@ class ArrayRecord(record_format.RecordFiles):
                 if isinstance(record, RuntimeError):
                     yield source.corrupt(place, record)
                 else:
-                    yield record_format.decoded(decode, record, place)
+                    yield self._decoded(record, place)
 
 
 class ArrayRecordFiles:
@@ -185,9 +184,11 @@ def _count(file: str) -> int:
         count = reader.num_records()
         reader.close()
     except RuntimeError as error:
-        advice = "restore it, or write it again with `elastic-ckpt data DIRECTORY FILE`"
-        if not file.lower().endswith((".array_record", ".arrayrecord")):
-            advice = files.route(file, advice)
+        advice = files.route(
+            file,
+            "restore it, or write it again with `elastic-ckpt data DIRECTORY FILE`",
+            own=(".array_record", ".arrayrecord"),
+        )
         raise errors.DataError(
             f"{file}: not a readable ArrayRecord file: {_defect(file, str(error))};"
             f" {advice}"

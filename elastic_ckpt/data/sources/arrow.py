@@ -14,8 +14,6 @@ import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import (
@@ -45,7 +43,7 @@ _MOST_METADATA_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrow:
+class Arrow(kept_blocks.BlockFiles):
     """Arrow files as a source; a block is a record batch.
 
     Both of Arrow's formats are read, streams and files. `from_hf` makes a source of a
@@ -61,73 +59,33 @@ class Arrow:
       columns: the columns to read; all if it is empty.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
-        return {"format": "arrow", "columns": list(self.columns)}
+    file_type = "arrow"
+    _block_name = "record batch"
 
     def index(self, file: str) -> source.FileIndex:
         """The offset and the rows of each record batch."""
-        content = files.content(file)
-        offsets = offset_index.cached(
-            "arrow", file, content, lambda: _walk(file, content.num_bytes)
-        )
-        missing = set(self.columns) - set(_schema(file).names)
-        if missing:
-            raise errors.DataError(
-                f"{file}: no column {sorted(missing)}, only {_schema(file).names}; set"
-                " columns, which is train_data_columns in a configuration"
-            )
-        return offsets.file_index(content)
+        index = offset_index.index("arrow", file, functools.partial(_walk, file))
+        source.check_columns(file, self.columns, _schema(file).names)
+        return index
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the rows of a unit, a record batch or a part of it, from `skip` on."""
-        return arrow_rows.records(self.read_batches(unit, skip))
+    def _batch(self, unit: units.Unit) -> pa.RecordBatch:
+        """See `BlockFiles`."""
+        import pyarrow as pa
 
-    def read_batches(
-        self, unit: units.Unit, skip: int
-    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
-        """As `read`, but rows that follow each other are yielded together."""
         file = self.files[unit.file]
-        place = self.place(unit)
-        offset = source.indexes(self)[unit.file].block_bytes[unit.block]
-        row, stop = unit.first + skip, unit.first + unit.num_records
-        batch = files.retried(functools.partial(_read, file, offset), place)
-        if isinstance(batch, str) or batch.num_rows != unit.block_records:
-            why = batch if isinstance(batch, str) else f"it has {batch.num_rows} rows"
-            yield source.corrupt(
-                f"{place}, rows {row} to {stop - 1}", why, num_records=stop - row
-            )
-            return
-        if self.columns:
-            batch = batch.select(list(self.columns))
+        schema = _schema(file)
+        with _opened(file) as stream, arrow_rows.damaged():
+            stream.seek(source.indexes(self)[unit.file].block_bytes[unit.block])
+            batch = pa.ipc.read_record_batch(pa.ipc.read_message(stream), schema)
+        if batch.num_rows != unit.block_records:
+            raise arrow_rows.DamagedError(f"it has {batch.num_rows} rows")
+        return batch.select(list(self.columns)) if self.columns else batch
+
+    def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
+        """See `BlockFiles`."""
+        batch = files.retried(functools.partial(self._batch, unit), self.place(unit))
         size = max(1, batch.num_rows * _BATCH_BYTES // max(batch.nbytes, 1))
-        for first in range(row, stop, size):
-            some = batch.slice(first, min(size, stop - first))
-            yield from arrow_rows.checked(some, place, first)
-
-    def decoded(self, unit: units.Unit, *, tokens: str = "") -> kept_blocks.Decoded:
-        """The record batch of a unit; of the tokens only, if their column is named."""
-        offset = source.indexes(self)[unit.file].block_bytes[unit.block]
-        batch = files.retried(
-            functools.partial(_read, self.files[unit.file], offset), self.place(unit)
-        )
-        if isinstance(batch, str) or batch.num_rows != unit.block_records:
-            why = batch if isinstance(batch, str) else f"it has {batch.num_rows} rows"
-            lost = np.ones(unit.block_records, bool)
-            return kept_blocks.Decoded(None, lost=lost, problem=why)
-        if self.columns:
-            batch = batch.select(list(self.columns))
-        return kept_blocks.Decoded(batch, tokens=tokens)
-
-    def place(self, unit: units.Unit) -> str:
-        """The record batch of a unit, for errors."""
-        return f"{self.files[unit.file]}, record batch {unit.block}"
+        yield from (batch.slice(n, size) for n in range(row, batch.num_rows, size))
 
 
 def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
@@ -191,9 +149,7 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
         is_cut = is_file and stream.read() != _MAGIC
     if is_cut or offset > num_bytes or offset == first:
         raise _foreign(file, f"it is cut short after {num_bytes} bytes")
-    return offset_index.Offsets(
-        start=np.array(starts, np.int64), num_records=np.array(counts, np.int64)
-    )
+    return starts, counts
 
 
 def _message(stream: BinaryIO, file: str, offset: int) -> tuple[bytes, int] | None:
@@ -254,31 +210,9 @@ def _place(metadata: bytes, table: int, number: int) -> int | None:
     return table + offset if offset else None
 
 
-def _foreign(file: str, problem: str) -> errors.DataError:
-    advice = (
-        "restore it from a copy, or read it as its own format (grain_file_type in a"
-        " configuration)"
-    )
-    if not file.lower().endswith((".arrow", ".feather")):
-        advice = files.route(file, advice)
+def _foreign(file: str, problem: object) -> errors.DataError:
+    advice = files.route(file, own=(".arrow", ".feather"))
     return errors.DataError(f"{file}: not a complete Arrow file ({problem}); {advice}")
-
-
-def _read(file: str, offset: int) -> pa.RecordBatch | str:
-    # The record batch at an offset; why it is corrupt if it is.
-    library()
-    import pyarrow as pa
-
-    schema = _schema(file)
-    with _opened(file) as stream:
-        stream.seek(offset)
-        try:
-            message = pa.ipc.read_message(stream)
-            return pa.ipc.read_record_batch(message, schema)
-        except (pa.ArrowInvalid, pa.ArrowException, EOFError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            return str(error)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,12 +223,8 @@ def _schema(file: str) -> pa.Schema:
     with _opened(file) as stream:
         is_file = stream.read(len(_MAGIC)) == _MAGIC
         stream.seek(_FIRST_OF_FILE if is_file else 0)
-        try:
+        with arrow_rows.damaged(functools.partial(_foreign, file)):
             return pa.ipc.read_schema(stream)
-        except (pa.ArrowInvalid, pa.ArrowException, EOFError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise _foreign(file, str(error)) from None
 
 
 def _opened(file: str) -> Any:

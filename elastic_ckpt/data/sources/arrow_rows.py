@@ -6,8 +6,9 @@ other batches, and must skip the same rows.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,37 +19,27 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def checked(
-    batch: pa.RecordBatch, place: str, first: int
-) -> Iterator[pa.RecordBatch | source.CorruptError]:
-    """The rows of a batch, together if none is corrupt.
+class DamagedError(Exception):
+    """Bytes that Arrow cannot decode."""
+
+
+@contextlib.contextmanager
+def damaged(error_of: Callable[[object], Exception] = DamagedError) -> Iterator[None]:
+    """Converts Arrow's errors of bytes that it cannot decode.
 
     Args:
-      batch: as it was read.
-      place: where from, for errors.
-      first: the number of its first row there.
+      error_of: makes the error to raise instead.
     """
-    if not problem(batch):
-        yield batch
-        return
-    for row in range(batch.num_rows):
-        alone = batch.slice(row, 1)
-        why = problem(alone)
-        if why:
-            yield source.corrupt(f"{place}, row {first + row}", why)
-        else:
-            yield alone
+    import pyarrow as pa
 
-
-def records(
-    batches: Iterable[pa.RecordBatch | source.CorruptError],
-) -> Iterator[source.Read]:
-    """The rows of batches one by one, and the errors between them."""
-    for batch in batches:
-        if isinstance(batch, source.CorruptError):
-            yield batch
-        else:
-            yield from elements(batch)
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, UnicodeError) as error:
+        # Arrow also raises OSError for such bytes, but without an errno.
+        bare = type(error) is OSError and error.errno is None
+        if isinstance(error, OSError) and not bare:
+            raise
+        raise error_of(error) from None
 
 
 def elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
@@ -85,11 +76,7 @@ def tokens(column: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None
 
     if not _is_numbers(column.type) or not pa.types.is_integer(column.type.value_type):
         return None
-    offsets, numbers = _offsets_and_values(column)
-    values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
-    if len(numbers) < len(column.values):
-        # A view would keep the whole table in memory.
-        values = values.copy()
+    offsets, values = _numbers(column)
     start = offsets[:-1].astype(np.int64) - int(offsets[0])
     length = np.diff(offsets).astype(np.int64)
     if column.null_count:
@@ -104,14 +91,20 @@ def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
     return offsets, column.values.slice(first, stop - first)
 
 
+def _numbers(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    # The offsets and the values of lists of numbers, with 0 for a null.
+    offsets, numbers = _offsets_and_values(column)
+    values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
+    if len(numbers) < len(column.values):
+        # A view would keep the whole table in memory.
+        values = values.copy()
+    return offsets, values
+
+
 def _values(column: pa.Array) -> Iterator[Any]:
     kind = column.type
     if _is_numbers(kind):
-        offsets, numbers = _offsets_and_values(column)
-        values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
-        if len(numbers) < len(column.values):
-            # A view would keep the whole table in memory.
-            values = values.copy()
+        offsets, values = _numbers(column)
         bounds = itertools.pairwise((offsets - offsets[0]).tolist())
         missing = column.is_null().to_pylist()
         return (

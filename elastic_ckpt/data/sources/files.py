@@ -11,7 +11,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, TypeVar
 
 import fsspec
@@ -19,7 +18,7 @@ from absl import logging
 from fsspec import asyn
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.data.sources import file_copies, remote_file
+from elastic_ckpt.data.sources import remote_file
 
 T = TypeVar("T")
 
@@ -130,16 +129,24 @@ _ROUTES = {
 }
 
 
-def route(file: str, otherwise: str) -> str:
+# What to do with a file whose name tells nothing.
+RESTORE = (
+    "restore it from a copy, or read it as its own format (grain_file_type in a"
+    " configuration)"
+)
+
+
+def route(file: str, otherwise: str = RESTORE, *, own: tuple[str, ...] = ()) -> str:
     """What to do with a file that is of another format than expected.
 
     Args:
       file: its path or URI.
       otherwise: what to do if its name tells nothing.
+      own: the suffixes of the expected format, which tell nothing either.
     """
     for suffixes, advice in _ROUTES.items():
-        if file.lower().endswith(suffixes):
-            return advice.format(file=file)
+        if file.lower().endswith(suffixes) and not file.lower().endswith(own):
+            return advice
     return otherwise
 
 
@@ -222,7 +229,7 @@ def forget_all() -> None:
         clear()
 
 
-def opened(file: str) -> AbstractContextManager[BinaryIO]:
+def opened(file: str) -> BinaryIO:
     """`file` open for reading, seekable; in an object store, see `remote_file`."""
     if storage.is_local(file):
         return open(file, "rb")
@@ -274,7 +281,7 @@ def local_copy(file: str) -> str:
     """A local path with the content of `file`, for readers that need one."""
     if storage.is_local(file):
         return file
-    return file_copies.of_process().path(_remote(file))
+    return remote_file.copied(_remote(file))
 
 
 def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:

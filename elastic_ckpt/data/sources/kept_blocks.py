@@ -1,18 +1,21 @@
-"""Decoded blocks of files, which the shards of a process share.
+"""Files of columns: blocks of records, which the shards of a process share.
 
-Small blocks are read by many shards together (`data.units`), a few records each. A
-block is decoded once for all of them, and kept as long as there is room for it: the
-blocks that were used last, of all files and datasets of the process, have a budget of
-memory.
+Records of such files are read as columns, many at a time. A block that several shards
+read, a few records each, is decoded once for all of them, and kept as long as there is
+room for it: the blocks that were used last, of all files and datasets of the process,
+have a budget of memory. Other blocks are decoded a little at a time.
 """
 
 from __future__ import annotations
 
+import abc
 import collections
+import functools
 import os
 import threading
-from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -26,17 +29,20 @@ if TYPE_CHECKING:
 
 # The memory of all blocks that are kept in a process.
 BUDGET_BYTES = 256 * 2**20
+# About how many bytes of a decoded block are read together.
+_RUN_BYTES = 256 * 1024
 
 
 class Decoded:
-    """The records of a block.
+    """Consecutive records of a block.
 
     Args:
       batch: the records; None if the whole block is corrupt.
+      place: the block, for errors.
+      first: the number of the first record in the block.
       tokens: the column of tokens if nothing else is needed, which takes less memory.
       lost: which records are corrupt, bool `[records]`, because they are not decoded.
       problem: why they are not.
-      is_checked: whether no record is corrupt.
 
     Attributes:
       num_rows: the number of records.
@@ -47,7 +53,10 @@ class Decoded:
     """
 
     __slots__ = (
+        "__weakref__",
+        "_first",
         "_lists",
+        "_place",
         "_problem",
         "batch",
         "corrupt",
@@ -59,19 +68,21 @@ class Decoded:
     def __init__(
         self,
         batch: pa.RecordBatch | None,
+        place: str,
         *,
+        first: int = 0,
         tokens: str = "",
         lost: np.ndarray | None = None,
         problem: object = "",
-        is_checked: bool = False,
     ) -> None:
-        self.batch, self.corrupt, self._problem = batch, lost, problem
+        self.batch, self.corrupt = batch, lost
+        self._place, self._first, self._problem = place, first, problem
         self._lists: dict[str, blocks.Lists | None] = {}
         self.num_rows, self.names, self.num_bytes = 0, [], 0
         if batch is None:
             return
         self.num_rows, self.names = batch.num_rows, batch.schema.names
-        if not is_checked and arrow_rows.problem(batch):
+        if arrow_rows.problem(batch):
             corrupt = np.zeros(batch.num_rows, bool) if lost is None else lost.copy()
             for row in np.flatnonzero(~corrupt).tolist():
                 corrupt[row] = bool(arrow_rows.problem(batch.slice(row, 1)))
@@ -87,11 +98,20 @@ class Decoded:
         self.batch = None
         self.num_bytes = values.nbytes + start.nbytes + length.nbytes
 
-    def why(self, row: int) -> object:
-        """Why a record is corrupt."""
-        if self.batch is None:
-            return self._problem
-        return arrow_rows.problem(self.batch.slice(row, 1)) or self._problem
+    def error(self, rows: np.ndarray) -> source.CorruptError:
+        """The error for some records, which are corrupt."""
+        row, more = int(rows[0]), len(rows) - 1
+        problem = self._problem
+        if self.batch is not None:
+            problem = arrow_rows.problem(self.batch.slice(row, 1)) or problem
+        which = f"row {self._first + row}"
+        if more:
+            which = f"rows {self._first + row} " + (
+                f"to {self._first + row + more}"
+                if _follow_each_other(rows)
+                else f"and {more} more"
+            )
+        return source.corrupt(f"{self._place}, {which}", problem, num_records=more + 1)
 
     def lists(self, column: str) -> blocks.Lists | None:
         """A column with lists of tokens; None if it has other values."""
@@ -116,16 +136,14 @@ class Picked:
     """Some records of one block, or of several.
 
     Args:
-      parts: blocks, and the numbers of records in each; None for all of them.
+      parts: blocks, and the numbers of records in each.
     """
 
     __slots__ = ("_parts", "num_rows")
 
-    def __init__(self, parts: Sequence[tuple[Decoded, np.ndarray | None]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Decoded, np.ndarray]]) -> None:
         self._parts = parts
-        self.num_rows = sum(
-            of.num_rows if rows is None else len(rows) for of, rows in parts
-        )
+        self.num_rows = sum(len(rows) for _, rows in parts)
 
     @property
     def names(self) -> list[str]:
@@ -140,62 +158,167 @@ class Picked:
             if lists is None:
                 return None
             values, start, length = lists
-            if rows is not None:
-                start, length = start[rows], length[rows]
-            parts.append((values, start, length))
+            parts.append((values, start[rows], length[rows]))
         return blocks.together(parts)
 
     def elements(self) -> Iterator[source.Element]:
         """The records as dicts of columns."""
         for of, rows in self._parts:
-            batch = of.batch
-            assert batch is not None
-            yield from arrow_rows.elements(batch if rows is None else batch.take(rows))
+            assert of.batch is not None
+            if _follow_each_other(rows):
+                some = of.batch.slice(rows[0], len(rows))
+            else:
+                some = of.batch.take(rows)
+            yield from arrow_rows.elements(some)
 
 
-def all_of(batch: pa.RecordBatch) -> Picked:
-    """The records of a batch that is not kept; none is corrupt."""
-    return Picked([(Decoded(batch, is_checked=True), None)])
+def _follow_each_other(rows: np.ndarray) -> bool:
+    return bool((np.diff(rows) == 1).all())
 
 
-def read(
-    of: Any, picked: Sequence[tuple[units.Unit, np.ndarray]], *, tokens: str = ""
+def picked(
+    parts: Iterable[tuple[Decoded, np.ndarray]],
 ) -> Picked | source.CorruptError:
     """Records of several blocks, up to the first corrupt one; or corrupt ones.
 
     Args:
-      of: the source, with the methods `decoded` and `place`.
-      picked: blocks, and the numbers of records in each.
-      tokens: the column of tokens if nothing else is needed.
+      parts: blocks, and the numbers of records in each.
     """
-    parts: list[tuple[Decoded, np.ndarray | None]] = []
-    for unit, rows in picked:
-        block = kept(of, unit, tokens)
+    sound: list[tuple[Decoded, np.ndarray]] = []
+    for block, rows in parts:
         if block.corrupt is None:
-            parts.append((block, rows))
+            sound.append((block, rows))
             continue
         corrupt = block.corrupt[rows]
         others = np.flatnonzero(corrupt != corrupt[0])
         some = rows[: others[0]] if len(others) else rows
-        if not corrupt[0]:
-            parts.append((block, some))
-            if len(others):
-                break
-        elif parts:
+        if corrupt[0]:
+            if not sound:
+                return block.error(some)
             break
-        else:
-            first = int(some[0])
-            which = f"row {first}"
-            if len(some) > 1:
-                which = f"rows {first} and {len(some) - 1} more"
-            return source.corrupt(
-                f"{of.place(unit)}, {which}", block.why(first), num_records=len(some)
-            )
-    return Picked(parts)
+        sound.append((block, some))
+        if len(others):
+            break
+    return Picked(sound)
+
+
+def in_order(
+    block: Decoded, first: int, stop: int
+) -> Iterator[Picked | source.CorruptError]:
+    """The records of a block from `first` to before `stop`, many at a time."""
+    size = max(1, block.num_rows * _RUN_BYTES // max(block.num_bytes, 1))
+    while first < stop:
+        is_sound = block.corrupt is None or not block.corrupt[first]
+        end = min(first + size, stop) if is_sound else stop
+        read = picked([(block, np.arange(first, end))])
+        yield read
+        first += read.num_rows if isinstance(read, Picked) else read.num_records
+
+
+class ColumnFiles(source.Source):
+    """Files whose records are read as columns, many at a time."""
+
+    @abc.abstractmethod
+    def read_batches(
+        self, unit: units.Unit, skip: int, *, tokens: str = ""
+    ) -> Iterator[Picked | source.CorruptError]:
+        """As `read`, but records that follow each other are yielded together.
+
+        Args:
+          unit: a block or a part of one.
+          skip: the records of the unit to leave out.
+          tokens: the column of tokens if nothing else is needed.
+        """
+
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
+        """Reads the records of a unit, a block or a part of one, from number `skip`."""
+        for read in self.read_batches(unit, skip):
+            if isinstance(read, source.CorruptError):
+                yield read
+            else:
+                yield from read.elements()
+
+
+class BlockFiles(ColumnFiles):
+    """Files whose blocks are decoded as a whole or a little at a time."""
+
+    # What a block is in this format.
+    _block_name: ClassVar[str]
+
+    @abc.abstractmethod
+    def _batch(self, unit: units.Unit) -> pa.RecordBatch:
+        """The block of a unit.
+
+        Raises:
+          DamagedError: if not all of it can be decoded.
+          OSError: if it cannot be read.
+        """
+
+    @abc.abstractmethod
+    def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
+        """The block of a unit from a row on, a little at a time.
+
+        Raises:
+          DamagedError: where it cannot be decoded.
+          DataError: if it cannot be read, after several tries.
+        """
+
+    def _salvaged(
+        self, unit: units.Unit
+    ) -> tuple[pa.RecordBatch | None, Sequence[tuple[int, int]]]:
+        """What is left of a damaged block, and ranges of rows that are lost.
+
+        Raises:
+          OSError: if it cannot be read.
+        """
+        return None, [(0, unit.block_records)]
+
+    def _is_shared(self, unit: units.Unit) -> bool:
+        """Whether the block of a unit is decoded for several shards, and kept."""
+        del unit
+        return False
+
+    def place(self, unit: units.Unit) -> str:
+        """The block of a unit, for errors."""
+        return f"{self.files[unit.file]}, {self._block_name} {unit.block}"
+
+    def decoded(self, unit: units.Unit, *, tokens: str = "") -> Decoded:
+        """The block of a unit; of the column of tokens only, if one is named."""
+        place = self.place(unit)
+        try:
+            batch = files.retried(functools.partial(self._batch, unit), place)
+            return Decoded(batch, place, tokens=tokens)
+        except arrow_rows.DamagedError as error:
+            problem = error
+        left, ranges = files.retried(functools.partial(self._salvaged, unit), place)
+        lost = np.zeros(unit.block_records, bool)
+        for first, stop in ranges:
+            lost[first:stop] = True
+        return Decoded(left, place, lost=lost, problem=problem)
+
+    def read_batches(
+        self, unit: units.Unit, skip: int, *, tokens: str = ""
+    ) -> Iterator[Picked | source.CorruptError]:
+        """See `ColumnFiles`."""
+        row, stop = unit.first + skip, unit.first + unit.num_records
+        # A local name: at the end of the program the module's may be deleted first.
+        damaged_error = arrow_rows.DamagedError
+        if not self._is_shared(unit):
+            try:
+                for batch in self._stream(unit, row):
+                    some = batch.slice(0, stop - row)
+                    block = Decoded(some, self.place(unit), first=row)
+                    yield from in_order(block, 0, some.num_rows)
+                    row += some.num_rows
+                    if row == stop:
+                        return
+            except damaged_error:
+                pass
+        yield from in_order(kept(self, unit, tokens), row, stop)
 
 
 class _Kept:
-    """The decoded blocks that were used last."""
+    """The decoded blocks that were used last, and those that are in use."""
 
     def __init__(self) -> None:
         self.begin()
@@ -205,28 +328,37 @@ class _Kept:
         self._lock = threading.Lock()
         self._blocks: collections.OrderedDict[Hashable, Decoded]
         self._blocks = collections.OrderedDict()
+        self._in_use: weakref.WeakValueDictionary[Hashable, Decoded]
+        self._in_use = weakref.WeakValueDictionary()
+        # Held while a block is decoded, so that others wait for it.
+        self._decoding: dict[Hashable, threading.Lock] = {}
         self._num_bytes = 0
 
-    def get(self, of: Any, unit: units.Unit, tokens: str) -> Decoded:
+    def get(self, of: BlockFiles, unit: units.Unit, tokens: str) -> Decoded:
         key = (of.files[unit.file], unit.block, of.columns, tokens)
         with self._lock:
             found = self._blocks.get(key)
             if found is not None:
                 self._blocks.move_to_end(key)
                 return found
-        made = of.decoded(unit, tokens=tokens)
-        with self._lock:
-            if key not in self._blocks:
-                self._blocks[key] = made
-                self._num_bytes += made.num_bytes
-            while self._num_bytes > BUDGET_BYTES and len(self._blocks) > 1:
-                _, oldest = self._blocks.popitem(last=False)
-                self._num_bytes -= oldest.num_bytes
+            decoding = self._decoding.setdefault(key, threading.Lock())
+        with decoding:
+            made = self._in_use.get(key) or of.decoded(unit, tokens=tokens)
+            with self._lock:
+                self._decoding.pop(key, None)
+                self._in_use[key] = made
+                if key not in self._blocks:
+                    self._blocks[key] = made
+                    self._num_bytes += made.num_bytes
+                while self._num_bytes > BUDGET_BYTES and len(self._blocks) > 1:
+                    _, oldest = self._blocks.popitem(last=False)
+                    self._num_bytes -= oldest.num_bytes
         return made
 
     def clear(self) -> None:
         with self._lock:
             self._blocks.clear()
+            self._in_use.clear()
             self._num_bytes = 0
 
 
@@ -235,11 +367,11 @@ files.register_cache(_KEPT.clear)
 os.register_at_fork(after_in_child=_KEPT.begin)
 
 
-def kept(of: Any, unit: units.Unit, tokens: str) -> Decoded:
+def kept(of: BlockFiles, unit: units.Unit, tokens: str) -> Decoded:
     """The block of a unit, decoded now if it is not kept.
 
     Args:
-      of: the source, with the attributes `files` and `columns` and a method `decoded`.
+      of: the source.
       unit: in the block.
       tokens: the column of tokens if nothing else is needed.
     """

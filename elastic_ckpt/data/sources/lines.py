@@ -15,85 +15,54 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, ClassVar
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import files, offset_index, source
+from elastic_ckpt.data.sources import files, offset_index, runs, source
 
 _GZIP, _ZSTD = ".gz", ".zst"
 _COMPRESSED = (_GZIP, _ZSTD)
 # Errors of bytes that cannot be decompressed.
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
-# About how many bytes are read together.
-_RUN_BYTES = 256 * 1024
+# About how many bytes are decompressed together.
+_BUFFER_BYTES = 256 * 1024
 TEXT_COLUMN = "text"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LineFiles(abc.ABC):
-    """Files of lines, as they are or compressed (`.gz`, `.zst`).
-
-    Attributes:
-      files: the paths or URIs of the files.
-      columns: the columns to read; all if it is empty.
-      file_type: the format of the files, which each subclass sets.
-    """
-
-    file_type: ClassVar[str]
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
-        return {"format": self.file_type, "columns": list(self.columns)}
+class LineFiles(runs.RunFiles):
+    """Files of lines, as they are or compressed (`.gz`, `.zst`)."""
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
-        content = files.content(file)
-        offsets = offset_index.cached(
-            self.file_type, file, content, lambda: _walk(file, self._check)
+        return offset_index.index(
+            self.file_type,
+            file,
+            lambda _: _walk(file, self._check),
+            is_whole=_is_compressed(file),
         )
-        index = offsets.file_index(content)
-        return dataclasses.replace(index, is_whole=_is_compressed(file))
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the records of a unit, a block or a part of one, from number `skip`."""
-        file = self.files[unit.file]
-        index = source.indexes(self)[unit.file]
-        lines = _Lines(file, index.block_bytes[unit.block], unit.first + skip)
-        number = int(index.block_records[: unit.block].sum()) + unit.first + skip
-        left = unit.num_records - skip
-        with contextlib.closing(lines):
-            while left:
-                place = f"{file}, record {number}"
-                try:
-                    run = files.retried(functools.partial(lines.read, left), place)
-                except _DAMAGED as error:
-                    yield source.corrupt(
-                        place, f"{error}; later ones cannot be read", num_records=left
-                    )
-                    return
-                if not run:
-                    raise errors.DataError(
-                        f"{place}: the file ends here, but has {left} more records in"
-                        " its index: it has changed during the run; restore it from a"
-                        " copy, and start the run again"
-                    )
-                for line in run:
-                    yield self._element(line, f"{file}, record {number}")
-                    number += 1
-                left -= len(run)
-
-    @abc.abstractmethod
-    def _element(self, line: bytes, place: str) -> source.Read:
-        """The element of a line without its end."""
+    def _records(
+        self, file: str, offset: int, before: int
+    ) -> Generator[tuple[bytes, int, int]]:
+        try:
+            with _opened(file) as stream:
+                if offset:
+                    stream.seek(offset)
+                for line in stream:
+                    offset += len(line)
+                    if not line.strip():
+                        continue
+                    if before:
+                        before -= 1
+                    else:
+                        yield line.rstrip(b"\r\n"), len(line), offset
+        except _DAMAGED as error:
+            raise runs.LostError(f"{error}; later ones cannot be read") from None
 
     @abc.abstractmethod
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
@@ -115,20 +84,15 @@ class JsonLines(LineFiles):
 
     file_type = "jsonl"
 
-    def _element(self, line: bytes, place: str) -> source.Read:
+    def _element(self, record: bytes, place: str) -> source.Read:
         try:
-            fields = json.loads(line)
+            fields = json.loads(record)
         except (ValueError, RecursionError) as error:
             return source.corrupt(place, f"not JSON: {error}")
         if not isinstance(fields, dict):
             return source.corrupt(place, f"a {type(fields).__name__}, not an object")
         names = self.columns or tuple(fields)
-        missing = sorted(set(names) - fields.keys())
-        if missing:
-            raise errors.DataError(
-                f"{place}: no field {missing}, only {sorted(fields)}; set columns,"
-                " which is train_data_columns in a configuration"
-            )
+        source.check_columns(place, names, sorted(fields), what="field")
         return {name: _value(fields[name]) for name in names}
 
     def _check(self, line: bytes, file: str, *, is_first: bool) -> None:
@@ -137,9 +101,11 @@ class JsonLines(LineFiles):
         except (ValueError, RecursionError) as error:
             if is_first:
                 what = "not a JSON Lines file: its first line"
-                advice = "restore it, or read it as its own format (grain_file_type)"
-                if not file.lower().endswith((".jsonl", ".ndjson")):
-                    advice = files.route(file, advice)
+                advice = files.route(
+                    file,
+                    "restore it, or read it as its own format (grain_file_type)",
+                    own=(".jsonl", ".ndjson"),
+                )
             else:
                 what, advice = "cut short: its last line", "restore it from a copy"
             raise errors.DataError(
@@ -190,10 +156,10 @@ class Text(LineFiles):
                 return
             yield self._element(content, file)
 
-    def _element(self, line: bytes, place: str) -> source.Read:
+    def _element(self, record: bytes, place: str) -> source.Read:
         name = self.columns[0] if self.columns else TEXT_COLUMN
         try:
-            return {name: line.decode()}
+            return {name: record.decode()}
         except UnicodeDecodeError as error:
             return source.corrupt(place, error)
 
@@ -209,80 +175,19 @@ def _value(value: Any) -> Any:
     return value
 
 
-class _Lines:
-    # The lines of a file from an offset on that are not blank, without the first few. A
-    # compressed file stays open, because it is read from its beginning otherwise.
-    def __init__(self, file: str, offset: int, num_before: int) -> None:
-        self._file = file
-        self._offset = offset
-        self._num_before = num_before
-        self._stream: BinaryIO | None = None
-
-    def read(self, most: int) -> list[bytes]:
-        """The next lines, at least one if there are any; may be tried again."""
-        lines: list[bytes] = []
-        num_bytes = 0
-        try:
-            stream = self._stream or self._opened()
-            for line in stream:
-                num_bytes += len(line)
-                if line.strip():
-                    lines.append(line.rstrip(b"\r\n"))
-                if len(lines) == most or (lines and num_bytes >= _RUN_BYTES):
-                    break
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, _DAMAGED) or not lines:
-                raise
-            # Those before the damage are returned first, wherever reading began.
-            self._num_before += len(lines)
-            return lines
-        self._num_before += len(lines)
-        if _is_compressed(self._file):
-            self._stream = stream
-        else:
-            self._offset, self._num_before = stream.tell(), 0
-            stream.close()
-        return lines
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def _opened(self) -> BinaryIO:
-        stream = _opened(self._file)
-        try:
-            if self._offset:
-                stream.seek(self._offset)
-            left = self._num_before
-            while left and (line := stream.readline()):
-                left -= bool(line.strip())
-        except BaseException:
-            stream.close()
-            raise
-        return stream
-
-
 def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
     # A pass over the lines; a compressed file has one block.
     starts: list[int] = []
-    counts: list[int] = []
-    offset, last = 0, b""
-    is_compressed = _is_compressed(file)
+    count, offset, last = 0, 0, b""
     try:
-        with contextlib.closing(_opened(file)) as stream:
+        with _opened(file) as stream:
             for line in stream:
                 if line.strip():
-                    if not starts or (
-                        counts[-1] == source.BLOCK_RECORDS and not is_compressed
-                    ):
-                        if not starts:
-                            check(line, file, is_first=True)
-                        starts.append(0 if is_compressed else offset)
-                        counts.append(0)
-                    counts[-1] += 1
-                    last = line
+                    if not count:
+                        check(line, file, is_first=True)
+                    if count % source.BLOCK_RECORDS == 0:
+                        starts.append(offset)
+                    count, last = count + 1, line
                 offset += len(line)
     except _DAMAGED as error:
         raise errors.DataError(
@@ -290,13 +195,13 @@ def _walk(file: str, check: Callable[..., None]) -> offset_index.Offsets:
         ) from None
     if last:
         check(last, file, is_first=False)
-    return offset_index.Offsets(
-        start=np.array(starts, np.int64), num_records=np.array(counts, np.int64)
-    )
+    if last and _is_compressed(file):
+        return [0], [count]
+    return starts, source.blocks(count).tolist()
 
 
 def _content(file: str) -> bytes:
-    with contextlib.closing(_opened(file)) as stream:
+    with _opened(file) as stream:
         return stream.read()
 
 
@@ -306,31 +211,21 @@ def _is_compressed(file: str) -> bool:
 
 def _opened(file: str) -> BinaryIO:
     # A file, open for reading what is in it, decompressed.
-    stack = contextlib.ExitStack()
-    stream = stack.enter_context(files.opened(file))
+    stream = files.opened(file)
     if file.lower().endswith(_GZIP):
-        return _Closing(gzip.GzipFile(fileobj=stream), stack)
-    if file.lower().endswith(_ZSTD):
+        decompressed: Any = gzip.GzipFile(fileobj=stream)
+    elif file.lower().endswith(_ZSTD):
         pyarrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it")
-        raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
-        return _Closing(raw, stack)
-    return stream
+        raw = pyarrow.PythonFile(stream, "r")
+        decompressed = pyarrow.CompressedInputStream(raw, "zstd")
+    else:
+        return stream
+    return io.BufferedReader(_Decompressed(decompressed, stream), _BUFFER_BYTES)
 
 
-class _Closing(io.BufferedReader):
-    # What is decompressed; closes the file, too.
-    def __init__(self, raw: Any, stack: contextlib.ExitStack) -> None:
-        super().__init__(_Raw(raw), _RUN_BYTES)
-        self._stack = stack
-
-    def close(self) -> None:
-        with self._stack:
-            super().close()
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+class _Decompressed(io.RawIOBase):
+    def __init__(self, stream: Any, file: BinaryIO) -> None:
+        self._stream, self._file = stream, file
 
     def readable(self) -> bool:
         return True
@@ -350,4 +245,5 @@ class _Raw(io.RawIOBase):
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self._stream.close()
+        self._file.close()
         super().close()

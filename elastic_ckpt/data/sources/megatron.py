@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import arrow, arrow_rows, files, source
+from elastic_ckpt.data.sources import arrow, files, kept_blocks, source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +41,7 @@ _RUN_BYTES = 256 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Megatron:
+class Megatron(kept_blocks.ColumnFiles):
     """Megatron's `.bin` files as a source, each with its `.idx` beside it.
 
     A block is 1,024 documents. An element has one column, the tokens of a document, of
@@ -53,21 +53,16 @@ class Megatron:
       columns: the name of the only column, by default `tokens`.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
+    file_type = "megatron"
 
     def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
+        super().__post_init__()
         for file in self.files:
             if not file.endswith(".bin"):
                 raise errors.ConfigError(
                     f"Megatron: {file} is no .bin file; name those, each of which has"
                     " an .idx file beside it"
                 )
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the column."""
-        return {"format": "megatron", "columns": list(self.columns)}
 
     def index(self, file: str) -> source.FileIndex:
         """The number of documents, from the beginning of the index."""
@@ -84,7 +79,9 @@ class Megatron:
             )
         if header.num_sequences and header.num_documents:
             last = _read(file, header, header.num_documents - 1, header.num_documents)
-            end = int((last.offset + last.length * header.width).max(initial=0))
+            end = int(
+                (last.offset + last.length * header.dtype.itemsize).max(initial=0)
+            )
             if end > content.num_bytes:
                 raise errors.DataError(
                     f"{file}: cut short, {content.num_bytes} of {end} bytes that its"
@@ -95,14 +92,11 @@ class Megatron:
             block_records=source.blocks(header.num_documents),
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the documents of a unit, a block or a part of one, from `skip` on."""
-        return arrow_rows.records(self.read_batches(unit, skip))
-
     def read_batches(
-        self, unit: units.Unit, skip: int
-    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
-        """As `read`, but documents that follow each other are yielded together."""
+        self, unit: units.Unit, skip: int, *, tokens: str = ""
+    ) -> Iterator[kept_blocks.Picked]:
+        """See `ColumnFiles`."""
+        del tokens
         arrow.library()
         file = self.files[unit.file]
         begin = unit.block * source.BLOCK_RECORDS + unit.first
@@ -115,7 +109,7 @@ class Megatron:
         sizes = np.add.reduceat(
             np.append(found.length, 0), found.first_sequence[:-1]
         ) * (np.diff(found.first_sequence) > 0)
-        ends = np.cumsum(sizes) * header.width
+        ends = np.cumsum(sizes) * header.dtype.itemsize
         done = 0
         while done < stop - first:
             before = int(ends[done - 1]) if done else 0
@@ -132,7 +126,9 @@ class Megatron:
                 ),
                 f"{file}, document {first + done}",
             )
-            yield self._batch(values, sizes[done:until])
+            batch = self._batch(values, sizes[done:until])
+            rows = np.arange(until - done)
+            yield kept_blocks.Picked([(kept_blocks.Decoded(batch, place), rows)])
             done = until
 
     def _batch(self, values: np.ndarray, sizes: np.ndarray) -> pa.RecordBatch:
@@ -146,26 +142,13 @@ class Megatron:
 
 class _Header(NamedTuple):
     # The type of the tokens, and the numbers of sequences and of documents.
-    dtype: Any
+    dtype: np.dtype
     num_sequences: int
     num_documents: int
 
     @property
-    def width(self) -> int:
-        return np.dtype(self.dtype).itemsize
-
-    @property
     def num_index_bytes(self) -> int:
-        return self.place("documents") + 8 * (self.num_documents + 1)
-
-    def place(self, name: str) -> int:
-        # Where an array begins in the index.
-        sequences = self.num_sequences
-        return _HEADER.size + {
-            "lengths": 0,
-            "offsets": 4 * sequences,
-            "documents": 12 * sequences,
-        }.get(name, 0)
+        return _HEADER.size + 12 * self.num_sequences + 8 * (self.num_documents + 1)
 
 
 class _Sequences(NamedTuple):
@@ -198,7 +181,7 @@ def _header(file: str) -> _Header:
             f"{index}: version {version} and type {code} of tokens are not read; write"
             " the data again by Megatron's tools/preprocess_data.py"
         )
-    return _Header(_TYPES[code], num_sequences, num_documents - 1)
+    return _Header(np.dtype(_TYPES[code]), num_sequences, num_documents - 1)
 
 
 files.register_cache(_header.cache_clear)
@@ -209,15 +192,15 @@ def _read(file: str, header: _Header, first: int, stop: int) -> _Sequences:
     index = _index_of(file)
     with files.opened(index) as stream:
 
-        def array(name: str, dtype: Any, begin: int, end: int) -> np.ndarray:
+        def array(place: int, dtype: str, begin: int, end: int) -> np.ndarray:
             width = np.dtype(dtype).itemsize
-            stream.seek(header.place(name) + begin * width)
+            stream.seek(_HEADER.size + place + begin * width)
             content = stream.read((end - begin) * width)
             if len(content) < (end - begin) * width:
                 raise errors.DataError(f"{index}: cut short; restore it from a copy")
             return np.frombuffer(content, dtype).astype(np.int64)
 
-        documents = array("documents", "<i8", first, stop + 1)
+        documents = array(12 * header.num_sequences, "<i8", first, stop + 1)
         is_rising = (np.diff(documents) >= 0).all() and documents[0] >= 0
         if not is_rising or documents[-1] > header.num_sequences:
             raise errors.DataError(
@@ -225,8 +208,8 @@ def _read(file: str, header: _Header, first: int, stop: int) -> _Sequences:
                 " index is damaged, restore it from a copy"
             )
         sequences = int(documents[0]), int(documents[-1])
-        length = array("lengths", "<i4", *sequences)
-        offset = array("offsets", "<i8", *sequences)
+        length = array(0, "<i4", *sequences)
+        offset = array(4 * header.num_sequences, "<i8", *sequences)
     if (length < 0).any() or (offset < 0).any():
         raise errors.DataError(
             f"{index}: sequences {sequences[0]} to {sequences[1]} have lengths or"
@@ -241,7 +224,7 @@ def _tokens(
     # The tokens of some sequences; those that follow each other are read together.
     if not len(offset):
         return np.empty(0, header.dtype)
-    ends = offset + length * header.width
+    ends = offset + length * header.dtype.itemsize
     breaks = np.flatnonzero(offset[1:] != ends[:-1]) + 1
     begins = [0, *breaks.tolist()]
     parts = []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from etils import epath
@@ -19,52 +20,47 @@ from elastic_ckpt.data.sources import files, source
 _VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Offsets:
-    """The blocks of a file.
-
-    Attributes:
-      start: the offset of each block, int64 `[blocks]`.
-      num_records: the number of its records, int64 `[blocks]`.
-    """
-
-    start: np.ndarray
-    num_records: np.ndarray
-
-    def file_index(self, content: files.Content) -> source.FileIndex:
-        """The index of the file with this content."""
-        return source.FileIndex(
-            content=content,
-            block_records=self.num_records,
-            block_bytes=tuple(self.start.tolist()),
-        )
+# The offset of each block, and the number of its records.
+Offsets: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
-def cached(
-    kind: str, file: str, content: files.Content, walk: Callable[[], Offsets]
-) -> Offsets:
-    """The blocks of a file, from the cache or from a pass over it.
+def index(
+    kind: str, file: str, walk: Callable[[int], Offsets], *, is_whole: bool = False
+) -> source.FileIndex:
+    """The index of a file, whose blocks are from the cache or from a pass over it.
 
     Args:
       kind: of the file: a directory of the cache.
       file: its path or URI.
-      content: its present size, sample and version.
-      walk: makes the pass.
+      walk: makes the pass over the file, given its size.
+      is_whole: as in the index.
     """
+    content = files.content(file)
     path = _path(kind, file, content)
+    offsets = _kept(path)
+    if offsets is None:
+        offsets = walk(content.num_bytes)
+        if content.version:
+            _keep(path, offsets)
+    start, num_records = (np.array(each, np.int64) for each in offsets)
+    return source.FileIndex(
+        content=content,
+        block_records=num_records,
+        block_bytes=tuple(start.tolist()),
+        is_whole=is_whole,
+    )
+
+
+def _kept(path: epath.Path) -> Offsets | None:
     try:
         fields = checked_json.read(path, what="index", version=_VERSION)
         start, num_records = (
-            np.array(fields[name], np.int64) for name in ("start", "num_records")
+            np.array(fields[name], np.int64).tolist()
+            for name in ("start", "num_records")
         )
-        if len(start) == len(num_records):
-            return Offsets(start=start, num_records=num_records)
+        return (start, num_records) if len(start) == len(num_records) else None
     except (errors.DataError, OSError, KeyError, ValueError, TypeError):
-        pass
-    offsets = walk()
-    if content.version:
-        _keep(path, offsets)
-    return offsets
+        return None
 
 
 def _path(kind: str, file: str, content: files.Content) -> epath.Path:
@@ -76,11 +72,10 @@ def _path(kind: str, file: str, content: files.Content) -> epath.Path:
 
 
 def _keep(path: epath.Path, offsets: Offsets) -> None:
-    fields: dict[str, storage.Json] = {
-        "start": offsets.start.tolist(),
-        "num_records": offsets.num_records.tolist(),
-    }
-    content = checked_json.to_bytes(fields, version=_VERSION)
+    start, num_records = map(list, offsets)
+    content = checked_json.to_bytes(
+        {"start": start, "num_records": num_records}, version=_VERSION
+    )
     try:
         storage.write_atomic(path, content)
     except OSError:

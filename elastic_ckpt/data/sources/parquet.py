@@ -1,7 +1,7 @@
 """Parquet files, read by row group and decoded in small batches.
 
 Between its turns a shard holds a small batch of rows and, if it was read recently, an
-open row group. Shards that read parts of the same row group share its table.
+open row group. Shards that read small parts of the same row group share it decoded.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,14 +30,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-# The decoded size of a shard's batch, if its row group stays open.
-_BATCH_BYTES = 128 * 1024
-# A smaller row group does not stay open: it has larger batches, and is decoded from its
-# beginning for each. That costs less than holding a page while other shards read.
+# The decoded size of a shard's batch.
+_BATCH_BYTES = 256 * 1024
+# A smaller row group is decoded as a whole. That costs less than holding a page while
+# other shards read.
 _SMALL_BYTES = 2 * 1024 * 1024
-_SMALL_BATCH_BYTES = 512 * 1024
-# Batches are so many times as large if they stay columns.
-_IN_COLUMNS = 2
 # The size of a read from a column chunk.
 _BUFFER_BYTES = 64 * 1024
 # The size of a decoded number of each type in bytes.
@@ -46,12 +43,10 @@ _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
 _MAX_OPEN = 256
 # From this number of parts on, shards share the table of a row group.
 _SHARED_PARTS = 4
-# The largest table that shards share.
-_MAX_SHARED_BYTES = 256 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parquet:
+class Parquet(kept_blocks.BlockFiles):
     """Parquet files as a source; a block is a row group.
 
     An element has the value of each column by name: lists of numbers as read-only NumPy
@@ -63,292 +58,131 @@ class Parquet:
       columns: the columns to read; all if it is empty.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
-        return {"format": "parquet", "columns": list(self.columns)}
+    file_type = "parquet"
+    _block_name = "row group"
 
     def index(self, file: str) -> source.FileIndex:
         """The rows of each row group, from the file's footer."""
         metadata = _metadata(file)
-        missing = set(self.columns) - set(metadata.schema.to_arrow_schema().names)
-        if missing:
-            raise errors.DataError(
-                f"{file}: no column {sorted(missing)}, only"
-                f" {metadata.schema.to_arrow_schema().names}; set columns, which is"
-                " train_data_columns in a configuration"
-            )
+        names = metadata.schema.to_arrow_schema().names
+        source.check_columns(file, self.columns, names)
+        groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
+        starts = [parquet_pages.begin_bytes(group.column(0)) for group in groups]
         return source.FileIndex(
             content=files.content(file),
-            block_records=np.array(
-                [
-                    metadata.row_group(n).num_rows
-                    for n in range(metadata.num_row_groups)
-                ],
-                np.int64,
-            ),
-            block_bytes=() if self.columns else _starts(metadata),
+            block_records=np.array([group.num_rows for group in groups], np.int64),
+            block_bytes=() if self.columns else tuple(starts),
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the rows of a unit, a row group or a part of it, from number `skip`."""
-        rows = _OpenRows(self, unit, skip)
-        return arrow_rows.records(self._read(rows, unit, skip))
-
-    def read_batches(
-        self, unit: units.Unit, skip: int
-    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
-        """As `read`, but rows that follow each other are yielded together."""
-        return self._read(_OpenRows(self, unit, skip, scale=_IN_COLUMNS), unit, skip)
-
-    def decoded(self, unit: units.Unit, *, tokens: str = "") -> kept_blocks.Decoded:
-        """The row group of a unit; of the column of tokens only, if one is named."""
-        file, block = self.files[unit.file], unit.block
-        place = self.place(unit)
-        try:
-            batch = files.retried(
-                functools.partial(_row_group, file, block, self.columns), place
+    def _batch(self, unit: units.Unit) -> pa.RecordBatch:
+        """See `BlockFiles`."""
+        with (
+            arrow_rows.damaged(),
+            _open(self.files[unit.file], buffered=False) as opened,
+        ):
+            table = opened.read_row_group(
+                unit.block, columns=list(self.columns) or None, use_threads=False
             )
-            if batch.num_rows == unit.block_records:
-                return kept_blocks.Decoded(batch, tokens=tokens)
-            problem: object = "not as many rows as in the footer"
-        except _CorruptPage as error:
-            problem = error
-        left = files.retried(
-            functools.partial(_salvaged, file, block, self.columns), place
-        )
-        lost = np.zeros(unit.block_records, bool)
-        for first, stop in ((0, len(lost)),) if left is None else left.lost:
-            lost[first:stop] = True
-        batch = None if left is None else _joined(left.table)
-        return kept_blocks.Decoded(batch, lost=lost, problem=problem)
+        if table.num_rows != unit.block_records:
+            raise arrow_rows.DamagedError("not as many rows as in the footer")
+        return _joined(table)
 
-    def place(self, unit: units.Unit) -> str:
-        """The row group of a unit, for errors."""
-        return f"{self.files[unit.file]}, row group {unit.block}"
-
-    def _read(
-        self, rows: _OpenRows, unit: units.Unit, skip: int
-    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
-        place = self.place(unit)
-        row, stop = unit.first + skip, unit.first + unit.num_records
-        # A local name: at the end of the program the module's may be deleted first.
-        corrupt_page = _CorruptPage
-        while row < stop:
-            try:
-                batch = files.retried(functools.partial(_next, rows), place)
-            except corrupt_page as error:
-                yield from self._rest(unit, place, row, error)
-                return
-            batch = batch.slice(0, stop - row)
-            yield from arrow_rows.checked(batch, place, row)
-            row += batch.num_rows
-
-    def _rest(
-        self, unit: units.Unit, place: str, row: int, problem: Exception
-    ) -> Iterator[pa.RecordBatch | source.CorruptError]:
-        # The rows of a unit from `row` on, of a row group with damaged pages.
-        stop = unit.first + unit.num_records
-        left = files.retried(
-            functools.partial(
-                _salvaged, self.files[unit.file], unit.block, self.columns
-            ),
-            place,
-        )
-        if left is None:
-            yield source.corrupt(
-                f"{place}, from row {row} on", problem, num_records=stop - row
-            )
+    def _stream(self, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
+        """See `BlockFiles`."""
+        if _row_group_bytes(self, unit) <= _SMALL_BYTES:
+            batch = functools.partial(self._batch, unit)
+            yield files.retried(batch, self.place(unit)).slice(row)
             return
-        lost = [(max(a, row), min(b, stop)) for a, b in left.lost]
-        for first, end in [*((a, b) for a, b in lost if a < b), (stop, stop)]:
-            for batch in left.table.slice(row, first - row).to_batches():
-                yield from arrow_rows.checked(batch, place, row)
-                row += batch.num_rows
-            if first < end:
-                yield source.corrupt(
-                    f"{place}, rows {first} to {end - 1}",
-                    problem,
-                    num_records=end - first,
-                )
-            row = end
+        rows = _OpenRows(self, unit, row)
+        while True:
+            yield files.retried(rows.next, self.place(unit))
 
+    def _salvaged(
+        self, unit: units.Unit
+    ) -> tuple[pa.RecordBatch | None, Sequence[tuple[int, int]]]:
+        """See `BlockFiles`."""
+        file = self.files[unit.file]
+        with files.opened(file) as stream:
+            left = parquet_pages.salvaged(
+                stream, _metadata(file), unit.block, self.columns
+            )
+        if left is None:
+            return super()._salvaged(unit)
+        table, lost = left
+        return _joined(table), lost
 
-def _starts(metadata: pq.FileMetaData) -> tuple[int, ...]:
-    # The first byte of each row group: a column begins with its dictionary.
-    starts = []
-    for number in range(metadata.num_row_groups):
-        first = metadata.row_group(number).column(0)
-        dictionary = first.dictionary_page_offset or first.data_page_offset
-        starts.append(min(dictionary, first.data_page_offset))
-    return tuple(starts)
+    def _is_shared(self, unit: units.Unit) -> bool:
+        """See `BlockFiles`.
 
-
-def _is_small_part(unit: units.Unit) -> bool:
-    # Several shards read small parts: it is cheaper to decode the row group once and
-    # keep it than to decode the rows before the part in each shard.
-    return unit.num_records * _SHARED_PARTS <= unit.block_records
-
-
-class _CorruptPage(Exception):
-    pass
+        It is cheaper to decode the row group once and keep it than to decode the rows
+        before a small part in each shard.
+        """
+        is_small_part = unit.num_records * _SHARED_PARTS <= unit.block_records
+        budget = kept_blocks.BUDGET_BYTES
+        return is_small_part and _row_group_bytes(self, unit) <= budget
 
 
 class _OpenRows:
-    """Batches of a row group from a row on; it may be closed between two batches.
+    """A row group, read from a row on; it may be closed between two batches.
 
     Args:
       parquet: the files.
-      unit: the row group, or a part of it.
-      skip: the rows of the unit to leave out.
-      scale: how many times as large as usual the batches are.
+      unit: in the row group.
+      row: the first to be read.
     """
 
-    def __init__(
-        self, parquet: Parquet, unit: units.Unit, skip: int, *, scale: int = 1
-    ) -> None:
-        self._parquet = parquet
-        self._scale = scale
-        self._unit = unit
-        self.row = unit.first + skip
-        is_small = _row_group_bytes(parquet, unit) <= _SMALL_BYTES
-        self.stays_open = not is_small or _is_small_part(unit)
+    def __init__(self, parquet: Parquet, unit: units.Unit, row: int) -> None:
+        self._parquet, self._unit, self._row = parquet, unit, row
 
-    def open(self) -> Iterator[pa.RecordBatch]:
-        """Batches from the next row on."""
-        unit = self._unit
-        table = _shared_table(self._parquet, unit) if _is_small_part(unit) else None
-        if table is not None:
-            return _skipped(_shared(table, unit), self.row - unit.first)
-        return _skipped(_streamed(self._parquet, unit, self._scale), self.row)
-
-
-def _next(rows: _OpenRows) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    try:
-        batch = next(_open_batches(rows))
-    except StopIteration:
-        raise _CorruptPage("fewer rows than in the footer") from None
-    except (pa.ArrowInvalid, pa.ArrowException, OSError, EOFError) as error:
-        _close(rows)
-        if _is_from_outside(error):
-            raise
-        raise _CorruptPage(error) from None
-    rows.row += batch.num_rows
-    if not rows.stays_open:
-        _close(rows)
-    return batch
-
-
-def _is_from_outside(error: Exception) -> bool:
-    # Arrow also raises OSError for bytes that it cannot decode, but without an errno.
-    bare = type(error) is OSError and error.errno is None
-    return isinstance(error, OSError) and not bare
-
-
-def _row_group(file: str, block: int, columns: tuple[str, ...]) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    try:
-        with _open(file, buffered=False) as opened:
-            return _joined(
-                opened.read_row_group(
-                    block, columns=list(columns) or None, use_threads=False
-                )
-            )
-    except (pa.ArrowInvalid, pa.ArrowException, OSError, EOFError) as error:
-        if _is_from_outside(error):
-            raise
-        raise _CorruptPage(error) from None
-
-
-def _joined(table: pa.Table) -> pa.RecordBatch:
-    (batch,) = table.combine_chunks().to_batches()
-    return batch
-
-
-def _shared(table: pa.Table, unit: units.Unit) -> Iterator[pa.RecordBatch]:
-    # While this generator is open, it keeps the table alive for other shards.
-    num_batches = max(1, table.nbytes // _BATCH_BYTES)
-    batch_rows = -(-table.num_rows // num_batches)
-    part = table.slice(unit.first, unit.num_records)
-    yield from part.to_batches(max_chunksize=batch_rows)
-
-
-def _skipped(
-    batches: Iterator[pa.RecordBatch], num_rows: int
-) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        if num_rows < batch.num_rows:
-            yield batch.slice(num_rows)
-            break
-        num_rows -= batch.num_rows
-    yield from batches
-
-
-def _streamed(
-    parquet: Parquet, unit: units.Unit, scale: int
-) -> Iterator[pa.RecordBatch]:
-    file, columns = parquet.files[unit.file], list(parquet.columns) or None
-    num_bytes = _row_group_bytes(parquet, unit)
-    batch_bytes = _BATCH_BYTES if num_bytes > _SMALL_BYTES else _SMALL_BATCH_BYTES
-    num_batches = max(1, -(-num_bytes // (scale * batch_bytes)))
-    batch_rows = -(-unit.block_records // num_batches)
-    with _open(file, buffered=True) as opened:
-        yield from opened.iter_batches(
-            batch_size=batch_rows,
-            row_groups=[unit.block],
-            columns=columns,
-            use_threads=False,
-        )
-
-
-def _shared_table(parquet: Parquet, unit: units.Unit) -> pa.Table | None:
-    # None if the row group is too large to keep: each reader of a part then decodes the
-    # rows before it.
-    file, columns = parquet.files[unit.file], list(parquet.columns) or None
-    if _row_group_bytes(parquet, unit) > _MAX_SHARED_BYTES:
-        return None
-    key = (file, unit.block, parquet.columns)
-    with _TABLES_LOCK:
-        table = _TABLES.get(key)
-        if table is None:
-            with _open(file, buffered=False) as opened:
-                table = opened.read_row_group(
-                    unit.block, columns=columns, use_threads=False
-                )
-            _TABLES[key] = table
-        return table
-
-
-def _open_batches(rows: _OpenRows) -> Iterator[pa.RecordBatch]:
-    with _OPEN_LOCK:
-        batches = _OPEN.pop(rows, None)
-    if batches is None:
-        batches = rows.open()
-    with _OPEN_LOCK:
-        _OPEN[rows] = batches
-        while len(_OPEN) > _MAX_OPEN:
-            _OPEN.pop(next(iter(_OPEN)))
-    return batches
-
-
-def _close(rows: _OpenRows) -> None:
-    with _OPEN_LOCK:
-        _OPEN.pop(rows, None)
+    def next(self) -> pa.RecordBatch:
+        """The next rows, at least one; may be tried again."""
+        with _OPEN_LOCK:
+            batches = _OPEN.pop(self, None)
+        if batches is None:
+            batches = _streamed(self._parquet, self._unit, self._row)
+        with arrow_rows.damaged():
+            batch = next(batches, None)
+        if batch is None:
+            raise arrow_rows.DamagedError("fewer rows than in the footer")
+        self._row += batch.num_rows
+        with _OPEN_LOCK:
+            _OPEN[self] = batches
+            while len(_OPEN) > _MAX_OPEN:
+                _OPEN.pop(next(iter(_OPEN)))
+        return batch
 
 
 # The open row groups, the least recently used first.
 _OPEN_LOCK = threading.Lock()
-_OPEN: weakref.WeakKeyDictionary[_OpenRows, Any] = weakref.WeakKeyDictionary()
-_TABLES_LOCK = threading.Lock()
-_TABLES: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+_OPEN: weakref.WeakKeyDictionary[_OpenRows, Iterator[pa.RecordBatch]]
+_OPEN = weakref.WeakKeyDictionary()
+
+
+def _streamed(parquet: Parquet, unit: units.Unit, row: int) -> Iterator[pa.RecordBatch]:
+    num_batches = -(-_row_group_bytes(parquet, unit) // _BATCH_BYTES)
+    with _open(parquet.files[unit.file], buffered=True) as opened:
+        for batch in opened.iter_batches(
+            batch_size=-(-unit.block_records // num_batches),
+            row_groups=[unit.block],
+            columns=list(parquet.columns) or None,
+            use_threads=False,
+        ):
+            if row < batch.num_rows:
+                yield batch.slice(row)
+            row = max(0, row - batch.num_rows)
+
+
+def _joined(table: pa.Table) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    batches = table.combine_chunks().to_batches()
+    if len(batches) > 1:
+        # More than 2 GiB of text do not fit into one array of the usual type.
+        large = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+        fields = [f.with_type(large.get(f.type, f.type)) for f in table.schema]
+        batches = table.cast(pa.schema(fields)).combine_chunks().to_batches()
+    (batch,) = batches
+    return batch
 
 
 @contextlib.contextmanager
@@ -371,47 +205,18 @@ def _open(file: str, *, buffered: bool) -> Iterator[pq.ParquetFile]:
 
 @functools.lru_cache(maxsize=1024)
 def _metadata(file: str) -> pq.FileMetaData:
+    def foreign(problem: object) -> errors.DataError:
+        advice = files.route(file, own=(".parquet",))
+        return errors.DataError(
+            f"{file}: not a complete Parquet file ({problem}); {advice}"
+        )
+
     read_metadata = library().read_metadata
-    import pyarrow as pa
-
-    try:
-        with files.opened(file) as stream:
-            return read_metadata(stream)
-    except (pa.ArrowInvalid, pa.ArrowException, OSError, UnicodeError) as error:
-        if _is_from_outside(error):
-            raise
-        advice = (
-            "restore it from a copy, or read it as its own format (grain_file_type in a"
-            " configuration)"
-        )
-        if not file.lower().endswith(".parquet"):
-            advice = files.route(file, advice)
-        raise errors.DataError(
-            f"{file}: not a complete Parquet file ({error}); {advice}"
-        ) from None
-
-
-@functools.lru_cache(maxsize=2)
-def _salvaged(
-    file: str, block: int, columns: tuple[str, ...]
-) -> parquet_pages.Salvaged | None:
-    metadata = _metadata(file)
-
-    def open_with(stream: BinaryIO) -> pq.ParquetFile:
-        return library().ParquetFile(
-            stream,
-            metadata=metadata,
-            pre_buffer=False,
-            page_checksum_verification=True,
-        )
-
-    with files.opened(file) as stream:
-        return parquet_pages.salvaged(stream, metadata, block, columns, open_with)
+    with files.opened(file) as stream, arrow_rows.damaged(foreign):
+        return read_metadata(stream)
 
 
 files.register_cache(_metadata.cache_clear)
-files.register_cache(_salvaged.cache_clear)
-files.register_cache(_TABLES.clear)
 
 
 def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:
@@ -420,16 +225,11 @@ def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:
     size = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if not parquet.columns or _is_in(chunk.path_in_schema, parquet.columns):
+        if parquet_pages.is_read(chunk.path_in_schema, parquet.columns):
             width = _WIDTHS.get(chunk.physical_type)
             decoded = width * chunk.num_values if width else 0
             size += max(decoded, chunk.total_uncompressed_size)
     return size
-
-
-def _is_in(path: str, columns: tuple[str, ...]) -> bool:
-    # Whether a leaf is in one of the columns, whose names may contain dots.
-    return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
 def library() -> Any:

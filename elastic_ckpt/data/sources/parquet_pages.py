@@ -1,16 +1,18 @@
 """Reads what is left of a Parquet row group that has damaged pages.
 
-A damaged page is replaced by one of the same size in the file, which has a null for
-each of its rows; Arrow reads the rest, and the rows of the page are reported as lost.
-Arrow also tells which pages are damaged: it reads pages singly, between others that are
-replaced. Only the headers of pages are parsed here, which are Thrift structs in its
-compact encoding.
+In a sparse copy of the file, a damaged page is replaced by one that has a null for each
+of its rows; Arrow reads the rest, and the rows of the page are reported as lost. Arrow
+also tells which pages are damaged: it reads some of them at a time. Only the headers of
+pages are parsed here, which are Thrift structs in its compact encoding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
+import mmap
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -30,22 +32,7 @@ _WIDTHS["BYTE_ARRAY"] = 4
 # More bytes than a page header without statistics takes.
 _HEADER_BYTES = 40
 
-# Opens the file, with other bytes at some places, as a Parquet file.
-OpenWith = Callable[[BinaryIO], "pq.ParquetFile"]
 Lost = list[tuple[int, int]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Salvaged:
-    """What is left of a row group.
-
-    Attributes:
-      table: all of its rows; the lost ones have nulls or zeros.
-      lost: the lost rows, as ascending ranges of a first row and a stop.
-    """
-
-    table: pa.Table
-    lost: Lost
 
 
 class _UnsalvageableError(Exception):
@@ -62,71 +49,42 @@ class _Page:
     uses_dictionary: bool = False
 
 
-class Patched(io.RawIOBase):
-    """A file with other bytes at some offsets."""
-
-    def __init__(self, file: BinaryIO, patches: dict[int, bytes]) -> None:
-        self._file = file
-        self._patches = patches
-        self._place = 0
-        self._size = file.seek(0, io.SEEK_END)
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def tell(self) -> int:
-        """The current offset."""
-        return self._place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves to an offset."""
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}
-        self._place = begin[whence] + offset
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        """Reads from the current offset on."""
-        stop = min(self._place + len(buffer), self._size)
-        self._file.seek(self._place)
-        content = bytearray(self._file.read(max(stop - self._place, 0)))
-        for at, patch in self._patches.items():
-            first, last = max(at, self._place), min(at + len(patch), stop)
-            if first < last:
-                part = patch[first - at : last - at]
-                content[first - self._place : last - self._place] = part
-        buffer[: len(content)] = content
-        self._place += len(content)
-        return len(content)
-
-
 def salvaged(
     file: BinaryIO,
     metadata: pq.FileMetaData,
     block: int,
     columns: Sequence[str],
-    open_with: OpenWith,
-) -> Salvaged | None:
-    """The rows of a row group that can be read; None if its pages cannot be told apart.
+) -> tuple[pa.Table, Lost] | None:
+    """What is left of a row group; None if its pages cannot be told apart.
 
     Args:
       file: the file.
       metadata: from its footer.
       block: the number of the row group.
       columns: the names of the columns to read; empty reads all.
-      open_with: opens another content of the file.
-    """
-    group = metadata.row_group(block)
-    patches: dict[int, bytes] = {}
-    lost: Lost = []
 
-    def table(patches: dict[int, bytes], names: Sequence[str]) -> pa.Table | None:
+    Returns:
+      All of its rows, of which the lost ones have nulls or zeros; and which are lost,
+      as ranges of a first row and a stop.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    group = metadata.row_group(block)
+    lost: Lost = []
+    # The file, of which only the row group takes room.
+    with tempfile.TemporaryFile() as sparse:
+        sparse.truncate(file.seek(0, io.SEEK_END))
+        content = mmap.mmap(sparse.fileno(), 0)
+
+    def table(names: Sequence[str]) -> pa.Table | None:
         try:
-            with open_with(io.BufferedReader(Patched(file, patches))) as opened:
+            with pq.ParquetFile(
+                pa.BufferReader(content),
+                metadata=metadata,
+                pre_buffer=False,
+                page_checksum_verification=True,
+            ) as opened:
                 read = opened.read_row_group(
                     block, columns=list(names) or None, use_threads=False
                 )
@@ -138,54 +96,61 @@ def salvaged(
     try:
         for number in range(group.num_columns):
             chunk = group.column(number)
-            path = chunk.path_in_schema
-            is_read = any(path == n or path.startswith(f"{n}.") for n in columns)
-            if columns and not is_read:
+            if not is_read(chunk.path_in_schema, columns):
                 continue
-            whole = table({}, [path])
-            if whole is not None and whole.num_rows == group.num_rows:
-                continue
-            column = _Column(
-                file, chunk, metadata.schema.column(number), group.num_rows, table
-            )
-            column.salvage(patches, lost)
+            file.seek(begin_bytes(chunk))
+            raw = file.read(chunk.total_compressed_size)
+            place = memoryview(content)[begin_bytes(chunk) :][: len(raw)]
+            place[:] = raw
+            read = functools.partial(table, [chunk.path_in_schema])
+            whole = read()
+            if whole is None or whole.num_rows != group.num_rows:
+                schema = metadata.schema.column(number)
+                column = _Column(place, chunk, schema, group.num_rows, read)
+                lost += column.salvage()
     except _UnsalvageableError:
         return None
-    read = table(patches, columns)
-    if not lost or read is None or read.num_rows != group.num_rows:
+    left = table(columns)
+    if not lost or left is None or left.num_rows != group.num_rows:
         return None
-    return Salvaged(table=read, lost=_united(lost))
+    return left, lost
 
 
-def _united(ranges: Lost) -> Lost:
-    united: Lost = []
-    for first, stop in sorted(ranges):
-        if united and first <= united[-1][1]:
-            united[-1] = united[-1][0], max(stop, united[-1][1])
-        else:
-            united.append((first, stop))
-    return united
+def begin_bytes(chunk: pq.ColumnChunkMetaData) -> int:
+    """The first byte of a column chunk, which may begin with its dictionary."""
+    return min(
+        chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset
+    )
+
+
+def is_read(path: str, columns: Sequence[str]) -> bool:
+    """Whether a leaf is in one of the columns, whose names may contain dots."""
+    names = (path == name or path.startswith(f"{name}.") for name in columns)
+    return not columns or any(names)
 
 
 class _Column:
-    """The pages of one column of a row group."""
+    """The pages of one column of a row group.
+
+    Args:
+      place: its bytes, which are replaced.
+      chunk: from the footer.
+      schema: of the column.
+      num_rows: of the row group.
+      table: reads the column from `place`; None if it cannot be read.
+    """
 
     def __init__(
         self,
-        file: BinaryIO,
+        place: memoryview,
         chunk: pq.ColumnChunkMetaData,
         schema: pq.ColumnSchema,
         num_rows: int,
-        table: Callable[[dict[int, bytes], Sequence[str]], pa.Table | None],
+        table: Callable[[], pa.Table | None],
     ) -> None:
         self._chunk, self._schema, self._table = chunk, schema, table
         self._num_rows = num_rows
-        starts = [chunk.data_page_offset]
-        if chunk.dictionary_page_offset:
-            starts.append(chunk.dictionary_page_offset)
-        self._at = min(starts)
-        file.seek(self._at)
-        self._content = file.read(chunk.total_compressed_size)
+        self._place, self._content = place, bytes(place)
         self._is_flat = schema.max_repetition_level == 0
         pages = _pages(self._content)
         self._dictionary = [page for page in pages if page.kind == _DICTIONARY]
@@ -193,17 +158,13 @@ class _Column:
         if len(self._dictionary) > 1 or not self._pages:
             raise _UnsalvageableError
 
-    def salvage(self, patches: dict[int, bytes], lost: Lost) -> None:
-        """Adds replacements of the damaged pages, and their rows."""
-        dictionary = self._dictionary
+    def salvage(self) -> Lost:
+        """Replaces the damaged pages; returns their rows."""
         damaged = self._damaged()
         if not damaged:
             raise _UnsalvageableError
-        if not self._dictionary:
-            for page in dictionary:
-                size = page.stop - page.start
-                patches[self._at + page.start] = self._filling(size)
         first, stop = damaged[0], damaged[-1] + 1
+        pages = self._bytes(self._pages)
         if self._is_flat:
             counts = [page.num_values for page in self._pages]
             if len(damaged) == 1:
@@ -212,23 +173,33 @@ class _Column:
             if min(counts) < 1 or sum(counts) != self._num_rows:
                 raise _UnsalvageableError
             for number in damaged:
-                begin = sum(counts[:number])
-                lost.append((begin, begin + counts[number]))
-                page = self._pages[number]
-                patches[self._at + page.start] = self._empty(
-                    counts[number], page.stop - page.start
-                )
-            return
-        # A row may begin in a page and end in a later one: what is between two damaged
-        # pages is lost with them, and the row before the first one too.
-        before = self._rows(0, first) if first else 0
-        after = self._rows(stop, len(self._pages)) if stop < len(self._pages) else 0
-        count = self._num_rows - before - after
-        if count < 1:
+                pages[number] = self._null_page(counts[number])
+            lost = [(sum(counts[:n]), sum(counts[: n + 1])) for n in damaged]
+        else:
+            # A row may begin in a page and end in a later one: what is between two
+            # damaged pages is lost with them, and the row before the first one too.
+            before = self._rows(0, first) if first else 0
+            after = self._rows(stop, len(pages)) if stop < len(pages) else 0
+            count = self._num_rows - before - after
+            if count < 1:
+                raise _UnsalvageableError
+            pages[first:stop] = [self._null_page(count)]
+            lost = [(max(before - 1, 0), before + count)]
+        if not self._write(pages):
             raise _UnsalvageableError
-        begin, end = self._pages[first].start, self._pages[stop - 1].stop
-        patches[self._at + begin] = self._empty(count, end - begin)
-        lost.append((max(before - 1, 0), before + count))
+        return lost
+
+    def _bytes(self, pages: Sequence[_Page]) -> list[bytes]:
+        return [self._content[page.start : page.stop] for page in pages]
+
+    def _write(self, pages: Sequence[bytes]) -> bool:
+        # Puts these data pages into the file; whether there is room for them.
+        content = b"".join([*self._bytes(self._dictionary), *pages])
+        rest = len(self._content) - len(content)
+        if rest >= 0:
+            # What follows looks like a page without values.
+            self._place[:] = content + _filling(rest)
+        return rest >= 0
 
     def _damaged(self) -> list[int]:
         # The numbers of the damaged pages.
@@ -265,49 +236,19 @@ class _Column:
 
     def _read(self, numbers: list[int]) -> int | None:
         # The rows that Arrow reads from an empty row and some pages; None if it fails.
-        pages = [*self._dictionary, None, *(self._pages[n] for n in numbers)]
-        parts = [
-            self._made(1) if p is None else self._content[p.start : p.stop]
-            for p in pages
-        ]
-        content = b"".join(parts)
-        # What follows the pages looks like one without values.
-        rest = len(self._content) - len(content)
-        if rest < 0:
+        pages = [self._pages[number] for number in numbers]
+        if not self._write([self._null_page(1), *self._bytes(pages)]):
             return None
-        read = self._table(
-            {self._at: content + self._filling(rest)}, [self._chunk.path_in_schema]
-        )
+        read = self._table()
         if read is None:
             return None
         if self._is_flat:
-            expected = 1 + sum(self._pages[n].num_values for n in numbers)
+            expected = 1 + sum(page.num_values for page in pages)
             return read.num_rows if read.num_rows == expected else None
         return read.num_rows
 
-    def _filling(self, size: int) -> bytes:
-        # A page of an index, which Arrow skips. Fewer bytes than one takes may only
-        # follow the last value.
-        content = bytes(max(size - _HEADER_BYTES, 0))
-        sizes = _varint(2 * len(content))
-        header = b"\x15\x02\x15" + sizes + b"\x15" + sizes
-        if size <= len(header):
-            return header[:size]
-        return _padded(header, content, size, last=3)
-
-    def _made(self, num_rows: int) -> bytes:
-        header, body = self._null_page(num_rows)
-        return header + b"\0" + body
-
-    def _empty(self, num_rows: int, size: int) -> bytes:
-        # A page of `size` bytes with nulls, or zeros if there can be no nulls.
-        made = self._made(num_rows)
-        rest = size - len(made)
-        if rest >= _HEADER_BYTES:
-            return made + self._filling(rest)
-        return _padded(*self._null_page(num_rows), size, last=5)
-
-    def _null_page(self, num_rows: int) -> tuple[bytes, bytes]:
+    def _null_page(self, num_rows: int) -> bytes:
+        # A page with nulls, or zeros if there can be no nulls.
         import pyarrow as pa
 
         run = _varint(num_rows << 1) + b"\0"
@@ -325,7 +266,7 @@ class _Column:
         if codec != "uncompressed":
             codec = "lz4_raw" if codec == "lz4" else codec
             body = pa.Codec(codec).compress(raw, asbytes=True)
-        header = b"".join(
+        return b"".join(
             (
                 b"\x15\x00\x15",
                 _varint(2 * len(raw)),
@@ -333,26 +274,26 @@ class _Column:
                 _varint(2 * len(body)),
                 b"\x2c\x15",
                 _varint(2 * num_rows),
-                b"\x15\x00\x15\x06\x15\x06\x00",
+                b"\x15\x00\x15\x06\x15\x06\x00\x00",
+                body,
             )
         )
-        return header, body
 
 
-def _padded(header: bytes, body: bytes, size: int, *, last: int) -> bytes:
-    # A page of `size` bytes: fields that no reader knows fill its header, whose last
-    # field is `last`.
-    missing = size - len(header) - 1 - len(body)
-    if missing < 0:
-        raise _UnsalvageableError
-    delta = 9 - last
-    filling = b""
-    if missing == 1:
-        filling, delta, missing = bytes([delta << 4 | 1]), 1, missing - 1
-    if missing:
+def _filling(size: int) -> bytes:
+    # A page of an index, which Arrow skips. Fewer bytes than one takes may only follow
+    # the last value.
+    content = bytes(max(size - _HEADER_BYTES, 0))
+    sizes = _varint(2 * len(content))
+    header = b"\x15\x02\x15" + sizes + b"\x15" + sizes
+    # A field that no reader knows makes its header as long as is needed.
+    missing = size - len(header) - 1 - len(content)
+    if missing > 1:
         # Less than 128: the length takes one byte.
-        filling += bytes([delta << 4 | 8, missing - 2]) + bytes(missing - 2)
-    return header + filling + b"\0" + body
+        header += bytes([6 << 4 | 8, missing - 2]) + bytes(missing - 2)
+    elif missing:
+        header += bytes([6 << 4 | 1])
+    return (header + b"\0" + content)[:size]
 
 
 def _pages(content: bytes) -> list[_Page]:

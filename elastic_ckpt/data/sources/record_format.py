@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from google.protobuf import (
@@ -39,23 +39,19 @@ Decode = Callable[[bytes], source.Element]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordFiles:
+class RecordFiles(source.Source):
     """Files of records of bytes: what sources of such formats have in common.
 
     Attributes:
       files: their paths or URIs.
       columns: the columns to keep, see `decoder`.
       record_format: the content of a record: `bytes` or `tf_example`.
-      file_type: the format of the files, which each subclass sets.
     """
 
-    file_type: ClassVar[str]
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
     record_format: str = BYTES
 
     def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
+        super().__post_init__()
         if self.record_format not in FORMATS:
             raise errors.ConfigError(
                 f"{type(self).__name__}: record_format={self.record_format!r}; choose"
@@ -70,7 +66,24 @@ class RecordFiles:
             "columns": list(self.columns),
         }
 
+    def _decoded(self, record: bytes, place: str) -> source.Read:
+        """The element of a record, or an error with `place` if it has another format.
 
+        Raises:
+          DataError: if it lacks a feature; names `place`.
+        """
+        try:
+            return decoder(self.record_format, self.columns)(record)
+        except ValueError as error:
+            return source.corrupt(place, error, remedy=_NOT_EXAMPLES)
+        except LookupError as error:
+            raise errors.DataError(
+                f"{place}: {error}; set columns, which is train_data_columns in a"
+                " configuration"
+            ) from None
+
+
+@functools.cache
 def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
     """A function that converts a record to an element.
 
@@ -84,23 +97,6 @@ def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
         name = columns[0] if columns else RAW_COLUMN
         return lambda record: {name: record}
     return functools.partial(_parse, columns=frozenset(columns))
-
-
-def decoded(decode: Decode, record: bytes, place: str) -> source.Read:
-    """The element of a record, or an error with `place` if it is of another format.
-
-    Raises:
-      DataError: if it lacks a feature; names `place`.
-    """
-    try:
-        return decode(record)
-    except ValueError as error:
-        return source.corrupt(place, error, remedy=_NOT_EXAMPLES)
-    except LookupError as error:
-        raise errors.DataError(
-            f"{place}: {error}; set columns, which is train_data_columns in a"
-            " configuration"
-        ) from None
 
 
 def encode(features: source.Element) -> bytes:

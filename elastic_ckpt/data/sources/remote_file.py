@@ -18,11 +18,12 @@ import errno
 import functools
 import io
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from elastic_ckpt.core import bucket_clients
+from elastic_ckpt.core import bucket_clients, digest, storage, working_directory
 
 BLOCK_BYTES = 2 * 2**20
 # The most blocks in memory, and of these the most ahead of a reader.
@@ -221,6 +222,42 @@ def opened(remote: Object) -> BinaryIO:
 def read_ahead(remote: Object, start: int, stop: int) -> None:
     """Requests the bytes from `start` to `stop` before they are read, up to a limit."""
     _blocks().read_ahead(remote, start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES)
+
+
+def copied(remote: Object) -> str:
+    """The path of a copy on this machine, for readers that need one.
+
+    It is made once in each process, and ends with it; that of a killed process ends
+    with the next start (`core.working_directory`).
+
+    Raises:
+      OSError: if it cannot be read, or this machine has no room for it.
+    """
+    identity = f"{remote.url} {remote.version} {remote.num_bytes}"
+    name = f"{digest.name_hash(identity):016x}-{os.path.basename(remote.path)}"
+    with _COPIES_LOCK:
+        path = os.path.join(_directory()[0], name)
+        lock = _COPYING.setdefault(path, threading.Lock())
+    with lock:
+        if not os.path.exists(path):
+            with (
+                opened(remote) as stream,
+                storage.atomic_path(path) as temporary,
+                open(temporary, "wb") as file,
+            ):
+                shutil.copyfileobj(stream, file, _MAX_AHEAD * BLOCK_BYTES)
+    return path
+
+
+_COPIES_LOCK = threading.Lock()
+_COPYING: dict[str, threading.Lock] = {}
+
+
+@functools.cache
+def _directory() -> tuple[str, working_directory.WorkingDirectory]:
+    # The directory ends with the object.
+    path = working_directory.new_path()
+    return path, working_directory.WorkingDirectory(path)
 
 
 def forget() -> None:

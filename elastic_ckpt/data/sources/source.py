@@ -7,13 +7,14 @@ are the units that shards read (`data.units`).
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -61,22 +62,39 @@ class FileIndex:
         return following[0] if following else self.content.num_bytes
 
 
-def blocks(num_records: int) -> np.ndarray:
-    """The number of records in each block of a file in a format without blocks."""
-    starts = np.arange(0, num_records, BLOCK_RECORDS)
-    return np.minimum(BLOCK_RECORDS, num_records - starts)
+def blocks(num_records: int, size: int | None = None) -> np.ndarray:
+    """The number of records in each block of a file in a format without blocks.
+
+    Args:
+      num_records: of the file.
+      size: the records of a block, by default `BLOCK_RECORDS`.
+    """
+    size = size or BLOCK_RECORDS
+    return np.minimum(size, num_records - np.arange(0, num_records, size))
 
 
-class Source(Protocol):
-    """Files of one format: a frozen value, picklable by cloudpickle."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source(abc.ABC):
+    """Files of one format: a frozen value, picklable by cloudpickle.
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Paths or URIs, in order."""
+    Attributes:
+      files: the paths or URIs of the files, in order.
+      columns: the columns to read; all if it is empty.
+      file_type: the format, which each subclass sets.
+    """
+
+    file_type: ClassVar[str]
+    files: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        take_names(self, required="files", optional="columns")
 
     def settings(self) -> dict[str, storage.Json]:
         """The format, and the columns that are read."""
+        return {"format": self.file_type, "columns": list(self.columns)}
 
+    @abc.abstractmethod
     def index(self, file: str) -> FileIndex:
         """Reads the index of one file.
 
@@ -84,6 +102,7 @@ class Source(Protocol):
           DataError: if it is not a whole file of this format.
         """
 
+    @abc.abstractmethod
     def read(self, unit: units.Unit, skip: int) -> Iterator[Read]:
         """The records of `unit` in order, without the first `skip`.
 
@@ -128,6 +147,22 @@ def corrupt(
         " count such records",
         num_records=num_records,
     )
+
+
+def check_columns(
+    place: str, names: Collection[str], found: Sequence[str], *, what: str = "column"
+) -> None:
+    """Checks that a file, or a record, has the columns that are read.
+
+    Raises:
+      DataError: names `place`, the missing columns, and those that it has.
+    """
+    missing = sorted(set(names) - set(found))
+    if missing:
+        raise errors.DataError(
+            f"{place}: no {what} {missing}, only {found}; set columns, which is"
+            " train_data_columns in a configuration"
+        )
 
 
 def take_names(source: Any, **fields: str) -> None:

@@ -11,27 +11,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Iterable, Iterator
-from typing import BinaryIO
+from collections.abc import Generator, Iterable
 
 import google_crc32c
-import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import files, offset_index, record_format, source
+from elastic_ckpt.data.sources import files, offset_index, record_format, runs, source
 
 _LENGTH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 _HEADER_BYTES = 12
 _FOOTER_BYTES = 4
-# The size of a read.
-_BUFFER_BYTES = 256 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TFRecord(record_format.RecordFiles):
+class TFRecord(record_format.RecordFiles, runs.RunFiles):
     """Uncompressed TFRecord files as a source; a block is 1,024 records.
 
     Attributes:
@@ -49,49 +44,56 @@ class TFRecord(record_format.RecordFiles):
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
-        content = files.content(file)
-        offsets = offset_index.cached(
-            "tfrecord", file, content, lambda: _walk(file, content.num_bytes)
-        )
-        return offsets.file_index(content)
+        return offset_index.index("tfrecord", file, functools.partial(_walk, file))
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the records of a unit, a block or a part of one, from number `skip`."""
-        decode = record_format.decoder(self.record_format, self.columns)
-        file = self.files[unit.file]
-        index = source.indexes(self)[unit.file]
-        offset = index.block_bytes[unit.block]
-        before = unit.first + skip
-        number = unit.block * source.BLOCK_RECORDS
-        left = unit.num_records - skip
-        while left:
-            try:
-                records, offset = files.retried(
-                    functools.partial(
-                        _read_run, file, offset, before=before, limit=left
-                    ),
-                    f"{file}, byte {offset}",
-                )
-            except source.CorruptError as error:
-                yield error
-                return
-            number += before
-            for data, crc in records:
-                place = f"{file}, record {number}"
-                if _masked_crc(data) != crc:
-                    yield source.corrupt(place, "its checksum differs")
+    def _records(
+        self, file: str, offset: int, before: int
+    ) -> Generator[tuple[tuple[bytes, int], int, int]]:
+        # The data of each record, and its checksum.
+        with files.opened(file) as stream:
+            stream.seek(offset)
+            while True:
+                header = stream.read(_HEADER_BYTES)
+                if not _is_header(header):
+                    break
+                length = _LENGTH.unpack_from(header)[0]
+                end = offset + _HEADER_BYTES + length + _FOOTER_BYTES
+                if before:
+                    stream.seek(end)
+                    before -= 1
                 else:
-                    yield record_format.decoded(decode, data, place)
-                number += 1
-            left -= len(records)
-            before = 0
-        ends_block = unit.first + unit.num_records == unit.block_records
-        end = index.end_bytes(unit.block)
-        if ends_block and skip < unit.num_records and offset != end:
+                    data = stream.read(length + _FOOTER_BYTES)
+                    if len(data) < length + _FOOTER_BYTES:
+                        break
+                    record = data[:length], _CRC.unpack_from(data, length)[0]
+                    yield record, length, end
+                offset = end
+        # Without its length, the next record of the block cannot be found.
+        raise runs.LostError(
+            "not the length of a record, or cut short; later records of this block"
+            " cannot be found",
+            f"byte {offset}",
+        )
+
+    def _place(self, number: int, offset: int) -> str:
+        del number
+        return f"byte {offset}"
+
+    def _element(self, record: tuple[bytes, int], place: str) -> source.Read:
+        data, crc = record
+        if _masked_crc(data) != crc:
+            return source.corrupt(place, "its checksum differs")
+        return self._decoded(data, place)
+
+    def _check_end(
+        self, file: str, index: source.FileIndex, block: int, end: int
+    ) -> None:
+        expected = index.end_bytes(block)
+        if end != expected:
             raise errors.DataError(
-                f"{file}: block {unit.block} ends at byte {offset}, but at byte"
-                f" {end} in the file's index: the file has changed during"
-                " the run; restore it from a copy, and start the run again"
+                f"{file}: block {block} ends at byte {end}, but at byte {expected} in"
+                " the file's index: the file has changed during the run; restore it"
+                " from a copy, and start the run again"
             )
 
 
@@ -104,55 +106,9 @@ def write(path: epath.PathLike, records: Iterable[bytes]) -> None:
             file.write(data + _CRC.pack(_masked_crc(data)))
 
 
-def _read_run(
-    file: str, offset: int, *, before: int, limit: int
-) -> tuple[list[tuple[bytes, int]], int]:
-    # Skips `before` records, then reads about a buffer of records with their checksums.
-    # Also returns the offset of the next record.
-    records: list[tuple[bytes, int]] = []
-    taken_bytes = 0
-    with files.opened(file) as stream:
-        stream.seek(offset)
-        while before:
-            length = _read_length(stream, file, offset, limit)
-            offset += _HEADER_BYTES + length + _FOOTER_BYTES
-            stream.seek(offset)
-            before -= 1
-        while len(records) < limit and taken_bytes < _BUFFER_BYTES:
-            try:
-                length = _read_length(stream, file, offset, limit)
-                data = stream.read(length + _FOOTER_BYTES)
-                if len(data) < length + _FOOTER_BYTES:
-                    raise _lost(file, offset, limit)
-            except source.CorruptError:
-                # The records before it are returned first.
-                if records:
-                    break
-                raise
-            records.append((data[:length], _CRC.unpack_from(data, length)[0]))
-            offset += _HEADER_BYTES + length + _FOOTER_BYTES
-            taken_bytes += length
-    return records, offset
-
-
-def _read_length(stream: BinaryIO, file: str, offset: int, left: int) -> int:
-    header = stream.read(_HEADER_BYTES)
-    if len(header) < _HEADER_BYTES or not _is_header(header):
-        raise _lost(file, offset, left)
-    return _LENGTH.unpack_from(header)[0]
-
-
-def _lost(file: str, offset: int, left: int) -> source.CorruptError:
-    # Without its length, the next record of the block cannot be found.
-    return source.corrupt(
-        f"{file}, byte {offset}",
-        "not the length of a record, or cut short; later records of this block cannot"
-        " be found",
-        num_records=left,
-    )
-
-
 def _is_header(header: bytes) -> bool:
+    if len(header) < _HEADER_BYTES:
+        return False
     return _masked_crc(header[:8]) == _CRC.unpack_from(header, 8)[0]
 
 
@@ -168,7 +124,7 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
         while offset < num_bytes:
             stream.seek(offset)
             header = stream.read(_HEADER_BYTES)
-            if len(header) < _HEADER_BYTES or not _is_header(header):
+            if not _is_header(header):
                 raise errors.DataError(_foreign(file, offset, header))
             if count % source.BLOCK_RECORDS == 0:
                 starts.append(offset)
@@ -179,9 +135,7 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
             f"{file}: cut short in record {count - 1} (after {num_bytes} bytes);"
             " restore it from a copy"
         )
-    return offset_index.Offsets(
-        start=np.array(starts, np.int64), num_records=source.blocks(count)
-    )
+    return starts, source.blocks(count).tolist()
 
 
 def _foreign(file: str, offset: int, header: bytes) -> str:
@@ -190,10 +144,5 @@ def _foreign(file: str, offset: int, header: bytes) -> str:
             f"{file}: a compressed file, which is not supported; decompress it, or"
             " write it again without compression"
         )
-    advice = (
-        "restore it from a copy, or read it as its own format (grain_file_type in a"
-        " configuration)"
-    )
-    if not file.lower().endswith((".tfrecord", ".tfrecords")):
-        advice = files.route(file, advice)
+    advice = files.route(file, own=(".tfrecord", ".tfrecords"))
     return f"{file}, byte {offset}: not a TFRecord file, or damaged there; {advice}"

@@ -9,27 +9,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import tarfile
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Generator, Iterator
+from typing import BinaryIO, TypeAlias
 
-import numpy as np
-
-from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import files, offset_index, source
+from elastic_ckpt.core import errors
+from elastic_ckpt.data.sources import files, offset_index, runs, source
 
 # The field with the name of a sample.
 KEY = "__key__"
 # Samples of a block.
 _BLOCK_SAMPLES = 64
-# About how many bytes are read together.
-_RUN_BYTES = 4 * 2**20
 _FAILURES = (tarfile.TarError, EOFError, UnicodeDecodeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WebDataset:
+class WebDataset(runs.RunFiles):
     """Tar archives in WebDataset's form as a source; a block is 64 samples.
 
     An element has the content of each file of a sample, bytes, by the end of its name
@@ -41,79 +37,60 @@ class WebDataset:
       columns: the fields to read; all if it is empty.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the fields that are read."""
-        return {"format": "webdataset", "columns": list(self.columns)}
+    file_type = "webdataset"
+    _record_name = "sample"
+    _run_bytes = 4 * 2**20
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
-        content = files.content(file)
-        offsets = offset_index.cached(
-            "webdataset", file, content, lambda: _walk(file, content.num_bytes)
-        )
-        return offsets.file_index(content)
+        return offset_index.index("webdataset", file, functools.partial(_walk, file))
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """Reads the samples of a unit, a block or a part of one, from `skip` on."""
-        file = self.files[unit.file]
-        offset = source.indexes(self)[unit.file].block_bytes[unit.block]
-        number = unit.block * _BLOCK_SAMPLES + unit.first + skip
-        before, left = unit.first + skip, unit.num_records - skip
-        while left:
-            place = f"{file}, sample {number}"
-            try:
-                run, offset = files.retried(
-                    functools.partial(_read_run, file, offset, before, left), place
-                )
-            except _FAILURES as error:
-                yield source.corrupt(
-                    place,
-                    f"{error}; later samples of this block cannot be found",
-                    num_records=left,
-                )
-                return
-            for sample in run:
-                yield self._element(sample, f"{file}, sample {number}")
-                number += 1
-            before, left = 0, left - len(run)
+    def _records(
+        self, file: str, offset: int, before: int
+    ) -> Generator[tuple[source.Element, int, int]]:
+        end = offset
+        try:
+            with _opened(file, offset) as archive:
+                for key, members in itertools.islice(_samples(archive), before, None):
+                    sample: source.Element = {KEY: key}
+                    size = 0
+                    for member, _, field in members:
+                        opened = archive.extractfile(member)
+                        content = opened.read() if opened is not None else b""
+                        if len(content) < member.size:
+                            raise EOFError(f"{member.name} is cut short")
+                        sample[field] = content
+                        size += member.size
+                        num_blocks = -(-member.size // tarfile.BLOCKSIZE)
+                        end = member.offset_data + num_blocks * tarfile.BLOCKSIZE
+                    yield sample, size, end
+            raise EOFError("the archive ends before")
+        except _FAILURES as error:
+            # The sample before the damage may lack files.
+            raise runs.LostError(
+                f"{error}; later samples of this block cannot be found"
+            ) from None
 
-    def _element(self, sample: source.Element, place: str) -> source.Element:
+    def _element(self, record: source.Element, place: str) -> source.Element:
         if not self.columns:
-            return sample
-        missing = sorted(set(self.columns) - sample.keys())
-        if missing:
-            raise errors.DataError(
-                f"{place}: no field {missing}, only {sorted(sample)}; set columns,"
-                " which is train_data_columns in a configuration"
-            )
-        return {name: sample[name] for name in self.columns}
+            return record
+        source.check_columns(place, self.columns, sorted(record), what="field")
+        return {name: record[name] for name in self.columns}
 
 
 def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
     starts: list[int] = []
-    counts: list[int] = []
-    last, end = None, 0
     try:
         with _opened(file, 0) as archive:
-            for member in _members(archive):
-                name = _named(member)
-                if name is not None and name[0] != last:
-                    last = name[0]
-                    if not starts or counts[-1] == _BLOCK_SAMPLES:
-                        starts.append(member.offset)
-                        counts.append(0)
-                    counts[-1] += 1
-                end = member.offset_data + member.size
+            for _, members in _samples(archive):
+                starts.append(next(members)[0].offset)
+            end = archive.offset
     except _FAILURES as error:
-        advice = "restore it, or read it as its own format (grain_file_type)"
-        if not file.lower().endswith(".tar"):
-            advice = files.route(file, advice)
+        advice = files.route(
+            file,
+            "restore it, or read it as its own format (grain_file_type)",
+            own=(".tar",),
+        )
         raise errors.DataError(
             f"{file}: not a complete tar archive ({error}); {advice}"
         ) from None
@@ -123,51 +100,19 @@ def _walk(file: str, num_bytes: int) -> offset_index.Offsets:
             f"{file}: cut short after {num_bytes} bytes, not a complete tar archive;"
             " restore it from a copy"
         )
-    return offset_index.Offsets(
-        start=np.array(starts, np.int64), num_records=np.array(counts, np.int64)
-    )
+    counts = source.blocks(len(starts), _BLOCK_SAMPLES).tolist()
+    return starts[::_BLOCK_SAMPLES], counts
 
 
-def _read_run(
-    file: str, offset: int, before: int, limit: int
-) -> tuple[list[source.Element], int]:
-    # Some samples after the first few; and the offset of the sample after them.
-    run: list[source.Element] = []
-    num_bytes, last, first_of_last = 0, None, offset
-    with _opened(file, offset) as archive:
-        try:
-            for member in _members(archive):
-                name = _named(member)
-                if name is None:
-                    continue
-                key, field = name
-                if key != last:
-                    if last is not None and before:
-                        before -= 1
-                    if not before and (
-                        len(run) == limit or (run and num_bytes >= _RUN_BYTES)
-                    ):
-                        return run, member.offset
-                    last = key
-                    if not before:
-                        run.append({KEY: key})
-                        first_of_last = member.offset
-                if not before:
-                    opened = archive.extractfile(member)
-                    content = opened.read() if opened is not None else b""
-                    if len(content) < member.size:
-                        raise EOFError(f"{member.name} is cut short")
-                    run[-1][field] = content
-                    num_bytes += member.size
-        except _FAILURES:
-            if len(run) < 2:
-                raise
-            # Those before the damage are returned first, wherever reading began. The
-            # last one may lack files.
-            return run[:-1], first_of_last
-    if not run:
-        raise EOFError("the archive ends before")
-    return run, archive.offset
+# A file in an archive, with the key of its sample and its field.
+_Member: TypeAlias = tuple[tarfile.TarInfo, str, str]
+
+
+def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, Iterator[_Member]]]:
+    # The samples by their keys.
+    named = ((member, _named(member)) for member in _members(archive))
+    members = ((member, *name) for member, name in named if name is not None)
+    return itertools.groupby(members, key=lambda each: each[1])
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:

@@ -84,7 +84,7 @@ def test_a_file_may_be_a_document(tmp_path, suffix):
 def test_a_compressed_file_is_one_unit_and_a_resume_reads_up_to_the_record(
     tmp_path, suffix, monkeypatch
 ):
-    monkeypatch.setattr(lines, "_RUN_BYTES", 40)
+    monkeypatch.setattr(lines.LineFiles, "_run_bytes", 40)
     monkeypatch.setattr(source, "BLOCK_RECORDS", 4)
     elements = corpora.documents(0, 20)
     file = compressed(tmp_path / f"a.jsonl{suffix}", encoded(elements).encode())
@@ -113,7 +113,8 @@ def test_a_compressed_file_that_is_cut_short_is_named(tmp_path, suffix, kept):
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_damage_in_a_compressed_file_loses_its_rest(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(lines, "_RUN_BYTES", 4096)
+    monkeypatch.setattr(lines, "_BUFFER_BYTES", 4096)
+    monkeypatch.setattr(lines.LineFiles, "_run_bytes", 4096)
     content = encoded(corpora.documents(0, 20_000)).encode()
     path = pathlib.Path(compressed(tmp_path / f"a.jsonl{suffix}", content))
     dataset = lines.JsonLines(files=(str(path),), columns=("text",))

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import files, parquet, remote_file, source
+from elastic_ckpt.data.sources import files, kept_blocks, parquet, remote_file, source
 from tests import corpora, source_contract
 from tests.source_contract import plain, plain_all, read, read_all
 
@@ -52,7 +52,7 @@ ROWS = 400
 def batches_of(monkeypatch, num_bytes):
     """Has every row group decoded so many bytes at a time."""
     monkeypatch.setattr(parquet, "_BATCH_BYTES", num_bytes)
-    monkeypatch.setattr(parquet, "_SMALL_BATCH_BYTES", num_bytes)
+    monkeypatch.setattr(parquet, "_SMALL_BYTES", 0)
 
 
 def refused(match):
@@ -110,17 +110,18 @@ class TestParquet(source_contract.SourceContract):
     ):
         # A batch a row, from row groups that stay open from batch to batch.
         batches_of(monkeypatch, 1)
-        monkeypatch.setattr(parquet, "_SMALL_BYTES", 0)
         expected = plain_all(read_all(dataset, num_shards, num_epochs=2))
-        num_open, next_batch = [], parquet._next
+        num_open, next_batch = [], parquet._OpenRows.next
 
         def noted(rows):
             batch = next_batch(rows)
             num_open.append(len(parquet._OPEN))
             return batch
 
-        monkeypatch.setattr(parquet, "_next", noted)
+        monkeypatch.setattr(parquet._OpenRows, "next", noted)
         monkeypatch.setattr(parquet, "_MAX_OPEN", 2)
+        # Shards share nothing.
+        monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
         assert plain_all(read_all(dataset, num_shards, num_epochs=2)) == expected
         assert max(num_open) == 2
 
@@ -129,7 +130,7 @@ class TestParquet(source_contract.SourceContract):
         self, dataset, monkeypatch, num_shards
     ):
         expected = plain_all(read_all(dataset, num_shards, num_epochs=1))
-        monkeypatch.setattr(parquet, "_MAX_SHARED_BYTES", 0)
+        monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
         assert plain_all(read_all(dataset, num_shards, num_epochs=1)) == expected
         source_contract.assert_resumes_everywhere(
             lambda: read(dataset, 1, num_shards, num_epochs=1)
@@ -288,14 +289,14 @@ def dataset(file):
 @pytest.fixture
 def batches(monkeypatch):
     """The rows of each batch that is decoded from now on, at most some 25."""
-    sizes, next_batch = [], parquet._next
+    sizes, next_batch = [], parquet._OpenRows.next
 
     def noted(rows):
         batch = next_batch(rows)
         sizes.append(batch.num_rows)
         return batch
 
-    monkeypatch.setattr(parquet, "_next", noted)
+    monkeypatch.setattr(parquet._OpenRows, "next", noted)
     batches_of(monkeypatch, 800)
     return sizes
 
@@ -342,16 +343,17 @@ def test_shards_of_one_row_group_share_its_table(dataset, file, tables):
 
 @pytest.mark.usefixtures("batches")
 @pytest.mark.usefixtures("large_blocks")
-def test_a_table_is_dropped_with_its_last_shard(dataset, tables):
+def test_shards_share_tables_that_there_is_no_room_to_keep(
+    dataset, file, tables, monkeypatch
+):
+    monkeypatch.setattr(parquet.Parquet, "_is_shared", lambda *_: True)
+    monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
     shards = [iter(read(dataset, shard, 20, num_epochs=1)) for shard in range(20)]
-    for shard in shards:
-        next(shard)
-    assert len(parquet._TABLES) == 2
-    del shard, shards
+    assert len(source_contract.in_turn(shards)) == 2 * ROWS
+    assert tables == [file] * 2
+    del shards
     gc.collect()
-    assert len(parquet._TABLES) == 0
-    assert len(parquet._OPEN) == 0
-    assert len(tables) == 2
+    assert len(kept_blocks._KEPT._in_use) == 1
 
 
 @pytest.fixture

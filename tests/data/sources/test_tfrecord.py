@@ -159,7 +159,7 @@ def test_a_writer_that_fails_leaves_no_file(tmp_path):
 @pytest.mark.parametrize("buffer_bytes", [1, 100, 10**6])
 @pytest.mark.parametrize("num_shards", [1, 5])
 def test_records_of_any_size_are_read(tmp_path, monkeypatch, buffer_bytes, num_shards):
-    monkeypatch.setattr(tfrecord, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(tfrecord.TFRecord, "_run_bytes", buffer_bytes)
     data = [bytes([n]) * (n * n % 257) for n in range(60)]
     tfrecord.write(tmp_path / "a", iter(data))
     elements = source_contract.read_all(
