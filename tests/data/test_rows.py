@@ -1,10 +1,11 @@
 import collections
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
@@ -114,13 +115,22 @@ def test_a_host_runs_the_shards_that_it_needs_now_or_later_and_no_others(
     assert [host.shards.tolist() for host in hosts] == list(map(sorted, needed))
 
 
-@given(layouts())
-def test_hosts_that_fit_load_what_they_hold(layout):
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 4))
+def test_hosts_that_divide_the_shards_load_what_they_hold_in_order(
+    num_hosts, shards_a_host, rows_a_shard
+):
+    num_shards = num_hosts * shards_a_host
+    size = num_shards * rows_a_shard
+    batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
+    row_hosts = in_order(num_hosts, size)
+    assert rows.loaders(batch, row_hosts) is row_hosts
+
+
+@given(layouts(), st.integers(2, 6))
+def test_hosts_load_what_they_hold_if_batches_are_parts_of_a_round(layout, num_batches):
     batch, row_hosts = layout
-    in_order = (np.diff(row_hosts) >= 0).all()
-    blocked = batch.arrangement is rows.Arrangement.BLOCKED
-    fits = blocked and in_order and batch.num_shards % (row_hosts.max() + 1) == 0
-    assume(fits or batch.arrangement is rows.Arrangement.WINDOWED)
+    num_shards = num_batches * batch.global_batch_size
+    batch = dataclasses.replace(batch, num_shards=num_shards)
     assert rows.loaders(batch, row_hosts) is row_hosts
 
 
