@@ -25,7 +25,6 @@ import numpy as np
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import blocks, cursors, records, shard_steps
-from elastic_ckpt.data.lm import token_blocks
 
 # The unit interval in 64 bits; the fractions of the golden ratio and of sqrt(2) in it.
 _ONE = 2**64
@@ -164,7 +163,7 @@ class Parts(Mapping[str, grain.IterDataset]):
         names: Collection[str],
         make: Callable[[str], grain.IterDataset],
         *,
-        columns: Callable[[str], token_blocks.Columns | None] = lambda _: None,
+        columns: Callable[[str], records.SmallBlocks | None] = lambda _: None,
     ) -> None:
         self._names = names
         self._make = make
@@ -429,7 +428,7 @@ class _MixtureBlocks(_Draws):
         # How far each dataset with columns was read; None if it was not.
         self._read_to: list[records.Place | None] = [None] * len(self._names)
         # What was read ahead of a draw, or why nothing was.
-        self._drawn_now: dict[int, tuple[blocks.Lists, records.Place]] = {}
+        self._drawn_now: dict[int, _Runs] = {}
         self._problems: dict[int, Exception] = {}
 
     def read(self, at_most: int) -> blocks.Block:
@@ -543,12 +542,10 @@ class _MixtureBlocks(_Draws):
             name, num_taken = self._names[number], int(counts[number])
             self._taken[name] = self._taken.get(name, 0) + num_taken
             if number in self._drawn_now:
-                (values, start, length), place = self._drawn_now[number]
-                if num_taken < len(start):
-                    start, length = start[:num_taken], length[:num_taken]
-                parts.append((values, start, length))
-                before.of_part[number] = place
-                self._read_to[number] = place.after(num_taken)
+                runs = self._drawn_now[number]
+                parts += runs.lists(num_taken)
+                before.of_part[number] = runs.places
+                self._read_to[number] = _after(runs.places, num_taken)
                 continue
             block = self._readers[number].take(num_taken)
             parts.append((block.values, block.start, block.length))
@@ -598,21 +595,29 @@ class _MixtureBlocks(_Draws):
         at = None if columns is None else self._place(number)
         if columns is None or at is None:
             return self._reader(number).fill(count)
-        name = self._names[number]
+        runs = _Runs()
         try:
-            lists, first = columns.next(self._shard, at, count)
-        except token_blocks.NotTokensError:
-            if self._read_to[number] is not None:
-                self._saved[name] = _document_state(at)
-            self._read_to[number] = None
-            return self._reader(number).fill(count)
+            # A read ends where an epoch does.
+            while runs.num_held < count:
+                lists, first = columns.next_lists(
+                    self._shard, at, count - runs.num_held
+                )
+                runs.add(lists, first)
+                at = first.after(len(lists[1]))
+        except records.NotListsError:
+            if not runs.num_held:
+                if self._read_to[number] is not None:
+                    self._saved[self._names[number]] = _document_state(at)
+                self._read_to[number] = None
+                return self._reader(number).fill(count)
         except Exception as error:
-            if isinstance(error, StopIteration):
-                self._read_to[number] = error.value
-            self._problems[number] = error
-            return 0
-        self._drawn_now[number] = lists, first
-        return len(lists[1])
+            # After elements, it is raised by the next read.
+            if not runs.num_held:
+                if isinstance(error, StopIteration):
+                    self._read_to[number] = error.value
+                self._problems[number] = error
+        self._drawn_now[number] = runs
+        return runs.num_held
 
     def _place(self, number: int) -> records.Place | None:
         # How far a dataset with columns was read; None if a reader must go on.
@@ -634,7 +639,7 @@ class _MixtureBlocks(_Draws):
         self._read_to[number] = place
         return place
 
-    def _columns(self, number: int) -> token_blocks.Columns | None:
+    def _columns(self, number: int) -> records.SmallBlocks | None:
         if number in self._readers or not isinstance(self._parts, Parts):
             return None
         return self._parts.columns(self._names[number])
@@ -650,6 +655,43 @@ class _MixtureBlocks(_Draws):
             self._at[name] = of_part.get_state()
             reader = self._readers[number] = blocks.Reader(of_part)
         return reader
+
+
+# The places of documents that were read one after the other, each with the number of
+# documents before it.
+_ReadPlaces = list[tuple[int, records.Place]]
+
+
+class _Runs:
+    """Documents of one dataset with columns: what some reads returned, in order."""
+
+    def __init__(self) -> None:
+        self.places: _ReadPlaces = []
+        self.num_held = 0
+        self._lists: list[blocks.Lists] = []
+
+    def add(self, lists: blocks.Lists, first: records.Place) -> None:
+        self._lists.append(lists)
+        self.places.append((self.num_held, first))
+        self.num_held += len(lists[1])
+
+    def lists(self, num_documents: int) -> list[blocks.Lists]:
+        """Those of the first documents."""
+        if num_documents == self.num_held:
+            return self._lists
+        return [
+            (values, start[: num_documents - begin], length[: num_documents - begin])
+            for (values, start, length), (begin, _) in zip(
+                self._lists, self.places, strict=True
+            )
+            if begin < num_documents
+        ]
+
+
+def _after(places: _ReadPlaces, num_documents: int) -> records.Place:
+    # The place after some of the documents, at least one.
+    begin, first = next(each for each in reversed(places) if each[0] < num_documents)
+    return first.after(num_documents - begin)
 
 
 def _document_state(place: records.Place) -> dict[str, Any]:
@@ -668,8 +710,8 @@ class _MixturePlaces:
       taken: how many elements of each dataset were taken before the block.
       at: the place, or the saved state, of each opened dataset before the block.
       read_to: how far each dataset with columns was read before the block.
-      of_part: the elements of each dataset in the block, without their tokens; or the
-        place of the first of them, of a dataset with columns.
+      of_part: the elements of each dataset in the block, without their tokens; or
+        their places, of a dataset with columns.
       schedule: the periods; see `_Draws`.
       period: the number of the period of the block.
       is_end: whether nothing follows.
@@ -681,7 +723,7 @@ class _MixturePlaces:
     taken: dict[str, int]
     at: dict[str, Any]
     read_to: list[records.Place | None]
-    of_part: dict[int, blocks.Block | records.Place]
+    of_part: dict[int, blocks.Block | _ReadPlaces]
     schedule: list[dict[str, Any]]
     period: int
     is_end: bool
@@ -700,7 +742,7 @@ class _MixturePlaces:
             if isinstance(elements, blocks.Block):
                 parts[name] = elements.place(count)
             else:
-                parts[name] = _document_state(elements.after(count))
+                parts[name] = _document_state(_after(elements, count))
         turn = int(self.turns[number])
         state: dict[str, Any] = {
             "turn": turn,

@@ -706,9 +706,14 @@ class SmallBlocks:
             at = at.after(read.num_records, read.num_records)
 
     def next_lists(
-        self, shard: int, at: Place, at_most: int, column: str
-    ) -> tuple[blocks.Lists, Place] | None:
-        """As `next`, the lists of a column; None if it has other values."""
+        self, shard: int, at: Place, at_most: int
+    ) -> tuple[blocks.Lists, Place]:
+        """As `next`, the lists of the column of tokens.
+
+        Raises:
+          NotListsError: if it has other values.
+          StopIteration: as in `next`.
+        """
         picked = self._picked(shard, at, at_most)
         if len(picked) == 1:
             ((unit, rows),) = picked
@@ -716,14 +721,10 @@ class SmallBlocks:
             if block.corrupt is None and RECORD not in block.names:
                 # Most reads of many datasets are of a record or two.
                 self._count(picked)
-                lists = block.lists(column)
-                if lists is None:
-                    return None
-                values, start, length = lists
+                values, start, length = _lists_of(block, self._tokens)
                 return (values, start[rows], length[rows]), at
         read, first = self.next(shard, at, at_most)
-        some = read.lists(column)
-        return None if some is None else (some, first)
+        return _lists_of(read, self._tokens), first
 
     def numbers(self, shard: int, at: Place, num_records: int) -> np.ndarray:
         """The numbers of the records from a place on in the list of all epochs."""
@@ -742,6 +743,19 @@ class SmallBlocks:
     def _count(self, picked: Sequence[tuple[units.Unit, np.ndarray]]) -> None:
         num_records = sum(len(rows) for _, rows in picked)
         _FRUITLESS.count(num_records, 2 * self._total_records, self._source)
+
+
+class NotListsError(Exception):
+    """A column has other values than lists; its records are read one by one."""
+
+
+def _lists_of(
+    read: kept_blocks.Decoded | kept_blocks.Picked, column: str
+) -> blocks.Lists:
+    lists = read.lists(column)
+    if lists is None:
+        raise NotListsError
+    return lists
 
 
 def _note_corrupt(read: source.CorruptError, *, skips: bool) -> None:

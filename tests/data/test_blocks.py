@@ -21,8 +21,7 @@ def by_place(parts, reading, make):
     def columns(name):
         if not records.SmallBlocks.exist(parts[name].source, 3):
             return None
-        read = records.SmallBlocks(parts[name].source, 3, reading, tokens="tokens")
-        return token_blocks.Columns(read, "tokens")
+        return records.SmallBlocks(parts[name].source, 3, reading, tokens="tokens")
 
     return mixing.Parts(list(parts), make, columns=columns)
 

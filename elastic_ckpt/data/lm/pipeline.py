@@ -224,18 +224,18 @@ class LanguagePipeline:
         return {part.name: part.weight for part in self.parts}
 
     @functools.cached_property
-    def _columns_of(self) -> dict[str, token_blocks.Columns | None]:
+    def _columns_of(self) -> dict[str, records.SmallBlocks | None]:
         # Not pickled: see `__getstate__`.
         return {}
 
-    def _columns(self, name: str) -> token_blocks.Columns | None:
+    def _columns(self, name: str) -> records.SmallBlocks | None:
         try:
             return self._columns_of[name]
         except KeyError:
             made = self._made_columns(self._by_name[name])
             return self._columns_of.setdefault(name, made)
 
-    def _made_columns(self, part: Part) -> token_blocks.Columns | None:
+    def _made_columns(self, part: Part) -> records.SmallBlocks | None:
         column = self.documents.column
         if (
             self.deals_units
@@ -245,10 +245,9 @@ class LanguagePipeline:
             or not records.SmallBlocks.exist(part.source, self.num_shards)
         ):
             return None
-        read = records.SmallBlocks(
+        return records.SmallBlocks(
             part.source, self.num_shards, self.reading, tokens=column
         )
-        return token_blocks.Columns(read, column)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is read here is read again elsewhere.

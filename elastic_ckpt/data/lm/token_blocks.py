@@ -253,42 +253,6 @@ class _TokenizedBlocks:
         return blocks.Place(blocks.Fixed(self.get_state()), 0)
 
 
-class Columns:
-    """Documents of small blocks of tokens, by their place, for any shard.
-
-    Nothing is open between two calls, however many shards read however many datasets.
-
-    Args:
-      read: the records of any shard.
-      column: of the tokens.
-    """
-
-    def __init__(self, read: records.SmallBlocks, column: str) -> None:
-        self._read, self._column = read, column
-
-    def next(
-        self, shard: int, at: records.Place, at_most: int
-    ) -> tuple[blocks.Lists, records.Place]:
-        """The next documents of a shard, at least one, and the place of the first.
-
-        Args:
-          shard: its number.
-          at: how far it has read.
-          at_most: how many are wanted.
-
-        Raises:
-          StopIteration: after the last.
-        """
-        found = self._read.next_lists(shard, at, at_most, self._column)
-        if found is None:
-            raise NotTokensError
-        return found
-
-
-class NotTokensError(Exception):
-    """A column has other values than lists of tokens; it is read one by one."""
-
-
 class _ColumnBlocks:
     """Documents that are lists of tokens in a column."""
 
