@@ -9,6 +9,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
@@ -19,10 +21,12 @@ from elastic_ckpt.data import (
     rows,
     sharded_data,
     shuffling,
+    stages,
     state,
 )
 from elastic_ckpt.training import provenance, step_log, step_record
 from tests import corpora, formats
+from tests.data import test_stages
 
 each_pipeline = pytest.mark.parametrize("name", formats.PIPELINES)
 
@@ -71,7 +75,9 @@ class Run:
         # The tokens of the rows of each step of each attempt.
         self.inputs = {}
 
-    def attempt(self, data, sizes, *, start=0, skip=0, saves=(), listed=True):
+    def attempt(
+        self, data, sizes, *, start=0, skip=0, goes_back=False, saves=(), listed=True
+    ):
         """Trains from step `start` on, with batches of these sizes.
 
         Args:
@@ -79,6 +85,7 @@ class Run:
           sizes: of the batches.
           start: the first step.
           skip: how many rows the attempt leaves out before it.
+          goes_back: whether it leaves out those that the attempt before took since.
           saves: the steps after which the data state is saved.
           listed: whether the step log lists ids.
         """
@@ -88,9 +95,15 @@ class Run:
         if skip:
             self.left_out = (*self.left_out, (position, position + skip))
             _, position, cursors = self._read(data, skip, position, cursors)
+        if goes_back:
+            earlier = [each for each in self.left_out if each[1] <= position]
+            before, (position, cursors) = position, self.end
+            self.left_out = (*earlier, (before, position))
         logged = []
         for step, size in enumerate(sizes, start):
-            batch, position, cursors = self._read(data, size, position, cursors)
+            of_step = stages.at(data, step)
+            batch, position, cursors = self._read(of_step, size, position, cursors)
+            self.end = position, cursors
             if "mask" in batch and not batch["mask"].any():
                 continue
             self.after[step + 1] = position, cursors
@@ -123,7 +136,7 @@ class Run:
         return self
 
     def _read(self, data, size, position, cursors):
-        if self.host is None or self.read != (size, position, id(data)):
+        if self.host is None or self.read != (size, position, data):
             placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
             self.host = data.host_batches(placement)
             if position:
@@ -133,7 +146,7 @@ class Run:
                 )
         batch = next(self.host)
         position = state.row_of(self.host.position())
-        self.read = size, position, id(data)
+        self.read = size, position, data
         return batch, position, dict(self.host.shard_cursors())
 
     def _save(self, step, data, position, cursors):
@@ -143,6 +156,7 @@ class Run:
             position={name: position},
             pipeline=data.identity(),
             left_out=self.left_out,
+            progress=stages.at_step(data, None, step),
         )
         self.saved.append(
             provenance.SavedData(
@@ -320,10 +334,11 @@ def all_uses(run, name):
     return uses
 
 
-def check_found(run, name, *, samples=None, **more):
+def check_found(run, name, *, samples=None, datasets=None, **more):
     """Compares what is found of documents with what is in all rows of the run."""
+    datasets = datasets or formats.PIPELINES[name].datasets
     uses, asking = all_uses(run, name), run.provenance(**more)
-    documents = [each for each in SIZES if each[0] in formats.PIPELINES[name].datasets]
+    documents = [each for each in SIZES if each[0] in datasets]
     step = max(len(documents) // samples, 1) if samples else 1
     outcomes = collections.Counter()
     for dataset, file, record in documents[::step]:
@@ -593,3 +608,85 @@ def test_a_log_without_the_step_before_a_start_is_refused(parts):
     )
     with pytest.raises(errors.DataError, match="step 1 is missing from the step log"):
         run.provenance()
+
+
+def check_stages(run, datasets, *, steps, samples):
+    """Checks both answers for a run of stages, whose datasets always have names."""
+    check_steps(run, "mixture", steps)
+    return check_found(run, "mixture", samples=samples, datasets=datasets)
+
+
+@pytest.fixture(scope="module")
+def curriculum(parts):
+    """Other weights from step 3 on, other rows from step 6 on, shorter ones from 8."""
+    read = parts["parquet"]
+    early, late = {"web": 0.7, "code": 0.3}, {"web": 0.2, "code": 0.3, "books": 0.5}
+    return stages.staged(
+        [
+            stages.Stage(begin=0, data=of_stage(read, weights=early)),
+            stages.Stage(begin=3, data=of_stage(read, weights=late)),
+            stages.Stage(begin=6, data=of_stage(read, length=31, packing="first_fit")),
+            stages.Stage(begin=8, data=of_stage(read, length=7)),
+        ]
+    )
+
+
+def of_stage(parts, **more):
+    return test_stages.of_stage(parts, window=4, **more)
+
+
+def test_documents_of_stages(curriculum):
+    run = Run().attempt(curriculum, [12] * 6 + [6] * 4, saves=(2, 5, 6, 7, 9))
+    outcomes = check_stages(run, formats.DATASETS, steps=range(10), samples=20)
+    assert outcomes["used"] > 5
+    asking = run.provenance(announce=(readings := []).append)
+    for step in (5, 6, 7, 8):
+        assert asked(asking, step)
+    # Reading begins at the last state, of whichever stage.
+    assert [each.from_step for each in readings] == [5, 6, 7, 7]
+
+
+def test_documents_of_stages_that_a_resized_run_went_back_over(curriculum):
+    run = Run().attempt(curriculum, [12] * 6 + [6] * 2, saves=(2, 5, 7))
+    run.attempt(curriculum, [18, 4, 4, 4], start=5, saves=(6, 8))
+    run.attempt(curriculum, [18] * 4 + [4] * 3, start=2, goes_back=True, saves=(4, 7))
+    # The rows that are left out now are those of three stages, two of them twice.
+    run.attempt(curriculum, [12] * 5, start=2, goes_back=True, saves=(4,))
+    outcomes = check_stages(run, formats.DATASETS, steps=range(9), samples=25)
+    assert outcomes["left_out"]
+    assert outcomes["used"]
+
+
+def test_documents_of_a_run_that_was_given_stages(curriculum):
+    plain = curriculum.stages[0].data
+    run = Run().attempt(plain, [12] * 4, saves=(2, 3))
+    run.attempt(curriculum, [12] * 5, start=3, saves=(4, 7))
+    check_stages(run, ("web", "code", "books"), steps=range(8), samples=15)
+
+
+@given(
+    chosen=test_stages.schedules(),
+    saves=st.sets(st.integers(1, 20), max_size=6),
+    first=st.integers(0, 30),
+)
+@settings(max_examples=test_stages.MOST_EXAMPLES)
+def test_documents_of_many_schedules_of_stages(parts, chosen, saves, first):
+    described, schedule = chosen
+    data = stages.staged(
+        [
+            stages.Stage(
+                begin=begin, data=test_stages.of_stage(parts["parquet"], **each)
+            )
+            for begin, each in described
+        ]
+    )
+    run, attempts = Run(), []
+    for number, (step, _, size) in enumerate(schedule):
+        if not number or step != schedule[number - 1][0] + 1:
+            attempts.append((step, []))
+        attempts[-1][1].append(size)
+    for start, sizes in attempts:
+        run.attempt(data, sizes, start=start, goes_back=bool(run.attempts), saves=saves)
+    names = sorted({name for _, each in described for name in each["weights"]})
+    check_steps(run, "mixture", {step for step, *_ in schedule[first % 4 :: 4]})
+    check_found(run, "mixture", samples=6, datasets=names)
