@@ -99,7 +99,7 @@ class FollowedShard:
     ) -> None:
         self.shard = shard
         self.parts: dict[str, records.Records] = {}
-        self.is_tokenized = self.is_read = False
+        self.is_tokenized = self.is_read = self._has_ended = False
         # The names of parts, by number.
         self._names: list[str] = []
         self._watched: tuple[int, int] | None = None
@@ -124,9 +124,9 @@ class FollowedShard:
 
     def next(self) -> list[Piece] | None:
         """The documents of the next row, in order; None after the last row."""
-        try:
-            row = next(self._rows)
-        except StopIteration:
+        row = None if self._has_ended else next(self._rows, None)
+        if row is None:
+            self._has_ended = True
             return None
         return self._pieces(row) if self.is_tokenized else self._records(row)
 

@@ -892,8 +892,10 @@ class _OfHistory:
             if row >= self._end:
                 # The first row is read in any case.
                 return pieces, number > 1 and self._is_past(stream, name, turn)
-            if found is None:
+            if found is None and row >= self._history[-1][0]:
                 return pieces, True
+            # A later stage may have more of a shard that has ended.
+            found = found or []
             pieces += [(row, piece) for piece in found]
             num_tokens += sum(piece.num_tokens or 0 for piece in found)
             is_whole = bool(num_tokens) and num_tokens + 1 == stream.watched_tokens
@@ -977,8 +979,8 @@ class _EmptyBatches:
         self._run = run
         self._num_rows_of_run = num_rows
         self._streams: dict[Any, ShardStream] = {}
-        # The rows of a shard that has ended.
-        self._num_rows: dict[Any, int] = {}
+        # The rows of shards that had ended.
+        self._padding: set[Any] = set()
 
     def after(self, history: _History, position: int, size: int) -> int:
         """The position of the next batch of a step."""
@@ -1003,11 +1005,10 @@ class _EmptyBatches:
                 self._run, history, shard, None, watched=("", -1)
             )
         stream = self._streams[key]
-        while key not in self._num_rows and stream.index <= index:
+        while stream.index <= index:
             if stream.next() is None:
-                self._num_rows[key] = stream.index - 1
-                stream.close()
-        return index < self._num_rows.get(key, index + 1)
+                self._padding.add((key, stream.index - 1))
+        return (key, index) not in self._padding
 
 
 class _Origins:
