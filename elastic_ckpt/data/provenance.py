@@ -112,7 +112,7 @@ class FollowedShard:
         self._record_of = array.array("q")
         self._tokens_of = array.array("q")
         if isinstance(make_shard, stage_shards.StagedShards):
-            self._made = make_shard.changed(self._followed)(shard)
+            self._made = make_shard.mapped(self._followed)(shard)
         else:
             self._made = self._followed(make_shard(shard))
         self._rows = iter(self._made)

@@ -52,13 +52,13 @@ class StagedShards:
         """The rows of a shard, from the cursor that it has in any stage."""
         return _StagedRows(self, shard)
 
-    def changed(
-        self, change: Callable[[grain.IterDataset], grain.IterDataset]
+    def mapped(
+        self, function: Callable[[grain.IterDataset], grain.IterDataset]
     ) -> StagedShards:
-        """The same stages, each with its pipeline after a function."""
+        """The same stages, with a function applied to the pipeline of each."""
 
         def made(make_shard: shard_steps.MakeShard, shard: int) -> grain.IterDataset:
-            return change(make_shard(shard))
+            return function(make_shard(shard))
 
         make_shards = tuple(functools.partial(made, each) for each in self.make_shards)
         return dataclasses.replace(self, make_shards=make_shards)

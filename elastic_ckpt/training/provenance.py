@@ -385,11 +385,8 @@ class Provenance:
         for last in reversed(placed):
             if start < last.stop <= stop and _until(last.history, start) == history:
                 key = _key_at(last.history, last.position)[0]
-                history, position, step = (
-                    last.history,
-                    last.stop,
-                    last.record.step + 1,
-                )
+                history, position = last.history, last.stop
+                step = last.record.step + 1
                 break
         while position < stop:
             history = _continued(history, position, self._of_step(key, step))
