@@ -4,7 +4,8 @@ What shuffles, cuts and packs documents decides on their lengths alone. So the p
 of a shard is executed once more, with each token replaced by a number that names it:
 the document, numbered as they are read, and the token's index in it. The rows that come
 out name their documents. Everything else is the pipeline's own code and state, so it
-can begin at any saved cursor.
+can begin at any saved cursor. In a run of stages each stage has such a pipeline, and
+documents that come over from one to the next name themselves, too.
 
 A pipeline that makes no tokens with `Tokens` is followed by the field `record` of its
 rows.
@@ -22,7 +23,15 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import blocks, cursors, mixing, records, shard_rows, shard_steps
+from elastic_ckpt.data import (
+    blocks,
+    cursors,
+    mixing,
+    records,
+    shard_rows,
+    shard_steps,
+    stage_shards,
+)
 from elastic_ckpt.data.lm import language, token_blocks, tokenizers
 
 # The bits of a token's index in its document; above them is the document's number.
@@ -64,15 +73,15 @@ class FollowedShard:
     """The rows of a logical shard, as the documents that they are made of.
 
     Args:
-      make_shard: makes the pipeline of a shard.
+      make_shard: makes the pipeline of a shard, also that of a stage of a run.
       shard: the shard's number.
       cursor: where to begin; None for the beginning.
       watched: the name of a dataset, and the number of one of its records in the list
         of all epochs. Then rows have only the pieces of this record.
 
     Attributes:
-      parts: the records of each dataset, by name; several in the same part of a mixture
-        are numbered, such as `web#2`.
+      parts: the records of each dataset, by name, as far as stages are read; several in
+        the same part of a mixture are numbered, such as `web#2`.
       is_tokenized: whether its records become tokens, by `Tokens`.
       is_read: whether the watched record was read.
 
@@ -88,25 +97,25 @@ class FollowedShard:
         *,
         watched: tuple[str, int] | None = None,
     ) -> None:
-        made = mixing.all_made(make_shard(shard))
         self.shard = shard
-        self.parts = parts(made)
-        self.is_read = False
-        self._names = list(self.parts)
+        self.parts: dict[str, records.Records] = {}
+        self.is_tokenized = self.is_read = self._has_ended = False
+        # The names of parts, by number.
+        self._names: list[str] = []
         self._watched: tuple[int, int] | None = None
         if watched is not None:
             name, record = watched
-            part = self._names.index(name) if name in self.parts else -1
-            self._watched = part, record
+            self._watched = self._number_of(name), record
         self._watched_documents: set[int] = set()
         # Of each document, the number of its part, that of its record, and its tokens.
         self._part_of = array.array("i")
         self._record_of = array.array("q")
         self._tokens_of = array.array("q")
-        for number, each in enumerate(self.parts.values()):
-            records.tag(each, _Tag(self, number))
-        self.is_tokenized = self._follow(made)
-        self._made, self._rows = made, iter(made)
+        if isinstance(make_shard, stage_shards.StagedShards):
+            self._made = make_shard.mapped(self._followed)(shard)
+        else:
+            self._made = self._followed(make_shard(shard))
+        self._rows = iter(self._made)
         if isinstance(cursor, dict) and cursor.keys() == {shard_rows.ENDED}:
             cursor = cursor[shard_rows.ENDED]
         self._state = shard_rows.from_json(cursor)
@@ -115,9 +124,9 @@ class FollowedShard:
 
     def next(self) -> list[Piece] | None:
         """The documents of the next row, in order; None after the last row."""
-        try:
-            row = next(self._rows)
-        except StopIteration:
+        row = None if self._has_ended else next(self._rows, None)
+        if row is None:
+            self._has_ended = True
             return None
         return self._pieces(row) if self.is_tokenized else self._records(row)
 
@@ -140,11 +149,15 @@ class FollowedShard:
         Args:
           name: of the dataset; the pipeline must not have been asked for a row.
         """
-        (dataset, *_) = (each for of, each in mixing.by_name(self._made) if of == name)
         states = mixing.states_by_name(self._state)
         state = next((each for of, each in states if of == name), None)
         if state is None:
             return False
+        datasets = mixing.by_name(self._made)
+        dataset = next((each for of, each in datasets if of == name), None)
+        if dataset is None:
+            # It is not known: a later stage may read it.
+            return True
         elements = iter(dataset)
         elements.set_state(copy.deepcopy(state))
         next(elements, None)
@@ -177,14 +190,25 @@ class FollowedShard:
         """Notes the tokens of a document; threads call it."""
         self._tokens_of[document - 1] = num_tokens
 
-    def _follow(self, made: Any) -> bool:
-        # Whether the rows are made of tokens, which are replaced.
-        followed = [
-            each
-            for each in shard_steps.datasets(made)
-            if isinstance(each, token_blocks.Tokens)
-        ]
-        for tokens in followed:
+    def _number_of(self, name: str) -> int:
+        # The number of a part.
+        if name not in self._names:
+            self._names.append(name)
+        return self._names.index(name)
+
+    def _followed(self, made: Any) -> Any:
+        # A pipeline whose records have numbers, and whose tokens, if there are any, are
+        # replaced.
+        mixing.all_made(made)
+        numbers: dict[int, int] = {}
+        for name, each in parts(made).items():
+            self.parts.setdefault(name, each)
+            numbers[id(each)] = self._number_of(name)
+            records.tag(each, _Tag(self, numbers[id(each)]))
+        for tokens in shard_steps.datasets(made):
+            if not isinstance(tokens, token_blocks.Tokens):
+                continue
+            self.is_tokenized = True
             code = _own_code_after(made, tokens)
             if code:
                 raise errors.DataError(
@@ -194,14 +218,9 @@ class FollowedShard:
             token_blocks.follow(
                 tokens,
                 functools.partial(_Documents.following, shard=self),
-                _Renumbered(self, self._part_before(tokens)),
+                _Renumbered(self, numbers.get(id(shard_steps.parents(tokens)[0]), -1)),
             )
-        return bool(followed)
-
-    def _part_before(self, tokens: Any) -> int:
-        # The number of the part that `Tokens` reads directly.
-        numbers = {id(each): n for n, each in enumerate(self.parts.values())}
-        return numbers.get(id(shard_steps.parents(tokens)[0]), -1)
+        return made
 
     def _pieces(self, row: Any) -> list[Piece]:
         named = [
@@ -215,14 +234,14 @@ class FollowedShard:
         if not named or (self._watched and not self._watched_documents):
             return []
         numbers = named[0][named[0] > _INDICES]
-        if self._watched:
-            documents = [document + 1 for document in self._watched_documents]
-            numbers = numbers[np.isin(numbers >> _INDEX_BITS, documents)]
         begins = np.flatnonzero(np.diff(numbers, prepend=-1) != 1)
         sizes = np.diff(begins, append=len(numbers)).tolist()
+        pieces = zip(numbers[begins].tolist(), sizes, strict=True)
         return [
             self._piece(number >> _INDEX_BITS, number & _INDICES, size)
-            for number, size in zip(numbers[begins].tolist(), sizes, strict=True)
+            for number, size in pieces
+            if not self._watched
+            or (number >> _INDEX_BITS) - 1 in self._watched_documents
         ]
 
     def _piece(self, document: int, first: int, size: int) -> Piece:
@@ -245,10 +264,10 @@ class FollowedShard:
         pieces = []
         for each in [number] if isinstance(number, int) else np.ravel(number).tolist():
             part = getattr(each, "part", 0)
-            if not isinstance(each, _Number) and len(self._names) > 1:
+            if not isinstance(each, _Number) and len(self.parts) > 1:
                 raise errors.DataError(
                     "the documents of these rows cannot be told: make_shard reads"
-                    f" {len(self._names)} datasets, and changes the field"
+                    f" {len(self.parts)} datasets, and changes the field"
                     f" {records.RECORD!r} of their elements; leave it as it is"
                 )
             if self._watched in (None, (part, each)):
@@ -395,6 +414,8 @@ def read_until(cursor: cursors.Cursor, name: str) -> tuple[int, int] | None:
     Returns:
       As of `records.Turn.at`; None if it is not known.
     """
+    # Documents of an older stage that are not used up are in a buffer, too.
+    cursor = stage_shards.oldest(cursor)
     found = [
         place
         for of_part, state in mixing.states_by_name(cursor)

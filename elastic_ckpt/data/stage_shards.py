@@ -52,6 +52,17 @@ class StagedShards:
         """The rows of a shard, from the cursor that it has in any stage."""
         return _StagedRows(self, shard)
 
+    def mapped(
+        self, function: Callable[[grain.IterDataset], grain.IterDataset]
+    ) -> StagedShards:
+        """The same stages, with a function applied to the pipeline of each."""
+
+        def made(make_shard: shard_steps.MakeShard, shard: int) -> grain.IterDataset:
+            return function(make_shard(shard))
+
+        make_shards = tuple(functools.partial(made, each) for each in self.make_shards)
+        return dataclasses.replace(self, make_shards=make_shards)
+
     def changes_steps(self, stage: int, other: int) -> bool:
         """Whether the steps after the mixture differ between two stages.
 
@@ -258,6 +269,16 @@ class _StagedRowsIterator(grain.DatasetIterator):
 
 def _marked(stage: int, make: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: _of_stage(stage, make())
+
+
+def oldest(cursor: cursors.Cursor) -> cursors.Cursor:
+    """The cursor, of any stage, from which documents are read again."""
+    held = (
+        each[cursors.HELD] for each in cursors.parts(cursor) if cursors.HELD in each
+    )
+    for each in held:
+        return oldest(each[_CURSOR])
+    return cursor
 
 
 def _of_stage(stage: int, state: Any) -> Any:

@@ -144,9 +144,10 @@ class StagedData:
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch of the stage that one host loads."""
-        return self._of_stage().host_batches(placement)
+        return self.sharded().host_batches(placement)
 
-    def _of_stage(self) -> sharded_data.ShardedData:
+    def sharded(self) -> sharded_data.ShardedData:
+        """The data of this stage, which shards enter from the cursors of any stage."""
         make_shards = [stage.data.make_shard for stage in self.stages]
         return dataclasses.replace(
             self.current.data,

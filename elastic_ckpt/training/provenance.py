@@ -180,8 +180,10 @@ class SavedData:
     cursors: Callable[[Iterable[int]], Mapping[int, cursors.Cursor]]
 
 
+# What identifies a pipeline: the settings of the data, and the first step of the stage.
+_Key = tuple[str, int]
 # The pipelines that made the stream of rows: the row from which on each is used.
-_History = tuple[tuple[int, str], ...]
+_History = tuple[tuple[int, _Key], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,13 +236,6 @@ class Provenance:
         # The end of the rows that were trained on, by the pipelines that made them.
         self._ends: dict[_History, int] = collections.defaultdict(int)
         self._saved = sorted(saved, key=lambda each: each.state.row)
-        of_stages = stages.of(data_of(attempts[-1].attempt))
-        if of_stages is not None and len(of_stages.stages) > 1:
-            raise errors.ConfigError(
-                "documents of a run whose data has stages (data_stages) cannot be"
-                " found yet; `elastic-ckpt audit` without --find and --step checks its"
-                " batches"
-            )
         keys = self._keys(attempts, data_of)
         self._check_same(keys[attempts[-1].attempt])
         self._trained = self._placed(attempts, keys)
@@ -268,9 +263,8 @@ class Provenance:
         streams = self._histories()
         found = (
             found
-            for history, trained in streams.items()
-            for name, number, part in self._named(history, file)
-            for found in _OfHistory(self, history, trained).find(
+            for history, name, number, part in self._named(streams, file)
+            for found in _OfHistory(self, history, streams[history]).find(
                 name, part, number, record
             )
         )
@@ -351,10 +345,16 @@ class Provenance:
                         " what else is missing"
                     )
                 position, history = last.stop, last.history
-            history = _continued(history, position, keys[attempt.attempt])
+            key = keys[attempt.attempt]
             for record in attempt.records:
                 for start, stop in attempt.left_out:
-                    position = stop if position == start else position
+                    if position == start:
+                        history = self._left_out_rows(
+                            history, start, stop, placed, key=key, record=record
+                        )
+                        position = stop
+                of_step = self._of_step(key, record.step)
+                history = _continued(history, position, of_step)
                 position = empties.after(history, position, record.num_rows)
                 trained = _Trained(
                     record=record,
@@ -368,6 +368,37 @@ class Provenance:
         if not placed:
             raise errors.DataError("the step log has no step; the run trained none yet")
         return placed
+
+    def _left_out_rows(
+        self,
+        history: _History,
+        start: int,
+        stop: int,
+        placed: Sequence[_Trained],
+        *,
+        key: str,
+        record: StepRecord,
+    ) -> _History:
+        # The pipelines up to `stop`, given those up to `start`, of rows that the run
+        # had taken when it went back. Steps that were not logged follow the last one.
+        position, step = start, record.step
+        for last in reversed(placed):
+            if start < last.stop <= stop and _until(last.history, start) == history:
+                key = _key_at(last.history, last.position)[0]
+                history, position = last.history, last.stop
+                step = last.record.step + 1
+                break
+        while position < stop:
+            history = _continued(history, position, self._of_step(key, step))
+            data = self.data_at(history, position)
+            position += stages.size(data, record.num_rows)
+            step += 1
+        return history
+
+    def _of_step(self, key: str, step: int) -> _Key:
+        # The pipeline of a step of the data of a key.
+        of_stages = stages.of(stages.at(self._data[key], step))
+        return key, of_stages.current.begin if of_stages else 0
 
     def _histories(self) -> dict[_History, list[_Trained]]:
         # The different streams of rows, each with the steps that have its rows.
@@ -384,17 +415,12 @@ class Provenance:
 
     def data_at(self, history: _History, position: int) -> elastic_data.ElasticData:
         """The data of the stream at a position."""
-        return self._data[_key_at(history, position)]
+        key, step = _key_at(history, position)
+        return stages.at(self._data[key], step)
 
     def sharded(self, history: _History, position: int) -> sharded_data.ShardedData:
         """The data of the stream at a position, with logical shards."""
-        data = self.data_at(history, position)
-        if not isinstance(data, sharded_data.ShardedData):
-            raise errors.DataError(
-                f"the documents of {type(data).__name__} cannot be told; use"
-                " ec.data.sharded or ec.data.positional"
-            )
-        return data
+        return _sharded(self.data_at(history, position))
 
     def saved_before(self, history: _History, position: int) -> list[SavedData]:
         """The saved states of the same stream up to a position, newest first.
@@ -637,23 +663,25 @@ class Provenance:
         )
 
     def _named(
-        self, history: _History, file: str
-    ) -> Iterator[tuple[str, int, records.Records]]:
-        # The parts, and the number of the file in each, that have a file.
-        seen: set[str] = set()
+        self, histories: Iterable[_History], file: str
+    ) -> list[tuple[_History, str, int, records.Records]]:
+        # The parts of each stream, and the number of the file in each, that have a
+        # file. Not all streams need have it.
+        named: list[tuple[_History, str, int, records.Records]] = []
         files: list[str] = []
-        for start, _ in reversed(history):
-            parts = provenance.parts(self.sharded(history, start).make_shard(0))
-            for name, part in parts.items():
-                if name in seen:
-                    continue
+        for history in histories:
+            of_history: dict[str, records.Records] = {}
+            for start, _ in reversed(history):
+                parts = provenance.parts(self.sharded(history, start).make_shard(0))
+                of_history = parts | of_history
+            for name, part in of_history.items():
                 files += records.files_of(part)
                 number = _file_number(records.files_of(part), file)
                 if number is not None:
-                    seen.add(name)
-                    yield name, number, part
-        if not seen:
+                    named.append((history, name, number, part))
+        if not named:
             raise _unknown(file, files)
+        return named
 
 
 class ShardStream:
@@ -692,8 +720,8 @@ class ShardStream:
         num_shards = run.sharded(history, row).num_shards
         self.num_shards = num_shards
         self.index = int(rows.emitted(row, num_shards)[shard])
-        self._key: str | None = None
-        self._data: sharded_data.ShardedData | None = None
+        self._key: _Key | None = None
+        self._data: elastic_data.ElasticData | None = None
         # The shard by each pipeline, the current one last.
         self._all: list[provenance.FollowedShard] = []
 
@@ -743,9 +771,9 @@ class ShardStream:
         key = _key_at(self._history, self.stream_row)
         if self._all and (key == self._key or not ahead):
             return self._all[-1]
-        data = self._run.sharded(self._history, self.stream_row)
+        data = self._run.data_at(self._history, self.stream_row)
         if self._all:
-            # The run continued with other weights, or other datasets.
+            # The run continued with other weights or datasets, or in another stage.
             self._cursor = self._all[-1].cursor()
             self._all[-1].close()
             assert self._data is not None
@@ -755,7 +783,10 @@ class ShardStream:
         self._key, self._data = key, data
         self._all.append(
             provenance.FollowedShard(
-                data.make_shard, self._shard, self._cursor, watched=self._watched
+                _sharded(data).make_shard,
+                self._shard,
+                self._cursor,
+                watched=self._watched,
             )
         )
         return self._all[-1]
@@ -858,8 +889,10 @@ class _OfHistory:
             if row >= self._end:
                 # The first row is read in any case.
                 return pieces, number > 1 and self._is_past(stream, name, turn)
-            if found is None:
+            if found is None and row >= self._history[-1][0]:
                 return pieces, True
+            # A later stage may have more of a shard that has ended.
+            found = found or []
             pieces += [(row, piece) for piece in found]
             num_tokens += sum(piece.num_tokens or 0 for piece in found)
             is_whole = bool(num_tokens) and num_tokens + 1 == stream.watched_tokens
@@ -943,8 +976,8 @@ class _EmptyBatches:
         self._run = run
         self._num_rows_of_run = num_rows
         self._streams: dict[Any, ShardStream] = {}
-        # The rows of a shard that has ended.
-        self._num_rows: dict[Any, int] = {}
+        # The rows of shards that had ended.
+        self._padding: set[Any] = set()
 
     def after(self, history: _History, position: int, size: int) -> int:
         """The position of the next batch of a step."""
@@ -969,11 +1002,10 @@ class _EmptyBatches:
                 self._run, history, shard, None, watched=("", -1)
             )
         stream = self._streams[key]
-        while key not in self._num_rows and stream.index <= index:
+        while stream.index <= index:
             if stream.next() is None:
-                self._num_rows[key] = stream.index - 1
-                stream.close()
-        return index < self._num_rows.get(key, index + 1)
+                self._padding.add((key, stream.index - 1))
+        return (key, index) not in self._padding
 
 
 class _Origins:
@@ -1023,7 +1055,20 @@ def _merged(found: Iterable[Found]) -> list[Found]:
     return sorted(merged.values(), key=lambda each: each.epoch)
 
 
-def _continued(history: _History, position: int, key: str) -> _History:
+def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
+    # The data, or that of the stage that it is in, with logical shards.
+    of_stages = stages.of(data)
+    if of_stages is not None:
+        return of_stages.sharded()
+    if not isinstance(data, sharded_data.ShardedData):
+        raise errors.DataError(
+            f"the documents of {type(data).__name__} cannot be told; use"
+            " ec.data.sharded or ec.data.positional"
+        )
+    return data
+
+
+def _continued(history: _History, position: int, key: _Key) -> _History:
     before = _until(history, position)
     if before and before[-1][1] == key:
         return before
@@ -1035,7 +1080,7 @@ def _until(history: _History, position: int) -> _History:
     return tuple(each for each in history if each[0] < position)
 
 
-def _key_at(history: _History, position: int) -> str:
+def _key_at(history: _History, position: int) -> _Key:
     return [key for start, key in history if start <= position][-1]
 
 

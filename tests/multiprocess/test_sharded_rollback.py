@@ -90,3 +90,10 @@ def test_stages_begin_at_their_steps_again_after_a_rollback(
     assert outcome["passed"], outcome
     assert outcome["num_left_out"] == NUM_SHARDS + (READ - TO - 1) * small
     assert outcome["stage_steps"] == [0, TO + 1, READ + 2]
+    # The last stage has the length of the first.
+    steps_of_length = {
+        32: (*range(TO - 2, TO + 1), READ + 2, READ + 3),
+        48: range(TO + 1, READ + 2),
+    }
+    for length, steps in steps_of_length.items():
+        assert documents.assert_named(run, steps, length=length) > len(steps)

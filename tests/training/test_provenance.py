@@ -6,9 +6,12 @@ so that the rows of a step say which documents they are made of.
 
 import collections
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
@@ -19,10 +22,13 @@ from elastic_ckpt.data import (
     rows,
     sharded_data,
     shuffling,
+    stages,
     state,
 )
+from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.training import provenance, step_log, step_record
 from tests import corpora, formats
+from tests.data import test_stages
 
 each_pipeline = pytest.mark.parametrize("name", formats.PIPELINES)
 
@@ -71,7 +77,9 @@ class Run:
         # The tokens of the rows of each step of each attempt.
         self.inputs = {}
 
-    def attempt(self, data, sizes, *, start=0, skip=0, saves=(), listed=True):
+    def attempt(
+        self, data, sizes, *, start=0, skip=0, goes_back=False, saves=(), listed=True
+    ):
         """Trains from step `start` on, with batches of these sizes.
 
         Args:
@@ -79,6 +87,7 @@ class Run:
           sizes: of the batches.
           start: the first step.
           skip: how many rows the attempt leaves out before it.
+          goes_back: whether it leaves out those that the attempt before took since.
           saves: the steps after which the data state is saved.
           listed: whether the step log lists ids.
         """
@@ -88,16 +97,24 @@ class Run:
         if skip:
             self.left_out = (*self.left_out, (position, position + skip))
             _, position, cursors = self._read(data, skip, position, cursors)
+        if goes_back:
+            earlier = [each for each in self.left_out if each[1] <= position]
+            before, (position, cursors) = position, self.end
+            self.left_out = (*earlier, (before, position))
         logged = []
-        for step, size in enumerate(sizes, start):
-            batch, position, cursors = self._read(data, size, position, cursors)
+        for size in sizes:
+            # Batches of nothing but padding are no steps.
+            step = start + len(logged)
+            of_step = stages.at(data, step)
+            batch, position, cursors = self._read(of_step, size, position, cursors)
+            self.end = position, cursors
             if "mask" in batch and not batch["mask"].any():
                 continue
             self.after[step + 1] = position, cursors
             ids = tuple(example_id.join(batch["example_id"]))
             logged.append(
                 step_record.StepRecord(
-                    step=start + len(logged),
+                    step=step,
                     loss=1.0,
                     digest="00" * 16,
                     num_rows=size,
@@ -105,7 +122,7 @@ class Run:
                     runs=ids if listed else (),
                 )
             )
-            self.inputs[number, start + len(logged) - 1] = batch["inputs"]
+            self.inputs[number, step] = batch["inputs"]
             if step + 1 in saves:
                 self._save(step + 1, data, position, cursors)
         self.attempts.append(
@@ -123,7 +140,7 @@ class Run:
         return self
 
     def _read(self, data, size, position, cursors):
-        if self.host is None or self.read != (size, position, id(data)):
+        if self.host is None or self.read != (size, position, data):
             placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
             self.host = data.host_batches(placement)
             if position:
@@ -133,7 +150,7 @@ class Run:
                 )
         batch = next(self.host)
         position = state.row_of(self.host.position())
-        self.read = size, position, id(data)
+        self.read = size, position, data
         return batch, position, dict(self.host.shard_cursors())
 
     def _save(self, step, data, position, cursors):
@@ -143,6 +160,7 @@ class Run:
             position={name: position},
             pipeline=data.identity(),
             left_out=self.left_out,
+            progress=stages.at_step(data, None, step),
         )
         self.saved.append(
             provenance.SavedData(
@@ -320,10 +338,11 @@ def all_uses(run, name):
     return uses
 
 
-def check_found(run, name, *, samples=None, **more):
+def check_found(run, name, *, samples=None, datasets=None, **more):
     """Compares what is found of documents with what is in all rows of the run."""
+    datasets = datasets or formats.PIPELINES[name].datasets
     uses, asking = all_uses(run, name), run.provenance(**more)
-    documents = [each for each in SIZES if each[0] in formats.PIPELINES[name].datasets]
+    documents = [each for each in SIZES if each[0] in datasets]
     step = max(len(documents) // samples, 1) if samples else 1
     outcomes = collections.Counter()
     for dataset, file, record in documents[::step]:
@@ -516,6 +535,13 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
             assert run.inputs[1, step][each.row].tolist() == [number]
 
 
+def test_tokens_that_are_checked_against_a_vocabulary(parts):
+    data = test_stages.of_stage(parts["parquet"])
+    checked = dataclasses.replace(data.make_shard, vocab_size=max(ORIGINS) + 1)
+    run = Run().attempt(dataclasses.replace(data, make_shard=checked), [12] * 3)
+    check_steps(run, "mixture", (2,))
+
+
 def test_code_of_the_users_after_the_tokens_is_refused(parts):
     base = formats.data(parts["parquet"], "chunk").make_shard
 
@@ -593,3 +619,161 @@ def test_a_log_without_the_step_before_a_start_is_refused(parts):
     )
     with pytest.raises(errors.DataError, match="step 1 is missing from the step log"):
         run.provenance()
+
+
+def check_stages(run, datasets, *, steps, samples):
+    """Checks both answers for a run of stages, whose datasets always have names."""
+    check_steps(run, "mixture", steps)
+    return check_found(run, "mixture", samples=samples, datasets=datasets)
+
+
+@pytest.fixture(scope="module")
+def curriculum(parts):
+    """Other weights from step 3 on, other rows from step 6 on, shorter ones from 8."""
+    read = parts["parquet"]
+    early, late = {"web": 0.7, "code": 0.3}, {"web": 0.2, "code": 0.3, "books": 0.5}
+    return stages.staged(
+        [
+            stages.Stage(begin=0, data=of_stage(read, weights=early)),
+            stages.Stage(begin=3, data=of_stage(read, weights=late)),
+            stages.Stage(begin=6, data=of_stage(read, length=31, packing="first_fit")),
+            stages.Stage(begin=8, data=of_stage(read, length=7)),
+        ]
+    )
+
+
+def test_rows_that_no_step_has_are_those_of_the_next_steps(curriculum):
+    run = Run().attempt(curriculum, [12] * 6, saves=(2,))
+    run.attempt(curriculum, [12] * 7, start=1, goes_back=True)
+    # A crash before the log had them, and one before it had any.
+    for number in (3, 1):
+        (first, last) = run.attempts
+        kept = dataclasses.replace(first, records=first.records[:number])
+        run.attempts = [kept, last]
+        assert asked(run.provenance(), 6)[2] == trained(run, 6, named=True)[2]
+
+
+@pytest.mark.parametrize("size", [12, 4])
+def test_documents_of_stages_that_end(parts, size):
+    read = parts["parquet"]
+    early, late = {"web": 1.0}, {"code": 0.6, "books": 0.4}
+    data = stages.staged(
+        [
+            stages.Stage(begin=0, data=of_stage(read, weights=early, epochs=1)),
+            stages.Stage(begin=200 // size, data=of_stage(read, length=24, epochs=1)),
+            stages.Stage(
+                begin=270 // size, data=of_stage(read, weights=late, epochs=1)
+            ),
+        ]
+    )
+    run = Run().attempt(data, [size] * (480 // size), saves=(10, 25))
+    last = run.attempts[0].records[-1].step
+    assert data.at(last).number == 2
+    outcomes = check_stages(run, formats.DATASETS, steps=(9, last - 1), samples=12)
+    assert outcomes["used"] > 8
+
+
+def test_documents_of_stages_of_a_users_pipeline(parts):
+    web = {"parquet": parts["parquet"][2:]}
+    data = stages.staged(
+        [
+            stages.Stage(begin=0, data=test_stages.own_pipeline(web, length=12)),
+            stages.Stage(begin=3, data=test_stages.own_pipeline(web, length=30)),
+        ]
+    )
+    run = Run().attempt(data, [12] * 6, saves=(2, 4))
+    check_steps(run, "plain", (2, 3, 5))
+    check_found(run, "plain", samples=12)
+
+
+def test_documents_of_a_dataset_that_a_stage_leaves_out(parts):
+    def mixed(length, *names):
+        return sharded_data.sharded(
+            functools.partial(make_mixed, parts["parquet"], length, names),
+            pipeline="mixed, version 1",
+        )
+
+    data = stages.staged(
+        [
+            stages.Stage(begin=0, data=mixed(12, "books", "web")),
+            stages.Stage(begin=2, data=mixed(30, "web")),
+            stages.Stage(begin=4, data=mixed(12, "books", "web")),
+        ]
+    )
+    run = Run().attempt(data, [12] * 7, saves=(1, 3, 5))
+    check_stages(run, ("books", "web"), steps=(1, 2, 4, 6), samples=15)
+
+
+def make_mixed(parts, length, names, shard):
+    read = {
+        part.name: token_blocks.Tokens(
+            records.Records(part.source, shard=shard, num_shards=6),
+            documents=test_stages.TOKENS,
+        )
+        for part in parts
+        if part.name in names
+    }
+    mixed = mixing.Mixture(read, dict.fromkeys(read, 1.0), shard=shard)
+    examples = language.Examples(mixed, length=length, truncate=False)
+    return language.packed(examples, packing="first_fit", length=length, seed=shard)
+
+
+def of_stage(parts, **more):
+    return test_stages.of_stage(parts, window=4, **more)
+
+
+def test_documents_of_stages(curriculum):
+    run = Run().attempt(curriculum, [12] * 6 + [6] * 4, saves=(2, 5, 6, 7, 9))
+    outcomes = check_stages(run, formats.DATASETS, steps=range(10), samples=20)
+    assert outcomes["used"] > 5
+    asking = run.provenance(announce=(readings := []).append)
+    for step in (5, 6, 7, 8):
+        assert asked(asking, step)
+    # Reading begins at the last state, of whichever stage.
+    assert [each.from_step for each in readings] == [5, 6, 7, 7]
+
+
+def test_documents_of_stages_that_a_resized_run_went_back_over(curriculum):
+    run = Run().attempt(curriculum, [12] * 6 + [6] * 2, saves=(2, 5, 7))
+    run.attempt(curriculum, [18, 4, 4, 4], start=5, saves=(6, 8))
+    run.attempt(curriculum, [18] * 4 + [4] * 3, start=2, goes_back=True, saves=(4, 7))
+    # The rows that are left out now are those of three stages, two of them twice.
+    run.attempt(curriculum, [12] * 5, start=2, goes_back=True, saves=(4,))
+    outcomes = check_stages(run, formats.DATASETS, steps=range(1, 9, 2), samples=11)
+    assert outcomes["left_out"]
+    assert outcomes["used"]
+
+
+def test_documents_of_a_run_that_was_given_stages(curriculum):
+    plain = curriculum.stages[0].data
+    run = Run().attempt(plain, [12] * 4, saves=(2, 3))
+    run.attempt(curriculum, [12] * 5, start=3, saves=(4, 7))
+    check_stages(run, ("web", "code", "books"), steps=range(8), samples=15)
+
+
+@given(
+    chosen=test_stages.schedules(),
+    saves=st.sets(st.integers(1, 20), max_size=6),
+    first=st.integers(0, 30),
+)
+@settings(max_examples=test_stages.MOST_EXAMPLES)
+def test_documents_of_many_schedules_of_stages(parts, chosen, saves, first):
+    described, schedule = chosen
+    data = stages.staged(
+        [
+            stages.Stage(
+                begin=begin, data=test_stages.of_stage(parts["parquet"], **each)
+            )
+            for begin, each in described
+        ]
+    )
+    run, attempts = Run(), []
+    for number, (step, _, size) in enumerate(schedule):
+        if not number or step != schedule[number - 1][0] + 1:
+            attempts.append((step, []))
+        attempts[-1][1].append(size)
+    for start, sizes in attempts:
+        run.attempt(data, sizes, start=start, goes_back=bool(run.attempts), saves=saves)
+    names = sorted({name for _, each in described for name in each["weights"]})
+    check_steps(run, "mixture", {step for step, *_ in schedule[first % 4 :: 4]})
+    check_found(run, "mixture", samples=6, datasets=names)

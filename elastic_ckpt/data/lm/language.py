@@ -503,6 +503,9 @@ class InVocabulary(grain.IterDataset[Example]):
 
     def _checked(self, row: Example) -> Example:
         for name in _FEATURES:
+            if row[name].dtype != np.int32:
+                # They name their documents; see `provenance`.
+                continue
             # Viewed as unsigned numbers, negative ones are the largest.
             numbers = row[name].view(np.uint32)
             if numbers.max() >= self._vocab_size:
