@@ -160,7 +160,7 @@ class Run:
             position={name: position},
             pipeline=data.identity(),
             left_out=self.left_out,
-            progress=stages.at_step(data, None, step),
+            progress=stages.Course.first(data, 1).at_step(step).progress,
         )
         self.saved.append(
             provenance.SavedData(
