@@ -72,17 +72,35 @@ class TokenBlock:
 
         Args:
           is_kept: bool `[documents]`.
+
+        Raises:
+          DataError: if it is something else.
         """
-        return self.keep_tokens(np.repeat(is_kept, self.lengths))
+        _check_mask(is_kept, len(self), "document")
+        lengths = self.lengths
+        offsets = np.concatenate([[0], np.cumsum(np.where(is_kept, lengths, 0))])
+        return TokenBlock(self.values[np.repeat(is_kept, lengths)], offsets)
 
     def keep_tokens(self, is_kept: np.ndarray) -> TokenBlock:
         """The same without other tokens.
 
         Args:
           is_kept: bool `[tokens]`.
+
+        Raises:
+          DataError: if it is something else.
         """
-        num_kept = np.concatenate([[0], np.cumsum(is_kept)])
-        return TokenBlock(self.values[is_kept], num_kept[self.offsets])
+        _check_mask(is_kept, len(self.values), "token")
+        kept = np.flatnonzero(is_kept)
+        return TokenBlock(self.values[kept], np.searchsorted(kept, self.offsets))
+
+
+def _check_mask(is_kept: np.ndarray, number: int, each: str) -> None:
+    if is_kept.dtype != bool or is_kept.shape != (number,):
+        raise errors.DataError(
+            f"TokenBlock: keep_{each}s={is_kept.dtype}{list(is_kept.shape)}; give"
+            f" bool[{number}], one for each {each}"
+        )
 
 
 BlockFunction = Callable[[TokenBlock], TokenBlock]
