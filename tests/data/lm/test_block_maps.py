@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt import data as ec_data
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     blocks,
@@ -114,6 +115,27 @@ def test_an_epoch_on_any_hosts_is_that_of_a_function_of_documents(files, packing
     assert sorted(np.concatenate(targets)) == sorted(
         np.concatenate([d[1:] for d in cut])
     )
+
+
+def test_documents_that_a_stage_hands_on_were_mapped_once(files):
+    def batches(*, singly):
+        run = [
+            data(files["parquet"], packing=packing, num_epochs=None, singly=singly)
+            for packing in (language.BEST_FIT, language.CONCAT_THEN_SPLIT)
+        ]
+        staged = ec_data.staged(
+            [ec_data.Stage(begin=3 * number, data=of) for number, of in enumerate(run)]
+        )
+        found, saved = [], None
+        for step, num_hosts in ((0, 1), (3, 4), (6, 2)):
+            world = worlds.World(staged.at(step), num_hosts, 24)
+            if saved:
+                world.load(saved)
+            found += [worlds.content(world.batch()) for _ in range(3)]
+            saved = world.save()
+        return found
+
+    assert batches(singly=False) == batches(singly=True)
 
 
 def read_singly(dataset, at_most=1000):
@@ -232,7 +254,7 @@ def test_masks_are_of_documents_or_of_tokens():
         errors.DataError, match=r"keep_tokens=bool\[2\]; give bool\[5\]"
     ):
         block.keep_tokens(block.lengths > 2)
-    with pytest.raises(errors.DataError, match="keep_documents=int64.*each document"):
+    with pytest.raises(errors.DataError, match=r"keep_documents=int64.*each document"):
         block.keep_documents(block.lengths)
 
 
