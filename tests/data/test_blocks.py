@@ -190,6 +190,12 @@ def test_rows_of_many_blocks_are_those_of_single_examples(
     check_rows(files[file_format], chosen, mapping, stops)
 
 
+def drawn(iterator):
+    """What the mixture has drawn, after which new weights would apply."""
+    states = mixing.states_by_name(iterator.get_state())
+    return [(each["turn"], each[mixing.TAKEN]) for _, each in states if "turn" in each]
+
+
 def check_rows(parts, chosen, mapping, stops):
     examples, rows = pipeline(parts, **chosen, mapping=InBlocks(*mapping))
     singly, _ = pipeline(parts, **chosen, mapping=Singly(*mapping))
@@ -204,6 +210,7 @@ def check_rows(parts, chosen, mapping, stops):
     assert not any(isinstance(each, row_blocks.RowBlocks) for each in others)
     expected = following(iter(of_single), 2 * MOST_ROWS)
     for number, row in enumerate(expected[:MOST_ROWS]):
+        assert [drawn(each) for each in iterators] == 3 * [drawn(ours)]
         if number in stops:
             for state, dataset in itertools.product(
                 [each.get_state() for each in iterators], made

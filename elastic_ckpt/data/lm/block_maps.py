@@ -228,11 +228,10 @@ class _MappedBlocks:
             length = made.lengths
             kept = np.flatnonzero(length)
             before = self._before or documents.place(0)
-            if not len(kept):
-                self._before = before
-                continue
             places = _KeptPlaces(documents.without_values(), kept, before)
             self._before = places.read(len(kept))
+            if not len(kept):
+                continue
             return blocks.Block(
                 values=made.values,
                 start=made.offsets[kept],
