@@ -21,6 +21,9 @@ import numpy as np
 
 NO_VALUES = np.empty(0, np.int32)
 
+# Elements of so many tokens are copied one by one.
+LONG_TOKENS = 48
+
 
 class Places(Protocol):
     """The states before each element of a block, and after the last."""
@@ -295,6 +298,17 @@ def gathered(block: Block, length: np.ndarray) -> np.ndarray:
     numbers = np.repeat(block.start - ends + length, length)
     numbers += _counted(len(numbers))
     return numbers
+
+
+def in_a_row(block: Block) -> np.ndarray:
+    """The tokens of all elements, one after the other; a view if they lie like that."""
+    start, ends = block.start, block.start + block.length
+    if (start[1:] == ends[:-1]).all():
+        return block.values[start[0] : ends[-1]]
+    if int(block.length.sum()) >= LONG_TOKENS * len(block):
+        spans = zip(start.tolist(), ends.tolist(), strict=True)
+        return np.concatenate([block.values[first:end] for first, end in spans])
+    return block.values.take(gathered(block, block.length))
 
 
 def counted(length: np.ndarray) -> np.ndarray:

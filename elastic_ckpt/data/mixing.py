@@ -231,9 +231,8 @@ class Mixture(shard_steps.Step):
         names = list(self._parts)
         if isinstance(self._parts, Parts):
             names = names[:1]
-        for part in map(self._parts.__getitem__, names):
-            if isinstance(part, Mixture) or not hasattr(part, "blocks"):
-                return None
+        if not all(_has_blocks(self._parts[name]) for name in names):
+            return None
         return _MixtureBlocks(self)
 
     def make_parts(self) -> None:
@@ -256,6 +255,16 @@ class Mixture(shard_steps.Step):
                 for name, weight in self._weights.items()
             }
         }
+
+
+def _has_blocks(dataset: grain.IterDataset) -> bool:
+    # Whether a dataset of a mixture has blocks; it is not opened. A mixture in it has
+    # none: single elements are read again after its weights have changed.
+    if isinstance(dataset, token_blocks.Tokens):
+        return True
+    if isinstance(dataset, Mixture) or not hasattr(dataset, "blocks"):
+        return False
+    return all(map(_has_blocks, shard_steps.parents(dataset)))
 
 
 class _Draws:

@@ -8,18 +8,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.data import blocks, mixing, records, shard_rows, shuffling
-from elastic_ckpt.data.lm import language, row_blocks, token_blocks
+from elastic_ckpt.data.lm import block_maps, language, row_blocks, token_blocks
 from tests import formats
 
 TOKENS = language.Documents(column="tokens", tokenizer=None)
 MOST_ROWS = 60
 
 
-def by_place(parts, reading, make):
+def longest_left_out(block):
+    return block.keep_documents(block.lengths < 20)
+
+
+def most_left_out(block):
+    return block.keep_tokens(block.values % 16 < 2)
+
+
+def shortened(block):
+    within = np.arange(len(block.values)) - np.repeat(block.offsets[:-1], block.lengths)
+    return block.keep_tokens(within % 3 > 0)
+
+
+def lengthened(block):
+    # Also documents without tokens; numbers do not fit into 16 bits.
+    return block_maps.TokenBlock(
+        np.insert(block.values.astype(np.int64) + 2**20, block.offsets[1:], 7),
+        block.offsets + np.arange(len(block) + 1),
+    )
+
+
+FUNCTIONS = (longest_left_out, most_left_out, shortened, lengthened)
+
+
+class InBlocks:
+    """Applies a function to blocks, where it is asked to."""
+
+    def __init__(self, function, places):
+        self.function, self.places = function, places
+
+    def at(self, place, documents):
+        if self.function is None or place not in self.places:
+            return documents
+        return self.mapped(documents)
+
+    def mapped(self, documents):
+        return block_maps.BlockMap(documents, self.function)
+
+
+class Singly(InBlocks):
+    """Applies a function to documents, as Grain does."""
+
+    def mapped(self, documents):
+        return documents.map(self.document).filter(lambda tokens: len(tokens) > 0)
+
+    def document(self, tokens):
+        block = block_maps.TokenBlock(tokens, np.array([0, len(tokens)]))
+        return self.function(block).values
+
+
+def by_place(parts, reading, make, mapped):
     """Datasets that are made when they are opened, with columns if they have some."""
 
     def columns(name):
-        if not records.SmallBlocks.exist(parts[name].source, 3):
+        if mapped or not records.SmallBlocks.exist(parts[name].source, 3):
             return None
         return records.SmallBlocks(parts[name].source, 3, reading, tokens="tokens")
 
@@ -37,6 +87,7 @@ def pipeline(
     weights,
     max_examples,
     is_by_place,
+    mapping,
 ):
     """The examples of a shard, and what makes rows of them."""
     of_name = {part.name: part for part in parts if part.name in weights}
@@ -46,15 +97,19 @@ def pipeline(
         of_shard = records.Records(
             of_name[name].source, shard=1, num_shards=3, read_options=reading
         )
-        return token_blocks.Tokens(of_shard, documents=TOKENS)
+        tokens = token_blocks.Tokens(of_shard, documents=TOKENS)
+        return mapping.at("dataset", tokens)
 
     if is_by_place:
-        read = by_place(of_name, reading, made)
+        is_mapped = mapping.function is not None and "dataset" in mapping.places
+        read = by_place(of_name, reading, made, is_mapped)
     else:
         read = {name: made(name) for name in of_name}
-    examples = language.Examples(
-        mixing.Mixture(read, weights, shard=1), length=length, truncate=truncate
-    )
+    documents = mapping.at("mixture", mixing.Mixture(read, weights, shard=1))
+    if "window" in mapping.places:
+        documents = shuffling.WindowShuffle(documents, window_size=5, seed=9)
+        documents = mapping.at("window", documents)
+    examples = language.Examples(documents, length=length, truncate=truncate)
     if window:
         examples = shuffling.WindowShuffle(examples, window_size=window, seed=7)
 
@@ -92,6 +147,10 @@ PIPELINES = st.fixed_dictionaries(
         "is_by_place": st.booleans(),
     }
 )
+MAPPINGS = st.tuples(
+    st.sampled_from((None, *FUNCTIONS)),
+    st.sets(st.sampled_from(["dataset", "mixture", "window"]), min_size=1),
+)
 
 
 def content(row):
@@ -112,43 +171,56 @@ STOPS = st.lists(st.integers(0, MOST_ROWS), max_size=3)
 
 
 @pytest.mark.parametrize("file_format", formats.FORMATS)
-@given(chosen=PIPELINES, stops=STOPS)
+@given(chosen=PIPELINES, mapping=MAPPINGS, stops=STOPS)
 @settings(max_examples=12)
 def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
-    files, file_format, chosen, stops
+    files, file_format, chosen, mapping, stops
 ):
-    check_rows(files[file_format], chosen, stops)
+    check_rows(files[file_format], chosen, mapping, stops)
 
 
 @pytest.mark.slow(minutes=0.5)
 @pytest.mark.parametrize("file_format", formats.FORMATS)
-@given(chosen=PIPELINES, stops=STOPS)
+@given(chosen=PIPELINES, mapping=MAPPINGS, stops=STOPS)
 @settings(max_examples=30)
 def test_rows_of_many_blocks_are_those_of_single_examples(
-    files, file_format, chosen, stops
+    files, file_format, chosen, mapping, stops
 ):
-    check_rows(files[file_format], chosen, stops)
+    check_rows(files[file_format], chosen, mapping, stops)
 
 
-def check_rows(parts, chosen, stops):
-    examples, rows = pipeline(parts, **chosen)
-    of_blocks, of_single = rows(examples), rows(formats.Single(examples))
-    ours, theirs = iter(of_blocks), iter(of_single)
+def drawn(iterator):
+    """What the mixture has drawn, after which new weights would apply."""
+    states = mixing.states_by_name(iterator.get_state())
+    return [(each["turn"], each[mixing.TAKEN]) for _, each in states if "turn" in each]
+
+
+def check_rows(parts, chosen, mapping, stops):
+    examples, rows = pipeline(parts, **chosen, mapping=InBlocks(*mapping))
+    singly, _ = pipeline(parts, **chosen, mapping=Singly(*mapping))
+    made = [
+        rows(examples),
+        rows(formats.Single(examples)),
+        rows(formats.Single(singly)),
+    ]
+    of_single = made[-1]
+    ours, *others = iterators = list(map(iter, made))
     assert isinstance(ours, row_blocks.RowBlocks)
-    assert not isinstance(theirs, row_blocks.RowBlocks)
+    assert not any(isinstance(each, row_blocks.RowBlocks) for each in others)
     expected = following(iter(of_single), 2 * MOST_ROWS)
     for number, row in enumerate(expected[:MOST_ROWS]):
+        assert [drawn(each) for each in iterators] == 3 * [drawn(ours)]
         if number in stops:
             for state, dataset in itertools.product(
-                (ours.get_state(), theirs.get_state()), (of_blocks, of_single)
+                [each.get_state() for each in iterators], made
             ):
                 rest = following(restored(dataset, state), MOST_ROWS)
                 assert rest == expected[number : number + MOST_ROWS]
-        assert content(next(ours)) == row
-        next(theirs)
+        assert [content(next(each)) for each in iterators] == 3 * [row]
     if len(expected) < MOST_ROWS:
-        with pytest.raises(StopIteration):
-            next(ours)
+        for each in iterators:
+            with pytest.raises(StopIteration):
+                next(each)
         with pytest.raises(StopIteration):
             next(restored(of_single, ours.get_state()))
 

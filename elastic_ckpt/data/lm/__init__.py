@@ -3,6 +3,7 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
+    from elastic_ckpt.data.lm.block_maps import BlockMap, TokenBlock
     from elastic_ckpt.data.lm.chat import (
         Conversations,
         MaskedTargets,
@@ -19,6 +20,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.lm.tokenizers import load as load_tokenizer
 
 __all__ = [
+    "BlockMap",
     "ChatTemplate",
     "ConcatThenSplit",
     "Conversations",
@@ -29,6 +31,7 @@ __all__ = [
     "Modality",
     "PreferenceRows",
     "Preferences",
+    "TokenBlock",
     "Tokenizer",
     "Tokens",
     "load_chat_template",

@@ -260,6 +260,8 @@ class _ExampleBlocks:
         self._truncate = truncate
         # The chunks of the next document that were taken.
         self._taken = 0
+        # The parent's place after the last document that made examples.
+        self._before: blocks.Place | None = None
 
     def read(self, at_most: int) -> blocks.Block:
         while True:
@@ -280,7 +282,13 @@ class _ExampleBlocks:
             chunk = np.arange(len(document))
             chunk -= np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
         first = chunk * self._length
-        places = _ExamplePlaces(documents.without_values(), document, chunk)
+        places = _ExamplePlaces(
+            documents.without_values(),
+            document,
+            chunk,
+            self._before or documents.place(0),
+        )
+        self._before = places.read(len(document))
         return blocks.Block(
             values=documents.values,
             start=documents.start[document] + first,
@@ -297,6 +305,7 @@ class _ExampleBlocks:
     def set_state(self, state: dict[str, Any]) -> None:
         self._parent.set_state(state["parent"])
         self._taken = state["chunk"]
+        self._before = None
 
     def close(self) -> None:
         self._parent.close()
@@ -304,10 +313,12 @@ class _ExampleBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ExamplePlaces:
-    # The documents without their tokens; of each example, its document and chunk.
+    # The documents without their tokens; of each example, its document and chunk; and
+    # the place before the first example.
     documents: blocks.Block
     document: np.ndarray
     chunk: np.ndarray
+    before: blocks.Place
 
     def state(self, number: int, read: blocks.Place) -> dict[str, Any]:
         is_within = number < len(self.chunk) and self.chunk[number] > 0
@@ -319,8 +330,9 @@ class _ExamplePlaces:
         return {"parent": before.state(read.parent()), "chunk": chunk}
 
     def read(self, number: int) -> blocks.Place:
-        taken = int(self.document[number - 1]) + 1 if number else 0
-        return self.documents.place(taken)
+        if not number:
+            return self.before
+        return self.documents.place(int(self.document[number - 1]) + 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,8 +22,6 @@ Row = dict[str, np.ndarray]
 
 # About how many tokens of rows are made together.
 _TOKENS = 2**14
-# Pieces of so many tokens are copied one by one.
-_LONG_TOKENS = 48
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +348,7 @@ def _filled(
     shape = (num_rows, length)
     inputs, targets, position = (
         _copied(pieces)
-        if int(pieces.length.sum()) >= _LONG_TOKENS * len(pieces)
+        if int(pieces.length.sum()) >= blocks.LONG_TOKENS * len(pieces)
         else _gathered(pieces)
     )
     segmentation = np.repeat(segment.astype(np.int32), pieces.length)
