@@ -260,7 +260,7 @@ class Mixture(shard_steps.Step):
 def _has_blocks(dataset: grain.IterDataset) -> bool:
     # Whether a dataset of a mixture has blocks; it is not opened. A mixture in it has
     # none: single elements are read again after its weights have changed.
-    if isinstance(dataset, token_blocks.Tokens):
+    if getattr(dataset, "makes_blocks", False):
         return True
     if isinstance(dataset, Mixture) or not hasattr(dataset, "blocks"):
         return False

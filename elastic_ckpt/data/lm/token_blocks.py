@@ -62,6 +62,9 @@ class Tokens(grain.IterDataset[np.ndarray]):
         Neither the tokens nor the state depend on it.
     """
 
+    # Of single elements, if its parent has no blocks.
+    makes_blocks = True
+
     def __init__(
         self,
         parent: grain.IterDataset,
