@@ -11,8 +11,11 @@ import os
 import pathlib
 import platform
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
 
 _PACKAGES = (
     "elastic-ckpt",
@@ -115,16 +118,17 @@ def _machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
-        **_accelerators(),
+        **_ACCELERATORS,
     }
 
 
-def _accelerators() -> dict[str, str]:
-    # Of a suite that runs on them itself.
-    if "jax" not in sys.modules or sys.modules["jax"].default_backend() == "cpu":
-        return {}
-    devices = sys.modules["jax"].devices()
-    return {"accelerators": f"{len(devices)} {devices[0].device_kind}"}
+def runs_on(devices: Sequence[jax.Device]) -> None:
+    """Notes the devices on which the suite runs, if they are accelerators."""
+    if devices[0].platform != "cpu":
+        _ACCELERATORS["accelerators"] = f"{len(devices)} {devices[0].device_kind}"
+
+
+_ACCELERATORS: dict[str, str] = {}
 
 
 def _cpu() -> str:

@@ -56,6 +56,7 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
     """Runs the suite."""
     if jax.default_backend() == "cpu" and len(jax.devices()) < 2:
         raise RuntimeError("set JAX_NUM_CPU_DEVICES=2, so that there are two replicas")
+    report.runs_on(jax.devices())
     mesh = Mesh(np.array(jax.devices()), ("replica",))
     leaves = _leaves(size, mesh)
     read = _read(mesh)

@@ -294,7 +294,9 @@ def changed(data: DataKeys, settings: Mapping[str, Setting]) -> DataKeys:
       ConfigError: if a key is unknown or a value is invalid.
     """
     fields = dataclasses.fields(data)
-    values: dict[str, Any] = dict(sections.checked(settings, fields, of=" of the data"))
+    values: dict[str, Any] = dict(
+        sections.checked(settings, fields, of=" of the data (others are not set here)")
+    )
     return dataclasses.replace(data, **values)
 
 

@@ -281,7 +281,7 @@ class HostIterator:
 
     def set_state(self, taken: HostState) -> None:
         """Moves back to a state since the last load or change of size or stage."""
-        self.course = self.course.at(taken.data_state.progress)
+        self.course = self.course.with_progress(taken.data_state.progress)
         moved = self._begin(self.course)
         moved.go_to(
             taken.data_state.position,

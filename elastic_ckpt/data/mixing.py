@@ -560,7 +560,7 @@ class _MixtureBlocks(_Draws):
             parts.append((block.values, block.start, block.length))
             before.of_part[number] = block.without_values()
             self._at[name] = block.place(num_taken)
-        self._turn = int(turns[-1]) + 1
+        self._turn, self._drawn_now = int(turns[-1]) + 1, {}
         values, start, length = blocks.together(parts)
         if len(parts) > 1:
             # Of each dataset's elements, which follow each other, the next is drawn.

@@ -918,6 +918,19 @@ class _Fruitless(threading.local):
     num_corrupt = 0
     last_corrupt = ""
 
+    def __init__(self) -> None:
+        # By the identity of the source.
+        self._num_of: dict[int, int] = {}
+
+    def begin(self, describe: Callable[[], str] | None) -> None:
+        """Counts from 0."""
+        self.describe = describe
+        self.num_records = self.num_units = 0
+        if self._num_of:
+            self._num_of = {}
+        if describe is not None:
+            self.num_corrupt = 0
+
     def note_corrupt(self, error: source.CorruptError) -> None:
         """Counts corrupt records that are skipped."""
         self.num_corrupt += error.num_records
@@ -929,7 +942,9 @@ class _Fruitless(threading.local):
             return
         self.num_records += num_records
         self.num_units += 1
-        enough = self.num_records > max(two_epochs, _MIN_FRUITLESS_RECORDS)
+        num_of = self._num_of.get(id(files), 0) + num_records
+        self._num_of[id(files)] = num_of
+        enough = num_of > max(two_epochs, _MIN_FRUITLESS_RECORDS)
         many = (
             self.num_records > _MAX_FRUITLESS_RECORDS
             and self.num_units > _MAX_FRUITLESS_UNITS
@@ -953,10 +968,7 @@ def row_is_due(describe: Callable[[], str] | None) -> None:
     Args:
       describe: returns a message with the likely reason; None once the row was read.
     """
-    _FRUITLESS.describe = describe
-    _FRUITLESS.num_records = _FRUITLESS.num_units = 0
-    if describe is not None:
-        _FRUITLESS.num_corrupt = 0
+    _FRUITLESS.begin(describe)
 
 
 def skipped_since() -> str:

@@ -253,7 +253,7 @@ class Course:
     """How a run goes through its data; iterators go from each one to the next.
 
     Attributes:
-      data: the data, in the stage of the last batch.
+      data: the data, in the stage that has begun.
       base_size: rows of a global batch until a stage has a size.
       size: rows of a global batch.
       progress: the step of the next batch; None without stages.
@@ -277,7 +277,7 @@ class Course:
 
     @property
     def sizes(self) -> list[int]:
-        """The rows of a global batch in each stage."""
+        """The rows of a global batch in each stage; without stages the present ones."""
         of_stages = of(self.data)
         if of_stages is None:
             return [self.size]
@@ -332,9 +332,9 @@ class Course:
         if self.progress is None or self.progress.step is None:
             return self
         progress = dataclasses.replace(self.progress, step=self.progress.step + 1)
-        return self.at(progress)
+        return self.with_progress(progress)
 
-    def at(self, progress: state.Progress | None) -> Course:
+    def with_progress(self, progress: state.Progress | None) -> Course:
         """That with another step, in the same stage."""
         return dataclasses.replace(self, progress=progress)
 
@@ -345,7 +345,7 @@ class Course:
             return self
         before = sum(stage.begin < step for stage in of_stages.stages)
         begun = self.progress.begun if self.progress else 1
-        return self.at(state.Progress(step=step, begun=max(begun, before)))
+        return self.with_progress(state.Progress(step=step, begun=max(begun, before)))
 
     def resized(self, global_batch_size: int) -> Course:
         """That with batches of another size, until a stage begins that has a size."""
@@ -357,6 +357,8 @@ class Course:
         self, saved: state.DataState, data: elastic_data.ElasticData
     ) -> Course:
         """That of a run that continues with `data` from a saved state."""
+        # Its stage begins, even if it is the one in which this run is.
+        data = at(data, 0)
         restored = dataclasses.replace(
             self,
             data=data,
@@ -377,7 +379,7 @@ class Course:
             # What has begun has begun: shards have cursors of it.
             begun = max(progress.begun, self.progress.begun)
             progress = dataclasses.replace(progress, begun=begun)
-        return self.at(progress)
+        return self.with_progress(progress)
 
     def _progress_of(self, saved: state.DataState) -> state.Progress | None:
         # Without stages a state says nothing of the step, unless it is the first.

@@ -137,14 +137,14 @@ def check_same_pipeline(
 
     `pipeline_changes.between` defines which parts may differ.
     """
-    progress = saved.progress
-    changed = pipeline_changes.between(
-        saved.pipeline,
-        pipeline,
-        step=None if progress is None else progress.step,
-        # Without stages the run is in its first.
-        begun=1 if progress is None else progress.begun,
-    )
+    # Without stages the run is in its first.
+    step, begun = None, 1
+    if saved.progress is not None:
+        step, begun = saved.progress.step, saved.progress.begun
+        # States of older programs do not count a stage that began at their load.
+        begins = pipeline_changes.begins_of(saved.pipeline)
+        begun = max(begun, sum(begin < (step or 0) for begin in begins))
+    changed = pipeline_changes.between(saved.pipeline, pipeline, step=step, begun=begun)
     if saved.engine != engine:
         changed.insert(0, f'engine: saved "{saved.engine}", now "{engine}"')
     if changed:

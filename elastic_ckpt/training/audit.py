@@ -109,9 +109,7 @@ def audit(
     steps = [lineage[step] for step in sorted(lineage)]
     uses = example_uses.ExampleUses()
     compared: list[batch_comparison.Compared] = []
-    oracle = one_host_run.OneHostRun(
-        data_of, {each.attempt: each.left_out for each in attempts}
-    )
+    oracle = one_host_run.OneHostRun(data_of, attempts)
     # It may go on from the checkpoint of another program.
     start = attempts[0].start_step
     of_stages = stages.of(data_of(attempts[-1].attempt))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import digest
 from elastic_ckpt.data import delivery, elastic_data, example_id, rows, stages, state
+from elastic_ckpt.training.step_log import Attempt
 from elastic_ckpt.training.step_record import StepRecord
 
 
@@ -32,7 +33,7 @@ class OneHostRun:
 
     Args:
       data_of: returns the configured data of an attempt, given its number.
-      left_out: the positions that each attempt has left out, by its number.
+      attempts: the step log.
 
     Attributes:
       num_left_out: positions that it has left out so far.
@@ -41,11 +42,12 @@ class OneHostRun:
     def __init__(
         self,
         data_of: Callable[[int], elastic_data.ElasticData],
-        left_out: Mapping[int, state.Ranges],
+        attempts: Sequence[Attempt],
     ) -> None:
         self.num_left_out = 0
         self._data_of = data_of
-        self._left_out = left_out
+        self._left_out = {each.attempt: each.left_out for each in attempts}
+        self._taken = _taken(attempts)
         # The attempt, size and stage of the batches.
         self._now: tuple[int, int, int] | None = None
         self._batches: elastic_data.HostBatches | None = None
@@ -73,14 +75,20 @@ class OneHostRun:
             self._batches.close()
 
     def _leave_out(self, record: StepRecord) -> None:
-        # Ranges of the attempt that begin here; each may have batches of other sizes.
-        # They are those of the steps from this one on, in the stages of these steps.
+        # Ranges of the attempt that begin here, in the batches that the run once took.
         for start, stop in self._left_out[record.attempt]:
-            position, step = start, record.step
+            position, attempt, step = start, record.attempt, record.step
+            size = record.num_rows
             while self._position() == position < stop:
-                data = stages.at(self._data_of(record.attempt), step)
-                size = min(stages.size(data, record.num_rows), stop - position)
-                next(self._of_size(record.attempt, size, step))
+                logged = self._taken.get(position)
+                if logged is not None:
+                    attempt, step, size = logged.attempt, logged.step, logged.num_rows
+                else:
+                    # Batches that were not logged follow the last one.
+                    data = stages.at(self._data_of(attempt), step)
+                    size = stages.size(data, size)
+                size = min(size, stop - position)
+                next(self._of_size(attempt, size, step))
                 self.num_left_out += size
                 position += size
                 step += 1
@@ -111,3 +119,26 @@ class OneHostRun:
             )
             self._batches.close()
         return continued
+
+
+def _taken(attempts: Sequence[Attempt]) -> dict[int, StepRecord]:
+    # The newest batch at each position of the stream, with those that were left out.
+    taken: dict[int, StepRecord] = {}
+    # The position after each step.
+    stops: dict[int, int] = {}
+    for attempt in attempts:
+        position = 0
+        if attempt.start_step > attempts[0].start_step:
+            if attempt.start_step - 1 not in stops:
+                continue
+            position = stops[attempt.start_step - 1]
+        for start, stop in attempt.left_out:
+            if start == position:
+                position = stop
+        # What the attempt has not left out, it has read again.
+        taken = {at: record for at, record in taken.items() if at < position}
+        for record in attempt.records:
+            taken[position] = record
+            position += record.num_rows
+            stops[record.step] = position
+    return taken

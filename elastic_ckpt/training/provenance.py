@@ -381,17 +381,17 @@ class Provenance:
     ) -> _History:
         # The pipelines up to `stop`, given those up to `start`, of rows that the run
         # had taken when it went back. Steps that were not logged follow the last one.
-        position, step = start, record.step
+        position, step, size = start, record.step, record.num_rows
         for last in reversed(placed):
             if start < last.stop <= stop and _until(last.history, start) == history:
                 key = _key_at(last.history, last.position)[0]
                 history, position = last.history, last.stop
-                step = last.record.step + 1
+                step, size = last.record.step + 1, last.record.num_rows
                 break
         while position < stop:
             history = _continued(history, position, self._of_step(key, step))
-            data = self.data_at(history, position)
-            position += stages.size(data, record.num_rows)
+            size = stages.size(self.data_at(history, position), size)
+            position += size
             step += 1
         return history
 

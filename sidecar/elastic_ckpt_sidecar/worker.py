@@ -188,7 +188,7 @@ class _HostWorker:
         content = messages.decode(call)
         host = self._on(call)
         self._go_back_to(content["batches"])
-        course = host.course.at(_progress(content["progress"]))
+        course = host.course.with_progress(_progress(content["progress"]))
         if content["begins_stage"]:
             course = course.due()
         else:

@@ -3,8 +3,9 @@ import json
 import grain
 import pytest
 
-from elastic_ckpt.data import shuffling
-from tests import pipelines
+from elastic_ckpt.data import records, shuffling
+from tests import formats, pipelines
+from tests.data import test_stages
 
 
 def shuffled(num_elements, window_size, seed=3):
@@ -52,3 +53,17 @@ def test_the_state_before_every_element_can_be_returned_to(num_elements):
 
 def test_an_empty_stream_ends_at_once():
     assert list(shuffled(0, 5)) == []
+
+
+def test_a_window_over_many_small_datasets_is_no_endless_loop(files, monkeypatch):
+    monkeypatch.setattr(records, "_MIN_FRUITLESS_RECORDS", 10)
+    made = test_stages.of_stage(
+        files["jsonl"],
+        window=64,
+        weights=dict.fromkeys(formats.DATASETS, 1.0),
+    )
+    rows = iter(made.make_shard(0))
+    for _ in range(100):
+        records.row_is_due(lambda: "no row")
+        assert next(rows)
+        records.row_is_due(None)

@@ -539,7 +539,8 @@ def _fetched(parts: Iterable[tuple[_Part, bool]]) -> Iterator[np.ndarray]:
     # device sends the next ones while those before are copied: as many as are in host
     # memory at a time.
     ahead: collections.deque[_OnDevice] = collections.deque()
-    last: tuple[Any, Any] = (None, None)
+    # The last shard that was sent as a whole, where to, and its copy.
+    last: tuple[Any, Any, Any] = (None, None, None)
     num_bytes = 0
     for part, is_copied in parts:
         pinned = _pinned(part.shard) if is_copied else None
@@ -547,17 +548,17 @@ def _fetched(parts: Iterable[tuple[_Part, bool]]) -> Iterator[np.ndarray]:
             sliced = _sent(_slice(part.shard, part.within), pinned)
             coming = _OnDevice(sliced, None, part.num_bytes)
         else:
-            if last[0] is not part.shard:
+            if last[0] is not part.shard or last[1] != pinned:
                 # JAX keeps what it fetched with an array: here, with the clone.
-                last = (part.shard, _sent(part.shard.clone(), pinned))
-            coming = _OnDevice(last[1], part.within, part.num_bytes)
+                last = (part.shard, pinned, _sent(part.shard.clone(), pinned))
+            coming = _OnDevice(last[2], part.within, part.num_bytes)
         ahead.append(coming)
         num_bytes += coming.nbytes
         del coming
         while num_bytes > _WAVE_BYTES:
             num_bytes -= ahead[0].nbytes
             yield ahead.popleft().values()
-    last = (None, None)
+    last = (None, None, None)
     while ahead:
         yield ahead.popleft().values()
 
@@ -578,7 +579,9 @@ def _pinned(shard: jax.Array) -> Sharding | None:
 def _sent(array: jax.Array, pinned: Sharding | None) -> jax.Array:
     # The array whose values arrive in host memory while others are copied.
     if pinned is not None:
-        return jax.device_put(array, pinned)
+        # Others may have locked all that may be locked.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return jax.device_put(array, pinned)
     array.copy_to_host_async()
     return array
 

@@ -210,6 +210,7 @@ class _MappedBlocks:
             )
             try:
                 made = self._dataset._function(given)
+                self._dataset._check(made, given)
             except Exception:
                 # It is raised by a single document, after those before it.
                 half = len(documents) // 2
@@ -220,7 +221,6 @@ class _MappedBlocks:
                     documents.cut(half, len(documents)),
                 )
                 continue
-            self._dataset._check(made, given)
             if not self._is_checked and len(given) > 1:
                 self._dataset._check_last(made, given)
                 self._is_checked = True

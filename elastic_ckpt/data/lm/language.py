@@ -515,7 +515,7 @@ class InVocabulary(grain.IterDataset[Example]):
 
     def _checked(self, row: Example) -> Example:
         for name in _FEATURES:
-            if row[name].dtype != np.int32:
+            if row[name].dtype == np.int64:
                 # They name their documents; see `provenance`.
                 continue
             # Viewed as unsigned numbers, negative ones are the largest.

@@ -301,6 +301,8 @@ class BlockFiles(ColumnFiles):
     ) -> Iterator[Picked | source.CorruptError]:
         """See `ColumnFiles`."""
         row, stop = unit.first + skip, unit.first + unit.num_records
+        if row == stop:
+            return
         # A local name: at the end of the program the module's may be deleted first.
         damaged_error = arrow_rows.DamagedError
         if not self._is_shared(unit):

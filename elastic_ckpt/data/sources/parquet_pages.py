@@ -1,9 +1,9 @@
 """Reads what is left of a Parquet row group that has damaged pages.
 
-In a sparse copy of the file, a damaged page is replaced by one that has a null for each
-of its rows; Arrow reads the rest, and the rows of the page are reported as lost. Arrow
-also tells which pages are damaged: it reads some of them at a time. Only the headers of
-pages are parsed here, which are Thrift structs in its compact encoding.
+In a sparse copy of the file in memory, a damaged page is replaced by one that has a
+null for each of its rows; Arrow reads the rest, and the rows of the page are reported
+as lost. Arrow also tells which pages are damaged: it reads some of them at a time. Only
+the headers of pages are parsed here, which are Thrift structs in its compact encoding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import io
 import mmap
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -31,6 +30,9 @@ _WIDTHS["BYTE_ARRAY"] = 4
 
 # More bytes than a page header without statistics takes.
 _HEADER_BYTES = 40
+
+# Memory as large as the file is not reserved. Python has the name from 3.13 on.
+_MAP_NORESERVE = 0x4000
 
 Lost = list[tuple[int, int]]
 
@@ -72,10 +74,12 @@ def salvaged(
 
     group = metadata.row_group(block)
     lost: Lost = []
-    # The file, of which only the row group takes room.
-    with tempfile.TemporaryFile() as sparse:
-        sparse.truncate(file.seek(0, io.SEEK_END))
-        content = mmap.mmap(sparse.fileno(), 0)
+    # Memory for the file, of which only the row group takes room.
+    content = mmap.mmap(
+        -1,
+        file.seek(0, io.SEEK_END),
+        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+    )
 
     def table(names: Sequence[str]) -> pa.Table | None:
         try:

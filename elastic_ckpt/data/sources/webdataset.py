@@ -61,8 +61,8 @@ class WebDataset(runs.RunFiles):
                             raise EOFError(f"{member.name} is cut short")
                         sample[field] = content
                         size += member.size
-                        num_blocks = -(-member.size // tarfile.BLOCKSIZE)
-                        end = member.offset_data + num_blocks * tarfile.BLOCKSIZE
+                        # Of a sparse file there is less than its size.
+                        end = archive.offset
                     yield sample, size, end
             raise EOFError("the archive ends before")
         except _FAILURES as error:

@@ -206,6 +206,20 @@ def test_what_devices_send_goes_through_pinned_memory_into_files(tmp_path):
     captured.release()
 
 
+def test_what_finds_no_pinned_memory_goes_through_ordinary_memory(
+    tmp_path, monkeypatch
+):
+    def refused(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: pinned memory")
+
+    values = random_bits("float32", 2**22).reshape(64, -1)
+    leaves = {"w": jnp.asarray(values)}
+    monkeypatch.setattr(jax, "device_put", refused)
+    part = only(capture.capture(leaves, FarMemory(ChunkFiles(tmp_path))))
+    assert part.files
+    assert joined(part).tobytes() == values.tobytes()
+
+
 def test_the_memory_of_a_capture_is_one_piece_that_the_next_one_uses_again():
     memory = capture.Memory()
     leaves = {"a": np.ones(3, np.int8), "b": np.ones((4, 5)), "c": np.float32(1)}

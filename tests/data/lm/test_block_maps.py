@@ -29,14 +29,14 @@ TOKENS = language.Documents(column="tokens", tokenizer=None)
 
 
 def even_cut(block):
-    """Leaves out every third document, and cuts the others at a token."""
+    """Leaves out every third document, and cuts the others at both ends."""
     short = block.keep_documents(block.lengths % 3 > 0)
     within = np.arange(len(short.values)) - np.repeat(short.offsets[:-1], short.lengths)
-    return short.keep_tokens(within < 17)
+    return short.keep_tokens((within > 0) & (within < 17))
 
 
 def even_cut_document(tokens):
-    return tokens[:17] if len(tokens) % 3 else tokens[:0]
+    return tokens[1:17] if len(tokens) % 3 else tokens[:0]
 
 
 def documents(parts, shard, *, num_epochs=1, dataset="web"):
@@ -148,6 +148,21 @@ def read_singly(dataset, at_most=1000):
             return found, error, of_blocks
         for start, length in zip(block.start, block.length, strict=True):
             found.append(block.values[start : start + length].tolist())
+
+
+def test_a_wrong_number_of_documents_is_told_when_they_are_due(files):
+    expected = [d.tolist() for d in documents(files["parquet"], 0) if len(d)]
+    wrong = expected[5][0]
+
+    def lacking(block):
+        if wrong not in block.values:
+            return block
+        return block_maps.TokenBlock(block.values[:0], np.array([0]))
+
+    mapped = block_maps.BlockMap(documents(files["parquet"], 0), lacking)
+    found, error, _ = read_singly(mapped)
+    assert found == expected[:5]
+    assert "returned 0 documents for 1" in str(error)
 
 
 @given(wrong=st.sets(st.integers(0, 170), min_size=1, max_size=4))

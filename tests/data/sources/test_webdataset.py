@@ -2,6 +2,7 @@
 
 import io
 import pathlib
+import subprocess
 import tarfile
 
 import pytest
@@ -63,6 +64,23 @@ def test_samples_are_the_files_of_one_name(tmp_path, kind, num_shards):
     dataset = webdataset.WebDataset(files=(file,))
     expected = [{**each, "__key__": long + each["__key__"]} for each in held]
     assert read(dataset, num_shards, shuffle_seed=5) == expected
+
+
+@pytest.mark.parametrize("kind", ["gnu", "pax"])
+def test_sparse_files_are_read_with_their_holes(tmp_path, kind):
+    held = [bytes(2**20) + bytes([number]) * 3 for number in range(20)]
+    for number, content in enumerate(held):
+        with open(tmp_path / f"{number:02d}.bin", "wb") as file:
+            file.truncate(len(content))
+            file.seek(2**20)
+            file.write(content[2**20 :])
+    names = [f"{number:02d}.bin" for number in range(len(held))]
+    tar = ["tar", "--sparse", f"--format={kind}", "-cf", "a.tar", *names]
+    subprocess.run(tar, cwd=tmp_path, check=True)
+    file = tmp_path / "a.tar"
+    assert file.stat().st_size < 2**20
+    read_samples = read(webdataset.WebDataset(files=(str(file),)), 3)
+    assert [sample["bin"] for sample in read_samples] == held
 
 
 def test_the_state_before_every_sample_can_be_resumed_from(tmp_path):
