@@ -383,10 +383,12 @@ class Provenance:
         # had taken when it went back. Steps that were not logged follow the last one.
         position, step, size = start, record.step, record.num_rows
         for last in reversed(placed):
-            if start < last.stop <= stop and _until(last.history, start) == history:
-                key = _key_at(last.history, last.position)[0]
-                history, position = last.history, last.stop
-                step, size = last.record.step + 1, last.record.num_rows
+            if start <= last.stop <= stop and _until(last.history, start) == history:
+                size = last.record.num_rows
+                if last.stop > start:
+                    key = _key_at(last.history, last.position)[0]
+                    history, position = last.history, last.stop
+                    step = last.record.step + 1
                 break
         while position < stop:
             history = _continued(history, position, self._of_step(key, step))
