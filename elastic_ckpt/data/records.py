@@ -578,9 +578,8 @@ class _Shares:
         unit = int(np.searchsorted(cut.record, record, side="right")) - 1
         index = int(np.flatnonzero(order.number == unit)[0])
         row = record - int(cut.record[unit])
-        begin, end = order.start[index], order.start[index + 1]
-        if order.rows is not None:
-            row = int(np.flatnonzero(order.rows[begin:end] == row)[0])
+        begin = order.start[index]
+        row = int(np.flatnonzero(order.rows(index) == row)[0])
         shard, taken = units.reader(begin + row, epoch=epoch, **self._sizes)
         return shard, epoch, taken
 

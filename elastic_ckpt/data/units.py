@@ -160,14 +160,16 @@ class Order:
       units: the units, in the order of the files.
       number: the numbers of units in the order of the epoch, int64 `[units]`.
       start: how many records are before each of those, and in all, `[units + 1]`.
-      rows: the number of each record in its unit, uint16 `[records]`, if records are
-        shuffled within units; None if they are not.
+      shuffled_by: a seed and the number of the epoch, if records are shuffled within
+        units; None if they are not.
     """
 
     units: Units
     number: np.ndarray
     start: Sequence[int]
-    rows: np.ndarray | None
+    shuffled_by: tuple[int, int] | None
+    # Those of units that were read, by their place in the order.
+    _rows: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -182,44 +184,55 @@ class Order:
           with_rows: whether records are shuffled within units, too; units then have at
             most 2**16 records.
         """
-        number, rows = np.arange(len(units)), None
+        number = np.arange(len(units))
         if key is not None:
             number = permuted(number, length=len(units), key=key)
-        sizes = units.num_records[number]
-        if key is not None and with_rows:
-            seed, epoch = key
-            rows = np.concatenate(
-                [
-                    np.random.default_rng([seed % 2**64, epoch, record]).permutation(
-                        size
-                    )
-                    for record, size in zip(
-                        units.record[number].tolist(), sizes.tolist(), strict=True
-                    )
-                ]
-            ).astype(np.uint16)
         start = np.zeros(len(units) + 1, np.int64)
-        np.cumsum(sizes, out=start[1:])
-        return cls(units=units, number=number, start=memoryview(start.data), rows=rows)
+        np.cumsum(units.num_records[number], out=start[1:])
+        return cls(
+            units=units,
+            number=number,
+            start=memoryview(start.data),
+            shuffled_by=key if with_rows else None,
+        )
 
     def at(self, place: int) -> tuple[int, int, int]:
         """The number of the unit at a place, and the places of its begin and end."""
         index = bisect.bisect_right(self.start, place) - 1
         return int(self.number[index]), self.start[index], self.start[index + 1]
 
+    def rows(self, index: int) -> np.ndarray:
+        """The records of a unit in the order of the epoch.
+
+        Args:
+          index: the unit's place in the order.
+
+        Returns:
+          Their numbers in the unit, uint16 `[records]` if they are shuffled, or int64.
+        """
+        found = self._rows.get(index)
+        if found is not None:
+            return found
+        number = self.number[index]
+        size = int(self.units.num_records[number])
+        if self.shuffled_by is None:
+            return np.arange(size)
+        seed, epoch = self.shuffled_by
+        key = [seed % 2**64, epoch, int(self.units.record[number])]
+        shuffled = np.random.default_rng(key).permutation(size).astype(np.uint16)
+        return self._rows.setdefault(index, shuffled)
+
     def picked(self, places: range) -> list[tuple[int, np.ndarray]]:
         """The records at ascending places: the number of each unit, and those of it."""
         picked: list[tuple[int, np.ndarray]] = []
         number = 0
         while number < len(places):
-            unit, begin, end = self.at(places[number])
+            index = bisect.bisect_right(self.start, places[number]) - 1
+            begin, end = self.start[index], self.start[index + 1]
             until = min(len(places), -(-(end - places.start) // places.step))
             some = places[number:until]
-            if self.rows is None:
-                rows = np.arange(some.start - begin, some.stop - begin, some.step)
-            else:
-                rows = self.rows[some.start : some.stop : some.step]
-            picked.append((unit, rows))
+            rows = self.rows(index)[some.start - begin : some.stop - begin : some.step]
+            picked.append((int(self.number[index]), rows))
             number = until
         return picked
 
