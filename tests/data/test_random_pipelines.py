@@ -238,7 +238,7 @@ def test_many_random_runs_have_the_bytes_of_one_host(files, file_format, chosen)
         lambda chosen: any(part.num_workers for part in chosen[1])
     ),
 )
-@settings(max_examples=MOST_EXAMPLES // 10, phases=[hypothesis.Phase.generate])
+@settings(max_examples=max(1, MOST_EXAMPLES // 10), phases=[hypothesis.Phase.generate])
 def test_random_runs_with_worker_processes_have_the_bytes_of_one_host(
     files, file_format, chosen
 ):

@@ -8,15 +8,15 @@ SIGTERM to them, and ends with the highest of their statuses.
 import contextlib
 import os
 import pathlib
+import random
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
 
-JOB_ID = 4711
-# The ports of hosts and supervisors are derived from the number of the job.
 _SCONTROL = """\
 #!/bin/bash
 case $1 in
@@ -24,6 +24,20 @@ case $1 in
   requeue) echo "$2" >> "$FAKE_SLURM/requeued" ;;
 esac
 """
+
+
+def _job_id():
+    """The number of a job whose ports are free: ours, and those that JAX derives."""
+    while True:
+        number = random.randrange(1, 2**24)
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
+            for port in (20_000 + number % 20_000, 61_440 + number % 4096):
+                found = sockets.enter_context(socket.socket())
+                found.bind(("127.0.0.1", port))
+            return number
+
+
+JOB_ID = _job_id()
 
 
 def install(directory):
