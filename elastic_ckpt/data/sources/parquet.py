@@ -1,7 +1,7 @@
-"""Parquet files, read by row group and decoded in small batches.
+"""Parquet files: small row groups are decoded whole, others a little at a time.
 
-Between its turns a shard holds a small batch of rows and, if it was read recently, an
-open row group. Shards that read small parts of the same row group share it decoded.
+Between its turns a shard holds what it has decoded last, at most 2 MiB, and an open
+file. Shards that read small parts of the same row group share it decoded.
 """
 
 from __future__ import annotations
