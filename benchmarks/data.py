@@ -17,6 +17,7 @@ device. A ratio is ours over the peer's in the same round. Ours is the pipeline 
 * `packed_first_fit_mtok_per_sec`, `packed_best_fit_mtok_per_sec`: documents stay whole;
   `unpacked_mtok_per_sec`: each is padded to a row. Padding counts as tokens here, as
   for the peers.
+* `..._per_cpu_sec`, `cpu_ratio_...`: the same by the processor time of all threads.
 * `text_...`: from text, see `benchmarks.text`.
 * `elastic_overhead_percent`: the same pipelines of 64 shards called in turn by hand,
   without a stream, positions or cursors, against them in the elastic engine; and
@@ -26,8 +27,8 @@ device. A ratio is ours over the peer's in the same round. Ours is the pipeline 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,12 +49,12 @@ _OVERHEAD_ROUNDS = 15
 _OURS = "ours"
 _INPUTS = "inputs"
 _RATES: dict[peer.Setting, str] = {
-    "packed": "packed_parquet_mtok_per_sec",
-    "packed_shuffled": "packed_shuffled_mtok_per_sec",
-    "packed_first_fit": "packed_first_fit_mtok_per_sec",
-    "packed_best_fit": "packed_best_fit_mtok_per_sec",
-    "unpacked": "unpacked_mtok_per_sec",
-    "fixed_rows": "fixed_rows_mtok_per_sec",
+    "packed": "packed_parquet_mtok",
+    "packed_shuffled": "packed_shuffled_mtok",
+    "packed_first_fit": "packed_first_fit_mtok",
+    "packed_best_fit": "packed_best_fit_mtok",
+    "unpacked": "unpacked_mtok",
+    "fixed_rows": "fixed_rows_mtok",
 }
 _SUFFIXES: dict[peer.Setting, str] = {
     "packed": "",
@@ -67,13 +68,16 @@ _RENAMED: dict[tuple[str, str], str] = {
     ("packed_shuffled", "grain_interleave"): "ratio_grain_window_shuffle",
 }
 _BOUNDS = {
-    "packed": "at least 20",
+    "packed_parquet_mtok_per_sec": "at least 20",
     "ratio_grain_interleave": "at least 10",
     "ratio_grain_window_shuffle": "at least 10",
     "ratio_grain_interleave_first_fit": "at least 5",
     "ratio_grain_interleave_best_fit": "at least 5",
     "ratio_hf_datasets_arrow": "at least 1",
     "ratio_hf_datasets_arrow_shuffled": "at least 1",
+    "ratio_hf_datasets_arrow_first_fit": "at least 1",
+    "ratio_hf_datasets_arrow_best_fit": "at least 1",
+    "ratio_hf_datasets_arrow_unpacked": "at least 1",
     "ratio_hf_datasets_arrow_fixed_rows": "at least 1",
     "ratio_lancedb": "at least 3",
     "ratio_lancedb_fixed_rows": "at least 1",
@@ -132,40 +136,31 @@ def _measure(directory: pathlib.Path) -> dict[str, report.Figure]:
     }
     figures: dict[str, report.Figure] = {}
     for setting in peer.SETTINGS:
-        samples = sides.in_turns(
+        rates = sides.in_turns(
             [
                 sides.Side(name=_OURS, make=_elastic(ours[setting])),
                 *sides.sides_of(setting, source=source, directory=directory / "peers"),
             ],
             num_rounds=_ROUNDS,
         )
-        figures |= _figures(setting, samples)
+        figures |= sides.compared(
+            rates,
+            ours=_OURS,
+            name=_RATES[setting],
+            ratio=functools.partial(_ratio, setting),
+            bounds=_BOUNDS,
+        )
         for line in sides.absent(setting):
             print(f"{setting}: {line}")
     return figures | _overhead(ours["packed"])
 
 
-def _figures(
-    setting: peer.Setting, samples: dict[str, tuple[float, ...]]
-) -> dict[str, report.Figure]:
-    own = samples.pop(_OURS)
-    rate = report.Figure(
-        unit="Mtok/s", against=_BOUNDS.get(setting, "no bound"), samples=own
-    )
-    figures = {_RATES[setting]: rate}
-    for name, theirs in samples.items():
-        ratio = _RENAMED.get((setting, name), f"ratio_{name}{_SUFFIXES[setting]}")
-        rate = statistics.median(theirs)
-        figures[ratio] = report.Figure(
-            unit="ratio",
-            against=f"{_BOUNDS.get(ratio, 'ahead')}; {name}: {rate:.2f} Mtok/s",
-            samples=tuple(a / b for a, b in zip(own, theirs, strict=True)),
-        )
-    return figures
+def _ratio(setting: peer.Setting, name: str) -> str:
+    return _RENAMED.get((setting, name), f"ratio_{name}{_SUFFIXES[setting]}")
 
 
 def _overhead(data: sharded_data.ShardedData) -> dict[str, report.Figure]:
-    samples = sides.in_turns(
+    rates = sides.in_turns(
         [
             sides.Side(name="elastic", make=_elastic(data)),
             sides.Side(name="ahead", make=_elastic(data, read_ahead=1)),
@@ -176,7 +171,7 @@ def _overhead(data: sharded_data.ShardedData) -> dict[str, report.Figure]:
     )
 
     def percent(name: str) -> tuple[float, ...]:
-        pairs = zip(samples["by hand"], samples[name], strict=True)
+        pairs = zip(rates["by hand"].per_sec, rates[name].per_sec, strict=True)
         return tuple(100 * (bare / elastic - 1) for bare, elastic in pairs)
 
     against = "the same 64 pipelines called in turn by hand"

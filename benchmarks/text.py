@@ -23,7 +23,6 @@ import importlib.metadata
 import itertools
 import os
 import pathlib
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,9 +48,9 @@ _RATIOS = {
     "sentencepiece": "text_ratio_sentencepiece",
 }
 _BOUNDS = {
-    "huggingface": "at least 0.9",
-    "tiktoken": "no bound",
-    "sentencepiece": "no bound",
+    "text_ratio_tokenizer": "at least 0.9",
+    "text_ratio_tiktoken": "no bound",
+    "text_ratio_sentencepiece": "no bound",
 }
 
 
@@ -81,34 +80,18 @@ def measure(
         ]
         if kind == "huggingface":
             compared += _peers(files, tokenizer)
-        samples = sides.in_turns(
+        rates = sides.in_turns(
             compared,
             num_tokens=num_tokens,
             warm_up_tokens=num_tokens // 8,
             num_rounds=num_rounds,
         )
-        figures |= _figures(kind, samples)
-    return figures
-
-
-def _figures(
-    kind: str, samples: dict[str, tuple[float, ...]]
-) -> dict[str, report.Figure]:
-    own = samples[_OURS]
-    figures = {}
-    if kind == "huggingface":
-        figures["text_packed_mtok_per_sec"] = report.Figure(
-            unit="Mtok/s", against="no bound", samples=own
-        )
-    for name, theirs in samples.items():
-        if name == _OURS:
-            continue
-        bound = _BOUNDS.get(name, "ahead")
-        rate = statistics.median(theirs)
-        figures[_RATIOS.get(name, f"text_ratio_{name}")] = report.Figure(
-            unit="ratio",
-            against=f"{bound}; {name}: {rate:.2f} Mtok/s",
-            samples=tuple(a / b for a, b in zip(own, theirs, strict=True)),
+        figures |= sides.compared(
+            rates,
+            ours=_OURS,
+            name="text_packed_mtok" if kind == "huggingface" else None,
+            ratio=lambda name: _RATIOS.get(name, f"text_ratio_{name}"),
+            bounds=_BOUNDS,
         )
     return figures
 

@@ -6,10 +6,12 @@ Two peers, for there are two ways to write the same pipeline:
   lists of 1000 documents and cuts them. Fixed rows are formatted as NumPy arrays.
 * `hf_datasets_arrow` works on Arrow tables and NumPy arrays, without a Python list
   anywhere. It does all that ours does: inputs and targets one token ahead within each
-  document, the number of the document in its row, and the position of each token.
+  document, the number of the document in its row, and the position of each token. Best
+  fit is TRL's `pack_dataset`, which sorts 1000 documents by length first; first fit is
+  a loop over their lengths, with 16 rows at a time as in Grain.
 
-Both drop what is left over of each 1000 documents, carry nothing over, and lose their
-shuffle buffer at a checkpoint. Unshuffled they read one file after the other; a shuffle
+Both drop what is left over of each 1000 documents, or pad it, carry nothing over, and
+lose their shuffle buffer at a checkpoint. Unshuffled they read one file after the other; a shuffle
 takes the files in turns too, and on Arrow tables its window is a row group at least.
 The format of fixed rows is Parquet.
 """
@@ -19,9 +21,11 @@ from __future__ import annotations
 import gc
 import itertools
 import pathlib
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -38,6 +42,8 @@ from benchmarks.peers.peer import (
 
 _FILE = "rows.parquet"
 _DOCUMENTS_AT_A_TIME = 1000  # the default of `map`
+_OPEN_ROWS = 16
+_LENGTHS = "seq_lengths"  # of TRL
 
 
 def _prepare(source: Documents, directory: pathlib.Path) -> None:
@@ -73,11 +79,11 @@ def _rows_from_arrow(
 ) -> Iterator[Tokens]:
     if setting == "fixed_rows":
         rows = streamed([str(directory / _FILE)]).with_format("arrow")
+    elif setting == "packed_best_fit":
+        packed = _pack_dataset()(_documents(setting, source), ROW_LENGTH)
+        rows = _mapped(packed, _rows_of_packed)
     else:
-        documents = _documents(setting, source).with_format("arrow")
-        rows = documents.map(
-            _group_tables, batched=True, batch_size=_DOCUMENTS_AT_A_TIME
-        )
+        rows = _mapped(_documents(setting, source), _TABLES[setting])
     for batch in _loaded(rows.batch(ROWS_A_BATCH)):
         columns = [
             # One list of 16 lists.
@@ -87,6 +93,12 @@ def _rows_from_arrow(
         for more in columns[1:]:
             more.copy()  # as the first is by whoever counts the tokens
         yield columns[0].reshape(-1, ROW_LENGTH)
+
+
+def _mapped(documents: Any, function: Callable[[Any], Any]) -> Any:
+    return documents.with_format("arrow").map(
+        function, batched=True, batch_size=_DOCUMENTS_AT_A_TIME
+    )
 
 
 def streamed(files: list[str]) -> Any:
@@ -167,6 +179,86 @@ def _group_tables(documents: Any) -> Any:
     )
 
 
+def _pack_dataset() -> Callable[..., Any]:
+    # TRL imports Transformers, which imports torchvision where it is installed; that of
+    # the registry does not fit a torch without CUDA.
+    with mock.patch.dict(sys.modules, {"torchvision": None}):
+        import trl
+
+        return trl.pack_dataset
+
+
+def _fit_tables(documents: Any) -> Any:
+    # First fit: a document that no open row has room for closes all of them.
+    columns = _trimmed(documents)
+    done: list[list[int]] = []
+    open_rows: list[list[int]] = []
+    room: list[int] = []
+    for document, length in enumerate(columns.value_lengths().to_pylist()):
+        for row, left in enumerate(room):
+            if length <= left:
+                break
+        else:
+            if len(room) == _OPEN_ROWS:
+                done += open_rows
+                open_rows, room = [], []
+            row = len(room)
+            open_rows.append([])
+            room.append(ROW_LENGTH)
+        open_rows[row].append(document)
+        room[row] -= length
+    return _rows_of(columns, [*done, *open_rows])
+
+
+def _pad_tables(documents: Any) -> Any:
+    column = _trimmed(documents)
+    return _rows_of(column, [[document] for document in range(len(column))])
+
+
+def _trimmed(documents: Any) -> Any:
+    import pyarrow.compute as pc
+
+    return pc.list_slice(documents[COLUMN].combine_chunks(), 0, ROW_LENGTH)
+
+
+def _rows_of(documents: Any, rows: list[list[int]]) -> Any:
+    # A table as TRL's `pack_dataset` makes it, of which documents each row has.
+    import pyarrow as pa
+
+    taken = documents.take(pa.array(list(itertools.chain(*rows)), pa.int64()))
+    ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    tokens = pa.ListArray.from_arrays(taken.offsets.take(ends), taken.values)
+    lengths = pa.ListArray.from_arrays(ends, taken.value_lengths())
+    return _rows_of_packed(pa.table({COLUMN: tokens, _LENGTHS: lengths}))
+
+
+def _rows_of_packed(packed: Any) -> Any:
+    import pyarrow as pa
+
+    column, lengths = (packed[name].combine_chunks() for name in (COLUMN, _LENGTHS))
+    tokens, sizes = column.flatten().to_numpy(), lengths.flatten().to_numpy()
+    ends, documents_a_row = np.cumsum(sizes), lengths.value_lengths().to_numpy()
+    targets = np.append(tokens[1:], tokens[:1])
+    targets[ends - 1] = 0
+    firsts = np.repeat(np.cumsum(documents_a_row) - documents_a_row, documents_a_row)
+    segments = np.arange(1, len(sizes) + 1, dtype=np.int32) - firsts.astype(np.int32)
+    position = np.arange(len(tokens), dtype=np.int32)
+    position -= np.repeat((ends - sizes).astype(np.int32), sizes)
+    is_token = np.arange(ROW_LENGTH) < column.value_lengths().to_numpy()[:, None]
+    values = {
+        COLUMN: tokens,
+        "targets": targets,
+        "segmentation": np.repeat(segments, sizes),
+        "position": position,
+    }
+    rows = {name: np.zeros(is_token.shape, np.int32) for name in values}
+    for name, value in values.items():
+        rows[name][is_token] = value
+    return pa.table(
+        {name: _cut(pa.array(each.reshape(-1))) for name, each in rows.items()}
+    )
+
+
 def _cut(tokens: Any) -> Any:
     # An Arrow array of tokens as one of lists of them; a tail is left out.
     import pyarrow as pa
@@ -176,17 +268,28 @@ def _cut(tokens: Any) -> Any:
     return pa.ListArray.from_arrays(offsets, tokens[: num_rows * ROW_LENGTH])
 
 
+_TABLES: dict[Setting, Callable[[Any], Any]] = {
+    "packed": _group_tables,
+    "packed_shuffled": _group_tables,
+    "packed_first_fit": _fit_tables,
+    "unpacked": _pad_tables,
+}
+
+
 def _peer(
-    name: str, rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]]
+    name: str,
+    rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]],
+    *packages: str,
+    lacks: Mapping[Setting, str],
 ) -> Peer:
     return Peer(
         name=name,
-        packages=("datasets", "torchdata", "torch", "pyarrow"),
-        lacks=FITTED,
+        packages=("datasets", "torchdata", "torch", "pyarrow", *packages),
+        lacks=lacks,
         prepare=_prepare,
         rows=rows,
     )
 
 
-HF_DATASETS = _peer("hf_datasets", _rows_from_lists)
-HF_DATASETS_ARROW = _peer("hf_datasets_arrow", _rows_from_arrow)
+HF_DATASETS = _peer("hf_datasets", _rows_from_lists, lacks=FITTED)
+HF_DATASETS_ARROW = _peer("hf_datasets_arrow", _rows_from_arrow, "trl", lacks={})

@@ -1,4 +1,4 @@
-"""Runs sides in turns in one process and counts their tokens: Mtok/s, one a round.
+"""Runs sides in turns in one process and counts their tokens, by clock and processor.
 
 A `Side` is a name and a callable that makes a fresh iterator of int32 arrays: a peer's
 (`sides_of`) or one's own loader. In each round each side starts anew, gives
@@ -13,7 +13,9 @@ times that, or the timed stretch would hold no decoding at all.
     source.write()
     sides = sides_of("packed", source=source, directory=pathlib.Path("/dev/shm/peers"))
     ours = Side(name="ours", make=lambda: iter(engine(source.files)))
-    samples = in_turns([ours, *sides])  # {"ours": (26.1, ...), "litdata": (...), ...}
+    rates = in_turns([ours, *sides])
+    rates["ours"].per_sec  # (26.1, ...), in Mtok/s, one a round
+    rates["litdata"].per_cpu_sec
     print(absent("packed"))  # who is not among them, and why
 
 From a shell: `python -m benchmarks.peers.measure --directory /dev/shm/peers`.
@@ -28,11 +30,12 @@ import pathlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from benchmarks.peers.documents import Documents
 from benchmarks.peers.grain_elastic import GRAIN_ELASTIC
 from benchmarks.peers.grain_interleave import GRAIN_INTERLEAVE
@@ -67,32 +70,95 @@ class Side:
     make: Callable[[], Iterator[Tokens]]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Millions of tokens of a side, one sample a round.
+
+    Attributes:
+      per_sec: by the clock.
+      per_cpu_sec: by the processor time of all threads of this process.
+    """
+
+    per_sec: tuple[float, ...]
+    per_cpu_sec: tuple[float, ...]
+
+
 def in_turns(
     sides: Sequence[Side],
     *,
     num_tokens: int = 16_000_000,
     warm_up_tokens: int = 1_000_000,
     num_rounds: int = 5,
-) -> dict[str, tuple[float, ...]]:
-    """Mtok/s of each side, one sample a round.
+) -> dict[str, Rates]:
+    """The rates of each side.
 
     Raises:
       ValueError: a side yields something else than int32 rows, or ends too early.
     """
-    samples: dict[str, list[float]] = {side.name: [] for side in sides}
+    samples: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
     for _ in range(num_rounds):
         for side in sides:
             gc.collect()  # what the side before has left is not this one's time
             rows = side.make()
             try:
                 _take(side.name, rows, warm_up_tokens)
-                began = time.perf_counter()
+                began = (time.perf_counter(), time.process_time())
                 taken = _take(side.name, rows, num_tokens)
-                secs = time.perf_counter() - began
+                ended = (time.perf_counter(), time.process_time())
             finally:
                 _close(rows)
-            samples[side.name].append(taken / secs / 1e6)
-    return {name: tuple(values) for name, values in samples.items()}
+            secs, cpu_secs = (b - a for a, b in zip(began, ended, strict=True))
+            samples[side.name].append((taken / secs / 1e6, taken / cpu_secs / 1e6))
+    rates = {}
+    for name, pairs in samples.items():
+        per_sec, per_cpu_sec = zip(*pairs, strict=True)
+        rates[name] = Rates(per_sec=per_sec, per_cpu_sec=per_cpu_sec)
+    return rates
+
+
+def compared(
+    rates: Mapping[str, Rates],
+    *,
+    ours: str,
+    name: str | None,
+    ratio: Callable[[str], str],
+    bounds: Mapping[str, str],
+) -> dict[str, report.Figure]:
+    """The figures of one side beside the others, each by clock and by processor.
+
+    Args:
+      rates: of all sides.
+      ours: the side that is compared.
+      name: of the figures of its rates, without `_per_sec` and `_per_cpu_sec`; None
+        leaves them out.
+      ratio: the name of the figure of a ratio to another side; `cpu_` comes before that
+        of the processor.
+      bounds: of figures by the clock.
+    """
+    own = rates[ours]
+    figures = {}
+    if name is not None:
+        by_clock, by_cpu = f"{name}_per_sec", f"{name}_per_cpu_sec"
+        bound = bounds.get(by_clock, "no bound")
+        figures[by_clock] = report.figure("Mtok/s", bound, own.per_sec)
+        figures[by_cpu] = report.figure("Mtok/cpu-s", "no bound", own.per_cpu_sec)
+    for peer, theirs in rates.items():
+        if peer == ours:
+            continue
+        named = ratio(peer)
+        rate = statistics.median(theirs.per_sec)
+        figures[named] = report.ratio(
+            own.per_sec,
+            theirs.per_sec,
+            f"{bounds.get(named, 'ahead')}; {peer}: {rate:.2f} Mtok/s",
+        )
+        rate = statistics.median(theirs.per_cpu_sec)
+        figures[f"cpu_{named}"] = report.ratio(
+            own.per_cpu_sec,
+            theirs.per_cpu_sec,
+            f"ahead; {peer}: {rate:.2f} Mtok/cpu-s",
+        )
+    return figures
 
 
 def sides_of(
@@ -177,14 +243,15 @@ def main() -> None:
         source.write()
     for setting in arguments.settings:
         print(f"\n{setting:<28} {'median':>9} {'least':>9} {'most':>9}  Mtok/s")
-        samples = in_turns(
+        rates = in_turns(
             sides_of(
                 setting, source=source, directory=arguments.directory, peers=peers
             ),
             num_tokens=arguments.tokens,
             num_rounds=arguments.rounds,
         )
-        for name, values in samples.items():
+        for name, rate in rates.items():
+            values = rate.per_sec
             numbers = (statistics.median(values), min(values), max(values))
             print(f"{name:<28} " + " ".join(f"{number:9.2f}" for number in numbers))
         print("\n".join(absent(setting, peers=peers)))
