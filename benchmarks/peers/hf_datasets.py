@@ -11,9 +11,9 @@ Two peers, for there are two ways to write the same pipeline:
   a loop over their lengths, with 16 rows at a time as in Grain.
 
 Both drop what is left over of each 1000 documents, or pad it, carry nothing over, and
-lose their shuffle buffer at a checkpoint. Unshuffled they read one file after the other; a shuffle
-takes the files in turns too, and on Arrow tables its window is a row group at least.
-The format of fixed rows is Parquet.
+lose their shuffle buffer at a checkpoint. Unshuffled they read one file after the
+other; a shuffle takes the files in turns too, and on Arrow tables its window is a row
+group at least. The format of fixed rows is Parquet.
 """
 
 from __future__ import annotations
@@ -195,19 +195,23 @@ def _fit_tables(documents: Any) -> Any:
     open_rows: list[list[int]] = []
     room: list[int] = []
     for document, length in enumerate(columns.value_lengths().to_pylist()):
-        for row, left in enumerate(room):
-            if length <= left:
-                break
-        else:
-            if len(room) == _OPEN_ROWS:
-                done += open_rows
-                open_rows, room = [], []
-            row = len(room)
+        row = _first_with(room, length)
+        if row == _OPEN_ROWS:
+            done += open_rows
+            open_rows, room, row = [], [], 0
+        if row == len(room):
             open_rows.append([])
             room.append(ROW_LENGTH)
         open_rows[row].append(document)
         room[row] -= length
     return _rows_of(columns, [*done, *open_rows])
+
+
+def _first_with(room: list[int], length: int) -> int:
+    for row, left in enumerate(room):
+        if length <= left:
+            return row
+    return len(room)
 
 
 def _pad_tables(documents: Any) -> Any:
