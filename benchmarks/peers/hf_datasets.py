@@ -18,6 +18,7 @@ group at least. The format of fixed rows is Parquet.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import pathlib
@@ -25,7 +26,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -179,13 +179,21 @@ def _group_tables(documents: Any) -> Any:
     )
 
 
+@functools.cache
 def _pack_dataset() -> Callable[..., Any]:
     # TRL imports Transformers, which imports torchvision where it is installed; that of
     # the registry does not fit a torch without CUDA.
-    with mock.patch.dict(sys.modules, {"torchvision": None}):
+    modules: dict[str, Any] = sys.modules
+    torchvision = modules.get("torchvision")
+    modules["torchvision"] = None
+    try:
         import trl
 
         return trl.pack_dataset
+    finally:
+        del modules["torchvision"]
+        if torchvision is not None:
+            modules["torchvision"] = torchvision
 
 
 def _fit_tables(documents: Any) -> Any:
