@@ -43,14 +43,20 @@ def sealed(fields: dict[str, storage.Json], *, version: int) -> dict[str, storag
 
 
 def parse(
-    text: bytes, *, what: str, version: int, exact: bool = False
+    text: bytes,
+    *,
+    what: str,
+    version: int,
+    oldest: int | None = None,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """Checks the content of a file and returns its fields, including `version`.
 
     Args:
       text: the content of a file that `to_bytes` made.
       what: the kind of file, for messages.
-      version: the only version that the caller reads.
+      version: the newest version that the caller reads.
+      oldest: the oldest; None reads no other.
       exact: whether the layout, too, must be that of `to_bytes`, byte by byte.
 
     Raises:
@@ -67,26 +73,30 @@ def parse(
         if began_well and not text.endswith(_END):
             raise UnreadableError(f"is cut short (after {len(text)} bytes)") from None
         raise UnreadableError(f"is not JSON ({error})") from None
-    fields = unsealed(content, what=what, version=version)
+    fields = unsealed(content, what=what, version=version, oldest=oldest)
     if exact and _laid_out(content) != text:
         raise UnreadableError("was altered after it was saved (its layout differs)")
     return fields
 
 
-def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
+def unsealed(
+    content: Any, *, what: str, version: int, oldest: int | None = None
+) -> dict[str, Any]:
     """Checks an object that `sealed` made and returns its fields with `version`.
 
     Args:
       content: the object.
       what: the kind of object, for messages.
-      version: the only version that the caller reads.
+      version: the newest version that the caller reads.
+      oldest: the oldest; None reads no other.
 
     Raises:
       UnreadableError: if it is something else, altered, or of another version.
     """
     if not isinstance(content, dict) or "version" not in content:
         raise UnreadableError(f"is not a {what}")
-    if content["version"] != version:
+    versions = range(version if oldest is None else oldest, version + 1)
+    if type(content["version"]) is not int or content["version"] not in versions:
         problem = (
             f"has version {content['version']!r}, and this program reads version"
             f" {version}; continue the run with the program that wrote it"
@@ -104,20 +114,23 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
     return fields
 
 
-def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
+def read(
+    path: epath.Path, *, what: str, version: int, oldest: int | None = None
+) -> dict[str, Any]:
     """The fields in the file at `path`, as `parse` gives them.
 
     Args:
       path: a file of a data state, two levels below its step's parent.
       what: the kind of file, for messages.
-      version: the only version that the caller reads.
+      version: the newest version that the caller reads.
+      oldest: the oldest; None reads no other.
 
     Raises:
       DataError: if the file is missing or `parse` rejects it; the message names the
         file and the remedy.
     """
     try:
-        return parse(path.read_bytes(), what=what, version=version)
+        return parse(path.read_bytes(), what=what, version=version, oldest=oldest)
     except OtherVersionError as problem:
         raise errors.DataError(f"{what} {path} {problem}") from None
     except (FileNotFoundError, UnreadableError) as problem:

@@ -1,18 +1,22 @@
 """Cursors: the position of each logical shard in its pipeline, in files by shard range.
 
 Consecutive shards `[first, last]` of one host are saved in one file,
-`shards-00000-00011.json`: a `checked_json` file of version 1 with the fields
+`shards-00000-00011.json`: a `checked_json` file of version 2 with the fields
 
 * `position`: the position of the data state that the cursors belong to
-* `cursors`: one JSON value for each shard, from `first` to `last`; null for a shard
-  that has not yielded a row
+* `shapes`: the cursors with 0 in place of each whole number; those of most shards are
+  the same, and are listed once
+* `cursors`: for each shard, from `first` to `last`, the index of its shape, and the
+  whole numbers in it, in the order in which the shape has them
 
-The file names contain the ranges, so a host reads only the files with its own shards,
+The cursor of a shard that has not yielded a row is null. Files of version 1 have the
+cursors themselves. The file names contain the ranges, so a host reads only the files with its own shards,
 regardless of how many hosts wrote them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +25,7 @@ from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, storage
 
-VERSION = 1
+VERSION = 2
 # The field of a cursor with an older cursor, from which documents are read again.
 HELD = "held"
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")
@@ -40,8 +44,53 @@ def made(cursor: Lazy) -> Cursor:
 
 def to_bytes(values: Sequence[Cursor], position: Position) -> bytes:
     """The content of the file with the cursors of consecutive shards."""
-    fields: dict[str, storage.Json] = {"position": position, "cursors": list(values)}
+    # Objects with the same keys in another order are other shapes.
+    numbers_of: dict[str, int] = {}
+    shapes: list[storage.Json] = []
+    cut: list[storage.Json] = []
+    for value in values:
+        numbers: list[storage.Json] = []
+        shape = _cut(value, numbers)
+        number = numbers_of.setdefault(json.dumps(shape), len(shapes))
+        if number == len(shapes):
+            shapes.append(shape)
+        cut.append([number, *numbers])
+    fields = {"position": position, "shapes": shapes, "cursors": cut}
     return checked_json.to_bytes(fields, version=VERSION)
+
+
+def _cut(value: storage.Json, numbers: list[storage.Json]) -> storage.Json:
+    # The shape of a value, whose whole numbers are added to `numbers`.
+    if type(value) is int:
+        numbers.append(value)
+        return 0
+    if isinstance(value, dict):
+        return {key: _cut(each, numbers) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_cut(each, numbers) for each in value]
+    return value
+
+
+def _whole(shape: storage.Json, numbers: Iterator[int]) -> storage.Json:
+    # The inverse of `_cut`.
+    if type(shape) is int:
+        return next(numbers)
+    if isinstance(shape, dict):
+        return {key: _whole(each, numbers) for key, each in shape.items()}
+    if isinstance(shape, list):
+        return [_whole(each, numbers) for each in shape]
+    return shape
+
+
+def _cursor(content: dict[str, Any], index: int) -> Cursor:
+    if content["version"] == 1:
+        return content["cursors"][index]
+    shape, *numbers = content["cursors"][index]
+    left = iter(numbers)
+    cursor = _whole(content["shapes"][shape], left)
+    if next(left, None) is not None:
+        raise ValueError("it has more numbers than its shape")
+    return cursor
 
 
 def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:
@@ -73,7 +122,9 @@ def read(
                 f"{directory} has logical shards {repeated} twice, the second time in"
                 f" {path.name}; remove the file that does not belong there"
             )
-        content = checked_json.read(path, what="shard cursors", version=VERSION)
+        content = checked_json.read(
+            path, what="shard cursors", version=VERSION, oldest=1
+        )
         values = content["cursors"]
         if content["position"] != position or len(values) != last + 1 - first:
             raise errors.DataError(
@@ -81,7 +132,14 @@ def read(
                 f" {len(values)} shards, not to position {position} and shards {first}"
                 f" to {last}: the file is from another step; restore it from a copy"
             )
-        values_by_shard |= {shard: values[shard - first] for shard in in_file}
+        try:
+            for shard in in_file:
+                values_by_shard[shard] = _cursor(content, shard - first)
+        except (LookupError, StopIteration, TypeError, ValueError):
+            raise errors.DataError(
+                f"shard cursors {path} do not have the format of their version"
+                f" {content['version']}; restore the file from a copy"
+            ) from None
     missing = sorted(required - values_by_shard.keys())
     if missing:
         step = epath.Path(directory).parent

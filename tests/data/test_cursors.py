@@ -1,8 +1,10 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import checked_json, errors
 from elastic_ckpt.data import cursors
 
 POSITION = {"stream_row": 96}
@@ -73,9 +75,64 @@ def test_a_renamed_file_is_named(tmp_path):
         cursors.read(tmp_path, [3], POSITION)
 
 
-def test_version_1_has_these_bytes(tmp_path, golden):
-    cursors.write(tmp_path, {3: None, 4: {"next_index": 7}}, POSITION)
-    golden("cursors_v1.json", (tmp_path / "shards-00003-00004.json").read_text())
+def test_version_2_has_these_bytes(tmp_path, golden):
+    values = {3: None, 4: {"next_index": 7}, 5: {"next_index": 9}}
+    cursors.write(tmp_path, values, POSITION)
+    golden("cursors_v2.json", (tmp_path / "shards-00003-00005.json").read_text())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def order(value):
+    """A value in which the order of keys counts."""
+    if isinstance(value, dict):
+        return [(key, order(each)) for key, each in value.items()]
+    if isinstance(value, list):
+        return list(map(order, value))
+    return type(value), value
+
+
+@given(st.lists(JSON, min_size=1, max_size=5))
+def test_every_value_is_read_as_it_was(tmp_path_factory, values):
+    directory = tmp_path_factory.mktemp("cursors")
+    cursors.write(directory, dict(enumerate(values)), POSITION)
+    found = cursors.read(directory, range(len(values)), POSITION)
+    assert [order(found[shard]) for shard in range(len(values))] == list(
+        map(order, values)
+    )
+
+
+def test_cursors_of_one_shape_share_it(tmp_path):
+    deep = {"parent": {"epoch": 0, "taken": 0}, "weights": {"a": 0.5}, "ended": True}
+    cursors.write(tmp_path, dict.fromkeys(range(100), deep), POSITION)
+    (path,) = tmp_path.iterdir()
+    assert path.read_text().count("weights") == 1
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"cursors": [[0, 1], [1, 7]]},
+        {"cursors": [[0], [2, 7]]},
+        {"cursors": [[0], [1]]},
+        {"cursors": [[0], []]},
+        {"cursors": [[0], 7]},
+        {"shapes": 7},
+        {"shapes": None},
+    ],
+)
+def test_a_file_that_is_not_of_the_format_is_named(tmp_path, spoilt):
+    cursors.write(tmp_path, {0: None, 1: {"next_index": 7}}, POSITION)
+    path = tmp_path / "shards-00000-00001.json"
+    content = json.loads(path.read_text())
+    fields = {name: content[name] for name in ("position", "shapes", "cursors")}
+    path.write_bytes(checked_json.to_bytes(fields | spoilt, version=2))
+    with refused("shards-00000-00001.json do not have the format of their version 2"):
+        cursors.read(tmp_path, [0, 1], POSITION)
 
 
 def test_the_first_version_still_loads_also_as_it_was_laid_out_before(
