@@ -10,8 +10,8 @@ Consecutive shards `[first, last]` of one host are saved in one file,
   whole numbers in it, in the order in which the shape has them
 
 The cursor of a shard that has not yielded a row is null. Files of version 1 have the
-cursors themselves. The file names contain the ranges, so a host reads only the files with its own shards,
-regardless of how many hosts wrote them.
+cursors themselves. The file names contain the ranges, so a host reads only the files
+with its own shards, regardless of how many hosts wrote them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def to_bytes(values: Sequence[Cursor], position: Position) -> bytes:
         if number == len(shapes):
             shapes.append(shape)
         cut.append([number, *numbers])
-    fields = {"position": position, "shapes": shapes, "cursors": cut}
-    return checked_json.to_bytes(fields, version=VERSION)
+    return checked_json.to_bytes(
+        {"position": position, "shapes": shapes, "cursors": cut}, version=VERSION
+    )
 
 
 def _cut(value: storage.Json, numbers: list[storage.Json]) -> storage.Json:
