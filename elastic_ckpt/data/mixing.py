@@ -31,7 +31,8 @@ _ONE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 _PHASE = 0x6A09E667F3BCC909
 
-# The turns that are drawn together: as many as have about so many tokens.
+# The turns that are drawn together: as many as have about so many tokens, unless a
+# dataset has another number of them (`block_tokens`).
 _LEAST_TURNS = 16
 _MOST_TURNS = 512
 _BLOCK_TOKENS = 2**16
@@ -231,9 +232,10 @@ class Mixture(shard_steps.Step):
         names = list(self._parts)
         if isinstance(self._parts, Parts):
             names = names[:1]
-        if not all(_has_blocks(self._parts[name]) for name in names):
+        parts = [self._parts[name] for name in names]
+        if not all(map(_has_blocks, parts)):
             return None
-        return _MixtureBlocks(self)
+        return _MixtureBlocks(self, min(map(_block_tokens, parts)))
 
     def make_parts(self) -> None:
         """Makes datasets that would be made when they are opened."""
@@ -265,6 +267,12 @@ def _has_blocks(dataset: grain.IterDataset) -> bool:
     if isinstance(dataset, Mixture) or not hasattr(dataset, "blocks"):
         return False
     return all(map(_has_blocks, shard_steps.parents(dataset)))
+
+
+def _block_tokens(dataset: grain.IterDataset) -> int:
+    # How many tokens of a dataset are drawn together, about.
+    parents = map(_block_tokens, shard_steps.parents(dataset))
+    return min([getattr(dataset, "block_tokens", _BLOCK_TOKENS), *parents])
 
 
 class _Draws:
@@ -424,7 +432,8 @@ class _MixtureIterator(_Draws, grain.DatasetIterator):
 class _MixtureBlocks(_Draws):
     """The elements of a mixture in blocks, drawn many turns at a time."""
 
-    def __init__(self, mixture: Mixture) -> None:
+    def __init__(self, mixture: Mixture, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self._names = sorted(mixture._parts)
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._readers: dict[int, blocks.Reader] = {}
@@ -536,7 +545,7 @@ class _MixtureBlocks(_Draws):
         # As many as have about the tokens of a block, if elements are as before.
         if not self._mean_tokens:
             return _LEAST_TURNS
-        wanted = int(min(max(_BLOCK_TOKENS / self._mean_tokens, 1), _MOST_TURNS))
+        wanted = int(min(max(self._block_tokens / self._mean_tokens, 1), _MOST_TURNS))
         # Few turns of many datasets would read a single element of most.
         wanted = max(wanted, min(len(self._names), 2 * _MOST_TURNS))
         self._num_drawn = min(2 * self._num_drawn, wanted)

@@ -65,6 +65,11 @@ class Tokens(grain.IterDataset[np.ndarray]):
     # Of single elements, if its parent has no blocks.
     makes_blocks = True
 
+    @property
+    def block_tokens(self) -> int:
+        """How many tokens are drawn together: few if they take long to make."""
+        return 2**16 if self._documents.tokenizer is None else 2**13
+
     def __init__(
         self,
         parent: grain.IterDataset,
