@@ -29,8 +29,17 @@ from elastic_ckpt.data.sources import files, kept_blocks, source
 RECORD = "record"
 
 # The setting of pipelines whose shards have equal shares of the records; those of older
-# programs lack it.
-DEALING: dict[str, storage.Json] = {"dealing": "shares"}
+# programs lack it. In joint shares, the datasets of finite data follow each other in
+# the turn of the shards that read one record more.
+DEALING = "dealing"
+UNITS, SHARES, JOINT_SHARES = "units", "shares", "joint shares"
+
+
+def dealing(pipeline: Mapping[str, Any]) -> str:
+    """How the records of a saved pipeline are dealt to shards."""
+    of_parts = (part.get(DEALING) for part in cursors.parts(dict(pipeline)))
+    return next(filter(None, of_parts), UNITS)
+
 
 # The field of a cursor with the number of corrupt records that were skipped.
 _SKIPPED = "skipped"
@@ -146,6 +155,8 @@ class Records(shard_steps.Step[source.Element]):
         self._shard = self.shard = shard
         self._num_shards = self.num_shards = num_shards
         self._reading = read_options or ReadOptions()
+        # Of the shares of its shards; see `units.share`.
+        self.lead = 0
         # What replaces the number of each record in its field `record`.
         self._tag: Callable[[int], int] | None = None
 
@@ -181,7 +192,7 @@ class Records(shard_steps.Step[source.Element]):
         return {
             "shuffle_seed": reading.shuffle_seed,
             "num_epochs": reading.num_epochs,
-            **({} if self.deals_units else DEALING),
+            **({} if self.deals_units else {DEALING: SHARES}),
             # Damage that is skipped does not change the identity of a file.
             **source.identity(self._source, sampled=not reading.skip_corrupt),
         }
@@ -517,7 +528,9 @@ class _Shares:
 
     key = _EPOCH
 
-    def __init__(self, of: source.Source, num_shards: int, seed: int | None) -> None:
+    def __init__(
+        self, of: source.Source, num_shards: int, seed: int | None, lead: int = 0
+    ) -> None:
         self._seed = seed
         whole = source.whole_blocks(of)
         # Whether shards read the same blocks together.
@@ -529,6 +542,7 @@ class _Shares:
             "num_shards": num_shards,
             "num_records": self.units.total_records,
             "group": min(num_shards, units.GROUP_SHARDS) if self.is_grouped else 1,
+            "lead": lead,
         }
         # The orders of the last epochs.
         self._orders: dict[int, units.Order] = {}
@@ -615,7 +629,7 @@ def _dealt(
     is_dealt = records.deals_units or source.has_whole_blocks(source_of)
     if is_dealt or (state is not None and _TURN in state):
         return _Units(source_of, records._num_shards, seed)
-    return _shares(source_of, records._num_shards, seed)
+    return _shares(source_of, records._num_shards, seed, records.lead)
 
 
 class Place(NamedTuple):
@@ -660,6 +674,7 @@ class SmallBlocks:
       num_shards: S.
       reading: the order, and the number of epochs.
       tokens: the column of tokens if nothing else is needed.
+      lead: see `units.share`.
     """
 
     def __init__(
@@ -669,16 +684,17 @@ class SmallBlocks:
         reading: ReadOptions,
         *,
         tokens: str = "",
+        lead: int = 0,
     ) -> None:
         self._source = cast(kept_blocks.BlockFiles, of)
         self._reading, self._tokens = reading, tokens
-        self._shares = _shares(of, num_shards, reading.shuffle_seed)
+        self._shares = _shares(of, num_shards, reading.shuffle_seed, lead)
         self._total_records = self._shares.units.total_records
 
     @classmethod
     def exist(cls, of: source.Source, num_shards: int) -> bool:
         """Whether a source has them."""
-        return _shares(of, num_shards, None).is_grouped
+        return _shares(of, num_shards, None, 0).is_grouped
 
     def next(
         self, shard: int, at: Place, at_most: int

@@ -48,8 +48,11 @@ class Renamable(Protocol):
     def renamed(self, names: Mapping[str, str]) -> MakeShard:
         """The same with other names: `names` maps current names to new ones."""
 
-    def dealing_units(self) -> Renamable:
-        """The same, with units dealt to shards; see `Records`."""
+    def dealt(self, dealing: str) -> Renamable:
+        """The same, with records dealt to shards in another way; see `records`."""
+
+    def dealing_settings(self) -> dict[str, storage.Json]:
+        """What the pipeline of a state says of that."""
 
     def with_datasets_of(self, others: Iterable[Renamable]) -> MakeShard:
         """The same, with the datasets of others at weight 0."""
@@ -115,27 +118,32 @@ class ShardedData:
         A dataset is recognised by its files. Names in the user's own mixtures do not
         change. Records are dealt to shards as they were when the state was saved.
         """
-        deals_units = not any(
-            records.DEALING.items() <= part.items()
-            for part in cursors.parts(dict(pipeline))
-        )
+        dealing = records.dealing(pipeline)
         if isinstance(self.make_shard, shard_steps.CheckedShards):
-            make_shard = dataclasses.replace(self.make_shard, deals_units=deals_units)
+            make_shard = dataclasses.replace(
+                self.make_shard, deals_units=dealing == records.UNITS
+            )
             return dataclasses.replace(self, make_shard=make_shard)
         if not isinstance(self.make_shard, Renamable):
             return self
+        # Stages, whose datasets are not the same, never have joint shares.
+        dealt = self if dealing == records.JOINT_SHARES else self.dealt(dealing)
+        return dealt._under_saved_names(pipeline)
+
+    def dealt(self, dealing: str) -> ShardedData:
+        """This data with its records dealt to shards in another way, if it has one."""
+        if not isinstance(self.make_shard, Renamable):
+            return self
         assert isinstance(self.pipeline, dict)
-        if deals_units:
-            kept = {
-                key: value
-                for key, value in self.pipeline.items()
-                if key not in records.DEALING
-            }
-            older = dataclasses.replace(
-                self, make_shard=self.make_shard.dealing_units(), pipeline=kept
-            )
-            return older._under_saved_names(pipeline)
-        return self._under_saved_names(pipeline)
+        make_shard = self.make_shard.dealt(dealing)
+        others = {
+            key: each for key, each in self.pipeline.items() if key != records.DEALING
+        }
+        return dataclasses.replace(
+            self,
+            make_shard=make_shard,
+            pipeline=others | make_shard.dealing_settings(),
+        )
 
     def _under_saved_names(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
         assert isinstance(self.make_shard, Renamable)

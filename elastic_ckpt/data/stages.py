@@ -20,6 +20,7 @@ from elastic_ckpt.data import (
     elastic_data,
     mixing,
     pipeline_changes,
+    records,
     rows,
     shard_steps,
     sharded_data,
@@ -217,6 +218,11 @@ def staged(stages: Sequence[Stage]) -> StagedData:
                 f"staged: the stages have several {what}, {sorted(values)}; choose one"
                 " for the whole run"
             )
+    # The shares of a dataset are the same in each stage, whatever others there are.
+    stages = tuple(
+        dataclasses.replace(stage, data=stage.data.dealt(records.SHARES))
+        for stage in stages
+    )
     data = StagedData(stages=_named_alike(stages))
     for number in range(1, len(stages)):
         for earlier in range(number):

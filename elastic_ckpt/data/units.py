@@ -238,12 +238,18 @@ class Order:
 
 
 def share(
-    shard: int, *, num_shards: int, num_records: int, epoch: int, group: int = 1
+    shard: int,
+    *,
+    num_shards: int,
+    num_records: int,
+    epoch: int,
+    group: int = 1,
+    lead: int = 0,
 ) -> range:
     """The places, in the order of an epoch, of the records that a shard reads.
 
     Shards that read one record more are others in each epoch, in turn: after any number
-    of epochs with N records together, they are the first N modulo S shards.
+    of epochs with N records together, they are the N modulo S shards from `lead` on.
 
     Args:
       shard: its number, from 0.
@@ -251,10 +257,11 @@ def share(
       num_records: of the epoch.
       epoch: its number, from 0.
       group: how many shards take the records of one run in turn.
+      lead: the first shard that reads one record more in the first epoch.
     """
     least, rest = divmod(num_records, num_shards)
     # The shards from `first_more` on, modulo S, read one record more.
-    first_more = epoch * rest % num_shards
+    first_more = (epoch * rest + lead) % num_shards
 
     if group == num_shards:
         place = (shard - first_more) % num_shards
@@ -272,15 +279,21 @@ def share(
     first = begin * least + num_more(begin)
     num = least + num_more(shard + 1) - num_more(shard)
     # Within the group, the shards that read more come first.
-    lead = first_more - begin
-    if not 0 <= lead < step:
-        lead = 0
-    first += (shard - begin - lead) % step
+    before = first_more - begin
+    if not 0 <= before < step:
+        before = 0
+    first += (shard - begin - before) % step
     return range(first, first + num * step, step)
 
 
 def reader(
-    place: int, *, num_shards: int, num_records: int, epoch: int, group: int = 1
+    place: int,
+    *,
+    num_shards: int,
+    num_records: int,
+    epoch: int,
+    group: int = 1,
+    lead: int = 0,
 ) -> tuple[int, int]:
     """The shard whose `share` has a place, and how many of the share come before."""
 
@@ -291,6 +304,7 @@ def reader(
             num_records=num_records,
             epoch=epoch,
             group=group,
+            lead=lead,
         )
 
     # The last group that begins at the place or before it.

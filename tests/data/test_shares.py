@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records, units
+from elastic_ckpt.data import records, stages, units
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import kept_blocks, parquet
 from tests import formats, worlds
@@ -73,6 +73,107 @@ def test_finite_rows_end_together_and_less_than_a_batch_is_left_out(
     assert len(dropped) == 202 * num_epoch // 8
 
 
+def finite_mixture(directory, *, num_rows, weights, num_shards, **keys):
+    """One dataset of each weight, all of the same number of documents."""
+    paths = numbered(
+        directory, num_files=len(weights), num_rows=num_rows, row_group=num_rows
+    )
+    parts = {
+        f"d{number:02d}": {"path": path, "weight": weight}
+        for number, (path, weight) in enumerate(zip(paths, weights, strict=True))
+    }
+    (directory / "mixture.json").write_text(json.dumps(parts))
+    return pipeline.from_config(
+        grain_train_mixture_config_path=str(directory / "mixture.json"),
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
+        max_target_length=2,
+        num_logical_shards=num_shards,
+        **{"num_epoch": 1, **keys},
+    )
+
+
+@pytest.mark.parametrize("small_blocks", [True, False])
+@pytest.mark.parametrize(
+    ("num_datasets", "num_rows", "num_epoch", "size"),
+    [(40, 5, 1, 16), (7, 23, 3, 8), (30, 7, 1, 64)],
+)
+def test_the_datasets_of_a_finite_mixture_end_together(
+    tmp_path, monkeypatch, num_datasets, num_rows, num_epoch, size, small_blocks
+):
+    if not small_blocks:
+        monkeypatch.setattr(units, "_SMALL_RECORDS", 0)
+    more = {
+        "num_rows": num_rows,
+        "weights": [1 + number % 3 for number in range(num_datasets)],
+        "num_shards": 64,
+        "num_epoch": num_epoch,
+    }
+    batches = until_end(finite_mixture(tmp_path, drop_remainder=False, **more), size)
+    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
+    total = num_datasets * num_rows * num_epoch
+    assert len(numbers) == total
+    assert set(collections.Counter(numbers.tolist()).values()) == {num_epoch}
+    assert [b["mask"].all() for b in batches[:-1]] == [True] * (len(batches) - 1)
+    dropped = until_end(finite_mixture(tmp_path, drop_remainder=True, **more), size)
+    assert len(dropped) == total // size
+
+
+def test_a_dataset_of_weight_0_takes_no_part_in_the_turn_of_a_finite_mixture(tmp_path):
+    data = finite_mixture(
+        tmp_path, num_rows=5, weights=[1, 0, 1], num_shards=8, drop_remainder=False
+    )
+    batches = until_end(data, 8)
+    assert [b["mask"].tolist() for b in batches] == [
+        [True] * 8,
+        [True] * 2 + [False] * 6,
+    ]
+
+
+def test_a_finite_mixture_goes_on_with_the_shares_of_its_state(tmp_path):
+    now = finite_mixture(
+        tmp_path, num_rows=21, weights=[1, 2, 3], num_shards=8, drop_remainder=False
+    )
+    older = now.dealt("shares")
+    assert now.identity()["dealing"] == "joint shares"
+    assert older.identity()["dealing"] == "shares"
+    expected = until_end(older, 8)
+    saved = worlds.World(older, 2, 8)
+    for _ in range(3):
+        saved.batch()
+    saved.write(tmp_path / "state")
+    resumed = worlds.World(now.continuing(older.identity()), 4, 8)
+    resumed.read(tmp_path / "state")
+    for batch in expected[3:]:
+        actual = resumed.batch()
+        assert all(np.array_equal(actual[name], batch[name]) for name in batch)
+    assert not np.array_equal(
+        np.concatenate([b["inputs"] for b in until_end(now, 8)[:5]]),
+        np.concatenate([b["inputs"] for b in expected[:5]]),
+    )
+
+
+def test_an_endless_mixture_has_the_shares_of_each_dataset(tmp_path):
+    more = {"num_rows": 5, "weights": [1, 1], "num_shards": 8, "num_epoch": 0}
+    data = finite_mixture(tmp_path, **more)
+    assert data.identity()["dealing"] == "shares"
+
+
+def test_stages_have_no_joint_shares(tmp_path):
+    more = {"num_rows": 9, "num_shards": 8, "drop_remainder": False}
+    data = finite_mixture(tmp_path, weights=[1, 1], **more)
+    (tmp_path / "other").mkdir()
+    other = finite_mixture(tmp_path / "other", weights=[1, 1, 1], **more)
+    staged = stages.staged(
+        [stages.Stage(begin=0, data=data), stages.Stage(begin=3, data=other)]
+    )
+    # Else a dataset would have other shares in each stage.
+    for each in (staged, staged.continuing(data.identity())):
+        dealings = {stage["dealing"] for stage in each.identity()["stages"]}
+        assert dealings == {"shares"}
+
+
 def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
     paths = numbered(tmp_path, num_files=1, num_rows=60, row_group=60)
     read = records.Records(
@@ -91,8 +192,8 @@ def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
 def of_older_program(data):
     """The data as a program without shares would have made it."""
     if isinstance(data.make_shard, pipeline.LanguagePipeline):
-        kept = {k: v for k, v in data.pipeline.items() if k not in records.DEALING}
-        make_shard = data.make_shard.dealing_units()
+        kept = {k: v for k, v in data.pipeline.items() if k != records.DEALING}
+        make_shard = data.make_shard.dealt("units")
         return dataclasses.replace(data, make_shard=make_shard, pipeline=kept)
     make_shard = dataclasses.replace(data.make_shard, deals_units=True)
     return dataclasses.replace(data, make_shard=make_shard)

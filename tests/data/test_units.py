@@ -194,15 +194,18 @@ def test_the_mixer_is_that_of_splitmix64():
     num_records=st.integers(1, 200),
     group=st.integers(1, 40),
     num_epochs=st.integers(1, 6),
+    lead=st.integers(0, 39),
 )
 def test_shares_have_each_record_once_in_an_epoch_and_differ_by_one_in_all(
-    num_shards, num_records, group, num_epochs
+    num_shards, num_records, group, num_epochs, lead
 ):
+    lead %= num_shards
     of = functools.partial(
         units.share,
         num_shards=num_shards,
         num_records=num_records,
         group=min(group, num_shards),
+        lead=lead,
     )
     counts = np.zeros(num_shards, int)
     for epoch in range(num_epochs):
@@ -212,7 +215,7 @@ def test_shares_have_each_record_once_in_an_epoch_and_differ_by_one_in_all(
     total = num_epochs * num_records
     # The rows of finite data have no gap before their end.
     assert counts.tolist() == [
-        total // num_shards + (shard < total % num_shards)
+        total // num_shards + ((shard - lead) % num_shards < total % num_shards)
         for shard in range(num_shards)
     ]
 
@@ -222,16 +225,18 @@ def test_shares_have_each_record_once_in_an_epoch_and_differ_by_one_in_all(
     num_records=st.integers(1, 200),
     group=st.integers(1, 40),
     epoch=st.integers(0, 6),
+    lead=st.integers(0, 39),
     data=st.data(),
 )
 def test_the_reader_of_a_place_is_the_shard_that_has_it(
-    num_shards, num_records, group, epoch, data
+    num_shards, num_records, group, epoch, lead, data
 ):
     more = {
         "num_shards": num_shards,
         "num_records": num_records,
         "epoch": epoch,
         "group": min(group, num_shards),
+        "lead": lead % num_shards,
     }
     place = data.draw(st.integers(0, num_records - 1))
     shard, taken = units.reader(place, **more)

@@ -94,7 +94,7 @@ class LanguagePipeline:
       num_processes: processes of a host that share these threads.
       vocab_size: rows of the model's embedding. Data that is already tokenized is
         checked against it; 0 disables the check.
-      deals_units: whether units are dealt to shards, as in states of older programs.
+      dealing: how records are dealt to shards; see `records`.
     """
 
     parts: tuple[Part, ...]
@@ -111,7 +111,7 @@ class LanguagePipeline:
     num_processes: int = 1
     vocab_size: int = 0
     max_prompt_length: int = 0
-    deals_units: bool = False
+    dealing: str = records.JOINT_SHARES
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The rows of a shard."""
@@ -192,12 +192,19 @@ class LanguagePipeline:
             pipeline_changes.NUM_EPOCH: self.reading.num_epochs or 0,
             **limit,
             **prompt,
-            **({} if self.deals_units else records.DEALING),
+            **self.dealing_settings(),
         }
 
-    def dealing_units(self) -> LanguagePipeline:
-        """This pipeline as older programs dealt its records."""
-        return dataclasses.replace(self, deals_units=True)
+    def dealt(self, dealing: str) -> LanguagePipeline:
+        """This pipeline with its records dealt in another way."""
+        return dataclasses.replace(self, dealing=dealing)
+
+    def dealing_settings(self) -> dict[str, storage.Json]:
+        """The setting of how records are dealt; states of older programs have none."""
+        if self.dealing == records.UNITS:
+            return {}
+        is_joint = self.dealing == records.JOINT_SHARES and self._leads
+        return {records.DEALING: self.dealing if is_joint else records.SHARES}
 
     def renamed(self, names: Mapping[str, str]) -> LanguagePipeline:
         """This pipeline with other dataset names."""
@@ -224,6 +231,21 @@ class LanguagePipeline:
         return {part.name: part.weight for part in self.parts}
 
     @functools.cached_property
+    def _leads(self) -> dict[str, int]:
+        # The shard with which the shares of each dataset begin: that after the last one
+        # of the dataset before. So the shards of a finite mixture have as many records,
+        # but for one.
+        num_epochs = self.reading.num_epochs
+        if self.dealing != records.JOINT_SHARES or num_epochs is None:
+            return {}
+        leads, num_records = {}, 0
+        for part in sorted(self.parts, key=lambda part: part.name):
+            if part.weight and not source.has_whole_blocks(part.source):
+                leads[part.name] = num_records % self.num_shards
+                num_records += num_epochs * source.num_records(part.source)
+        return leads if len(leads) > 1 else {}
+
+    @functools.cached_property
     def _columns_of(self) -> dict[str, records.SmallBlocks | None]:
         # Not pickled: see `__getstate__`.
         return {}
@@ -238,7 +260,7 @@ class LanguagePipeline:
     def _made_columns(self, part: Part) -> records.SmallBlocks | None:
         column = self.documents.column
         if (
-            self.deals_units
+            self.dealing == records.UNITS
             or not isinstance(self.documents, language.Documents)
             or self.documents.tokenizer is not None
             or column == records.RECORD
@@ -246,7 +268,11 @@ class LanguagePipeline:
         ):
             return None
         return records.SmallBlocks(
-            part.source, self.num_shards, self.reading, tokens=column
+            part.source,
+            self.num_shards,
+            self.reading,
+            tokens=column,
+            lead=self._leads.get(part.name, 0),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,7 +290,8 @@ class LanguagePipeline:
             num_shards=self.num_shards,
             read_options=self.reading,
         )
-        read.deals_units = self.deals_units
+        read.deals_units = self.dealing == records.UNITS
+        read.lead = self._leads.get(part.name, 0)
         return token_blocks.Tokens(
             read, documents=self.documents, num_threads=self.threads_of_process()
         )
