@@ -245,11 +245,12 @@ class DataKeys:
         at_least=1,
     )
     grain_worker_count: int = key(
-        0,
-        "Worker processes on each host that run its logical shards. 0 or -1 runs them"
-        " in the host's own process. May change when you resume.",
-        at_least=0,
-        off=-1,
+        -1,
+        "Worker processes on each host that run its logical shards. 0 runs them in the"
+        " host's own process, and so does -1, but that conversations and preference"
+        " pairs move to one worker process once they slow the loop down. May change"
+        " when you resume.",
+        at_least=-1,
     )
     grain_per_worker_buffer_size: int = key(
         1, "Batches that each worker process prepares in advance.", at_least=1

@@ -115,10 +115,7 @@ def test_numbers_are_read_as_people_write_them(tmp_path, text):
     assert config.optimizer.learning_rate == 1e-3
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["eval_interval", "eval_steps", "grain_worker_count", "max_segments_per_seq"],
-)
+@pytest.mark.parametrize("key", ["eval_interval", "eval_steps", "max_segments_per_seq"])
 def test_minus_one_as_maxtext_writes_it_is_off(tmp_path, key):
     path = write(tmp_path / "a.yml", f"{key}: -1\n")
     assert load.load(path) == schema.Config()

@@ -507,9 +507,17 @@ def _sharded(
         num_shards=data.num_logical_shards,
         pipeline=pipeline.identity(),
         end=end if data.num_epoch else elastic_data.End.NEVER,
-        num_workers=data.grain_worker_count,
+        num_workers=_num_workers(data),
         per_worker_batches=data.grain_per_worker_buffer_size,
     )
+
+
+def _num_workers(data: data_keys.DataKeys) -> int | None:
+    # Templates are Python, which holds the lock that the loop needs; all else releases
+    # it for most of its work.
+    if data.grain_worker_count == -1 and (data.use_sft or data.use_dpo):
+        return None
+    return max(data.grain_worker_count, 0)
 
 
 def _tokenizer(data: data_keys.DataKeys) -> tokenizers.Tokenizer | None:
@@ -600,7 +608,7 @@ def _needs_shards(data: data_keys.DataKeys) -> str:
         "add_bos=false": not data.add_bos,
         "add_eos=false": not data.add_eos,
         "grain_record_format=tf_example": data.grain_record_format != "bytes",
-        f"grain_worker_count={data.grain_worker_count}": data.grain_worker_count,
+        f"grain_worker_count={data.grain_worker_count}": data.grain_worker_count > 0,
         "corrupt_records=skip": data.corrupt_records == "skip",
     }
     return next((name for name, value in asked.items() if value), "")

@@ -579,6 +579,23 @@ def test_a_resume_with_another_template_is_refused(corpus, tmp_path):
     assert worlds.content(same.batch()) == worlds.content(world.batch())
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_workers"),
+    [
+        ({}, None),
+        ({"grain_worker_count": -1}, None),
+        ({"grain_worker_count": 0}, 0),
+        ({"grain_worker_count": 2}, 2),
+        ({"use_sft": False, "chat_template": ""}, 0),
+    ],
+)
+def test_conversations_move_to_a_worker_if_they_slow_the_loop_down(
+    corpus, settings, num_workers
+):
+    data = pipeline.from_config(section(corpus, **settings))
+    assert data.num_workers == num_workers
+
+
 def test_the_identity_of_text_has_none_of_it(corpus):
     text = pipeline.from_config(
         section(corpus, use_sft=False, chat_template="")
