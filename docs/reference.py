@@ -6,6 +6,7 @@ import argparse
 import ast
 import builtins
 import json
+import math
 import pathlib
 import posixpath
 import re
@@ -102,7 +103,18 @@ _BENCHMARKS = """\
 `python -m benchmarks SUITE` measures a suite, with all peers in the same run, and
 `--json FILE` keeps all samples. These are the medians of the newest recorded run of
 each suite. The machines are small, shared and noisy, so ratios say more than times.
+
+## Behind
+
+These figures miss their goal, or are behind another program in the same run.
 """
+_FIGURES = (
+    "| Figure | Median | Unit | Goal, and what it is compared with |",
+    "|---|---|---|---|",
+)
+# The goal at the beginning of what a figure is compared with.
+_GOAL = re.compile(r"(at least|at most|below|ahead)\s?([\d,]*\.?\d*)")
+_PROGRAMS = re.compile(r"Orbax|Grain|MaxText|device_put")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -240,7 +252,7 @@ def _literal(node: ast.expr) -> str:
 
 def benchmarks() -> str:
     """The newest recorded figures of every suite, each with its machine and date."""
-    lines = [_BENCHMARKS]
+    lines, behind = [], []
     for suite, path in sorted(_newest_results().items()):
         recorded = json.loads(path.read_text())
         machine = recorded["machine"]
@@ -253,15 +265,33 @@ def benchmarks() -> str:
             f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores,"
             f" {machine['memory']}{accelerators}.",
             "",
-            "| Figure | Median | Unit | Goal, and what it is compared with |",
-            "|---|---|---|---|",
+            *_FIGURES,
         ]
         for name, figure in recorded["figures"].items():
             against = _text(figure.get("against") or "")
             value = f"{figure['value']:.3g}"
             lines.append(f"| `{name}` | {value} | {figure['unit']} | {against} |")
+            if _is_behind(figure):
+                behind.append(f"| {suite} {lines[-1]}")
         lines.append("")
-    return "\n".join(lines)
+    head = [f"| Suite {_FIGURES[0]}", f"|---{_FIGURES[1]}"]
+    return "\n".join([_BENCHMARKS, *head, *behind, "", *lines])
+
+
+def _is_behind(figure: dict[str, Any]) -> bool:
+    # Whether a figure misses its goal, or is a ratio to another program on the wrong
+    # side of 1.
+    against = figure.get("against") or ""
+    goal = _GOAL.match(against)
+    if goal is None:
+        return False
+    limits = [float(goal[2].replace(",", ""))] if goal[2] else []
+    is_lower = goal[1] in ("at most", "below")
+    if figure["unit"] == "ratio" and (not is_lower or _PROGRAMS.search(against)):
+        limits.append(1.0)
+    if is_lower:
+        return figure["value"] > min(limits, default=math.inf)
+    return figure["value"] < max(limits, default=-math.inf)
 
 
 def _newest_results() -> dict[str, pathlib.Path]:
