@@ -451,11 +451,11 @@ def _own_code_after(made: Any, before: Any) -> list[str]:
         if each is not before
         and any(one is before for one in shard_steps.datasets(each))
     ]
-    return [str(each) for each in after if _runs_own_code(each)]
+    return [shard_steps.shown(each) for each in after if _runs_own_code(each)]
 
 
 def _runs_own_code(dataset: Any) -> bool:
     if isinstance(dataset, shard_steps.Step):
         return dataset.runs_own_code
     is_ours = type(dataset).__module__.startswith("elastic_ckpt.")
-    return not is_ours and str(dataset) in shard_steps.own_code(dataset)
+    return not is_ours and not shard_steps.is_described(dataset)
