@@ -140,7 +140,7 @@ class _OpenFiles:
 def _most_local() -> int:
     # Other parts of the program need descriptors, too.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_OPEN if soft == resource.RLIM_INFINITY else min(soft // 4, _MAX_OPEN)
+    return _MAX_OPEN if soft == resource.RLIM_INFINITY else min(soft // 2, _MAX_OPEN)
 
 
 # Files in object stores have no descriptors.
