@@ -18,7 +18,7 @@ from elastic_ckpt.core import errors, option_numbers
 
 if TYPE_CHECKING:
     from elastic_ckpt.application import change_plan
-    from elastic_ckpt.data import plan
+    from elastic_ckpt.data import elastic_data, plan
 
 _SHOWN_RANGES = 3
 
@@ -73,33 +73,59 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from elastic_ckpt.data import plan, rows
 
-    hosts, batches = arguments.hosts, arguments.batches
-    num_shards, row_bytes = arguments.shards, None
+    hosts, batches, num_shards = arguments.hosts, arguments.batches, arguments.shards
     if arguments.config:
-        from elastic_ckpt.data import local_batches, stages
         from elastic_ckpt.data.lm import pipeline
 
         data = load.load(arguments.config).data
         num_shards = num_shards or data.num_logical_shards
         made = pipeline.from_config(data)
-        of_stages = stages.of(made)
-        first = next(
-            local_batches.LocalBatches(
-                made if of_stages is None else of_stages.current.data,
-                global_batch_size=1,
-            )
-        )
-        row_bytes = sum(feature.nbytes for feature in first.values())
         if not arguments.json:
             print(pipeline.describe(data))
-    num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
-    outlooks = plan.outlooks(num_shards, hosts, batches, row_bytes=row_bytes)
+        num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
+        outlooks = _outlooks_of(made, num_shards, hosts, batches)
+    else:
+        num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
+        outlooks = plan.outlooks(num_shards, hosts, batches)
     if arguments.json:
         content = [dataclasses.asdict(outlook) for outlook in outlooks]
         print(json.dumps({"num_shards": num_shards, "outlooks": content}, indent=2))
     else:
         print(describe(num_shards, outlooks))
     return 0
+
+
+def _outlooks_of(
+    data: elastic_data.ElasticData,
+    num_shards: int,
+    hosts: Sequence[int],
+    batches: Sequence[int],
+) -> list[plan.Outlook]:
+    from elastic_ckpt.data import local_batches, plan, stages
+
+    def row_bytes(data: elastic_data.ElasticData) -> int:
+        first = next(local_batches.LocalBatches(data, global_batch_size=1))
+        return sum(feature.nbytes for feature in first.values())
+
+    staged = stages.of(data)
+    if staged is None:
+        return plan.outlooks(num_shards, hosts, batches, row_bytes=row_bytes(data))
+    all_bytes = {each.begin: row_bytes(each.data) for each in staged.stages}
+    found = []
+    for num_hosts in hosts:
+        for size in batches:
+            begins = [s.begin for s in staged.stages if s.global_batch_size == size]
+            # A size that no stage has could be that of any.
+            begins = begins or list(all_bytes)
+            for num_bytes in dict.fromkeys(all_bytes[begin] for begin in begins):
+                alike = tuple(
+                    begin for begin in begins if all_bytes[begin] == num_bytes
+                )
+                outlook = plan.outlook(num_shards, num_hosts, size, row_bytes=num_bytes)
+                if len(alike) < len(all_bytes):
+                    outlook = dataclasses.replace(outlook, begin_steps=alike)
+                found.append(outlook)
+    return found
 
 
 def _run_change(arguments: argparse.Namespace) -> int:
@@ -152,13 +178,20 @@ def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:
     lines = [f"{num_shards} logical shards"]
     for outlook in outlooks:
         lines.append(
-            f"{outlook.num_hosts} hosts, batches of {outlook.global_batch_size}:"
-            f" {_verdict(outlook)}"
+            f"{outlook.num_hosts} hosts, batches of {outlook.global_batch_size}"
+            f"{_stages(outlook.begin_steps)}: {_verdict(outlook)}"
         )
         for host in sorted({0, outlook.loading_hosts - 1} - {-1}):
             shards = _ranges(outlook.host_shards[host])
             lines.append(f"  host {host} reads shards {shards}")
     return "\n".join(lines)
+
+
+def _stages(begin_steps: Sequence[int]) -> str:
+    if not begin_steps:
+        return ""
+    steps = ", ".join(f"{step:,}" for step in begin_steps)
+    return f", stage{'s' * (len(begin_steps) > 1)} from step {steps}"
 
 
 def _verdict(outlook: plan.Outlook) -> str:

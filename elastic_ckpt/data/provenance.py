@@ -38,6 +38,13 @@ from elastic_ckpt.data.lm import language, token_blocks, tokenizers
 _INDEX_BITS = 31
 _INDICES = (1 << _INDEX_BITS) - 1
 
+# The feature of packed rows that numbers their documents.
+_SEGMENTS = "inputs_segmentation"
+_SEARCH = (
+    "read the run's batches again, with ec.data.LocalBatches, and search their rows for"
+    " the document"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -255,11 +262,18 @@ class FollowedShard:
 
     def _records(self, row: Any) -> list[Piece]:
         number = row.get(records.RECORD) if isinstance(row, dict) else None
+        if number is None and isinstance(row, dict) and _SEGMENTS in row:
+            raise errors.DataError(
+                "the documents of these rows cannot be told: they are packed of"
+                " documents that Tokens has not made, as packed_multimodal does, and"
+                f" name none of them; {_SEARCH}"
+            )
         if number is None:
             raise errors.DataError(
                 "the documents of these rows cannot be told: make_shard makes no tokens"
                 f" with Tokens, and its rows have no field {records.RECORD!r}; leave"
-                " this field of Records in them"
+                " this field of Records in them; if a row is made of several records,"
+                f" {_SEARCH}"
             )
         pieces = []
         for each in [number] if isinstance(number, int) else np.ravel(number).tolist():
@@ -331,8 +345,9 @@ class _Documents:
         for each, of_it in zip(values, tokens, strict=True):
             if not isinstance(of_it, np.ndarray):
                 raise errors.DataError(
-                    "the documents of these rows cannot be told: each is a pair of"
-                    " responses, whose rows name no tokens of one document"
+                    "the documents of these rows cannot be told: each is a preference"
+                    " pair (use_dpo, or Preferences), which does not name its record;"
+                    f" {_SEARCH}"
                 )
             self.shard.note_tokens(each.document, len(of_it))
             first = each.document << _INDEX_BITS
@@ -436,11 +451,11 @@ def _own_code_after(made: Any, before: Any) -> list[str]:
         if each is not before
         and any(one is before for one in shard_steps.datasets(each))
     ]
-    return [str(each) for each in after if _runs_own_code(each)]
+    return [shard_steps.shown(each) for each in after if _runs_own_code(each)]
 
 
 def _runs_own_code(dataset: Any) -> bool:
     if isinstance(dataset, shard_steps.Step):
         return dataset.runs_own_code
     is_ours = type(dataset).__module__.startswith("elastic_ckpt.")
-    return not is_ours and str(dataset) in shard_steps.own_code(dataset)
+    return not is_ours and not shard_steps.is_described(dataset)

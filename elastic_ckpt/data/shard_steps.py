@@ -165,8 +165,19 @@ def numbers_of_shards(made: grain.IterDataset) -> set[int]:
 
 
 def own_code(made: grain.IterDataset) -> list[str]:
-    """The datasets of a pipeline that run the user's own code, as strings."""
-    return [str(dataset) for dataset in datasets(made) if _settings(dataset) is None]
+    """The datasets of a pipeline that have no settings to compare, as strings.
+
+    They run the user's own code, or depend on it.
+    """
+    return [shown(dataset) for dataset in datasets(made) if not is_described(dataset)]
+
+
+def shown(dataset: Any) -> str:
+    """A dataset as a string: its class, unless it says more."""
+    is_bare = type(dataset).__str__ is object.__str__ and (
+        type(dataset).__repr__ is object.__repr__
+    )
+    return type(dataset).__name__ if is_bare else str(dataset)
 
 
 def unsliced(first: Any, last: Any) -> list[str]:

@@ -89,7 +89,7 @@ class StagedShards:
                     f"stages {stage} and {other} have other steps after the mixture,"
                     f" and stage {number} {problem}; give all stages the same steps,"
                     " or make rows as ec.data.lm does: Examples, then WindowShuffle"
-                    " if you like, then packed or Padded, and functions of single rows"
+                    " if you like, then packed, and functions of single rows"
                 )
         if not _same(one.before_examples(), two.before_examples()):
             raise errors.ConfigError(

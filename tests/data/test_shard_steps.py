@@ -156,6 +156,22 @@ def test_an_own_function_needs_a_name_that_is_compared(files):
     assert changes == ['pipeline: saved "even, version 1", now "even, version 2"']
 
 
+def test_steps_without_settings_are_named_by_their_class(files):
+    def make_shard(shard):
+        read = ec_data.Records(
+            ec_data.Parquet(files=files, columns=("tokens",)),
+            shard=shard,
+            num_shards=NUM_SHARDS,
+        )
+        documents = ec_data.lm.Documents(column="tokens", tokenizer=None)
+        tokens = ec_data.lm.Tokens(read, documents=documents)
+        examples = ec_data.lm.Examples(tokens, length=8, truncate=True)
+        return ec_data.lm.packed(examples, packing="best_fit", length=8, seed=shard)
+
+    with refused(", Tokens, Examples, MaxTextRows"):
+        sharded_data.sharded(make_shard)
+
+
 def test_a_random_map_is_an_own_function(files):
     def make_shard(shard):
         return ec_data.RandomMap(rows_of(files, shard), lambda e, _: e, seed=1)

@@ -7,6 +7,7 @@ so that the rows of a step say which documents they are made of.
 import collections
 import dataclasses
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from elastic_ckpt.data import (
     stages,
     state,
 )
-from elastic_ckpt.data.lm import language, token_blocks
+from elastic_ckpt.data import provenance as documents
+from elastic_ckpt.data.lm import language, multimodal, pipeline, token_blocks
 from elastic_ckpt.training import provenance, step_log, step_record
 from tests import corpora, formats
 from tests.data import test_stages
@@ -557,6 +559,40 @@ def test_code_of_the_users_after_the_tokens_is_refused(parts):
     run = Run().attempt(data, [12] * 2)
     with pytest.raises(errors.DataError, match="of your own code, works on tokens"):
         asked(run.provenance(), 1)
+
+
+def test_packed_rows_with_media_are_refused_with_what_to_do_instead(parts):
+    def make_shard(shard):
+        source = parts["parquet"][0].source
+        made = records.Records(source, shard=shard, num_shards=12)
+        return multimodal.packed_multimodal(
+            made.map(lambda record: [record["tokens"]]),
+            modalities={},
+            length=100,
+            seed=shard,
+        )
+
+    data = sharded_data.sharded(make_shard, pipeline="pictures")
+    message = "packed_multimodal does, and name none of them; read the run's batches"
+    with pytest.raises(errors.DataError, match=message):
+        documents.FollowedShard(data.make_shard, 0).next()
+
+
+def test_preference_pairs_are_refused_with_what_to_do_instead(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    pair = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+    path.write_text(40 * (json.dumps(pair) + "\n"))
+    data = pipeline.from_config(
+        grain_train_files=str(path),
+        grain_file_type="jsonl",
+        train_data_columns="prompt,chosen,rejected",
+        use_dpo=True,
+        max_target_length=16,
+        num_logical_shards=12,
+    )
+    message = "a preference pair .use_dpo.*; read the run's batches again"
+    with pytest.raises(errors.DataError, match=message):
+        documents.FollowedShard(data.make_shard, 0).next()
 
 
 @pytest.mark.parametrize("listed", [True, False])

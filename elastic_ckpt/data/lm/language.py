@@ -187,7 +187,7 @@ class Examples(grain.IterDataset[Example]):
 
     Args:
       parent: documents, arrays of tokens.
-      length: the most tokens of an example.
+      length: the most tokens of an example; None if it may be split.
       truncate: whether the rest of a longer document is dropped; otherwise it makes
         further examples.
     """
@@ -413,7 +413,8 @@ def packed(
             f"packed: features={more!r}: rows have {sorted(clashing)} in any case; name"
             " only further features, or rename these"
         )
-    checked = _WithFeatures(parent, more)
+    longest = None if packing == CONCAT_THEN_SPLIT else length
+    checked = _WithFeatures(parent, more, longest)
     lengths = dict.fromkeys((*_FEATURES, *more), length)
     make_rows: _MakeRows
     if packing == CONCAT_THEN_SPLIT:
@@ -531,13 +532,22 @@ class InVocabulary(grain.IterDataset[Example]):
 
 
 class _WithFeatures(grain.IterDataset[Example]):
-    """Checks that examples have the features to pack, and no others."""
+    """Checks that examples have the features to pack, no others, and fit into a row.
+
+    Args:
+      parent: examples.
+      more: further features.
+      length: the most tokens of an example; None if it may be split.
+    """
 
     passes_on = True
 
-    def __init__(self, parent: grain.IterDataset, more: tuple[str, ...]) -> None:
+    def __init__(
+        self, parent: grain.IterDataset, more: tuple[str, ...], length: int | None
+    ) -> None:
         super().__init__(parent)
         self._expected = dict.fromkeys((*_FEATURES, *more))
+        self._length = length
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
         return Mapped(iter(self._parent), self._checked)
@@ -556,6 +566,9 @@ class _WithFeatures(grain.IterDataset[Example]):
                 f"an example to pack has features of several lengths, {lengths}; give"
                 " each a value for each token of inputs"
             )
+        num_tokens = len(example["inputs"])
+        if self._length is not None and num_tokens > self._length:
+            raise row_blocks.too_long(num_tokens, self._length)
         return example
 
 

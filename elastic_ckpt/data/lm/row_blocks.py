@@ -16,6 +16,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import blocks
 
 Row = dict[str, np.ndarray]
@@ -220,6 +221,16 @@ class Padded(RowBlocks):
         return _padded(examples, self._length), after
 
 
+def too_long(num_tokens: int, length: int) -> errors.DataError:
+    """The error for an example that fits into no row of `length` tokens."""
+    return errors.DataError(
+        f"packed: an example has {num_tokens} tokens, but rows have {length} (length="
+        f"{length}); cut documents to the length of rows before, by"
+        f" ec.data.lm.Examples(length={length}), or give packed the length of the"
+        " examples"
+    )
+
+
 class Fitted(RowBlocks):
     """Puts each example whole into one of several rows that are filled together.
 
@@ -312,6 +323,8 @@ class Fitted(RowBlocks):
             for size in held:
                 number = choose(size, free, room)
                 if number < 0:
+                    if not bins:
+                        raise too_long(size, self._length)
                     return bins, _num_used(free, self._length), False
                 free[number] -= size
                 room[number] -= 1

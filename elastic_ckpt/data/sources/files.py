@@ -321,14 +321,20 @@ def _patterns(text: str) -> Iterable[str]:
 
 
 def _matches(pattern: str) -> list[str]:
+    # Directories are left out of globs; one that is named is an error when it is read.
     if storage.is_local(pattern):
-        return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        path = os.path.expanduser(pattern)
+        found = glob.glob(path, recursive=True)
+        if glob.has_magic(path):
+            found = [match for match in found if not os.path.isdir(match)]
+        return sorted(found)
     system, path = _located(pattern)
 
     def listed() -> list[str]:
         with _store_errors():
             if glob.has_magic(path):
-                return system.glob(path)
+                matches = system.glob(path, detail=True)
+                return [m for m in matches if matches[m]["type"] != "directory"]
             return [path] * system.exists(path)
 
     paths = retried(listed, pattern, at_start=True)

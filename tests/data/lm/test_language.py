@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.lm import language, tokenizers
+from elastic_ckpt.data.lm import language, token_blocks, tokenizers
 from tests import pipelines
 
 LENGTHS = st.integers(1, 12)
@@ -181,6 +181,24 @@ def test_a_limit_of_examples_to_a_row_is_kept_and_nothing_is_lost(packing):
     assert {len(segments(row)) for row in rows(sizes, packing, 20)} == {10}
     actual = [e for row in limited for e in segments(row).values()]
     assert sorted(p for e in actual for p in pairs(e)) == all_pairs(sizes)
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
+def test_an_example_that_is_longer_than_a_row_is_an_error(packing, in_blocks):
+    tokens = source(documents([8, 3, 40]))
+    if in_blocks:
+        tokens = token_blocks.Tokens(
+            tokens.map(lambda values: {"tokens": values}),
+            documents=TOKENS,
+        )
+    chunked = language.Examples(tokens, length=32, truncate=True)
+    made = language.packed(chunked, packing=packing, length=16, seed=0)
+    with pytest.raises(
+        errors.DataError,
+        match=r"an example has 32 tokens, but rows have 16 .*Examples\(length=16\)",
+    ):
+        list(made)
 
 
 @given(sizes=SIZES, length=LENGTHS)

@@ -73,6 +73,14 @@ def test_a_home_directory_and_deep_patterns_are_expanded(directory, monkeypatch)
     assert names(files.find_files("~/**/*1")) == ["a1", "b1", "c1"]
 
 
+def test_patterns_match_files_and_not_directories(root):
+    with fsspec.open(f"{root}/c/deep/c1", "wt", auto_mkdir=True) as file:
+        file.write("c1")
+    assert names(files.find_files(f"{root}/**")) == ["a1", "b1", "b2", "c1"]
+    with refused(r"c\* matches no file"):
+        files.find_files(f"{root}/c*")
+
+
 def test_patterns_of_this_machine_are_made_absolute(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/a")
     monkeypatch.chdir(tmp_path)

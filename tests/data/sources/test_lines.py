@@ -2,7 +2,12 @@
 
 import gzip
 import json
+import os
 import pathlib
+import resource
+import subprocess
+import sys
+from concurrent import futures
 
 import pyarrow as pa
 import pytest
@@ -12,6 +17,7 @@ from elastic_ckpt.data import records, units
 from elastic_ckpt.data.sources import lines, source
 from tests import corpora, source_contract
 
+ROOT = pathlib.Path(__file__).parents[3]
 LINES = [f"line {number} é" for number in range(20)]
 
 
@@ -131,6 +137,91 @@ def test_damage_in_a_compressed_file_loses_its_rest(tmp_path, suffix, monkeypatc
         resumed = iter(source_contract.read(dataset, 0, 1, **reading))
         resumed.set_state({"turn": 0, "taken": begin})
         assert sum(1 for _ in resumed) == num_read - begin
+
+
+@pytest.fixture
+def few_descriptors():
+    """A limit of open files, of which half are for those of tests, and a few more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 2 * len(os.listdir("/dev/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def long_text(path, num_lines=24, num_chars=2**15):
+    """Writes lines, of which few are in the buffers of an open file at once."""
+    text = [os.urandom(num_chars // 2).hex() for _ in range(num_lines)]
+    return compressed(path, "\n".join(text).encode()), text
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_more_compressed_files_than_may_be_open_are_read_in_turn(
+    tmp_path, suffix, few_descriptors
+):
+    file, text = long_text(tmp_path / f"a.txt{suffix}")
+    num_open = len(os.listdir("/dev/fd"))
+    dataset = lines.Text(files=(file,))
+    readers = [
+        iter(source_contract.read(dataset, 0, 1)) for _ in range(few_descriptors)
+    ]
+    for line in text:
+        assert {next(reader)["text"] for reader in readers} == {line}
+        assert len(os.listdir("/dev/fd")) - num_open <= few_descriptors // 2
+
+
+def test_threads_share_the_compressed_files_that_are_open(tmp_path, few_descriptors):
+    file, text = long_text(tmp_path / "a.txt.gz")
+    dataset = lines.Text(files=(file,))
+
+    def is_read(_):
+        readers = [
+            source_contract.read(dataset, 0, 1, num_epochs=1)
+            for _ in range(few_descriptors)
+        ]
+        read = zip(*readers, strict=True)
+        return [{each["text"] for each in turn} for turn in read] == [
+            {line} for line in text
+        ]
+
+    with futures.ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(is_read, range(3)))
+
+
+FORKED = """
+import os
+import sys
+
+from elastic_ckpt.data.sources import lines, source
+
+dataset = lines.Text(files=(sys.argv[1],))
+unit = source.cut(dataset, 1)[0]
+expected = list(dataset.read(unit, 0))
+reading = dataset.read(unit, 0)
+assert next(reading) == expected[0]
+child = os.fork()
+if not child:
+    assert list(reading) == expected[1:]
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert list(reading) == expected[1:]
+"""
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_forked_process_reads_on_in_a_compressed_file_and_so_does_its_parent(
+    tmp_path, suffix
+):
+    file, _ = long_text(tmp_path / f"a.txt{suffix}", num_lines=4, num_chars=2**20)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, file],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("line", ["[1, 2]", "{", '"a"', "3", "[" * 100_000])
