@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -74,6 +74,7 @@ class ShardedData:
         host's own process, and None does so until they slow the loop down. The state
         depends neither on this nor on the next attribute.
       per_worker_batches: batches that each worker process prepares in advance.
+      removed: the datasets that the run read before, and this data does not, by name.
     """
 
     make_shard: MakeShard
@@ -82,6 +83,7 @@ class ShardedData:
     end: elastic_data.End = elastic_data.End.NEVER
     num_workers: int | None = None
     per_worker_batches: int = 1
+    removed: Mapping[str, storage.Json] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "end", elastic_data.End.of(self.end))
@@ -106,8 +108,12 @@ class ShardedData:
         if isinstance(self.make_shard, shard_steps.CheckedShards):
             settings[pipeline_changes.STEPS] = self.make_shard.steps()
         if isinstance(self.pipeline, dict):
-            return settings | self.pipeline
-        return settings | {"pipeline": self.pipeline}
+            settings |= self.pipeline
+        else:
+            settings["pipeline"] = self.pipeline
+        if self.removed:
+            settings[pipeline_changes.REMOVED] = dict(self.removed)
+        return settings
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
         """This data, with its datasets renamed to their names in a saved pipeline.
@@ -115,6 +121,16 @@ class ShardedData:
         A dataset is recognised by its files. Names in the user's own mixtures do not
         change. Records are dealt to shards as they were when the state was saved.
         """
+        data = self.dealt_as(pipeline)
+        if isinstance(data.make_shard, Renamable):
+            data = data.renamed(saved_names(pipeline, data.identity()))
+        removed = pipeline_changes.removed(pipeline, data.identity())
+        if removed == data.removed:
+            return data
+        return dataclasses.replace(data, removed=removed)
+
+    def dealt_as(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
+        """This data, whose records are dealt to shards as in a saved pipeline."""
         deals_units = not any(
             records.DEALING.items() <= part.items()
             for part in cursors.parts(dict(pipeline))
@@ -122,30 +138,17 @@ class ShardedData:
         if isinstance(self.make_shard, shard_steps.CheckedShards):
             make_shard = dataclasses.replace(self.make_shard, deals_units=deals_units)
             return dataclasses.replace(self, make_shard=make_shard)
-        if not isinstance(self.make_shard, Renamable):
+        if not deals_units or not isinstance(self.make_shard, Renamable):
             return self
         assert isinstance(self.pipeline, dict)
-        if deals_units:
-            kept = {
-                key: value
-                for key, value in self.pipeline.items()
-                if key not in records.DEALING
-            }
-            older = dataclasses.replace(
-                self, make_shard=self.make_shard.dealing_units(), pipeline=kept
-            )
-            return older._under_saved_names(pipeline)
-        return self._under_saved_names(pipeline)
-
-    def _under_saved_names(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
-        assert isinstance(self.make_shard, Renamable)
-        assert isinstance(self.pipeline, dict)
-        datasets = self.pipeline[pipeline_changes.DATASETS]
-        saved: Any = pipeline.get(pipeline_changes.DATASETS) or {}
-        names = pipeline_changes.kept_names(saved, datasets)
-        if names:
-            logging.info("datasets continue under saved names: %s", names)
-        return self.renamed(names)
+        kept = {
+            key: value
+            for key, value in self.pipeline.items()
+            if key not in records.DEALING
+        }
+        return dataclasses.replace(
+            self, make_shard=self.make_shard.dealing_units(), pipeline=kept
+        )
 
     def renamed(self, names: Mapping[str, str]) -> ShardedData:
         """This data with other names of datasets: current names by new ones."""
@@ -196,6 +199,16 @@ class ShardedData:
         return rows.BatchRows(
             num_shards=self.num_shards, global_batch_size=len(row_hosts)
         )
+
+
+def saved_names(
+    saved: Mapping[str, storage.Json], pipeline: Mapping[str, storage.Json]
+) -> dict[str, str]:
+    """The names in a saved pipeline of datasets that now have other names."""
+    names = pipeline_changes.kept_names(saved, pipeline)
+    if names:
+        logging.info("datasets continue under saved names: %s", names)
+    return names
 
 
 def sharded(

@@ -51,10 +51,12 @@ class StagedData:
     Attributes:
       stages: all of them, by the step at which they begin.
       number: the number of the stage of the next batches.
+      removed: see `ShardedData`; datasets that no stage has.
     """
 
     stages: tuple[Stage, ...]
     number: int = 0
+    removed: Mapping[str, storage.Json] = dataclasses.field(default_factory=dict)
 
     @property
     def current(self) -> Stage:
@@ -97,7 +99,9 @@ class StagedData:
     def identity(self) -> dict[str, storage.Json]:
         """The settings of each stage that determine the order of examples."""
         settings = [stage.data.identity() for stage in self.stages]
-        shared = {pipeline_changes.NUM_SHARDS: self.num_shards}
+        shared: dict[str, storage.Json] = {pipeline_changes.NUM_SHARDS: self.num_shards}
+        if self.removed:
+            shared[pipeline_changes.REMOVED] = dict(self.removed)
         return {
             **shared,
             pipeline_changes.STAGES: [
@@ -111,26 +115,23 @@ class StagedData:
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> StagedData:
         """This data, with its datasets under the names that they have in a state."""
-        saved = pipeline_changes.stages_of(pipeline)
-        known: dict[str, Any] = {}
-        for each in saved:
-            known |= each.get(pipeline_changes.DATASETS) or {}
-        datasets = {pipeline_changes.DATASETS: known} if known else {}
-        continued = [
-            stage.data.continuing({**saved[0], **datasets}) for stage in self.stages
-        ]
-        if all(
-            data is stage.data
-            for data, stage in zip(continued, self.stages, strict=True)
-        ):
+        data = self._with([each.data.dealt_as(pipeline) for each in self.stages])
+        if isinstance(data.current.data.make_shard, sharded_data.Renamable):
+            # A name stands for the same dataset in all stages.
+            names = sharded_data.saved_names(pipeline, data.identity())
+            data = data._with([each.data.renamed(names) for each in data.stages])
+        removed = pipeline_changes.removed(pipeline, data.identity())
+        if removed == data.removed:
+            return data
+        return dataclasses.replace(data, removed=removed)
+
+    def _with(self, of_stages: Sequence[sharded_data.ShardedData]) -> StagedData:
+        # The same stages with other data.
+        pairs = list(zip(of_stages, self.stages, strict=True))
+        if all(data is stage.data for data, stage in pairs):
             return self
-        return dataclasses.replace(
-            self,
-            stages=tuple(
-                dataclasses.replace(stage, data=data)
-                for data, stage in zip(continued, self.stages, strict=True)
-            ),
-        )
+        stages = tuple(dataclasses.replace(stage, data=data) for data, stage in pairs)
+        return dataclasses.replace(self, stages=stages)
 
     def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
         """See `ElasticData`."""
