@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import storage
@@ -119,17 +119,23 @@ def _stage_changes(
             f"{STAGES}: those that have begun did so at steps {begins[0]}, now"
             f" {begins[1]}"
         )
-    early = [at for at in begins_of(now)[begun:] if step is not None and at < step]
-    if early and not changed:
-        changed.append(
-            f"{STAGES}: the run is at step {step}, and stages that begin at {early}"
-            " are new"
-        )
+    if step is not None and not changed:
+        changed += late_stages(begins_of(now), step=step, begun=begun)
     pairs = zip(stages_of(before)[:begun], stages_of(now), strict=False)
     for number, (old, new) in enumerate(pairs):
         changes = _pipeline_changes(old, new)
         changed += [f"{STAGES}[{number}].{each}" for each in changes]
     return changed
+
+
+def late_stages(begins: Sequence[int], *, step: int, begun: int) -> list[str]:
+    """The forbidden difference if stages that have not begun should have by `step`."""
+    late = [begin for begin in begins[begun:] if begin < step]
+    if not late:
+        return []
+    return [
+        f"{STAGES}: the run is at step {step}, and stages that begin at {late} are new"
+    ]
 
 
 def removed(before: Pipeline, now: Pipeline) -> dict[str, Any]:

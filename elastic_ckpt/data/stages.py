@@ -241,10 +241,16 @@ def at(data: elastic_data.ElasticData, step: int) -> elastic_data.ElasticData:
     return data if of_stages is None else of_stages.at(step)
 
 
-def size(data: elastic_data.ElasticData, base: int) -> int:
-    """The rows of a batch, which are `base` unless a stage up to now has a size."""
+def size(data: elastic_data.ElasticData, base: int, *, first: int = 0) -> int:
+    """The rows of a batch: those of the last stage that has a size, or `base`.
+
+    Args:
+      data: in the stage of the batch.
+      base: without such a stage.
+      first: the number of the first stage that counts.
+    """
     of_stages = of(data)
-    until_now = of_stages.stages[: of_stages.number + 1] if of_stages else ()
+    until_now = of_stages.stages[first : of_stages.number + 1] if of_stages else ()
     sizes = [each.global_batch_size for each in until_now]
     return next((rows for rows in reversed(sizes) if rows is not None), base)
 
@@ -258,12 +264,15 @@ class Course:
       base_size: rows of a global batch until a stage has a size.
       size: rows of a global batch.
       progress: the step of the next batch; None without stages.
+      resized_in: the number of the stage in which the batches got the size `base_size`,
+        which holds until a later stage has a size; None if they never did.
     """
 
     data: elastic_data.ElasticData
     base_size: int
     size: int
     progress: state.Progress | None
+    resized_in: int | None = None
 
     @classmethod
     def first(cls, data: elastic_data.ElasticData, base_size: int) -> Course:
@@ -284,7 +293,7 @@ class Course:
             return [self.size]
         numbers = range(len(of_stages.stages))
         each = (dataclasses.replace(of_stages, number=number) for number in numbers)
-        return [size(data, self.base_size) for data in each]
+        return [self._size_in(data) for data in each]
 
     @property
     def stage(self) -> int:
@@ -322,7 +331,7 @@ class Course:
         return dataclasses.replace(
             self,
             data=data,
-            size=size(data, self.base_size),
+            size=self._size_in(data),
             progress=dataclasses.replace(
                 self.progress, begun=max(self.progress.begun, data.number + 1)
             ),
@@ -340,19 +349,40 @@ class Course:
         return dataclasses.replace(self, progress=progress)
 
     def at_step(self, step: int) -> Course:
-        """That of a run whose next batch is that of `step`."""
+        """That of a run whose next batch is that of `step`.
+
+        Raises:
+          DataError: if a state did not say its step, and a stage that is new would have
+            begun before.
+        """
         of_stages = of(self.data)
         if of_stages is None:
             return self
-        before = sum(stage.begin < step for stage in of_stages.stages)
+        begins = [stage.begin for stage in of_stages.stages]
+        before = sum(begin < step for begin in begins)
         begun = self.progress.begun if self.progress else 1
+        if self.progress is not None and self.progress.step is None:
+            state.check_unchanged(
+                pipeline_changes.late_stages(begins, step=step, begun=begun)
+            )
         return self.with_progress(state.Progress(step=step, begun=max(begun, before)))
 
     def resized(self, global_batch_size: int) -> Course:
         """That with batches of another size, until a stage begins that has a size."""
         return dataclasses.replace(
-            self, base_size=global_batch_size, size=global_batch_size
+            self,
+            base_size=global_batch_size,
+            size=global_batch_size,
+            resized_in=self.stage,
         )
+
+    def _size_in(self, data: elastic_data.ElasticData) -> int:
+        of_stages = of(data)
+        if self.resized_in is None or of_stages is None:
+            return size(data, self.base_size)
+        is_later = of_stages.number >= self.resized_in
+        first = self.resized_in + 1 if is_later else 0
+        return size(data, self.base_size, first=first)
 
     def restored(
         self, saved: state.DataState, data: elastic_data.ElasticData
@@ -363,7 +393,7 @@ class Course:
         restored = dataclasses.replace(
             self,
             data=data,
-            size=size(data, self.base_size),
+            size=self._size_in(data),
             progress=self._progress_of(saved),
         )
         is_known = restored.progress is not None and restored.progress.step is not None

@@ -564,6 +564,81 @@ def test_two_datasets_of_one_name_are_told_apart(files):
     assert names == [["train"], ["train#2"]]
 
 
+def sized(parts, *sizes):
+    """Stages of two steps each, with these sizes."""
+    return stages.staged(
+        [
+            stages.Stage(begin=2 * number, data=of_stage(parts), global_batch_size=each)
+            for number, each in enumerate(sizes)
+        ]
+    )
+
+
+def sizes_of(batches, number):
+    return [len(batch["inputs"]) for batch in taken(batches, number)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "resize_at", "expected"),
+    [
+        ((6, None, None), 3, [6, 6, 6, 2, 2, 2, 2]),
+        ((6, None, 4), 3, [6, 6, 6, 2, 4, 4, 4]),
+        ((6, 4, None), 1, [6, 2, 4, 4, 4, 4, 4]),
+        ((None, None, None), 3, [6, 6, 6, 2, 2, 2, 2]),
+        ((6, None, None), 2, [6, 6, 2, 2, 2, 2, 2]),
+    ],
+)
+def test_a_size_holds_until_a_stage_begins_that_has_one(
+    files, sizes, resize_at, expected
+):
+    batches = ec.batches(
+        sized(files["parquet"], *sizes), mesh=mesh(), global_batch_size=6
+    )
+    found = sizes_of(batches, resize_at)
+    batches.resize(2)
+    assert found + sizes_of(batches, 7 - resize_at) == expected
+
+
+def test_a_size_holds_after_a_load_and_after_going_back(files, tmp_path):
+    data = sized(files["parquet"], 6, None, None, 4)
+    batches = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    taken(batches, 1)
+    save(batches, tmp_path / "first")
+    taken(batches, 2)
+    batches.resize(2)
+    taken(batches, 1)
+    save(batches, tmp_path / "resized")
+    taken(batches, 3)
+    load(batches, tmp_path / "resized")
+    assert sizes_of(batches, 3) == [2, 2, 4]
+    # A state has no size: in another iterator those of the stages count.
+    other = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    load(other, tmp_path / "resized")
+    assert sizes_of(other, 3) == [6, 6, 4]
+    # The first stage has a size of its own.
+    load(batches.leaving_out(), tmp_path / "first")
+    assert sizes_of(batches, 6) == [6, 2, 2, 2, 2, 4]
+
+
+def test_a_step_that_is_said_is_refused_where_a_load_would_refuse_it(files, tmp_path):
+    parts = files["parquet"]
+    batches = ec.batches(of_stage(parts), mesh=mesh(), global_batch_size=6)
+    taken(batches, 4)
+    save(batches, tmp_path / "state")
+    rest = taken(batches, 1)
+    staged = ec.batches(short_then_long(parts), mesh=mesh(), global_batch_size=6)
+    load(staged, tmp_path / "state")
+    with pytest.raises(
+        errors.DataError, match=r"run is at step 4, and stages that begin at \[3\] are"
+    ):
+        staged.begin_at(4)
+    on_time = ec.batches(short_then_long(parts, 5), mesh=mesh(), global_batch_size=6)
+    load(on_time, tmp_path / "state")
+    on_time.begin_at(4)
+    assert same(taken(on_time, 1), rest)
+    assert next(on_time)["inputs"].shape == (4, 24)
+
+
 def documents_of(path, name, first):
     """The listed file of 200 documents, whose tokens are numbers from `first` on."""
     file = path / f"{name}.parquet"
@@ -660,8 +735,8 @@ def test_the_name_of_a_removed_dataset_is_kept_for_its_files(tmp_path, in_stages
     other = resumed(data(f"{a},1;{new},1"), without.state_dict(), step=30)
     assert read_of(firsts(other, 8), 3000)[:3] == [3000, 3001, 3002]
     # The removed dataset continues, even if another has had its name since.
-    for saved in (without.state_dict(), other.state_dict()):
-        again = resumed(data(f"{a},1;{old},1"), saved, step=38)
+    for saved, step in ((without.state_dict(), 30), (other.state_dict(), 38)):
+        again = resumed(data(f"{a},1;{old},1"), saved, step=step)
         after = read_of(firsts(again, 8), 2000)
         assert before + after == list(range(2000, after[-1] + 1))
 
