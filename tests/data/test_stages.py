@@ -683,6 +683,45 @@ def read_of(tokens, first):
     return sorted(token for token in tokens if first <= token < first + 200)
 
 
+def test_a_stage_replaces_the_datasets_of_the_run_by_either_key(tmp_path):
+    a, b = (
+        documents_of(tmp_path, name, first)
+        for name, first in (("a", 1000), ("b", 2000))
+    )
+    mixture = {"begin_step": 1, "grain_train_mixture_config_path": f"{tmp_path}/a.json"}
+    files = {"begin_step": 1, "grain_train_files": b}
+    pathlib.Path(f"{tmp_path}/a.json").write_text(
+        json.dumps({"a": {"path": a, "weight": 1}})
+    )
+    of_run = {key: mixture[key] for key in mixture if key != "begin_step"}
+    first = {"begin_step": 0}
+    data = of_files(**of_run, data_stages=[first, files])
+    assert [token // 1000 for token in firsts(local(data), 2)] == [1] * 4 + [2] * 4
+    data = of_files(b, data_stages=[first, mixture])
+    assert [token // 1000 for token in firsts(local(data), 2)] == [2] * 4 + [1] * 4
+    # As a run keeps them.
+    config = dataclasses.replace(
+        schema.Config(),
+        data=dataclasses.replace(
+            data_keys.DataKeys(),
+            **of_run,
+            grain_file_type="parquet",
+            data_stages=json.dumps([first, files]),
+        ),
+    )
+    for section in (config.data, training_files.prepare(config).data):
+        kept = [
+            (each.grain_train_files, each.grain_train_mixture_config_path)
+            for _, each in data_keys.stages(section)
+        ]
+        assert kept == [("", f"{tmp_path}/a.json"), (b, "")]
+    with pytest.raises(
+        errors.ConfigError,
+        match="has both grain_train_files and grain_train_mixture_config_path; set one",
+    ):
+        of_files(b, data_stages=[first, mixture | files])
+
+
 def test_no_stage_gives_a_dataset_the_name_of_one_that_continues(tmp_path):
     a, b, c = (
         documents_of(tmp_path, name, first)
