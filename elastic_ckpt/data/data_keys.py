@@ -348,7 +348,9 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
                 " set one of them"
             )
         # What the stage gives replaces what the run gives, by the other key too.
-        replaced = {key: "" for key in _TRAINING if given and key not in given}
+        replaced: dict[str, Any] = {
+            key: "" for key in _TRAINING if given and key not in given
+        }
         of_run = dataclasses.replace(data, **replaced)
         found.append((begin.value, changed(of_run, settings)))
     return found
