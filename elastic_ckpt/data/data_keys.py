@@ -342,12 +342,25 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
                 f"{settings[wrong].place}: {wrong} is not a key that a stage can have;"
                 " set it for the whole run"
             )
-        found.append((begin.value, changed(data, settings)))
+        given = [key for key in _TRAINING if key in settings and settings[key].value]
+        if len(given) > 1:
+            raise errors.ConfigError(
+                f"{settings[given[1]].place}: the stage has both {' and '.join(given)};"
+                " set one of them"
+            )
+        # What the stage gives replaces what the run gives, by the other key too.
+        replaced: dict[str, Any] = {
+            key: "" for key in _TRAINING if given and key not in given
+        }
+        of_run = dataclasses.replace(data, **replaced)
+        found.append((begin.value, changed(of_run, settings)))
     return found
 
 
 _STAGES = "data_stages"
 # The field of a stage with its first step.
 _BEGIN = "begin_step"
+# The keys that give the training data, one instead of the other.
+_TRAINING = ("grain_train_files", "grain_train_mixture_config_path")
 # Keys of the data that no stage has for itself.
 _OF_ALL_STAGES = {"data_stages", "enable_rampup_batch_size", "num_logical_shards"}

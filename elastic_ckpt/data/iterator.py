@@ -487,6 +487,9 @@ class Batches:
 
         The iterator counts steps by itself. It has to be told after it has loaded a
         state of a run that had no stages yet.
+
+        Raises:
+          DataError: if a stage that is new would have begun before that step.
         """
         self._host.begin_at(step)
 

@@ -2,7 +2,8 @@
 
 A description is the result of `ElasticData.identity`: JSON values by key. Most values
 must be equal. In a mixture (`datasets`, by name) weights may differ, and datasets may
-be new or gone. States of older programs describe files in less detail.
+be new or gone. A name stands for the same dataset in the whole run, also while the
+dataset is gone. States of older programs describe files in less detail.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import storage
@@ -18,6 +19,9 @@ from elastic_ckpt.data import cursors
 
 # The field with the datasets of a mixture by name.
 DATASETS = "datasets"
+# The field with the datasets that a run no longer reads, by name: cursors still have
+# their places, from which they continue when they are added again.
+REMOVED = "removed_datasets"
 # The field with the number of epochs until the end; 0 if there is none.
 NUM_EPOCH = "num_epoch"
 # The field with the steps of a pipeline, first to last.
@@ -58,8 +62,19 @@ def between(
       step: of the saved state, if it says.
       begun: how many of its stages had begun.
     """
+    known = _known(before, begun)
+    before, now = (
+        {key: value for key, value in each.items() if key != REMOVED}
+        for each in (before, now)
+    )
     if STAGES in before or STAGES in now:
-        return _stage_changes(before, now, step=step, begun=begun)
+        changed = _stage_changes(before, now, step=step, begun=begun)
+    else:
+        changed = _pipeline_changes(before, now)
+    return changed or _reused_names(known, now)
+
+
+def _pipeline_changes(before: Pipeline, now: Pipeline) -> list[str]:
     # 0 epochs is no end, as if there were no such field.
     before, now = (
         {key: value for key, value in each.items() if value or key != NUM_EPOCH}
@@ -104,16 +119,73 @@ def _stage_changes(
             f"{STAGES}: those that have begun did so at steps {begins[0]}, now"
             f" {begins[1]}"
         )
-    early = [at for at in begins_of(now)[begun:] if step is not None and at < step]
-    if early and not changed:
-        changed.append(
-            f"{STAGES}: the run is at step {step}, and stages that begin at {early}"
-            " are new"
-        )
+    if step is not None and not changed:
+        changed += late_stages(begins_of(now), step=step, begun=begun)
     pairs = zip(stages_of(before)[:begun], stages_of(now), strict=False)
     for number, (old, new) in enumerate(pairs):
-        changed += [f"{STAGES}[{number}].{each}" for each in between(old, new)]
+        changes = _pipeline_changes(old, new)
+        changed += [f"{STAGES}[{number}].{each}" for each in changes]
     return changed
+
+
+def late_stages(begins: Sequence[int], *, step: int, begun: int) -> list[str]:
+    """The forbidden difference if stages that have not begun should have by `step`."""
+    late = [begin for begin in begins[begun:] if begin < step]
+    if not late:
+        return []
+    return [
+        f"{STAGES}: the run is at step {step}, and stages that begin at {late} are new"
+    ]
+
+
+def removed(before: Pipeline, now: Pipeline) -> dict[str, Any]:
+    """The datasets of a saved pipeline that the pipeline `now` lacks, by name.
+
+    A dataset in a mixture inside another is named `outer/inner`.
+    """
+    known = {**(before.get(REMOVED) or {}), **dict(_datasets(before))}
+    names = dict(_datasets(now))
+    return {name: entry for name, entry in known.items() if name not in names}
+
+
+def _datasets(description: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    # The datasets in a description, of all stages, each with its name.
+    if isinstance(description, list):
+        for each in description:
+            yield from _datasets(each, name)
+    if not isinstance(description, dict):
+        return
+    for key, value in description.items():
+        if key == DATASETS and isinstance(value, dict):
+            for part, entry in value.items():
+                path = f"{name}/{part}".lstrip("/")
+                if isinstance(entry, dict):
+                    yield path, entry
+                    yield from _datasets(entry, path)
+        elif key != REMOVED and key not in _FILE_LISTS:
+            yield from _datasets(value, name)
+
+
+def _known(before: Pipeline, begun: int) -> dict[str, list[Any]]:
+    # The datasets of which cursors may have places, by name.
+    known: dict[str, list[Any]] = collections.defaultdict(list)
+    found = _datasets(stages_of(before)[:begun])
+    for name, entry in itertools.chain((before.get(REMOVED) or {}).items(), found):
+        known[name].append(entry)
+    return known
+
+
+def _reused_names(known: Mapping[str, list[Any]], now: Pipeline) -> list[str]:
+    # A dataset would continue at the place of another that has its name.
+    changed = {}
+    for name, entry in _datasets(now):
+        differing = [_entry_changes("", old, entry) for old in known.get(name, ())]
+        if differing and all(differing):
+            changed[name] = (
+                f"{DATASETS}: {name} was another dataset earlier in the run"
+                f" ({'; '.join(differing[0])}); give this one another name"
+            )
+    return list(changed.values())
 
 
 def distinct_names(known: Pipeline, datasets: Pipeline) -> dict[str, str]:
@@ -146,20 +218,46 @@ def distinct_names(known: Pipeline, datasets: Pipeline) -> dict[str, str]:
 
 
 def kept_names(before: Pipeline, now: Pipeline) -> dict[str, str]:
-    """The saved names of datasets that now have other names.
+    """The names in a saved pipeline of datasets that now have other names.
 
-    A dataset is recognised by its files. A new dataset gets another name if its own is
-    the saved name of a continued dataset.
+    A dataset is recognised by its files, in all stages together. Another dataset gets
+    another name if its own is that of a dataset that was saved, or was removed before,
+    unless it takes the place of that one in the same stage, which is an error later.
 
     Returns:
       The name to use for each current name that must change.
     """
-    names = _renamed(before, now)
-    kept = set(names.values())
-    for name in sorted(kept & now.keys() - names.keys()):
-        free = (f"{name}#{number}" for number in itertools.count(2))
-        names[name] = next(n for n in free if n not in before and n not in now)
+    olds, news = (
+        [stage.get(DATASETS) or {} for stage in stages_of(each)]
+        for each in (before, now)
+    )
+    saved, datasets = _together(olds), _together(news)
+    gone = before.get(REMOVED) or {}
+    names = _renamed(saved, datasets)
+    others = {
+        name: entry
+        for name, entry in datasets.items()
+        if name not in names and not _is_in(saved, name, entry)
+    }
+    names |= _renamed(gone, others)
+    known = {**gone, **saved}
+    replaced: set[str] = set()
+    for old, new in zip(olds, news, strict=False):
+        replaced |= old.keys() & new.keys()
+    for name in sorted(datasets.keys() - names.keys()):
+        is_other = name in known and not _is_in(known, name, datasets[name])
+        if name in names.values() or (is_other and name not in replaced):
+            free = (f"{name}#{number}" for number in itertools.count(2))
+            names[name] = next(n for n in free if n not in known and n not in datasets)
     return names
+
+
+def _together(of_stages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: entry for each in of_stages for name, entry in each.items()}
+
+
+def _is_in(known: Pipeline, name: str, entry: Any) -> bool:
+    return name in known and not _entry_changes("", known[name], entry)
 
 
 def _renamed(before: Pipeline, now: Pipeline) -> dict[str, str]:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -77,6 +77,7 @@ class ShardedData:
         host's own process, and None does so until they slow the loop down. The state
         depends neither on this nor on the next attribute.
       per_worker_batches: batches that each worker process prepares in advance.
+      removed: the datasets that the run read before, and this data does not, by name.
     """
 
     make_shard: MakeShard
@@ -85,6 +86,7 @@ class ShardedData:
     end: elastic_data.End = elastic_data.End.NEVER
     num_workers: int | None = None
     per_worker_batches: int = 1
+    removed: Mapping[str, storage.Json] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "end", elastic_data.End.of(self.end))
@@ -109,8 +111,12 @@ class ShardedData:
         if isinstance(self.make_shard, shard_steps.CheckedShards):
             settings[pipeline_changes.STEPS] = self.make_shard.steps()
         if isinstance(self.pipeline, dict):
-            return settings | self.pipeline
-        return settings | {"pipeline": self.pipeline}
+            settings |= self.pipeline
+        else:
+            settings["pipeline"] = self.pipeline
+        if self.removed:
+            settings[pipeline_changes.REMOVED] = dict(self.removed)
+        return settings
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
         """This data, with its datasets renamed to their names in a saved pipeline.
@@ -118,17 +124,24 @@ class ShardedData:
         A dataset is recognised by its files. Names in the user's own mixtures do not
         change. Records are dealt to shards as they were when the state was saved.
         """
+        data = self.dealt_as(pipeline)
+        if isinstance(data.make_shard, Renamable):
+            data = data.renamed(saved_names(pipeline, data.identity()))
+        removed = pipeline_changes.removed(pipeline, data.identity())
+        if removed == data.removed:
+            return data
+        return dataclasses.replace(data, removed=removed)
+
+    def dealt_as(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
+        """This data, whose records are dealt to shards as in a saved pipeline."""
         dealing = records.dealing(pipeline)
         if isinstance(self.make_shard, shard_steps.CheckedShards):
             make_shard = dataclasses.replace(
                 self.make_shard, deals_units=dealing == records.UNITS
             )
             return dataclasses.replace(self, make_shard=make_shard)
-        if not isinstance(self.make_shard, Renamable):
-            return self
         # Stages, whose datasets are not the same, never have joint shares.
-        dealt = self if dealing == records.JOINT_SHARES else self.dealt(dealing)
-        return dealt._under_saved_names(pipeline)
+        return self if dealing == records.JOINT_SHARES else self.dealt(dealing)
 
     def dealt(self, dealing: str) -> ShardedData:
         """This data with its records dealt to shards in another way, if it has one."""
@@ -136,24 +149,15 @@ class ShardedData:
             return self
         assert isinstance(self.pipeline, dict)
         make_shard = self.make_shard.dealt(dealing)
+        settings = make_shard.dealing_settings()
+        if settings == self.make_shard.dealing_settings():
+            return self
         others = {
             key: each for key, each in self.pipeline.items() if key != records.DEALING
         }
         return dataclasses.replace(
-            self,
-            make_shard=make_shard,
-            pipeline=others | make_shard.dealing_settings(),
+            self, make_shard=make_shard, pipeline=others | settings
         )
-
-    def _under_saved_names(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
-        assert isinstance(self.make_shard, Renamable)
-        assert isinstance(self.pipeline, dict)
-        datasets = self.pipeline[pipeline_changes.DATASETS]
-        saved: Any = pipeline.get(pipeline_changes.DATASETS) or {}
-        names = pipeline_changes.kept_names(saved, datasets)
-        if names:
-            logging.info("datasets continue under saved names: %s", names)
-        return self.renamed(names)
 
     def renamed(self, names: Mapping[str, str]) -> ShardedData:
         """This data with other names of datasets: current names by new ones."""
@@ -204,6 +208,16 @@ class ShardedData:
         return rows.BatchRows(
             num_shards=self.num_shards, global_batch_size=len(row_hosts)
         )
+
+
+def saved_names(
+    saved: Mapping[str, storage.Json], pipeline: Mapping[str, storage.Json]
+) -> dict[str, str]:
+    """The names in a saved pipeline of datasets that now have other names."""
+    names = pipeline_changes.kept_names(saved, pipeline)
+    if names:
+        logging.info("datasets continue under saved names: %s", names)
+    return names
 
 
 def sharded(

@@ -52,10 +52,12 @@ class StagedData:
     Attributes:
       stages: all of them, by the step at which they begin.
       number: the number of the stage of the next batches.
+      removed: see `ShardedData`; datasets that no stage has.
     """
 
     stages: tuple[Stage, ...]
     number: int = 0
+    removed: Mapping[str, storage.Json] = dataclasses.field(default_factory=dict)
 
     @property
     def current(self) -> Stage:
@@ -98,7 +100,9 @@ class StagedData:
     def identity(self) -> dict[str, storage.Json]:
         """The settings of each stage that determine the order of examples."""
         settings = [stage.data.identity() for stage in self.stages]
-        shared = {pipeline_changes.NUM_SHARDS: self.num_shards}
+        shared: dict[str, storage.Json] = {pipeline_changes.NUM_SHARDS: self.num_shards}
+        if self.removed:
+            shared[pipeline_changes.REMOVED] = dict(self.removed)
         return {
             **shared,
             pipeline_changes.STAGES: [
@@ -111,27 +115,34 @@ class StagedData:
         }
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> StagedData:
-        """This data, with its datasets under the names that they have in a state."""
-        saved = pipeline_changes.stages_of(pipeline)
-        known: dict[str, Any] = {}
-        for each in saved:
-            known |= each.get(pipeline_changes.DATASETS) or {}
-        datasets = {pipeline_changes.DATASETS: known} if known else {}
-        continued = [
-            stage.data.continuing({**saved[0], **datasets}) for stage in self.stages
-        ]
-        if all(
-            data is stage.data
-            for data, stage in zip(continued, self.stages, strict=True)
-        ):
+        """This data, with its datasets under the names that they have in a state.
+
+        Raises:
+          DataError: if the state is of a finite mixture without stages.
+        """
+        if records.dealing(pipeline) == records.JOINT_SHARES:
+            raise errors.DataError(
+                "the data state is of a finite mixture without stages, whose shards"
+                " have other shares of the documents than those of stages have;"
+                " continue without stages, or begin a new run"
+            )
+        data = self._with([each.data.dealt_as(pipeline) for each in self.stages])
+        if isinstance(data.current.data.make_shard, sharded_data.Renamable):
+            # A name stands for the same dataset in all stages.
+            names = sharded_data.saved_names(pipeline, data.identity())
+            data = data._with([each.data.renamed(names) for each in data.stages])
+        removed = pipeline_changes.removed(pipeline, data.identity())
+        if removed == data.removed:
+            return data
+        return dataclasses.replace(data, removed=removed)
+
+    def _with(self, of_stages: Sequence[sharded_data.ShardedData]) -> StagedData:
+        # The same stages with other data.
+        pairs = list(zip(of_stages, self.stages, strict=True))
+        if all(data is stage.data for data, stage in pairs):
             return self
-        return dataclasses.replace(
-            self,
-            stages=tuple(
-                dataclasses.replace(stage, data=data)
-                for data, stage in zip(continued, self.stages, strict=True)
-            ),
-        )
+        stages = tuple(dataclasses.replace(stage, data=data) for data, stage in pairs)
+        return dataclasses.replace(self, stages=stages)
 
     def loaders(self, row_hosts: np.ndarray) -> np.ndarray:
         """See `ElasticData`."""
@@ -246,10 +257,16 @@ def at(data: elastic_data.ElasticData, step: int) -> elastic_data.ElasticData:
     return data if of_stages is None else of_stages.at(step)
 
 
-def size(data: elastic_data.ElasticData, base: int) -> int:
-    """The rows of a batch, which are `base` unless a stage up to now has a size."""
+def size(data: elastic_data.ElasticData, base: int, *, first: int = 0) -> int:
+    """The rows of a batch: those of the last stage that has a size, or `base`.
+
+    Args:
+      data: in the stage of the batch.
+      base: without such a stage.
+      first: the number of the first stage that counts.
+    """
     of_stages = of(data)
-    until_now = of_stages.stages[: of_stages.number + 1] if of_stages else ()
+    until_now = of_stages.stages[first : of_stages.number + 1] if of_stages else ()
     sizes = [each.global_batch_size for each in until_now]
     return next((rows for rows in reversed(sizes) if rows is not None), base)
 
@@ -263,12 +280,15 @@ class Course:
       base_size: rows of a global batch until a stage has a size.
       size: rows of a global batch.
       progress: the step of the next batch; None without stages.
+      resized_in: the number of the stage in which the batches got the size `base_size`,
+        which holds until a later stage has a size; None if they never did.
     """
 
     data: elastic_data.ElasticData
     base_size: int
     size: int
     progress: state.Progress | None
+    resized_in: int | None = None
 
     @classmethod
     def first(cls, data: elastic_data.ElasticData, base_size: int) -> Course:
@@ -289,7 +309,7 @@ class Course:
             return [self.size]
         numbers = range(len(of_stages.stages))
         each = (dataclasses.replace(of_stages, number=number) for number in numbers)
-        return [size(data, self.base_size) for data in each]
+        return [self._size_in(data) for data in each]
 
     @property
     def stage(self) -> int:
@@ -327,7 +347,7 @@ class Course:
         return dataclasses.replace(
             self,
             data=data,
-            size=size(data, self.base_size),
+            size=self._size_in(data),
             progress=dataclasses.replace(
                 self.progress, begun=max(self.progress.begun, data.number + 1)
             ),
@@ -345,19 +365,40 @@ class Course:
         return dataclasses.replace(self, progress=progress)
 
     def at_step(self, step: int) -> Course:
-        """That of a run whose next batch is that of `step`."""
+        """That of a run whose next batch is that of `step`.
+
+        Raises:
+          DataError: if a state did not say its step, and a stage that is new would have
+            begun before.
+        """
         of_stages = of(self.data)
         if of_stages is None:
             return self
-        before = sum(stage.begin < step for stage in of_stages.stages)
+        begins = [stage.begin for stage in of_stages.stages]
+        before = sum(begin < step for begin in begins)
         begun = self.progress.begun if self.progress else 1
+        if self.progress is not None and self.progress.step is None:
+            state.check_unchanged(
+                pipeline_changes.late_stages(begins, step=step, begun=begun)
+            )
         return self.with_progress(state.Progress(step=step, begun=max(begun, before)))
 
     def resized(self, global_batch_size: int) -> Course:
         """That with batches of another size, until a stage begins that has a size."""
         return dataclasses.replace(
-            self, base_size=global_batch_size, size=global_batch_size
+            self,
+            base_size=global_batch_size,
+            size=global_batch_size,
+            resized_in=self.stage,
         )
+
+    def _size_in(self, data: elastic_data.ElasticData) -> int:
+        of_stages = of(data)
+        if self.resized_in is None or of_stages is None:
+            return size(data, self.base_size)
+        is_later = of_stages.number >= self.resized_in
+        first = self.resized_in + 1 if is_later else 0
+        return size(data, self.base_size, first=first)
 
     def restored(
         self, saved: state.DataState, data: elastic_data.ElasticData
@@ -368,7 +409,7 @@ class Course:
         restored = dataclasses.replace(
             self,
             data=data,
-            size=size(data, self.base_size),
+            size=self._size_in(data),
             progress=self._progress_of(saved),
         )
         is_known = restored.progress is not None and restored.progress.step is not None

@@ -18,7 +18,7 @@ The cursors of logical shards are in files beside it, see `data.cursors`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -147,6 +147,11 @@ def check_same_pipeline(
     changed = pipeline_changes.between(saved.pipeline, pipeline, step=step, begun=begun)
     if saved.engine != engine:
         changed.insert(0, f'engine: saved "{saved.engine}", now "{engine}"')
+    check_unchanged(changed)
+
+
+def check_unchanged(changed: Sequence[str]) -> None:
+    """Raises a DataError with the differences of two pipelines, if there are any."""
     if changed:
         grown = any(change.endswith(" is new") for change in changed)
         route = (

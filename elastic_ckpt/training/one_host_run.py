@@ -45,7 +45,9 @@ class OneHostRun:
         attempts: Sequence[Attempt],
     ) -> None:
         self.num_left_out = 0
-        self._data_of = data_of
+        self._configured = data_of
+        # The data of attempts so far, each with the names of the one before.
+        self._data: dict[int, elastic_data.ElasticData] = {}
         self._left_out = {each.attempt: each.left_out for each in attempts}
         self._taken = _taken(attempts)
         # The attempt, size and stage of the batches.
@@ -92,6 +94,15 @@ class OneHostRun:
                 self.num_left_out += size
                 position += size
                 step += 1
+
+    def _data_of(self, attempt: int) -> elastic_data.ElasticData:
+        if attempt not in self._data:
+            data = self._configured(attempt)
+            if self._data:
+                before = next(reversed(self._data.values()))
+                data = data.continuing(before.identity())
+            self._data[attempt] = data
+        return self._data[attempt]
 
     def _position(self) -> int:
         return state.row_of(self._batches.position()) if self._batches else 0

@@ -354,7 +354,7 @@ def test_what_stages_save_is_of_the_schemas(files, tmp_path):
         test_format.validate(path)
     saved = (tmp_path / "state" / "shards-00000-00005.json").read_text()
     assert '"held"' in saved
-    assert '"stage":1' in saved
+    assert '"of":' in saved
     local = ec.data.LocalBatches(data, global_batch_size=6)
     taken(local, 4)
     room = pathlib.Path(ec.data.__file__).parent
@@ -562,6 +562,326 @@ def test_two_datasets_of_one_name_are_told_apart(files):
         for each in pipeline_changes.stages_of(data.identity())
     ]
     assert names == [["train"], ["train#2"]]
+
+
+def sized(parts, *sizes):
+    """Stages of two steps each, with these sizes."""
+    return stages.staged(
+        [
+            stages.Stage(begin=2 * number, data=of_stage(parts), global_batch_size=each)
+            for number, each in enumerate(sizes)
+        ]
+    )
+
+
+def sizes_of(batches, number):
+    return [len(batch["inputs"]) for batch in taken(batches, number)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "resize_at", "expected"),
+    [
+        ((6, None, None), 3, [6, 6, 6, 2, 2, 2, 2]),
+        ((6, None, 4), 3, [6, 6, 6, 2, 4, 4, 4]),
+        ((6, 4, None), 1, [6, 2, 4, 4, 4, 4, 4]),
+        ((None, None, None), 3, [6, 6, 6, 2, 2, 2, 2]),
+        ((6, None, None), 2, [6, 6, 2, 2, 2, 2, 2]),
+    ],
+)
+def test_a_size_holds_until_a_stage_begins_that_has_one(
+    files, sizes, resize_at, expected
+):
+    batches = ec.batches(
+        sized(files["parquet"], *sizes), mesh=mesh(), global_batch_size=6
+    )
+    found = sizes_of(batches, resize_at)
+    batches.resize(2)
+    assert found + sizes_of(batches, 7 - resize_at) == expected
+
+
+def test_a_size_holds_after_a_load_and_after_going_back(files, tmp_path):
+    data = sized(files["parquet"], 6, None, None, 4)
+    batches = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    taken(batches, 1)
+    save(batches, tmp_path / "first")
+    taken(batches, 2)
+    batches.resize(2)
+    taken(batches, 1)
+    save(batches, tmp_path / "resized")
+    taken(batches, 3)
+    load(batches, tmp_path / "resized")
+    assert sizes_of(batches, 3) == [2, 2, 4]
+    # A state has no size: in another iterator those of the stages count.
+    other = ec.batches(data, mesh=mesh(), global_batch_size=6)
+    load(other, tmp_path / "resized")
+    assert sizes_of(other, 3) == [6, 6, 4]
+    # The first stage has a size of its own.
+    load(batches.leaving_out(), tmp_path / "first")
+    assert sizes_of(batches, 6) == [6, 2, 2, 2, 2, 4]
+
+
+def test_a_step_that_is_said_is_refused_where_a_load_would_refuse_it(files, tmp_path):
+    parts = files["parquet"]
+    batches = ec.batches(of_stage(parts), mesh=mesh(), global_batch_size=6)
+    taken(batches, 4)
+    save(batches, tmp_path / "state")
+    rest = taken(batches, 1)
+    staged = ec.batches(short_then_long(parts), mesh=mesh(), global_batch_size=6)
+    load(staged, tmp_path / "state")
+    with pytest.raises(
+        errors.DataError, match=r"run is at step 4, and stages that begin at \[3\] are"
+    ):
+        staged.begin_at(4)
+    on_time = ec.batches(short_then_long(parts, 5), mesh=mesh(), global_batch_size=6)
+    load(on_time, tmp_path / "state")
+    on_time.begin_at(4)
+    assert same(taken(on_time, 1), rest)
+    assert next(on_time)["inputs"].shape == (4, 24)
+
+
+def documents_of(path, name, first):
+    """The listed file of 200 documents, whose tokens are numbers from `first` on."""
+    file = path / f"{name}.parquet"
+    file.parent.mkdir(exist_ok=True)
+    documents = [[first + number] * 4 for number in range(200)]
+    pa.parquet.write_table(pa.table({"tokens": documents}), file, row_group_size=50)
+    return str(file)
+
+
+def of_files(listed="", **keys):
+    return ec.data.from_config(
+        grain_train_files=listed,
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
+        enable_data_shuffling=False,
+        num_logical_shards=1,
+        max_target_length=8,
+        **keys,
+    )
+
+
+def local(data):
+    return ec.data.LocalBatches(data, global_batch_size=4)
+
+
+def firsts(batches, number=1):
+    return [
+        token for batch in taken(batches, number) for token in batch["inputs"][:, 0]
+    ]
+
+
+def resumed(data, saved, step=None):
+    batches = local(data)
+    batches.load_state_dict(json.loads(json.dumps(saved)))
+    if step is not None:
+        batches.begin_at(step)
+    return batches
+
+
+def read_of(tokens, first):
+    return sorted(token for token in tokens if first <= token < first + 200)
+
+
+def test_a_stage_replaces_the_datasets_of_the_run_by_either_key(tmp_path):
+    a, b = (
+        documents_of(tmp_path, name, first)
+        for name, first in (("a", 1000), ("b", 2000))
+    )
+    mixture = {"begin_step": 1, "grain_train_mixture_config_path": f"{tmp_path}/a.json"}
+    files = {"begin_step": 1, "grain_train_files": b}
+    pathlib.Path(f"{tmp_path}/a.json").write_text(
+        json.dumps({"a": {"path": a, "weight": 1}})
+    )
+    of_run = {key: mixture[key] for key in mixture if key != "begin_step"}
+    first = {"begin_step": 0}
+    data = of_files(**of_run, data_stages=[first, files])
+    assert [token // 1000 for token in firsts(local(data), 2)] == [1] * 4 + [2] * 4
+    data = of_files(b, data_stages=[first, mixture])
+    assert [token // 1000 for token in firsts(local(data), 2)] == [2] * 4 + [1] * 4
+    # As a run keeps them.
+    config = dataclasses.replace(
+        schema.Config(),
+        data=dataclasses.replace(
+            data_keys.DataKeys(),
+            **of_run,
+            grain_file_type="parquet",
+            data_stages=json.dumps([first, files]),
+        ),
+    )
+    for section in (config.data, training_files.prepare(config).data):
+        kept = [
+            (each.grain_train_files, each.grain_train_mixture_config_path)
+            for _, each in data_keys.stages(section)
+        ]
+        assert kept == [("", f"{tmp_path}/a.json"), (b, "")]
+    with pytest.raises(
+        errors.ConfigError,
+        match="has both grain_train_files and grain_train_mixture_config_path; set one",
+    ):
+        of_files(b, data_stages=[first, mixture | files])
+
+
+def test_no_stage_gives_a_dataset_the_name_of_one_that_continues(tmp_path):
+    a, b, c = (
+        documents_of(tmp_path, name, first)
+        for name, first in (("a", 1000), ("b", 2000), ("c", 3000))
+    )
+    run = local(of_files(a))
+    taken(run, 10)
+    saved = run.state_dict()
+    assert list(saved["pipeline"]["datasets"]) == ["train"]
+    # A single dataset is named train, whatever its files are.
+    data = of_files(
+        data_stages=[
+            {"begin_step": 0, "grain_train_files": f"{a},0.9;{c},0.1"},
+            {"begin_step": 12, "grain_train_files": b},
+        ]
+    )
+    staged = resumed(data, saved, step=10)
+    names = [
+        list(each[pipeline_changes.DATASETS])
+        for each in pipeline_changes.stages_of(staged.state_dict()["pipeline"])
+    ]
+    assert names == [["train", "c.parquet"], ["train#2"]]
+    assert read_of(firsts(staged, 2), 1000)[0] == 1040
+    assert firsts(staged) == list(range(2000, 2004))
+    again = resumed(data, staged.state_dict())
+    assert firsts(again, 3) == firsts(staged, 3)
+
+
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_the_name_of_a_removed_dataset_is_kept_for_its_files(tmp_path, in_stages):
+    a, old, new = (
+        documents_of(tmp_path, name, first)
+        for name, first in (("a", 1000), ("v1/b", 2000), ("v2/b", 3000))
+    )
+
+    def data(listed):
+        if not in_stages:
+            return of_files(listed)
+        return of_files(
+            data_stages=[
+                {"begin_step": 0, "grain_train_files": f"{a},1"},
+                {"begin_step": 30, "grain_train_files": listed},
+            ]
+        )
+
+    run = local(of_files(f"{a},1;{old},1"))
+    before = read_of(firsts(run, 20), 2000)
+    without = resumed(of_files(f"{a},1"), run.state_dict())
+    taken(without, 10)
+    other = resumed(data(f"{a},1;{new},1"), without.state_dict(), step=30)
+    assert read_of(firsts(other, 8), 3000)[:3] == [3000, 3001, 3002]
+    # The removed dataset continues, even if another has had its name since.
+    for saved, step in ((without.state_dict(), 30), (other.state_dict(), 38)):
+        again = resumed(data(f"{a},1;{old},1"), saved, step=step)
+        after = read_of(firsts(again, 8), 2000)
+        assert before + after == list(range(2000, after[-1] + 1))
+
+
+def test_a_stage_may_begin_with_another_dataset_of_a_removed_name(tmp_path):
+    a, old, new = (
+        documents_of(tmp_path, name, first)
+        for name, first in (("a", 1000), ("v1/b", 2000), ("v2/b", 3000))
+    )
+    run = local(of_files(f"{a},1;{old},1"))
+    taken(run, 20)
+    data = of_files(
+        data_stages=[
+            {"begin_step": 0, "grain_train_files": f"{a},1"},
+            {"begin_step": 22, "grain_train_files": f"{a},1;{new},1"},
+        ]
+    )
+    batches = resumed(data, run.state_dict(), step=20)
+    assert 3000 in firsts(batches, 6)
+    pipeline_now = batches.state_dict()["pipeline"]
+    assert pipeline_now[pipeline_changes.REMOVED].keys() == {"b.parquet"}
+    assert firsts(resumed(data, batches.state_dict()), 3) == firsts(batches, 3)
+
+
+def test_other_files_in_place_of_a_dataset_are_refused_in_stages_too(tmp_path):
+    a, old, new = (
+        documents_of(tmp_path, name, first)
+        for name, first in (("a", 1000), ("v1/b", 2000), ("v2/b", 3000))
+    )
+    run = local(of_files(f"{a},1;{old},1"))
+    taken(run, 2)
+    data = of_files(
+        data_stages=[{"begin_step": 0, "grain_train_files": f"{a},1;{new},1"}]
+    )
+    with pytest.raises(errors.DataError, match=r"b.parquet.files: b.parquet ha"):
+        resumed(data, run.state_dict())
+
+
+def test_removed_datasets_are_of_the_schema(tmp_path):
+    a, b = (
+        documents_of(tmp_path, name, first) for name, first in (("a", 1), ("b", 2000))
+    )
+    run = ec.batches(of_files(f"{a},1;{b},1"), mesh=mesh(), global_batch_size=4)
+    taken(run, 2)
+    save(run, tmp_path / "both")
+    one = ec.batches(of_files(f"{a},1"), mesh=mesh(), global_batch_size=4)
+    load(one, tmp_path / "both")
+    save(one, tmp_path / "one")
+    test_format.validate(tmp_path / "one" / "data_state.json")
+    assert state.read(tmp_path / "one").pipeline[pipeline_changes.REMOVED].keys() == {
+        "b.parquet"
+    }
+    # Going back to where it was not removed.
+    load(one, tmp_path / "both")
+    save(one, tmp_path / "again")
+    both = ec.batches(of_files(f"{a},1;{b},1"), mesh=mesh(), global_batch_size=4)
+    load(both, tmp_path / "again")
+    save(both, tmp_path / "restored")
+    assert pipeline_changes.REMOVED not in state.read(tmp_path / "restored").pipeline
+
+
+def test_a_users_mixture_does_not_give_the_name_of_a_removed_dataset_to_another(
+    tmp_path,
+):
+    a, b, c = (
+        documents_of(tmp_path, name, first)
+        for name, first in (("a", 1000), ("b", 2000), ("c", 3000))
+    )
+
+    def mixed(**paths):
+        def make_shard(shard):
+            parts = {
+                name: ec.data.lm.Tokens(
+                    ec.data.Records(parquet_of(path), shard=shard, num_shards=1),
+                    documents=TOKENS,
+                )
+                for name, path in paths.items()
+            }
+            mixture = ec.data.Mixture(parts, dict.fromkeys(parts, 1), shard=shard)
+            examples = ec.data.lm.Examples(mixture, length=8, truncate=True)
+            return language.Padded(examples, length=8)
+
+        return ec.data.sharded(make_shard, pipeline="mixed, version 1")
+
+    run = local(mixed(text=a, more=b))
+    before = read_of(firsts(run, 20), 2000)
+    without = resumed(mixed(text=a), run.state_dict())
+    taken(without, 5)
+    with pytest.raises(
+        errors.DataError, match=r"more was another dataset .*another na"
+    ):
+        resumed(mixed(text=a, more=c), without.state_dict())
+    after = read_of(
+        firsts(resumed(mixed(text=a, more=b), without.state_dict()), 9), 2000
+    )
+    assert not set(before) & set(after)
+    assert 3000 in firsts(resumed(mixed(text=a, new=c), without.state_dict()), 9)
+    assert resumed(
+        two_stages(mixed(text=a), mixed(text=a, new=c), 50), run.state_dict(), 20
+    )
+    with pytest.raises(
+        errors.DataError, match=r"more was another dataset .*another na"
+    ):
+        resumed(
+            two_stages(mixed(text=a), mixed(text=a, more=c), 50), run.state_dict(), 20
+        )
 
 
 def test_the_progress_is_part_of_the_saved_state():

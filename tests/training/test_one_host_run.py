@@ -1,10 +1,13 @@
 """The run on one host leaves out what a run left out, in batches as that took it."""
 
+import dataclasses
+
 import pytest
 
 from elastic_ckpt.data import stages
 from elastic_ckpt.training import one_host_run, step_log
 from tests import formats
+from tests.data import test_stages
 from tests.training import test_provenance
 
 
@@ -59,4 +62,30 @@ def test_a_run_that_goes_back_to_before_other_weights(parts):
     run = test_provenance.Run().attempt(before, [12] * 4)
     run.attempt(after, [12] * 3, start=4)
     run.attempt(after, [12] * 5, start=2, goes_back=True)
+    check(run)
+
+
+def test_a_run_whose_datasets_get_other_names(parts):
+    def named(**names):
+        chosen = [
+            dataclasses.replace(part, name=names[part.name])
+            for part in parts
+            if part.name in names
+        ]
+        weights = dict.fromkeys(names.values(), 1.0)
+        return test_stages.of_stage(chosen, weights=weights, packing="", truncate=True)
+
+    configured = [
+        named(web="train"),
+        named(web="web", code="code"),
+        named(code="train"),
+        named(code="web", books="train"),
+    ]
+    run, before = test_provenance.Run(), None
+    for number, data in enumerate(configured):
+        continued = data if before is None else data.continuing(before)
+        run.attempt(continued, [12] * 3, start=3 * number)
+        before = continued.identity()
+        run.data[number + 1] = data
+    assert list(before["datasets"]) == ["train#2", "code"]
     check(run)
