@@ -86,7 +86,9 @@ class ShardedData:
     end: elastic_data.End = elastic_data.End.NEVER
     num_workers: int | None = None
     per_worker_batches: int = 1
-    removed: Mapping[str, storage.Json] = dataclasses.field(default_factory=dict)
+    removed: Mapping[str, storage.Json] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "end", elastic_data.End.of(self.end))

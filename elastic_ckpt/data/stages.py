@@ -57,7 +57,9 @@ class StagedData:
 
     stages: tuple[Stage, ...]
     number: int = 0
-    removed: Mapping[str, storage.Json] = dataclasses.field(default_factory=dict)
+    removed: Mapping[str, storage.Json] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
 
     @property
     def current(self) -> Stage:
