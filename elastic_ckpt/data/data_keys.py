@@ -362,5 +362,20 @@ _STAGES = "data_stages"
 _BEGIN = "begin_step"
 # The keys that give the training data, one instead of the other.
 _TRAINING = ("grain_train_files", "grain_train_mixture_config_path")
-# Keys of the data that no stage has for itself.
-_OF_ALL_STAGES = {"data_stages", "enable_rampup_batch_size", "num_logical_shards"}
+# Keys of the data that no stage has for itself: of the run, and of the loop.
+_OF_ALL_STAGES = {
+    "colocated_python_data_input",
+    "data_read_ahead_batches",
+    "data_read_ahead_mib",
+    "data_stages",
+    "enable_rampup_batch_size",
+    "eval_interval",
+    "eval_steps",
+    "global_rampup_samples",
+    "grain_eval_files",
+    "grain_use_elastic_iterator",
+    "num_logical_shards",
+    "per_device_batch_size_increment",
+    "per_device_batch_size_start",
+    "text_directory",
+}

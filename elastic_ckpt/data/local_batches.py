@@ -139,6 +139,9 @@ class LocalBatches:
         """Says of which training step the next batch is, in a run of stages.
 
         Needed after a state was loaded of a run that had no stages yet.
+
+        Raises:
+          DataError: if a stage that is new to the run would have begun before.
         """
         self._course = self._course.at_step(step)
 

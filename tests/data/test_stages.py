@@ -956,6 +956,10 @@ def test_stages_of_a_configuration(files, tmp_path, is_file):
             [{"begin_step": 0, "num_logical_shards": 3}],
             "num_logical_shards is not a key that a stage can have",
         ),
+        (
+            [{"begin_step": 0}, {"begin_step": 4, "eval_interval": 3}],
+            "eval_interval is not a key that a stage can have",
+        ),
         ([3], "data_stages, stage 0: write a list of stages"),
         ([{"begin_step": 5}], r"data_stages: .*begin at steps \[5\]"),
         (
