@@ -288,9 +288,9 @@ def sharded(
     code = shard_steps.own_code(made)
     if code and pipeline in ("", None):
         raise errors.ConfigError(
-            f"sharded: make_shard runs your own code, {', '.join(code)}, which cannot"
-            ' be compared with a saved state; pass pipeline="a name, version 1", and'
-            " change it when the examples change"
+            "sharded: make_shard has steps that cannot be compared with a saved state,"
+            f' {", ".join(code)}; pass pipeline="a name, version 1", and change it'
+            " when the examples change"
         )
     (number,) = given
     data = ShardedData(

@@ -147,7 +147,7 @@ def test_an_own_function_needs_a_name_that_is_compared(files):
         return row["tokens"][0] % 2 == 0
 
     with refused(
-        r"your own code, FilterIterDataset\(.*is_even.*; pass pipeline=\"a name"
+        r"with a saved state, FilterIterDataset\(.*is_even.*; pass pipeline=\"a name"
     ):
         sharded_data.sharded(make_shard)
     data = sharded_data.sharded(make_shard, pipeline="even, version 1")
@@ -176,7 +176,7 @@ def test_a_random_map_is_an_own_function(files):
     def make_shard(shard):
         return ec_data.RandomMap(rows_of(files, shard), lambda e, _: e, seed=1)
 
-    with refused(r"your own code, RandomMap\(<lambda>\)"):
+    with refused(r"with a saved state, RandomMap\(<lambda>\)"):
         sharded_data.sharded(make_shard)
 
 
@@ -410,7 +410,7 @@ def test_a_batch_function_and_a_source_of_the_user_are_own_code():
         return grain.MapDataset.source([1, 2, 3][shard:]).to_iter_dataset()
 
     for make_shard, name in ((batched, "BatchIterDataset"), (sourced, "Source")):
-        with refused(f"your own code, {name}"):
+        with refused(f"with a saved state, {name}"):
             sharded_data.sharded(make_shard, num_shards=2)
 
 

@@ -313,7 +313,7 @@ def test_a_pipeline_with_a_function_is_named_and_its_documents_are_not_told(file
         parts=files["parquet"], packing=language.BEST_FIT, num_epochs=1
     )
     with pytest.raises(
-        errors.ConfigError, match=r"your own code, .*BlockMap\(even_cut\)"
+        errors.ConfigError, match=r"with a saved state, .*BlockMap\(even_cut\)"
     ):
         sharded_data.sharded(make_shard, num_shards=formats.NUM_SHARDS)
     with pytest.raises(errors.DataError, match=r"told: BlockMap\(even_cut\)"):
