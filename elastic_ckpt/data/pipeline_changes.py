@@ -182,7 +182,7 @@ def _reused_names(known: Mapping[str, list[Any]], now: Pipeline) -> list[str]:
         differing = [_entry_changes("", old, entry) for old in known.get(name, ())]
         if differing and all(differing):
             changed[name] = (
-                f"{DATASETS}: {name} was another dataset earlier in the run"
+                f"{DATASETS}: {name} is the name of another dataset that the run had"
                 f" ({'; '.join(differing[0])}); give this one another name"
             )
     return list(changed.values())

@@ -306,7 +306,11 @@ class _InShare:
 
     def __init__(self, records: Records, at: Place, *, tokens: str) -> None:
         self._blocks = SmallBlocks(
-            records._source, records._num_shards, records._reading, tokens=tokens
+            records._source,
+            records._num_shards,
+            records._reading,
+            tokens=tokens,
+            lead=records.lead,
         )
         self._shard, self._at = records._shard, at
 

@@ -142,8 +142,7 @@ class ShardedData:
                 self.make_shard, deals_units=dealing == records.UNITS
             )
             return dataclasses.replace(self, make_shard=make_shard)
-        # Stages, whose datasets are not the same, never have joint shares.
-        return self if dealing == records.JOINT_SHARES else self.dealt(dealing)
+        return self.dealt(dealing)
 
     def dealt(self, dealing: str) -> ShardedData:
         """This data with its records dealt to shards in another way, if it has one."""

@@ -77,9 +77,10 @@ class _WindowBlocks:
         for number, end in enumerate(ends, self._next_window):
             generator = np.random.default_rng([self._seed, number])
             order.append(begin + generator.permutation(end - begin))
-            window = _WindowPlaces(
-                elements.place(begin), elements.place(end), number, end - begin
-            )
+            # A shorter window is the last: it has seen the end.
+            is_whole = end - begin == self._window_size
+            after = elements.place(end) if is_whole else self._reader.end()
+            window = _WindowPlaces(elements.place(begin), after, number, end - begin)
             runs.append((begin, blocks.Place(window, 0)))
             begin = end
         self._next_window += num_windows

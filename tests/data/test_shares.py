@@ -1,6 +1,7 @@
 """Shards have equal shares of the records, and states of older programs go on."""
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records, stages, units
+from elastic_ckpt.data import records, shard_steps, stages, units
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import kept_blocks, parquet
 from tests import formats, worlds
@@ -120,15 +121,92 @@ def test_the_datasets_of_a_finite_mixture_end_together(
     assert len(dropped) == total // size
 
 
-def test_a_dataset_of_weight_0_takes_no_part_in_the_turn_of_a_finite_mixture(tmp_path):
-    data = finite_mixture(
-        tmp_path, num_rows=5, weights=[1, 0, 1], num_shards=8, drop_remainder=False
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 0, 1), (0, 3, 1)])
+@pytest.mark.parametrize("before", [(1, 0, 1), (1, 1, 1), (0, 1, 1)])
+def test_other_weights_of_a_finite_mixture_lose_and_repeat_nothing(
+    tmp_path, before, weights
+):
+    more = {"num_rows": 21, "num_shards": 8, "drop_remainder": False}
+    more["enable_data_shuffling"] = False
+    old = finite_mixture(tmp_path, weights=before, **more)
+    world = worlds.World(old, 2, 8)
+    batches = [world.batch() for _ in range(3)]
+    world.write(tmp_path / "state")
+    new = finite_mixture(tmp_path, weights=weights, **more)
+    resumed = worlds.World(new.continuing(old.identity()), 4, 8)
+    resumed.read(tmp_path / "state")
+    with contextlib.suppress(StopIteration):
+        while True:
+            batches.append(resumed.batch())
+    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches]).tolist()
+    assert len(numbers) == len(set(numbers))
+    drawn = [n for n in range(3) if weights[n]]
+    assert set(numbers) >= {1 + n * 21 + row for n in drawn for row in range(21)}
+
+
+def test_a_window_of_the_last_documents_takes_no_others_in(tmp_path):
+    more = {"num_rows": 21, "num_shards": 8, "drop_remainder": False}
+    old = finite_mixture(tmp_path, weights=(1, 0, 1), **more)
+    world = worlds.World(old, 1, 8)
+    for _ in range(3):
+        world.batch()
+    world.write(tmp_path / "state")
+    new = finite_mixture(tmp_path, weights=(1, 1, 1), **more)
+    resumed = worlds.World(new.continuing(old.identity()), 1, 8)
+    with pytest.raises(errors.DataError, match="leave the weights at 0"):
+        resumed.read(tmp_path / "state")
+        resumed.batch()
+
+
+def test_an_iterator_goes_from_one_way_of_dealing_to_the_other_and_back(tmp_path):
+    more = {"num_rows": 21, "weights": [1, 2], "num_shards": 8}
+    now = finite_mixture(tmp_path, drop_remainder=False, **more)
+    for dealing in ("shares", "joint shares"):
+        assert now.identity()["dealing"] == "joint shares"
+        dealt = now.dealt("shares").continuing(now.dealt(dealing).identity())
+        assert dealt.identity() == now.dealt(dealing).identity()
+
+
+def test_texts_of_a_finite_mixture_end_together_too(tmp_path):
+    parts = {}
+    for number in range(40):
+        path = str(tmp_path / f"{number}.parquet")
+        texts = [f"{number}-{row}" for row in range(5)]
+        pq.write_table(pa.table({"text": texts}), path)
+        parts[f"d{number:02d}"] = {"path": path, "weight": 1}
+    (tmp_path / "mixture.json").write_text(json.dumps(parts))
+    data = pipeline.from_config(
+        grain_train_mixture_config_path=str(tmp_path / "mixture.json"),
+        grain_file_type="parquet",
+        tokenizer_type="bytes",
+        max_target_length=8,
+        num_logical_shards=64,
+        num_epoch=1,
+        drop_remainder=True,
     )
-    batches = until_end(data, 8)
-    assert [b["mask"].tolist() for b in batches] == [
-        [True] * 8,
-        [True] * 2 + [False] * 6,
-    ]
+    batches = until_end(data, 64)
+    rows = {tuple(row) for b in batches for row in b["inputs"].tolist()}
+    assert len(batches) == 3
+    assert len(rows) == 3 * 64
+
+
+@pytest.mark.parametrize("small_blocks", [True, False])
+def test_the_turns_of_records_are_those_of_joint_shares(
+    tmp_path, monkeypatch, small_blocks
+):
+    if not small_blocks:
+        monkeypatch.setattr(units, "_SMALL_RECORDS", 0)
+    data = finite_mixture(
+        tmp_path, num_rows=21, weights=[1, 1, 1], num_shards=8, drop_remainder=False
+    )
+    made = [data.make_shard(shard) for shard in range(8)]
+    of_shard = [{int(row["inputs"][0]) for row in iter(each)} - {0} for each in made]
+    for number, part in enumerate(data.make_shard.parts):
+        read = data.make_shard._tokens(part, 0)
+        (of_part,) = shard_steps.parents(read)
+        for record in range(21):
+            (turn,) = records.turns(of_part, 0, record)
+            assert 1 + number * 21 + record in of_shard[turn.shard]
 
 
 def test_a_finite_mixture_goes_on_with_the_shares_of_its_state(tmp_path):

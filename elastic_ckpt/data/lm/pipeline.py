@@ -234,13 +234,13 @@ class LanguagePipeline:
     def _leads(self) -> dict[str, int]:
         # The shard with which the shares of each dataset begin: that after the last one
         # of the dataset before. So the shards of a finite mixture have as many records,
-        # but for one.
+        # but for one. Weights, which may change at a resume, do not count.
         num_epochs = self.reading.num_epochs
         if self.dealing != records.JOINT_SHARES or num_epochs is None:
             return {}
         leads, num_records = {}, 0
         for part in sorted(self.parts, key=lambda part: part.name):
-            if part.weight and not source.has_whole_blocks(part.source):
+            if not source.has_whole_blocks(part.source):
                 leads[part.name] = num_records % self.num_shards
                 num_records += num_epochs * source.num_records(part.source)
         return leads if len(leads) > 1 else {}

@@ -186,6 +186,9 @@ def picked(
     """
     sound: list[tuple[Decoded, np.ndarray]] = []
     for block, rows in parts:
+        if sound and (block.batch is None) != (sound[0][0].batch is None):
+            # Of those that have lists of tokens no other values are kept.
+            break
         if block.corrupt is None:
             sound.append((block, rows))
             continue

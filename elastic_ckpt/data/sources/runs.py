@@ -133,7 +133,7 @@ class _OpenFiles:
         """Keeps the file of a run open, and closes the oldest ones if needed."""
         self._idle[run] = records
         while len(self._idle) > self._most():
-            with contextlib.suppress(KeyError):
+            with contextlib.suppress(KeyError, OSError):
                 self._idle.popitem(last=False)[1].close()
 
 
