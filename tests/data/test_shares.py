@@ -153,8 +153,8 @@ def test_a_window_of_the_last_documents_takes_no_others_in(tmp_path):
     world.write(tmp_path / "state")
     new = finite_mixture(tmp_path, weights=(1, 1, 1), **more)
     resumed = worlds.World(new.continuing(old.identity()), 1, 8)
+    resumed.read(tmp_path / "state")
     with pytest.raises(errors.DataError, match="leave the weights at 0"):
-        resumed.read(tmp_path / "state")
         resumed.batch()
 
 

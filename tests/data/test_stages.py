@@ -865,7 +865,7 @@ def test_a_users_mixture_does_not_give_the_name_of_a_removed_dataset_to_another(
     without = resumed(mixed(text=a), run.state_dict())
     taken(without, 5)
     with pytest.raises(
-        errors.DataError, match=r"more was another dataset .*another na"
+        errors.DataError, match=r"more is the name of another dataset .*another na"
     ):
         resumed(mixed(text=a, more=c), without.state_dict())
     after = read_of(
@@ -877,7 +877,7 @@ def test_a_users_mixture_does_not_give_the_name_of_a_removed_dataset_to_another(
         two_stages(mixed(text=a), mixed(text=a, new=c), 50), run.state_dict(), 20
     )
     with pytest.raises(
-        errors.DataError, match=r"more was another dataset .*another na"
+        errors.DataError, match=r"more is the name of another dataset .*another na"
     ):
         resumed(
             two_stages(mixed(text=a), mixed(text=a, more=c), 50), run.state_dict(), 20
