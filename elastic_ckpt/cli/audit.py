@@ -121,13 +121,41 @@ def run_of(directory: str, *, data: str | None = None) -> Run:
     return Run(
         directory=directory,
         attempts=attempts,
-        data_of=data_of,
+        data_of=_dealt_as_saved(directory, data_of),
         is_in_order=is_in_order,
         # `RunDirectory.log` counts the steps that are done.
         first_step=int(own is not None),
         own=own,
         config=config,
     )
+
+
+def _dealt_as_saved(
+    directory: str, data_of: Callable[[int], elastic_data.ElasticData]
+) -> Callable[[int], elastic_data.ElasticData]:
+    # The same data, with records dealt to shards as in the run's oldest state: by an
+    # older program, perhaps.
+    from elastic_ckpt.checkpoint import summary
+    from elastic_ckpt.cli import audit_documents
+    from elastic_ckpt.data import sharded_data, stages
+
+    steps = summary.steps(run_directory.saved_steps_of(directory))
+    states = (
+        saved.state
+        for step in sorted(steps)
+        for saved in audit_documents.saved_at(step, steps[step])
+    )
+    oldest = next(states, None)
+    if oldest is None:
+        return data_of
+
+    def dealt(attempt: int) -> elastic_data.ElasticData:
+        data = data_of(attempt)
+        if isinstance(data, sharded_data.ShardedData | stages.StagedData):
+            return data.dealt_as(oldest.pipeline)
+        return data
+
+    return dealt
 
 
 def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:

@@ -184,12 +184,13 @@ def _saved(directory: str) -> list[provenance.SavedData]:
     with futures.ThreadPoolExecutor(_READERS) as pool:
         return [
             saved
-            for of_step in pool.map(_saved_at, steps.keys(), steps.values())
+            for of_step in pool.map(saved_at, steps.keys(), steps.values())
             for saved in of_step
         ]
 
 
-def _saved_at(step: int, path: epath.Path) -> list[provenance.SavedData]:
+def saved_at(step: int, path: epath.Path) -> list[provenance.SavedData]:
+    """The data states of a step that can be read, nearly always one."""
     from elastic_ckpt.data import cursors, state
     from elastic_ckpt.training import provenance
 

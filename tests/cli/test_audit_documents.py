@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
+from elastic_ckpt.cli import audit
 from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.data.sources import parquet
@@ -123,6 +124,40 @@ def test_the_documents_of_stages(run, tmp_path, monkeypatch):
     answer = json.loads(answered(*asked, "--find", f"a.parquet:{used - 1}", "--json"))
     steps = {use["step"] for use in answer["found"][0]["uses"]}
     assert steps == {step for step, rows in inputs.items() if used in rows}
+
+
+def finite():
+    """A finite mixture of two datasets, one of which is nine documents long."""
+    directory = os.path.dirname(os.environ[FILE])
+    return ec.data.from_config(
+        grain_train_files=f"{os.environ[FILE]},1;{directory}/b.parquet,1",
+        grain_file_type="parquet",
+        train_data_columns="tokens",
+        tokenize_train_data=False,
+        max_target_length=8,
+        num_logical_shards=4,
+        num_epoch=2,
+    )
+
+
+@pytest.mark.parametrize("dealing", ["units", "shares", "joint shares"])
+def test_a_run_that_an_older_program_began(run, tmp_path, monkeypatch, dealing):
+    corpora.write_parquet(
+        run[0].parent / "b.parquet",
+        [{"tokens": np.full(4, 100 + n)} for n in range(9)],
+        group_rows=4,
+    )
+    monkeypatch.setenv(FILE, str(run[0].parent / "a.parquet"))
+    inputs = train(tmp_path, 1, 3, finite().dealt(dealing))
+    inputs |= train(tmp_path, 3, 5, finite())
+    name = f"{NAME.partition(':')[0]}:finite"
+    assert audit.outcome_of(str(tmp_path / "run"), data=name).passed
+    asked = ("audit", tmp_path / "run", "--data", name, "--step", 4, "--json")
+    (batch,) = json.loads(answered(*asked))["batches"]
+    for row, tokens in zip(batch["rows"], inputs[4], strict=True):
+        (document,) = row["documents"]
+        first = 100 if document["file"].endswith("b.parquet") else 1
+        assert set(tokens.tolist()) <= {first + document["record"], 0}
 
 
 def test_the_steps_of_a_document(run):
