@@ -253,6 +253,16 @@ def test_stages_have_no_joint_shares(tmp_path):
         staged.continuing(data.identity())
 
 
+def test_files_with_lists_of_several_types_are_read_together(tmp_path):
+    paths = numbered(tmp_path, num_files=2, num_rows=40, row_group=10)
+    column = [[number, 1] for number in range(41, 81)]
+    table = pa.table({"tokens": pa.array(column, pa.list_(pa.int64(), 2))})
+    pq.write_table(table, paths[1], row_group_size=10)
+    batches = until_end(finite(paths, num_shards=4, drop_remainder=False), 4)
+    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
+    assert sorted(numbers.tolist()) == list(range(1, 81))
+
+
 def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
     paths = numbered(tmp_path, num_files=1, num_rows=60, row_group=60)
     read = records.Records(

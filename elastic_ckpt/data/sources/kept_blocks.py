@@ -187,7 +187,7 @@ def picked(
     sound: list[tuple[Decoded, np.ndarray]] = []
     for block, rows in parts:
         if sound and (block.batch is None) != (sound[0][0].batch is None):
-            # Of those that have lists of tokens no other values are kept.
+            # Blocks with lists of tokens have no other values, and the others do.
             break
         if block.corrupt is None:
             sound.append((block, rows))
