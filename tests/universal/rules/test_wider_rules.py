@@ -1,4 +1,4 @@
-"""Names that say what is meant, several targets of a source, sums in names, and values."""
+"""Names that say what is meant, copies and repeats, sums in names, and values."""
 
 import json
 
