@@ -313,7 +313,8 @@ def _regrouped(
     # The dims of both sides, in the order of the source with the fewest exchanges.
     if math.prod(source) != math.prod(target) or len(source) > _MOST_DIMS:
         return None
-    best: tuple[tuple[int, int], list[tuple[int, ...]], Sequence[int]] | None = None
+    best: tuple[tuple[int, int], list[tuple[int, int, int]], Sequence[int]] | None
+    best = None
     for order in itertools.permutations(range(len(source))):
         factors = _common([source[dim] for dim in order], target)
         if factors is None:
@@ -348,7 +349,9 @@ def _regrouped(
     return from_dims, to_dims, sizes
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, ...]] | None:
+def _common(
+    one: Sequence[int], other: Sequence[int]
+) -> list[tuple[int, int, int]] | None:
     # The factors that both have in row-major order: their size, and the dim of either.
     factors = []
     left, right = list(one), list(other)
