@@ -18,7 +18,7 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors
 from elastic_ckpt.universal import garbage_collection
 from elastic_ckpt.universal.formats import (
-    dcp_checkpoint,
+    dcp,
     deepspeed,
     deepspeed_universal,
     megatron,
@@ -48,8 +48,8 @@ _FORMATS = (
     ),
     _Format(
         "PyTorch distributed checkpoints (.metadata)",
-        dcp_checkpoint.is_format,
-        dcp_checkpoint.open_checkpoint,
+        dcp.is_format,
+        dcp.open_checkpoint,
     ),
     _Format(
         "Orbax (_METADATA, _CHECKPOINT_METADATA)",

@@ -8,7 +8,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.universal.formats import bounded_file, source_file
+from elastic_ckpt.universal.formats import source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_BYTES = 100 << 20
@@ -37,10 +37,10 @@ def read(path: epath.PathLike, *, tensors: epath.Path | None = None) -> dict[str
     most_bytes, most_values = MOST_BYTES, MOST_VALUES
     num_bytes = epath.Path(path).stat().length if tensors is not None else 0
     if tensors is not None and num_bytes > _SMALL_BYTES:
-        stored_bytes = source_file.num_stored_bytes_in(tensors) - num_bytes
+        stored_bytes = source_files.num_stored_bytes_in(tensors) - num_bytes
         most_bytes = max(most_bytes, stored_bytes // _BYTES_PER_BYTE)
         most_values = max(most_values, stored_bytes // _BYTES_PER_VALUE)
-    content = bounded_file.read(path, most_bytes=most_bytes)
+    content = source_files.read(path, most_bytes=most_bytes)
     return parse(content, str(path), most_values=most_values)
 
 

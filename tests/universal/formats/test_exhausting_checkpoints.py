@@ -7,13 +7,13 @@ less memory.
 import pickletools
 
 import pytest
+from elastic_ckpt.universal.formats.torch_zip import TorchZip
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats import flat_parameters, forgather, source_budget
 from elastic_ckpt.universal.formats.flat_parameters import Range
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.formats.torch_zip import TorchZip
 from tests.universal.formats import dcp_files, process_limits, torch_files
 
 FILE = "model_optim_rng.pt"

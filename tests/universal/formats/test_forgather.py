@@ -10,11 +10,11 @@ import sys
 
 import numpy as np
 import pytest
+from elastic_ckpt.universal.formats.forgather import Pattern
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import forgather
-from elastic_ckpt.universal.formats.forgather import Pattern
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.checkpoint.components import simulated_hosts
 from tests.checkpoint.components.test_encoding import same
