@@ -7,7 +7,6 @@ tensor. `config.json` has the sizes of the model; they are values,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,9 +69,10 @@ def read_index(index: epath.Path) -> tuple[dict[str, list[str]], dict[str, Any]]
         held = by_file.get(file) if isinstance(file, str) else None
         if held is None:
             if not source_files.is_plain_name(file):
+                shown = file[:200] if isinstance(file, str) else type(file)
                 raise FormatError(
-                    f"{index} lists {name[:200]} in {json.dumps(file)[:200]}, which is"
-                    " no file beside it"
+                    f"{index} lists {name[:200]} in {shown!r}, which is no file beside"
+                    " it"
                 )
             held = by_file[file] = []
         held.append(name)

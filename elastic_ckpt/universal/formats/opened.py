@@ -88,14 +88,13 @@ def _compare(opened: IO[bytes], file: str, checksum: Checksum) -> None:
             crc = zlib.crc32(content, crc)
         else:
             xxh.update(content)
-    found: int | bytes = crc if isinstance(expected, int) else xxh.digest()
-    if found != expected:
+    if isinstance(expected, int):
+        kind, found, shown = "CRC-32", f"{crc:08x}", f"{expected:08x}"
+    else:
+        kind, found, shown = "digest", xxh.hexdigest(), expected.hex()
+    if found != shown:
         raise FormatError(
-            f"{file} is damaged: its bytes {start} to {stop} have the checksum"
-            f" {_shown(found)}, not {_shown(expected)}; copy it again from the place"
-            " that it was written to, or use another step"
+            f"{file} is damaged: its bytes {start} to {stop} have the {kind} {found},"
+            f" not {shown}; copy it again from the place that it was written to, or use"
+            " another step"
         )
-
-
-def _shown(checksum: int | bytes) -> str:
-    return f"{checksum:08x}" if isinstance(checksum, int) else checksum.hex()

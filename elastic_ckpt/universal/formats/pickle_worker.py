@@ -11,7 +11,8 @@ A request is a line of JSON and a pickle, an answer a line of JSON and its conte
     {"kind": "value", "size": 91, "memory": 5e8, "seconds": 9, "most": 1e8}
     {"size": 12, "columns": [], "seconds": 0.01}
 
-It ends when its parent does, and when it has had nothing to do for `_IDLE_SECS`.
+It ends when its parent does, and when it has had nothing to do for the seconds that are
+its argument.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import pickle
 import resource
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, ClassVar
 
-_IDLE_SECS = 10
 _LARGE_BYTES = 8 << 20
 _kept: Any = None
 # Shared parts count as often as they are referred to.
@@ -180,7 +181,7 @@ class _Latin1(metaclass=_Closed):
 
 class _Path(metaclass=_Closed):
     def __new__(cls, *parts: Any) -> Any:
-        return "/".join(parts)
+        return os.path.join("", *parts)
 
 
 class _Device(metaclass=_Closed):
@@ -563,7 +564,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(0, fcntl.F_GETFL)
     gc.disable()
-    while select.select([0], [], [], _IDLE_SECS)[0]:
+    while select.select([0], [], [], float(sys.argv[1]))[0]:
         line = requests.readline()
         if not line:
             break

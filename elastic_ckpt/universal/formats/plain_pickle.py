@@ -25,6 +25,8 @@ from elastic_ckpt.universal.formats.source_budget import SourceBudget
 
 # A value of an answer takes so many, with what readers make of it.
 _NODE_BYTES = 64
+# The process ends when it had nothing to do for so long.
+_IDLE_SECS = 10
 
 
 class Record(dict[str, Any]):
@@ -191,7 +193,7 @@ class _Worker:
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", answers.__file__],
+                [sys.executable, "-I", "-S", answers.__file__, str(_IDLE_SECS)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

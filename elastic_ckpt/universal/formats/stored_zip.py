@@ -80,7 +80,8 @@ def entries(
             )
         if name in held:
             raise FormatError(f"{place} has the entry {name[:200]} twice")
-        start = _content(read, begin, info)
+        is_before = 0 <= info.header_offset < end
+        start = _content(read, begin, info) if is_before else None
         if start is None:
             raise FormatError(f"{place} has no entry where {name[:200]} should be")
         if start + info.file_size > begin + end:
@@ -99,7 +100,7 @@ def entries(
 def _content(read: Read, begin: int, info: zipfile.ZipInfo) -> int | None:
     # The first byte of an entry's content, which a header of its name is before.
     at = begin + info.header_offset
-    header = read(at, _LOCAL.size) if info.header_offset >= 0 else b""
+    header = read(at, _LOCAL.size)
     if len(header) < _LOCAL.size:
         return None
     magic, name_bytes, extra_bytes = _LOCAL.unpack(header)

@@ -6,12 +6,12 @@ import shutil
 
 import jax.numpy as jnp
 import numpy as np
-from elastic_ckpt.universal.formats.forgather import Checkpoint
 from orbax.checkpoint import v1
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import boxes
 from elastic_ckpt.core.errors import CheckpointError
+from elastic_ckpt.integrations.forgather import Checkpoint
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.moves import Move, Side, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
