@@ -258,15 +258,17 @@ def read(
 
 
 def read_all(
-    paths: Mapping[Any, epath.Path], budget: SourceBudget
+    paths: Mapping[Any, epath.Path], budget: SourceBudget, *, with_views: bool = False
 ) -> dict[Any, TorchFile]:
-    """The structures of files, by the keys of `paths`.
+    """The structures of files, by the keys of `paths`; see `read`.
 
     Raises:
       FormatError: as `read`.
     """
     with futures.ThreadPoolExecutor(_THREADS) as threads:
-        reading = threads.map(lambda path: read(path, budget), paths.values())
+        reading = threads.map(
+            lambda path: read(path, budget, with_views=with_views), paths.values()
+        )
         return dict(zip(paths, reading, strict=True))
 
 
