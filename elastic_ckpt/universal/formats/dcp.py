@@ -53,18 +53,21 @@ class _Metadata:
       chunks: of all tensors, int64 `[n, 6]`: the number of the tensor, those of its
         first element and of its sizes among the shapes, the number of its file, and the
         first byte and the size of its item.
-      shapes: of parts of tensors.
+      shapes: of tensors and of their parts.
+      shape_of: the number of the shape of each tensor.
       files: by number.
       values: the items of what is no tensor, by name, each with its file.
-      paths: the keys that lead to a name in the state that was saved, if it was nested.
+      paths: the keys that lead to a name in the state that was saved, if it was nested;
+        None if they are its parts between dots.
     """
 
     tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]
     chunks: np.ndarray
     shapes: Sequence[tuple[int, ...]]
+    shape_of: np.ndarray
     files: Sequence[str]
     values: dict[str, tuple[str, Item]]
-    paths: dict[str, Sequence[Any]]
+    paths: dict[str, Sequence[Any] | None]
 
 
 def is_format(names: Collection[str]) -> bool:
@@ -178,6 +181,7 @@ def _read(path: epath.Path, budget: SourceBudget) -> _Metadata:
         tensors=tensors,
         chunks=np.column_stack([of_tensor, starts, sizes, places[:num_chunks]]),
         shapes=shapes,
+        shape_of=shape_of,
         files=tables["files"],
         values={
             name: (tables["files"][file], Item(offset, size))
@@ -191,15 +195,21 @@ def _read(path: epath.Path, budget: SourceBudget) -> _Metadata:
 
 def _paths(
     names: Sequence[str], listed: Sequence[Any], place: str, budget: SourceBudget
-) -> dict[str, Sequence[Any]]:
-    paths: dict[str, Sequence[Any]] = {}
+) -> dict[str, Sequence[Any] | None]:
+    paths: dict[str, Sequence[Any] | None] = {}
     for name, keys in zip(names, listed, strict=True):
         if keys == 1:
-            paths[name] = name.split(".")
+            paths[name] = None
         elif keys != 0:
             budget.take(sum(len(str(key)) for key in keys), place)
             paths[name] = keys
     return paths
+
+
+def _keys(paths: Mapping[str, Sequence[Any] | None], name: str) -> Sequence[Any]:
+    # Those that lead to a name; the name itself, if they are not known.
+    keys = paths.get(name, (name,))
+    return name.split(".") if keys is None else keys
 
 
 def _joined(parts: Sequence[_Metadata], directory: epath.Path) -> _Metadata:
@@ -229,7 +239,7 @@ def _joined(parts: Sequence[_Metadata], directory: epath.Path) -> _Metadata:
     joined = np.concatenate(chunks)
     _, firsts = np.unique(joined[:, : _SIZES + 1], axis=0, return_index=True)
     values: dict[str, tuple[str, Item]] = {}
-    paths: dict[str, Sequence[Any]] = {}
+    paths: dict[str, Sequence[Any] | None] = {}
     for part in reversed(parts):
         values |= part.values
         paths |= part.paths
@@ -237,6 +247,7 @@ def _joined(parts: Sequence[_Metadata], directory: epath.Path) -> _Metadata:
         tensors=tensors,
         chunks=joined[np.sort(firsts)],
         shapes=list(shapes),
+        shape_of=np.array([shapes[shape] for _, shape in tensors.values()], np.int64),
         files=list(files),
         values=values,
         paths=paths,
@@ -253,26 +264,33 @@ def _boxes(metadata: _Metadata, place: str, budget: SourceBudget) -> list[Box]:
     rows, shapes = metadata.chunks, metadata.shapes
     dims = np.array([len(shape) for shape in shapes], np.int64)
     budget.take(_DIM_BYTES * int(dims[rows[:, _SIZES]].sum()), place)
-    made: dict[tuple[int, int], Box] = {}
-    boxes = []
-    of_tensor: dict[int, list[Box]] = collections.defaultdict(list)
-    for number, start, sizes in rows[:, : _SIZES + 1].tolist():
-        box = made.get((start, sizes))
-        if box is None:
-            first, shape = shapes[start], shapes[sizes]
-            if len(first) != len(shape):
-                raise FormatError(f"{place} has a chunk of {len(shape)} dims")
-            stop = tuple(a + b for a, b in zip(first, shape, strict=True))
-            box = made[start, sizes] = Box(start=first, stop=stop)
-        boxes.append(box)
-        of_tensor[number].append(box)
-    for number, (name, (_, shape)) in enumerate(metadata.tensors.items()):
-        held = of_tensor[number]
-        if any(len(box.start) != len(shape) for box in held):
-            raise FormatError(
-                f"{place}: {name} has a chunk of {len(held[0].start)} dims"
-            )
-        coverage.check(shape, held, f"{place}: {name}")
+    # Most chunks are whole tensors of a few shapes: equal ones are checked once.
+    of_tensor = rows[:, _TENSOR]
+    counts = np.bincount(of_tensor, minlength=len(metadata.tensors))
+    columns = [metadata.shape_of[of_tensor], rows[:, _START], rows[:, _SIZES]]
+    keys = (columns[0] * len(shapes) + columns[1]) * len(shapes) + columns[2]
+    _, firsts, kind_of = np.unique(keys, return_index=True, return_inverse=True)
+    names = list(metadata.tensors)
+    kinds = []
+    for row in firsts.tolist():
+        shape, first, sizes = (shapes[int(column[row])] for column in columns)
+        name = names[int(of_tensor[row])]
+        if not len(first) == len(sizes) == len(shape):
+            raise FormatError(f"{place}: {name} has a chunk of {len(sizes)} dims")
+        stop = tuple(a + b for a, b in zip(first, sizes, strict=True))
+        kinds.append(Box(start=first, stop=stop))
+    boxes = [kinds[kind] for kind in kind_of.tolist()]
+    is_single = counts[of_tensor] == 1
+    singles = np.unique(kind_of[is_single], return_index=True)[1]
+    for row in np.flatnonzero(is_single)[singles].tolist():
+        name = names[int(of_tensor[row])]
+        coverage.check(metadata.tensors[name][1], [boxes[row]], f"{place}: {name}")
+    parts: dict[int, list[Box]] = {n: [] for n in np.flatnonzero(counts != 1).tolist()}
+    for row in np.flatnonzero(~is_single).tolist():
+        parts[int(of_tensor[row])].append(boxes[row])
+    for number, held in parts.items():
+        name = names[number]
+        coverage.check(metadata.tensors[name][1], held, f"{place}: {name}")
     return boxes
 
 
@@ -304,13 +322,18 @@ def _fragments(
             continue
         file, chosen = files[name], rows[of_file]
         items = [Item(*each) for each in chosen[:, _OFFSET:].tolist()]
-        pairs = zip(of_file.tolist(), chosen[:, _TENSOR].tolist(), strict=True)
-        for (row, tensor), item, found in zip(
-            pairs, items, file.located(items), strict=True
+        of_item = zip(
+            of_file.tolist(),
+            chosen[:, _TENSOR].tolist(),
+            chosen[:, _SIZES].tolist(),
+            strict=True,
+        )
+        for (row, tensor, sizes), item, found in zip(
+            of_item, items, file.located(items), strict=True
         ):
             box = boxes[row]
             known, (dtype, _) = listed[tensor]
-            if (found.dtype, found.shape) != (dtype, box.shape):
+            if (found.dtype, found.shape) != (dtype, metadata.shapes[sizes]):
                 raise FormatError(
                     f"{file.path} has a tensor {found.dtype}{list(found.shape)} from"
                     f" byte {item.offset}, and {known} is listed there as"
@@ -353,8 +376,8 @@ class _StateNames:
         self._named: dict[str, list[str]] = collections.defaultdict(list)
         for name in metadata.tensors if self._states else ():
             if name not in self._states:
-                keys = metadata.paths.get(name, (name,))
-                self._named[str(keys[-1])].append(name)
+                last = str(_keys(metadata.paths, name)[-1])
+                self._named[last].append(name)
 
     def parameter(self, name: str) -> str:
         """The name of the parameter that a tensor is a state of; else its own."""
@@ -372,8 +395,10 @@ class _StateNames:
 
     def _state(self, name: str) -> tuple[str, str] | None:
         # The name of the parameter in its model, and that of the state.
-        keys = self._paths.get(name)
-        if keys is not None:
+        if "state" not in name and self._paths.get(name) is None:
+            return None
+        if name in self._paths:
+            keys = _keys(self._paths, name)
             if len(keys) < 3 or keys[-3] != "state":
                 return None
             return str(keys[-2]), str(keys[-1])
@@ -391,7 +416,7 @@ class _Values(Mapping[str, Any]):
     def __init__(self, directory: epath.Path, metadata: _Metadata) -> None:
         self._directory = directory
         self._items = {
-            "/".join(map(str, metadata.paths.get(name, (name,)))): item
+            "/".join(map(str, _keys(metadata.paths, name))): item
             for name, item in metadata.values.items()
         }
 

@@ -73,17 +73,13 @@ class Located:
 class _Ends:
     """The content of an item, or its beginning and its end if it is large."""
 
-    def __init__(self, windows: source_files.ByteWindows, item: Item) -> None:
-        stop = item.offset + item.size
-        spans = _spans(item)
-        self._head = windows.read(item.offset, spans[0][1] - item.offset)
-        self._tail = b""
+    def __init__(self, content: bytes, item: Item) -> None:
+        self.content = content
+        is_whole = item.size <= _MOST_WHOLE_BYTES
+        self._head = content if is_whole else content[:_ENDS_BYTES]
+        self._tail = b"" if is_whole else content[_ENDS_BYTES:]
         # The first byte of the item that is in the tail.
-        self._tail_start = item.size
-        if len(spans) > 1:
-            self._tail = windows.read(stop - _ENDS_BYTES, _ENDS_BYTES)
-            self._tail_start -= _ENDS_BYTES
-        self.content = self._head + self._tail
+        self._tail_start = item.size - len(self._tail)
 
     def read(self, start: int, size: int) -> bytes:
         """Bytes of the item; fewer, if the part that has the first ends before."""
@@ -215,12 +211,12 @@ class ItemFile:
         spans = [span for item in items for span in _spans(item)]
         windows = source_files.ByteWindows(self.path, spans)
         for item in items:
-            ends = _Ends(windows, item)
             template = self._templates.get(item.size)
-            if template is not None and template.fits(ends.content):
-                tensor, crc = template.tensor, template.crc(ends.content)
+            content = _content(windows, item)
+            if template is not None and template.fits(content):
+                tensor, crc = template.tensor, template.crc(content)
             else:
-                tensor = self._parsed(item, ends)
+                tensor = self._parsed(item, _Ends(content, item))
                 crc = tensor.storage.crc
             start = item.offset + tensor.storage.start
             if tensor.storage.size:
@@ -299,6 +295,13 @@ def _check_header(content: bytes, path: str) -> None:
             f"{path} has tensors as safetensors, which are read from separate files;"
             " save with the default serialization_format"
         )
+
+
+def _content(windows: source_files.ByteWindows, item: Item) -> bytes:
+    if item.size <= _MOST_WHOLE_BYTES:
+        return windows.read(item.offset, item.size)
+    head, tail = (windows.read(a, b - a) for a, b in _spans(item))
+    return head + tail
 
 
 def _spans(item: Item) -> list[tuple[int, int]]:
