@@ -31,9 +31,9 @@ from etils import epath
 from elastic_ckpt.checkpoint.components import sharing
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import (
-    bounded_json,
-    hf_files,
+    hugging_face,
     safetensors_file,
+    source_files,
     torch_file,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -117,7 +117,7 @@ class Checkpoint:
             if not files and not any(name in names for name in (*_INDEXES, *_SINGLE)):
                 raise FormatError(f"{path} has no file of a checkpoint of Forgather")
             return cls(path=directory, world_size=None, components=_inferred(files))
-        fields = bounded_json.read(directory / MANIFEST)
+        fields = source_files.read_json(directory / MANIFEST)
         try:
             world_size = fields["world_size"]
             listed = [
@@ -241,7 +241,7 @@ class Checkpoint:
         return self.components[key]
 
     def _sharded_weights(self, index: epath.Path) -> dict[str, np.ndarray]:
-        shards, _ = hf_files.read_index(index)
+        shards, _ = hugging_face.read_index(index)
         weights: dict[str, np.ndarray] = {}
         budget = SourceBudget()
         for file, names in shards.items():

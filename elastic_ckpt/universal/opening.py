@@ -22,7 +22,7 @@ from elastic_ckpt.universal.formats import (
     deepspeed,
     deepspeed_universal,
     gguf,
-    hub,
+    hugging_face,
     megatron,
     orbax_checkpoint,
     ram_checkpoint,
@@ -119,8 +119,8 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         no format that can be read.
       ConfigError: if the client of the bucket is not installed.
     """
-    if hub.is_id(str(path)):
-        path = hub.snapshot(str(path))
+    if hugging_face.is_id(str(path)):
+        path = hugging_face.snapshot(str(path))
     bucket_clients.prepare(str(path))
     source = epath.Path(path)
     try:

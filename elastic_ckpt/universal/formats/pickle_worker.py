@@ -97,72 +97,6 @@ class _State(metaclass=_Closed):
         self.state = state
 
 
-class _Storage(metaclass=_Closed):
-    # The elements of tensors, as its persistent id describes it.
-    __slots__ = ("key", "kind", "num_elements")
-    kind: str
-    key: str
-    num_elements: int
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _Tensor(metaclass=_Closed):
-    # The fields of a tensor, which the parent checks.
-    __slots__ = ("fields",)
-    fields: tuple[Any, ...]
-
-    def __new__(cls, *fields: Any) -> Any:
-        made = object.__new__(cls)
-        made.fields = fields
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class _TensorV2(metaclass=_Closed):
-    # Arguments are a storage, an offset, a shape, strides, two about gradients, a type
-    # in the third version, and the bits of lazy views.
-    typed: ClassVar[int] = 0
-
-    def __new__(cls, *arguments: Any) -> Any:
-        if len(arguments) < 4 + 3 * cls.typed:
-            raise ValueError("an invalid tensor (it has too few fields)")
-        storage, offset, shape, strides = arguments[:4]
-        dtype: Any = arguments[6] if cls.typed else None
-        if type(storage) is not _Storage or (cls.typed and not _is_name(dtype)):
-            raise ValueError("an invalid tensor (it has no storage, or no type)")
-        if type(shape) is not tuple or type(strides) is not tuple:
-            raise ValueError("an invalid tensor (its shape and strides are no tuples)")
-        if not all(type(each) is int for each in (offset, *shape, *strides)):
-            raise ValueError("an invalid tensor (a dim is no number from 0 up)")
-        bits = (*arguments, None)[6 + cls.typed] if len(arguments) > 6 else None
-        bits = bits if isinstance(bits, dict) else {}
-        view = " ".join(bit for bit in ("conj", "neg") if bits.get(bit))
-        name = dtype.full_name if cls.typed else None
-        return _Tensor(storage, offset, shape, strides, name, view)
-
-
-class _TensorV3(_TensorV2):
-    typed = 1
-
-
-class _Parameter(metaclass=_Closed):
-    def __new__(cls, value: Any = None, *_: Any) -> Any:
-        return value
-
-
-class _FromType(metaclass=_Closed):
-    # A tensor with attributes, which are dropped; of another class it is no tensor.
-    def __new__(cls, function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
-        is_made = isinstance(function, type) and issubclass(function, _TENSORS)
-        if is_made and getattr(kind, "full_name", "") in _PLAIN_TENSORS:
-            return function(*arguments)
-        return Inert(function, kind)
-
-
 class _Dict(dict[Any, Any], metaclass=_Closed):
     # Its arguments are those of a dict, or the default of one; attributes are dropped.
     __slots__ = ()
@@ -174,51 +108,89 @@ class _Dict(dict[Any, Any], metaclass=_Closed):
         pass
 
 
-class _Latin1(metaclass=_Closed):
-    def __new__(cls, text: str, *_: Any) -> Any:
-        return text.encode("latin1")
+class _Storage(tuple[Any, ...], metaclass=_Closed):
+    # Its kind, its key, and the number of its elements.
+    __slots__ = ()
 
 
-class _Path(metaclass=_Closed):
-    def __new__(cls, *parts: Any) -> Any:
-        return os.path.join("", *parts)
+class _Tensor(tuple[Any, ...], metaclass=_Closed):
+    # A storage, an offset, a shape, strides, a type (if it is not that of the storage)
+    # and a view, which the parent checks.
+    __slots__ = ()
 
 
-class _Device(metaclass=_Closed):
-    def __new__(cls, *parts: Any) -> Any:
-        return ":".join(map(str, filter(_is_scalar, parts)))
+def _tensor(*arguments: Any) -> _Tensor:
+    # Behind the strides are two arguments about gradients, and the bits of lazy views.
+    if len(arguments) < 4:
+        raise ValueError("has an invalid tensor (it has too few fields)")
+    storage, offset, shape, strides = arguments[:4]
+    if type(storage) is not _Storage:
+        raise ValueError("has an invalid tensor (it has no storage)")
+    if type(shape) is not tuple or type(strides) is not tuple:
+        raise ValueError("has an invalid tensor (its shape and strides are no tuples)")
+    if not all(type(each) is int for each in (offset, *shape, *strides)):
+        raise ValueError("has an invalid tensor (a dim is no number from 0 up)")
+    bits = arguments[6] if len(arguments) > 6 else None
+    bits = bits if isinstance(bits, dict) else {}
+    view = " ".join(bit for bit in ("conj", "neg") if bits.get(bit))
+    return _Tensor((storage, offset, shape, strides, None, view))
 
 
-class _Reconstructed(metaclass=_Closed):
-    def __new__(cls, kind: Any = None, *_: Any) -> Any:
-        return kind() if _is_name(kind) else Inert()
+def _typed_tensor(*arguments: Any) -> _Tensor:
+    # The third version, which has a type before the bits.
+    dtype: Any = arguments[6] if len(arguments) > 6 else None
+    if not _is_name(dtype):
+        raise ValueError("has an invalid tensor (it has no type)")
+    *fields, _, view = _tensor(*arguments[:6], *arguments[7:])
+    return _Tensor((*fields, dtype.full_name, view))
 
 
-_TENSORS = (_TensorV2, _Parameter)
+def _from_type(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
+    # A tensor with attributes, which are dropped; of another class it is no tensor.
+    is_plain = getattr(kind, "full_name", "") in _PLAIN_TENSORS
+    is_made = any(function is _TYPES[f"torch._utils.{name}"] for name in _REBUILDS)
+    return function(*arguments) if is_plain and is_made else Inert(function, kind)
+
+
+def _maker(function: Callable[..., Any]) -> type:
+    """A type that is called in place of a function, which it hides from the pickle."""
+    fields = {"__slots__": (), "__new__": lambda _, *arguments: function(*arguments)}
+    return _Closed("Maker", (), fields)
+
+
 _PLAIN_TENSORS = (
     *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"),
     "torch.nn.Parameter",
 )
+_REBUILDS = {
+    **dict.fromkeys(("_rebuild_tensor", "_rebuild_tensor_v2"), _tensor),
+    "_rebuild_tensor_v3": _typed_tensor,
+    **dict.fromkeys(
+        ("_rebuild_parameter", "_rebuild_parameter_with_state"), lambda value, *_: value
+    ),
+}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    **{f"torch._utils.{name}": function for name, function in _REBUILDS.items()},
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.device": lambda *parts: ":".join(map(str, filter(_is_scalar, parts))),
+    "_codecs.encode": lambda text, *_: text.encode("latin1"),
+    "pathlib.PosixPath": lambda *parts: os.path.join("", *parts),
+    "pathlib._local.PosixPath": lambda *parts: os.path.join("", *parts),
+    **dict.fromkeys(
+        ("copy_reg._reconstructor", "copyreg._reconstructor"),
+        lambda kind, *_: kind() if _is_name(kind) else Inert(),
+    ),
+}
 _DCP = "torch.distributed.checkpoint."
 _TYPES: dict[str, type] = {
-    "torch._utils._rebuild_tensor": _TensorV2,
-    "torch._utils._rebuild_tensor_v2": _TensorV2,
-    "torch._utils._rebuild_tensor_v3": _TensorV3,
-    "torch._utils._rebuild_parameter": _Parameter,
-    "torch._utils._rebuild_parameter_with_state": _Parameter,
-    "torch._tensor._rebuild_from_type_v2": _FromType,
+    **{name: _maker(function) for name, function in _MAKERS.items()},
     "torch.Size": tuple,
-    "torch.device": _Device,
-    "collections.OrderedDict": _Dict,
-    "collections.Counter": _Dict,
-    "collections.defaultdict": _Dict,
-    "_codecs.encode": _Latin1,
     "torch.serialization._get_layout": str,
     _DCP + "metadata._MEM_FORMAT_ENCODING": int,
-    "pathlib.PosixPath": _Path,
-    "pathlib._local.PosixPath": _Path,
-    "copy_reg._reconstructor": _Reconstructed,
-    "copyreg._reconstructor": _Reconstructed,
+    **{
+        f"collections.{name}": _Dict
+        for name in ("OrderedDict", "Counter", "defaultdict")
+    },
     **{f"{module}.set": set for module in ("__builtin__", "builtins")},
     **{f"{module}.frozenset": frozenset for module in ("__builtin__", "builtins")},
     **{
@@ -259,18 +231,15 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         # Later versions add what describes a view.
         if type(pid) is not tuple or len(pid) not in (5, 6):
-            raise ValueError("an invalid storage (it is no tuple of five)")
+            raise ValueError("has an invalid storage (it is no tuple of five)")
         tag, kind, key, _, num_elements = pid[:5]
         if tag != "storage" or not _is_name(kind):
-            raise ValueError("an invalid storage (it names no storage)")
+            raise ValueError("has an invalid storage (it names no storage)")
         if type(key) is not str or type(num_elements) is not int:
             raise ValueError(
-                "an invalid storage (its key is no text or its size no number)"
+                "has an invalid storage (its key is no text or its size no number)"
             )
-        made = _Storage()
-        made.kind, made.key = kind.full_name, key
-        made.num_elements = num_elements
-        return made
+        return _Storage((kind.full_name, key, num_elements))
 
 
 class _Answer:
@@ -343,10 +312,9 @@ class _Answer:
     def _tensor(self, value: Any) -> int:
         number = self._tensors.setdefault(id(value), len(self.rows))
         if number == len(self.rows):
-            storage, offset, shape, strides, dtype, view = value.fields
-            self._left_nodes -= 6 + len(shape) + len(strides)
-            held = (storage.kind, storage.key, storage.num_elements)
-            self.rows.append([*held, offset, shape, strides, dtype, view])
+            storage, *fields = value
+            self._left_nodes -= 8 + len(fields[1]) + len(fields[2])
+            self.rows.append([*storage, *fields])
         return number
 
     def _object(self, value: Any, depth: int) -> Any:

@@ -17,10 +17,10 @@ from etils import epath
 
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import (
-    bounded_json,
     coverage,
-    hf_files,
+    hugging_face,
     safetensors_file,
+    source_files,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
@@ -49,10 +49,10 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     source = epath.Path(path)
     values: dict[str, Any] = {}
     folder = source if source.is_dir() else source.parent
-    index = hf_files.find_index(source, INDEX_SUFFIX, "model")
+    index = hugging_face.find_index(source, INDEX_SUFFIX, "model")
     listed: Mapping[str, Sequence[str]] = {}
     if index is not None:
-        listed, values = hf_files.read_index(index)
+        listed, values = hugging_face.read_index(index)
     elif source.is_dir():
         names = sorted(each.name for each in source.iterdir())
         listed = {name: () for name in names if name.endswith(SUFFIX)}
@@ -66,7 +66,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
             if tensor not in header.spans:
                 raise FormatError(f"{file} lacks {tensor}, which {index} lists there")
         values |= {k: v for k, v in header.metadata.items() if k != _SHARDING}
-    values |= hf_files.config_values(folder / hf_files.CONFIG)
+    values |= hugging_face.config_values(folder / hugging_face.CONFIG)
     if any(_SHARDING in header.metadata for header in headers.values()):
         name, made = "safetensors shards of PyTorch DCP", _shards(headers)
     else:
@@ -142,7 +142,7 @@ def _starts(header: Header, file: str) -> dict[str, tuple[int, ...]]:
     place = f"{_SHARDING} in the header of {file}"
     encoded = header.metadata.get(_SHARDING, json.dumps({}))
     starts = {}
-    for name, fields in bounded_json.parse(
+    for name, fields in source_files.parse_json(
         encoded.encode(errors="surrogatepass"), place
     ).items():
         offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import bounded_json, coverage, source_files
+from elastic_ckpt.universal.formats import coverage, source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_HEADER_BYTES = 100 << 20
@@ -133,7 +133,7 @@ def _header(file: IO[bytes], path: str) -> Header:
             f"{path} is no safetensors file, or is cut short: its header would"
             f" have {size} bytes, and the file has {total}"
         )
-    fields = bounded_json.parse(file.read(size), f"the header of {path}")
+    fields = source_files.parse_json(file.read(size), f"the header of {path}")
     metadata = fields.pop("__metadata__", None) or {}
     try:
         texts = {key: str(text) for key, text in metadata.items()}

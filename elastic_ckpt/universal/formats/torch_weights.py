@@ -18,7 +18,7 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import hf_files, torch_file
+from elastic_ckpt.universal.formats import hugging_face, torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
@@ -53,11 +53,11 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     """
     source = epath.Path(path)
     folder = source if source.is_dir() else source.parent
-    index = hf_files.find_index(source, INDEX_SUFFIX, _USUAL)
+    index = hugging_face.find_index(source, INDEX_SUFFIX, _USUAL)
     listed: Mapping[str, list[str]] = {}
     values: dict[str, Any] = {}
     if index is not None:
-        listed, values = hf_files.read_index(index)
+        listed, values = hugging_face.read_index(index)
     else:
         listed = {_only_file(source) if source.is_dir() else source.name: []}
     files = torch_file.read_all(
@@ -74,7 +74,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         values |= file.values()
     if not tensors:
         raise FormatError(f"{path} has no tensors; it is no state dict")
-    values |= hf_files.config_values(folder / hf_files.CONFIG)
+    values |= hugging_face.config_values(folder / hugging_face.CONFIG)
     return OpenedCheckpoint(
         format="PyTorch",
         tensors=list(tensors.values()),
@@ -115,12 +115,12 @@ def open_meta(path: epath.PathLike) -> OpenedCheckpoint:
                 f" ({errors.first_of(sorted(held.keys() ^ other))})"
             )
         tensors += held.values()
-    values = hf_files.config_values(folder / _PARAMS)
+    values = hugging_face.config_values(folder / _PARAMS)
     return OpenedCheckpoint(
         format="Meta consolidated",
         tensors=tensors,
         axes={"tp": len(files)} if len(files) > 1 else {},
-        values=values | hf_files.config_values(folder / hf_files.CONFIG),
+        values=values | hugging_face.config_values(folder / hugging_face.CONFIG),
         checksums=torch_file.checksums,
     )
 

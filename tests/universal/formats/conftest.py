@@ -9,7 +9,6 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from elastic_ckpt.integrations import forgather
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats import (
-    bounded_json,
     dcp,
     deepspeed,
     deepspeed_universal,
@@ -17,6 +16,7 @@ from elastic_ckpt.universal.formats import (
     opened,
     plain_pickle,
     safetensors_file,
+    source_files,
     torch_file,
 )
 from tests.universal.formats import process_limits
@@ -27,7 +27,7 @@ READERS = [
     (deepspeed, "open_checkpoint"),
     (deepspeed_universal, "open_checkpoint"),
     (megatron, "open_checkpoint"),
-    (bounded_json, "parse"),
+    (source_files, "parse_json"),
     (plain_pickle, "value"),
     (safetensors_file, "read"),
     (safetensors_file, "read_header"),

@@ -11,10 +11,10 @@ import struct
 import pytest
 
 from elastic_ckpt.universal.formats import (
-    bounded_json,
     plain_pickle,
     plain_values,
     source_budget,
+    source_files,
     torch_file,
     zero_states,
 )
@@ -145,7 +145,7 @@ def test_wide_characters_make_no_large_texts(times):
 )
 def test_large_json_is_refused_before_it_is_parsed(content, match):
     with pytest.raises(FormatError, match=rf"x\.json .*{match}"):
-        bounded_json.parse(content, "x.json")
+        source_files.parse_json(content, "x.json")
 
 
 def test_a_directory_of_a_zip_may_not_be_a_hole(tmp_path):

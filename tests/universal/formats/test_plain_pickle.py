@@ -15,10 +15,10 @@ import tracemalloc
 import pytest
 
 from elastic_ckpt.universal.formats import (
-    bounded_json,
     plain_pickle,
     plain_values,
     source_budget,
+    source_files,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
@@ -250,7 +250,7 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed():
     tracemalloc.start()
     try:
         with pytest.raises(FormatError, match=r"x\.json has about 15\d+ values"):
-            bounded_json.parse(content, "x.json")
+            source_files.parse_json(content, "x.json")
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import hub
+from elastic_ckpt.universal.formats import hugging_face
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 DATA = pathlib.Path(__file__).parent / "data" / "weights"
@@ -44,7 +44,7 @@ def cache(tmp_path):
     ],
 )
 def test_a_revision_leads_to_its_snapshot(cache, path, commit):
-    found = hub.snapshot(path, {"HF_HUB_CACHE": str(cache)})
+    found = hugging_face.snapshot(path, {"HF_HUB_CACHE": str(cache)})
     assert found == cache / "models--org--tiny-1.0" / "snapshots" / commit
 
 
@@ -60,7 +60,7 @@ def test_a_model_of_the_cache_opens_by_its_id(cache, monkeypatch):
 def test_the_cache_is_where_the_hub_has_it():
     def lookup(**environ):
         with pytest.raises(FormatError) as error:
-            hub.snapshot("hf://org/name", environ)
+            hugging_face.snapshot("hf://org/name", environ)
         return str(error.value)
 
     assert "(/c/models--org--name)" in lookup(HF_HUB_CACHE="/c", HF_HOME="/h")
@@ -82,7 +82,7 @@ def test_what_is_not_in_the_cache_is_an_error_that_says_how_to_get_it(
     cache, path, match
 ):
     with pytest.raises(FormatError, match=match):
-        hub.snapshot(path, {"HF_HUB_CACHE": str(cache)})
+        hugging_face.snapshot(path, {"HF_HUB_CACHE": str(cache)})
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_what_is_not_in_the_cache_is_an_error_that_says_how_to_get_it(
 )
 def test_what_is_no_id_is_refused(cache, path):
     with pytest.raises(FormatError, match="is no id of a model"):
-        hub.snapshot(path, {"HF_HUB_CACHE": str(cache)})
+        hugging_face.snapshot(path, {"HF_HUB_CACHE": str(cache)})
