@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, ClassVar
 
-_LARGE_BYTES = 8 << 20
+_LARGE_BYTES = 16 << 20
 _kept: Any = None
 # Shared parts count as often as they are referred to.
 MOST_NODES = 2_000_000
@@ -42,6 +42,10 @@ LIST, TUPLE, DICT, SET, BYTES, TENSOR, NAME, RECORD = range(8)
 
 _MOST_KEYS, _MOST_PARTS = 10_000, 100
 _TEXT_BYTES = 4
+
+
+class Refused(Exception):
+    """The reason for which a pickle is refused; it continues a sentence."""
 
 
 class _Closed(type):
@@ -122,14 +126,14 @@ class _Tensor(tuple[Any, ...], metaclass=_Closed):
 def _tensor(*arguments: Any) -> _Tensor:
     # Behind the strides are two arguments about gradients, and the bits of lazy views.
     if len(arguments) < 4:
-        raise ValueError("has an invalid tensor (it has too few fields)")
+        raise Refused("has an invalid tensor (it has too few fields)")
     storage, offset, shape, strides = arguments[:4]
     if type(storage) is not _Storage:
-        raise ValueError("has an invalid tensor (it has no storage)")
+        raise Refused("has an invalid tensor (it has no storage)")
     if type(shape) is not tuple or type(strides) is not tuple:
-        raise ValueError("has an invalid tensor (its shape and strides are no tuples)")
+        raise Refused("has an invalid tensor (its shape and strides are no tuples)")
     if not all(type(each) is int for each in (offset, *shape, *strides)):
-        raise ValueError("has an invalid tensor (a dim is no number from 0 up)")
+        raise Refused("has an invalid tensor (a dim is no number from 0 up)")
     bits = arguments[6] if len(arguments) > 6 else None
     bits = bits if isinstance(bits, dict) else {}
     view = " ".join(bit for bit in ("conj", "neg") if bits.get(bit))
@@ -140,7 +144,7 @@ def _typed_tensor(*arguments: Any) -> _Tensor:
     # The third version, which has a type before the bits.
     dtype: Any = arguments[6] if len(arguments) > 6 else None
     if not _is_name(dtype):
-        raise ValueError("has an invalid tensor (it has no type)")
+        raise Refused("has an invalid tensor (it has no type)")
     *fields, _, view = _tensor(*arguments[:6], *arguments[7:])
     return _Tensor((*fields, dtype.full_name, view))
 
@@ -231,12 +235,12 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         # Later versions add what describes a view.
         if type(pid) is not tuple or len(pid) not in (5, 6):
-            raise ValueError("has an invalid storage (it is no tuple of five)")
+            raise Refused("has an invalid storage (it is no tuple of five)")
         tag, kind, key, _, num_elements = pid[:5]
         if tag != "storage" or not _is_name(kind):
-            raise ValueError("has an invalid storage (it names no storage)")
+            raise Refused("has an invalid storage (it names no storage)")
         if type(key) is not str or type(num_elements) is not int:
-            raise ValueError(
+            raise Refused(
                 "has an invalid storage (its key is no text or its size no number)"
             )
         return _Storage((kind.full_name, key, num_elements))
@@ -256,7 +260,7 @@ class _Answer:
         """The value; parts that it shares are repeated."""
         self._left_nodes -= 1
         if depth > MOST_NESTED or self._left_nodes < 0 or self._left_bytes < 0:
-            raise ValueError(
+            raise Refused(
                 f"holds more than {MOST_NODES} values, or values nested deeper than"
                 f" {MOST_NESTED}; it is no state dict, or made to exhaust memory"
             )
@@ -297,13 +301,13 @@ class _Answer:
         if not all(map(_is_scalar, parts)) or type(key) is tuple:
             self._left_keys -= 1
         if self._left_keys < 0:
-            raise ValueError(f"has over {_MOST_KEYS} keys that are no texts or numbers")
+            raise Refused(f"has over {_MOST_KEYS} keys that are no texts or numbers")
         if (
             len(parts) > _MOST_PARTS
             or any(isinstance(part, tuple | frozenset) for part in parts)
             or any(isinstance(part, int) and part.bit_length() > 64 for part in parts)
         ):
-            raise ValueError(
+            raise Refused(
                 "has a key that is a nested or long tuple, or a number of over 64 bits,"
                 " which is not supported"
             )
@@ -349,7 +353,7 @@ def _loaded(content: bytes) -> Any:
     reader = io.BufferedReader(io.BytesIO(content), 1 << 17)
     loaded = _Unpickler(reader).load()
     if reader.tell() != len(content):
-        raise ValueError("goes on after the end of its pickle")
+        raise Refused("goes on after the end of its pickle")
     if len(content) > _LARGE_BYTES:
         # The process ends after its answer, which is faster than to free this.
         _kept = loaded
@@ -369,7 +373,7 @@ class _Shapes(_Numbers):
             type(key) is tuple and set(map(type, key)) <= {int}
         ):
             kinds = [type(each).__name__ for each in key[:9]]
-            raise ValueError(f"has the shape {kinds}, which is none")
+            raise Refused(f"has the shape {kinds}, which is none")
         return super().__missing__(key)
 
 
@@ -395,15 +399,15 @@ def _metadata(content: bytes, most_bytes: int) -> tuple[Any, list[Any]]:
         if item.get("transform_descriptors"):
             listed = item["transform_descriptors"]
             listed = listed if isinstance(listed, list | tuple) else [listed]
-            raise ValueError(
+            raise Refused(
                 "lists items that extensions changed, such as by compression"
                 f" ({', '.join(map(_shown, listed[:3]))}); save without extensions"
             )
         name, offset, size = item["relative_path"], item["offset"], item["length"]
         if type(name) is not str:
-            raise ValueError(f"lists the file {_shown(name)}, which is not beside it")
+            raise Refused(f"lists the file {_shown(name)}, which is not beside it")
         if type(offset) is not int or type(size) is not int or min(offset, size) < 0:
-            raise ValueError(
+            raise Refused(
                 f"lists {_shown(size)} bytes from {_shown(offset)} of {name[:60]}"
             )
         file_of.append(files[name])
@@ -413,17 +417,17 @@ def _metadata(content: bytes, most_bytes: int) -> tuple[Any, list[Any]]:
     names, values = [], []
     for name, entry in entries.items():
         if type(name) is not str:
-            raise ValueError(f"lists {_shown(name)}, which is no name")
+            raise Refused(f"lists {_shown(name)}, which is no name")
         parts = _state(entry)
         if "chunks" not in parts:
             values.append(name)
             continue
         dtype, layout = _state(parts["properties"])[:2]
         if not _is_name(dtype) or layout != "torch.strided":
-            raise ValueError(f"has {name[:200]} of an unsupported layout or type")
+            raise Refused(f"has {name[:200]} of an unsupported layout or type")
         chunks = parts["chunks"]
         if len(starts) + len(chunks) > len(items):
-            raise ValueError(f"has {name[:200]}, whose chunks are nowhere stored")
+            raise Refused(f"has {name[:200]}, whose chunks are nowhere stored")
         names.append(name)
         dtype_of.append(dtypes[dtype.full_name])
         shape_of.append(shapes[parts["size"]])
@@ -432,7 +436,7 @@ def _metadata(content: bytes, most_bytes: int) -> tuple[Any, list[Any]]:
             place = chunk.state
             start = shapes[place["offsets"]]
             if (name, start) not in items:
-                raise ValueError(
+                raise Refused(
                     f"has a chunk of {name[:200]} at {list(place['offsets'])} without"
                     " values"
                 )
@@ -441,7 +445,7 @@ def _metadata(content: bytes, most_bytes: int) -> tuple[Any, list[Any]]:
             add_item(items[name, start])
     for name in values:
         if (name, whole) not in items:
-            raise ValueError(f"has the value {name[:200]}, which is nowhere stored")
+            raise Refused(f"has the value {name[:200]}, which is nowhere stored")
         add_item(items[name, whole])
     paths = fields.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
@@ -455,7 +459,7 @@ def _metadata(content: bytes, most_bytes: int) -> tuple[Any, list[Any]]:
     }
     # What is listed is no larger than the pickle, but for parts that are shared.
     if sum(len(shape or ()) + 1 for shape in shapes) > most_bytes // 8:
-        raise ValueError("has shapes that take too much memory")
+        raise Refused("has shapes that take too much memory")
     return tables, columns
 
 
@@ -495,10 +499,10 @@ def _answer(request: dict[str, Any], content: bytes) -> tuple[bytes, list[Any]]:
         encoded = json.dumps(tables).encode()
     except MemoryError:
         raise
+    except Refused as error:
+        encoded, columns = json.dumps({"error": str(error)}).encode(), []
     except Exception as error:
-        text = str(error)[:2000] or type(error).__name__
-        if not isinstance(error, ValueError):
-            text = f"is malformed or cut short ({type(error).__name__}: {text})"
+        text = f"is malformed or cut short ({type(error).__name__}: {str(error)[:999]})"
         encoded, columns = json.dumps({"error": text}).encode(), []
     if len(encoded) > request["most"]:
         encoded = json.dumps({"error": "holds values that take too much memory"})
@@ -506,12 +510,15 @@ def _answer(request: dict[str, Any], content: bytes) -> tuple[bytes, list[Any]]:
     return encoded, columns
 
 
-def _limit(memory: int, seconds: int) -> None:
+def _num_bytes() -> int:
+    # Of the address space.
     with open("/proc/self/statm", "rb") as file:
-        pages = int(file.read().split()[0])
-    most_bytes = pages * resource.getpagesize() + memory
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _limit(memory: int, seconds: int) -> None:
     for limit, most in (
-        (resource.RLIMIT_AS, most_bytes),
+        (resource.RLIMIT_AS, _num_bytes() + memory),
         (resource.RLIMIT_CPU, int(time.process_time()) + 1 + seconds),
     ):
         hard = resource.getrlimit(limit)[1]
@@ -532,6 +539,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(0, fcntl.F_GETFL)
     gc.disable()
+    num_bytes = _num_bytes()
     while select.select([0], [], [], float(sys.argv[1]))[0]:
         line = requests.readline()
         if not line:
@@ -554,7 +562,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         for each in columns:
             answers.write(each.tobytes())
         answers.flush()
-        if _kept is not None:
+        if _kept is not None or _num_bytes() > num_bytes + _LARGE_BYTES:
             os._exit(0)
         del content, encoded, columns
 

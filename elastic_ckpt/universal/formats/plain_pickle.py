@@ -85,23 +85,15 @@ def metadata(
 def _asked(
     kind: str, content: bytes, file: str, budget: SourceBudget
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
-    most_secs, memory_bytes = budget.secs, budget.memory_bytes
-    request = {
-        "kind": kind,
-        "size": len(content),
-        "memory": memory_bytes,
-        "seconds": max(0, round(most_secs)),
-        "most": budget.most_bytes,
-    }
-    answer = _WORKER.ask(request, content) if most_secs > 0 else None
+    answer = _WORKER.ask(kind, content, budget)
     if answer is None:
         raise FormatError(
-            f"{file} has a pickle that takes over {memory_bytes} bytes of memory, or,"
-            f" with those of the files beside it, over {most_secs:.0f} seconds of a"
-            " processor; it is damaged, or was made to exhaust them"
+            f"{file} has a pickle that takes over {budget.memory_bytes} bytes of"
+            " memory, or, with those of the files beside it, over"
+            f" {budget.most_secs:.0f} seconds of a processor; it is damaged, or was"
+            " made to exhaust them"
         )
-    header, encoded, columns = answer
-    budget.spend(header["seconds"])
+    encoded, columns = answer
     tables = json.loads(encoded)
     if "error" in tables:
         raise FormatError(f"{file} {tables['error']}")
@@ -147,25 +139,34 @@ class _Worker:
         self._answers: IO[bytes] | None = None
 
     def ask(
-        self, request: dict[str, Any], content: bytes
-    ) -> tuple[dict[str, Any], bytes, list[np.ndarray]] | None:
-        """The header, the content and the columns of an answer.
+        self, kind: str, content: bytes, budget: SourceBudget
+    ) -> tuple[bytes, list[np.ndarray]] | None:
+        """The content and the columns of an answer.
 
         Returns:
           None if the process ended before it answered, by its limits.
         """
         with self._lock:
+            left_secs = budget.most_secs - budget.secs
+            request = {
+                "kind": kind,
+                "size": len(content),
+                "memory": budget.memory_bytes,
+                "seconds": round(left_secs),
+                "most": budget.most_bytes,
+            }
+            answer = None
             try:
-                answer = self._asked(request, content)
-                if answer is None and self._ended() == 0:
-                    # It was idle for too long, and ended when it was asked.
+                if left_secs > 0:
                     answer = self._asked(request, content)
-            except BaseException:
-                self.stop()
-                raise
-            if answer is None:
-                self.stop()
-            return answer
+                    if answer is None and self._ended() == 0:
+                        # It was idle for too long, and ended when it was asked.
+                        answer = self._asked(request, content)
+            finally:
+                if answer is None:
+                    self.stop()
+            budget.spend(max(0, left_secs) if answer is None else answer[0])
+            return answer and answer[1:]
 
     def _asked(self, request: dict[str, Any], content: bytes) -> Any:
         process = self._running()
@@ -178,16 +179,13 @@ class _Worker:
                     left = left[process.stdin.write(left) :]
             except BrokenPipeError:
                 return None
-        line = self._answers.readline()
-        if not line:
+        header = json.loads(self._answers.readline() or b"{}")
+        sizes = [header.get("size", 1), *(8 * n for n in header.get("columns", ()))]
+        parts = [self._answers.read(size) for size in sizes]
+        if list(map(len, parts)) != sizes:
             return None
-        header = json.loads(line)
-        encoded = self._answers.read(header["size"])
-        columns = [
-            np.frombuffer(self._answers.read(8 * size), np.int64)
-            for size in header["columns"]
-        ]
-        return header, encoded, columns
+        columns = [np.frombuffer(each, np.int64) for each in parts[1:]]
+        return header["seconds"], parts[0], columns
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:

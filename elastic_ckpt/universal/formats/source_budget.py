@@ -30,12 +30,13 @@ class SourceBudget:
 
     Attributes:
       stored_bytes: with those that were added.
+      secs: of a processor, that decoding pickles took.
     """
 
     def __init__(self, stored_bytes: int = 0) -> None:
         self._lock = threading.Lock()
         self.stored_bytes = stored_bytes
-        self._secs = 0.0
+        self.secs = 0.0
         self._bytes = 0
 
     def add_file(self, stored_bytes: int) -> None:
@@ -54,14 +55,14 @@ class SourceBudget:
         return max(MOST_BYTES, self.stored_bytes // _BYTES_PER_BYTE)
 
     @property
-    def secs(self) -> float:
-        """The seconds of a processor that are left for decoding pickles."""
-        return max(MOST_SECS, self.stored_bytes / _BYTES_PER_SEC) - self._secs
+    def most_secs(self) -> float:
+        """The seconds of a processor that decoding all pickles may take."""
+        return max(MOST_SECS, self.stored_bytes / _BYTES_PER_SEC)
 
     def spend(self, secs: float) -> None:
         """Counts seconds of a processor."""
         with self._lock:
-            self._secs += secs
+            self.secs += secs
 
     def take(self, num_bytes: int, place: str) -> None:
         """Counts memory.

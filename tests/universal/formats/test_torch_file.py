@@ -38,6 +38,19 @@ def test_a_header_far_behind_the_end_is_refused(tmp_path):
         torch_file.read(path)
 
 
+@pytest.mark.parametrize("num_bytes", range(0, 24, 4))
+def test_sizes_of_64_bits_that_are_missing_are_refused(tmp_path, num_bytes):
+    local = struct.pack("<4s22xHH", b"PK\x03\x04", 1, 0) + b"x"
+    full = 0xFFFFFFFF
+    extra = struct.pack("<HH", 1, num_bytes) + bytes(num_bytes)
+    fields = (b"PK\x01\x02", 0, 0, 0, full, full, 1, len(extra), 0, full)
+    entry = struct.pack("<4s4xHH4xIIIHHH8xI", *fields) + b"x" + extra
+    sizes = (1, 1, len(entry), len(local), 0)
+    path = tmp_path / "x.pt"
+    path.write_bytes(local + entry + struct.pack("<4s4xHHIIH", b"PK\x05\x06", *sizes))
+    refused(path, "is no file of torch.save, or is cut short")
+
+
 def test_a_version_that_is_a_long_text_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
         archive.writestr("archive/data.pkl", torch_files.pickled(1))
