@@ -96,6 +96,7 @@ class Inert(metaclass=_Closed):
 class _State(metaclass=_Closed):
     # An object of which there are many, and of which the state alone is needed.
     __slots__ = ("state",)
+    full_name: ClassVar[str] = ""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -162,6 +163,11 @@ def _maker(function: Callable[..., Any]) -> type:
     return _Closed("Maker", (), fields)
 
 
+def _named(base: type, full_name: str) -> type:
+    """The type of the objects of a class, which keep what `base` keeps."""
+    return _Closed(base.__name__, (base,), {"__slots__": (), "full_name": full_name})
+
+
 _PLAIN_TENSORS = (
     *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"),
     "torch.nn.Parameter",
@@ -177,6 +183,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     **{f"torch._utils.{name}": function for name, function in _REBUILDS.items()},
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.device": lambda *parts: ":".join(map(str, filter(_is_scalar, parts))),
+    "torch.serialization._get_layout": lambda name: name,
     "_codecs.encode": lambda text, *_: text.encode("latin1"),
     "pathlib.PosixPath": lambda *parts: os.path.join("", *parts),
     "pathlib._local.PosixPath": lambda *parts: os.path.join("", *parts),
@@ -189,7 +196,6 @@ _DCP = "torch.distributed.checkpoint."
 _TYPES: dict[str, type] = {
     **{name: _maker(function) for name, function in _MAKERS.items()},
     "torch.Size": tuple,
-    "torch.serialization._get_layout": str,
     _DCP + "metadata._MEM_FORMAT_ENCODING": int,
     **{
         f"collections.{name}": _Dict
@@ -198,16 +204,19 @@ _TYPES: dict[str, type] = {
     **{f"{module}.set": set for module in ("__builtin__", "builtins")},
     **{f"{module}.frozenset": frozenset for module in ("__builtin__", "builtins")},
     **{
-        _DCP + name: _State
+        name: _named(_State, name)
         for name in (
-            *("metadata.MetadataIndex", "metadata.TensorStorageMetadata"),
-            *("metadata.BytesStorageMetadata", "metadata.TensorProperties"),
-            *("metadata.ChunkStorageMetadata", "filesystem._StorageInfo"),
-            "metadata.Metadata",
+            *(_DCP + "metadata.Metadata", _DCP + "metadata.MetadataIndex"),
+            *(
+                _DCP + "metadata.TensorStorageMetadata",
+                _DCP + "metadata.TensorProperties",
+            ),
+            _DCP + "metadata.BytesStorageMetadata",
+            *(_DCP + "metadata.ChunkStorageMetadata", _DCP + "filesystem._StorageInfo"),
+            # Of earlier versions.
+            "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
         )
     },
-    # Of earlier versions.
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _State,
 }
 
 
@@ -228,8 +237,7 @@ class _Unpickler(pickle.Unpickler):
         full_name = f"{module}.{name}"
         found = _TYPES.get(full_name) or self._names.get(full_name)
         if found is None:
-            fields = {"__slots__": (), "full_name": full_name}
-            found = self._names[full_name] = _Closed("Inert", (Inert,), fields)
+            found = self._names[full_name] = _named(Inert, full_name)
         return found
 
     def persistent_load(self, pid: Any) -> Any:

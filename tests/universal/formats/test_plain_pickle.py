@@ -154,6 +154,12 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
+def test_classes_of_metadata_are_names_too():
+    name = "torch.distributed.checkpoint.metadata.Metadata"
+    module, _, kind = name.rpartition(".")
+    assert decoded(torch_files.pickled(torch_files.Global(module, kind))) == name
+
+
 def test_no_call_is_made(tmp_path):
     decoded(pickle.dumps([Touch(tmp_path / "x")]))
     decoded(b"cos\nsystem\n(S'touch " + str(tmp_path / "x").encode() + b"'\ntR.")
