@@ -57,6 +57,12 @@ SAMPLES = {
     "zero1_tp2_ep2_dp2": (4, 1, 2, 1, 2, "bf16"),
     "zero0_ep2_dp2": (2, 0, 1, 1, 2, "fp32"),
     "zero0_bf16_ep2_dp2": (2, 0, 1, 1, 2, "bf16"),
+    # Muon for matrices, Adam for the rest. The momentum has the layout of the masters
+    # under BF16_Optimizer and offload, and its own under the others.
+    "zero1_muon_dp2": (2, 1, 1, 1, 0, "fp32"),
+    "zero2_muon_dp4": (4, 2, 1, 1, 0, "bf16"),
+    "zero1_bf16_muon_dp2": (2, 1, 1, 1, 0, "bf16"),
+    "zero2_offload_muon_dp2": (2, 2, 1, 1, 0, "bf16"),
     # The model of `llama_values`.
     "llama_zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
     "llama_zero1_dp2": (2, 1, 1, 1, 0, "bf16"),
@@ -139,6 +145,25 @@ class Model(nn.Module):
         return (self.final(hidden) + self.frozen.sum()).float().square().mean()
 
 
+class MuonModel(Model):
+    """A model whose gradients are the known momentum: Muon sets it, without decay."""
+
+    def __init__(self):
+        super().__init__(0, frozen=False)
+        for name, parameter in self.named_parameters():
+            shape = kv.full_shape(name, tuple(parameter.shape))
+            gradient = kv.of_rank("momentum_buffer", name, shape, 0, 1)
+            buffer = "gradient_" + name.replace(".", "_")
+            self.register_buffer(buffer, torch.from_numpy(gradient), persistent=False)
+
+    def forward(self, tokens):
+        del tokens
+        return sum(
+            (each * getattr(self, "gradient_" + name.replace(".", "_"))).sum()
+            for name, each in self.named_parameters()
+        ).float()
+
+
 def logits(module, hidden):
     return hidden @ module.words.weight.T
 
@@ -180,17 +205,25 @@ def groups(model, ep):
     return split_params_into_different_moe_groups_for_optimizer(split) if ep else split
 
 
-def config(stage, dtype, processes):
+def config(sample):
+    processes, stage, _, _, _, dtype = SAMPLES[sample]
     # By default, ZeRO-3 leaves small parameters whole.
     threshold = {"stage3_param_persistence_threshold": 0} if processes == 4 else {}
-    optimizer = {"lr": 0.01, "torch_adam": True}
+    if "offload" in sample:
+        threshold["offload_optimizer"] = {"device": "cpu"}
+    kind, optimizer = "Adam", {"lr": 0.01, "torch_adam": True}
+    if "muon" in sample:
+        kind, optimizer["momentum"] = "Muon", 0.0
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "Adam", "params": optimizer},
+        "optimizer": {"type": kind, "params": optimizer},
         "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {"stage": stage, **threshold},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # With float32, stage 1 is that of BF16_Optimizer.
+        "data_types": {"grad_accum_dtype": "fp32"} if "bf16_muon" in sample else {},
     }
 
 
@@ -239,6 +272,8 @@ def set_value(engine, parameter, values):
             safe_set_local_optimizer_state(parameter, parts[key], key)
         return
     safe_set_full_fp32_param(parameter, values["fp32"])
+    if getattr(parameter, "use_muon", False):
+        return
     for key in ("exp_avg", "exp_avg_sq"):
         safe_set_full_optimizer_state(parameter, values[key], key)
 
@@ -311,7 +346,7 @@ def universal_info(tp, model):
 
 
 def write(folder, sample):
-    processes, stage, tp, pp, ep, dtype = SAMPLES[sample]
+    processes, stage, tp, pp, ep, _ = SAMPLES[sample]
     deepspeed.init_distributed("gloo")
     assert torch.distributed.get_world_size() == processes
     torch.manual_seed(0)
@@ -320,12 +355,14 @@ def write(folder, sample):
     mpu = PipelineParallelGrid(topology) if tp > 1 and not piped else None
     if sample.startswith("llama"):
         model = llama_module.Llama()
+    elif "muon" in sample:
+        model = MuonModel()
     else:
         model = pipeline(topology, tp) if piped else Model(ep, stage > 1, tp)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups(model, ep),
-        config=config(stage, dtype, processes),
+        config=config(sample),
         mpu=mpu,
     )
     tokens = torch.arange(5)[None]
