@@ -28,7 +28,7 @@ import re2
 
 from elastic_ckpt.universal.deepspeed_layout import parts
 from elastic_ckpt.universal.deepspeed_layout.parts import AXIS, Geometry, Shape
-from elastic_ckpt.universal.formats import deepspeed_files
+from elastic_ckpt.universal.formats import deepspeed
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
@@ -84,12 +84,12 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
         raise FormatError(
             f"a checkpoint of the format {checkpoint.format} has no layout; give one"
         )
-    info = checkpoint.values.get(deepspeed_files.INFO)
+    info = checkpoint.values.get(deepspeed.INFO)
     ranks = checkpoint.axes.get(AXIS, 1)
     if info is None and ranks > 1:
         raise FormatError(
             f"the checkpoint has {ranks} tensor-parallel ranks, and no"
-            f" {deepspeed_files.INFO} that describes their shards; give a layout"
+            f" {deepspeed.INFO} that describes their shards; give a layout"
         )
     # In a universal checkpoint, parameters are whole.
     description = Description({} if checkpoint.format == _UNIVERSAL else info)
@@ -104,7 +104,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
     return Layout(
         rules=tuple(_rules(_geometries(checkpoint, description, ranks))),
         states=states,
-        place=f"DeepSpeed's {deepspeed_files.INFO}",
+        place=f"DeepSpeed's {deepspeed.INFO}",
     )
 
 
@@ -133,7 +133,7 @@ def facts(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
             }
             for name in names
         }
-    description = Description(checkpoint.values.get(deepspeed_files.INFO))
+    description = Description(checkpoint.values.get(deepspeed.INFO))
     return {name: description.facts(name) for name in names}
 
 
@@ -206,7 +206,7 @@ class Description:
     """
 
     def __init__(self, info: Any) -> None:
-        self._info = _typed(dict, {} if info is None else info, deepspeed_files.INFO)
+        self._info = _typed(dict, {} if info is None else info, deepspeed.INFO)
         version = self._info.get("universal_checkpoint_version", 0.0)
         if type(version) not in (int, float) or not 0 <= version <= _NEWEST:
             raise FormatError(

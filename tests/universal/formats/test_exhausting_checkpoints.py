@@ -9,9 +9,9 @@ import pickletools
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import flat_parameters, forgather, source_budget
-from elastic_ckpt.universal.formats.flat_parameters import Range
+from elastic_ckpt.universal.formats import forgather, optimizer_states, source_budget
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.optimizer_states import Range
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.formats.torch_zip import TorchZip
 from tests.universal.formats import dcp_files, process_limits, torch_files
@@ -155,6 +155,6 @@ def test_ranges_of_parameters_of_many_dims_are_refused(tmp_path, less):
     ranges = [Range(file=file, flat=flat, start=0, numel=each) for each in sizes]
     with pytest.MonkeyPatch.context() as patch, process_limits.limited():
         # The values would take too much disk.
-        patch.setattr(flat_parameters, "_check", lambda *_: None)
+        patch.setattr(optimizer_states, "_check", lambda *_: None)
         with pytest.raises(FormatError, match=r"x\.pt has values that take over"):
-            flat_parameters.fragments(shape, ranges, "w")
+            optimizer_states.fragments(shape, ranges, "w")

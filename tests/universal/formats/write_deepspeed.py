@@ -222,6 +222,7 @@ def config(sample):
         "zero_optimization": {"stage": stage, **threshold},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        **({"gradient_clipping": 0.0} if "muon" in sample else {}),
         # With float32, stage 1 is that of BF16_Optimizer.
         "data_types": {"grad_accum_dtype": "fp32"} if "bf16_muon" in sample else {},
     }
