@@ -31,8 +31,6 @@ from elastic_ckpt.universal.stored import StoredTensor
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
 _MOMENTUM = "momentum_buffer"
-# What `offload_optimizer` names if the optimizer is not offloaded.
-_NOWHERE = (None, "none")
 # Each parameter of a group has all of them.
 _MOST_STATES = 32
 _SHAPE_BYTES, _STATE_BYTES, _RANGE_BYTES = 200, 400, 150
@@ -206,32 +204,33 @@ def _whole_states(
     file: TorchFile, group: int, flats: Mapping[str, Tensor], numel: int
 ) -> list[str]:
     # Those that have `numel` elements, of all parameters of the rank as a whole.
-    settings = _of_group(file, group, "base_optimizer_state", "param_groups")
+    of_group = _of_group(file, group, "base_optimizer_state", "param_groups")
     # With the option `elastic_checkpoint` there are no groups.
     kind = file.at("ds_config", "optimizer", "type")
     is_muon = _MOMENTUM in flats and (
-        settings.get("use_muon") is True
-        if isinstance(settings, dict)
+        of_group.get("use_muon") is True
+        if isinstance(of_group, dict)
         else isinstance(kind, str) and "muon" in kind.lower()
     )
     # DeepSpeed up to 0.19.8 does not record them. BF16_Optimizer states no stage.
     recorded = _of_group(file, group, "whole_param_optimizer_states")
-    offload = "ds_config", "zero_optimization", "offload_optimizer", "device"
+    settings = file.at("ds_config", "zero_optimization")
+    settings = settings if isinstance(settings, dict) else {}
+    offload = settings.get("offload_optimizer")
+    is_offloaded = settings.get("cpu_offload") is True or (
+        isinstance(offload, dict) and offload.get("device") not in (None, "none")
+    )
     if isinstance(recorded, list | tuple):
         whole = [key for key in flats if key in recorded]
-    elif file.at(_STATE, "zero_stage") is None or file.at(*offload) not in _NOWHERE:
+    elif file.at(_STATE, "zero_stage") is None or is_offloaded:
         whole = []
     else:
         whole = [_MOMENTUM] if is_muon else []
     padding = _of_group(file, group, "group_paddings")
+    parts = sum(flats["fp32"].shape)
+    sizes = (parts, parts + padding if type(padding) is int else parts)
     for key in {_MOMENTUM, *whole} if is_muon else whole:
-        master = flats["fp32"].shape
-        fitting = [(numel,)]
-        if key not in whole:
-            fitting = [
-                master,
-                (sum(master) + (padding if type(padding) is int else 0),),
-            ]
+        fitting = [(numel,)] if key in whole else [(size,) for size in sizes]
         if flats[key].shape not in fitting:
             raise file.error(
                 f"has the {key} of Muon in group {group} of shape"

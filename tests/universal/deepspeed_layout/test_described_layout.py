@@ -187,6 +187,27 @@ def test_moments_of_a_scaled_map_take_inverse_powers():
     assert arrays["second_moment/w"].tolist() == (3 * shard * 0.25).tolist()
 
 
+def test_the_momentum_of_a_scaled_map_takes_the_inverse_scale():
+    shard = relayout.numbered(3)
+    piece = block([3], [0, [1]], [0, [1]], [0, 1], scale=0.5)
+    info = affine((3,), [(3,), (3,)], [piece], [piece])
+    arrays = merged({"w": [shard, shard]}, info, kinds=("momentum_buffer",))
+    assert arrays["momentum_buffer/w"].tolist() == (shard * 0.5).tolist()
+
+
+@pytest.mark.parametrize("sample", ["zero1_muon_dp2", "zero2_offload_muon_dp2"])
+def test_the_momentum_of_muon_is_loaded_by_the_description(samples, sample):
+    tensors = opening.open_checkpoint(samples(sample)).tensors
+    held = [each for each in tensors if each.kind == "momentum_buffer"]
+    like = {t.name: jax.ShapeDtypeStruct(t.shape, np.float32) for t in held}
+    state = universal.load(samples(sample), {"momentum_buffer": like})
+    for name, array in state["momentum_buffer"].items():
+        known = kv.known("momentum_buffer", name, array.shape)
+        if sample != "zero1_muon_dp2":
+            known = known.astype(ml_dtypes.bfloat16).astype(np.float32)
+        assert np.asarray(array).tobytes() == known.tobytes(), name
+
+
 def test_a_map_that_replicates_some_blocks_and_reorders_others_is_followed():
     whole = relayout.numbered(7, 2)
     # Rows 0 to 3 are gathered by twos, in another order; 4 to 6 are in both.
