@@ -138,36 +138,35 @@ def mapped(shapes: Sequence[Shape], entry: Any, rows: int | None) -> Geometry:
     # The rank and the shape of each block, and where it begins in the parameter and in
     # the shard.
     blocks: list[tuple[int, Shape, Shape, Shape]] = []
-    scales = set()
+    scales, cut = set(), set()
     try:
         logical = _sizes(entry["logical_shape"])
-        stated = [_sizes(each["shard_shape"]) for each in _by_rank(entry)]
+        ranks = [entry["ranks"][str(rank)] for rank in range(len(entry["ranks"]))]
+        stated = [_sizes(each["shard_shape"]) for each in ranks]
         if stated != list(shapes):
             raise FormatError(
                 f"ranks have shards of the shapes {shapes}, and {stated} are stated"
             )
-        for rank, shard in enumerate(_by_rank(entry)):
-            for piece in shard["pieces"]:
+        for rank, each in enumerate(ranks):
+            cut |= _differing(shapes[rank], logical)
+            for piece in each["pieces"]:
                 shape = _sizes(piece["shape"])
                 if math.prod(shape):
                     start = _begin(piece["source"], shape, logical)
                     at = _begin(piece["dest"], shape, shapes[rank])
                     blocks.append((rank, shape, start, at))
+                    cut |= _differing(shape, logical)
                     scales.add(float(piece.get("scale", 1.0)))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"the affine map is malformed ({error!r})") from None
     if len(scales) > 1 or not all(math.isfinite(each) and each for each in scales):
         raise FormatError(f"the blocks have the scales {sorted(scales)}, not one")
-    cut = sorted(
-        {dim for _, shape, _, _ in blocks for dim in _differing(shape, logical)}
-        | {dim for shape in shapes for dim in _differing(shape, logical)}
-    )
     if len(cut) > 1:
-        raise FormatError(f"the affine map cuts the dims {cut}, not one")
+        raise FormatError(f"the affine map cuts the dims {sorted(cut)}, not one")
     if not cut and [rank for rank, *_ in blocks] == list(range(len(shapes))):
         made = whole(shapes, "replicated", rows)
     else:
-        dim = cut[0] if cut else 0
+        dim = cut.pop() if cut else 0
         parts = [
             Part(r, at[dim], start[dim], shape[dim]) for r, shape, start, at in blocks
         ]
@@ -175,14 +174,10 @@ def mapped(shapes: Sequence[Shape], entry: Any, rows: int | None) -> Geometry:
     return dataclasses.replace(made, scale=scales.pop() if scales else 1.0)
 
 
-def _by_rank(entry: Any) -> list[Any]:
-    return [entry["ranks"][str(rank)] for rank in range(len(entry["ranks"]))]
-
-
-def _differing(shape: Shape, logical: Shape) -> list[int]:
-    # A block or shard of other dims than the parameter's is none of it.
+def _differing(shape: Shape, logical: Shape) -> set[int]:
+    # The dims in which a block or shard is shorter than its parameter.
     pairs = enumerate(zip(shape, logical, strict=True))
-    return [dim for dim, (length, whole_length) in pairs if length != whole_length]
+    return {dim for dim, (length, whole_length) in pairs if length != whole_length}
 
 
 def _sizes(values: Any) -> Shape:
@@ -238,31 +233,26 @@ def _cut(
         groups = [[piece] for piece in of_ranks]
     if not groups:
         groups = [[Part(rank, 0, 0, 0) for rank in range(len(shapes))]]
-    names = [f"{'sx'[group[0].is_left_out]}{n}" for n, group in enumerate(groups)]
-    widths = {
-        name: tuple(
-            sum(each.length for each in group if each.rank == rank)
-            for rank in range(len(shapes))
-        )
-        for name, group in zip(names, groups, strict=True)
-    }
-    in_order = sorted(
-        zip(groups, names, strict=True), key=lambda pair: pair[0][0].start
-    )
-    kept = [name for group, name in in_order if not group[0].is_left_out]
+    names, widths, kept = [], [], {}
+    for number, group in enumerate(groups):
+        names.append(f"{'x' if group[0].is_left_out else 's'}{number}")
+        lengths = {each.rank: each.length for each in group}
+        widths.append(tuple(lengths.get(rank, 0) for rank in range(len(shapes))))
+        if not group[0].is_left_out:
+            kept[group[0].start] = names[-1]
     is_sharded = len(shapes) > 1
     suffix = f"@{AXIS}" if is_sharded else ""
     dims = [f"d{number}" for number in range(len(shapes[0]))]
     source, target = (
         " ".join([*dims[:dim], f"({' + '.join(each)})", *dims[dim + 1 :]])
-        for each in ([name + suffix for name in names], kept)
+        for each in ([n + suffix for n in names], [kept[at] for at in sorted(kept)])
     )
     return Geometry(
         source,
         target,
-        widths=tuple(widths.items()) if is_sharded else (),
-        sizes=() if is_sharded else tuple((n, sum(w)) for n, w in widths.items()),
-        pad=tuple(name for name in names if name not in kept),
+        widths=tuple(zip(names, widths, strict=True)) if is_sharded else (),
+        sizes=() if is_sharded else tuple(zip(names, map(sum, widths), strict=True)),
+        pad=tuple(name for name in names if name.startswith("x")),
     )
 
 
@@ -286,8 +276,9 @@ def _disjoint(parts: Sequence[Part], length: int, kept: int) -> Iterator[Part]:
     for (start, stop), held in zip(itertools.pairwise(bounds), holders, strict=True):
         if not held:
             raise FormatError(f"no rank has {start} and what follows, along its dim")
+        first = min(held)
         for rank, part in sorted(held.items()):
-            is_left_out = start >= kept or rank != min(held)
+            is_left_out = start >= kept or rank != first
             at = part.at + start - part.start
             yield Part(rank, at, start, stop - start, is_left_out)
 

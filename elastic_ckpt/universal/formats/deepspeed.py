@@ -325,6 +325,7 @@ def _frozen(shards: Sequence[TorchFile]) -> Iterator[StoredTensor]:
     # Parameters that are not trained: no optimizer has them.
     shapes = shards[0].at("frozen_param_shapes")
     named = zero.named_shapes(shards[0], shapes) if isinstance(shapes, dict) else {}
+    shards[0].take(zero.RANGE_BYTES * len(named) * len(shards))
     for name, shape in named.items():
         ranges, numel = [], math.prod(shape)
         for dp, file in enumerate(shards):

@@ -35,8 +35,9 @@ _NESTED = ("optimizer_state_dict", "optimizer")
 _MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
 # States that have the shape of their parameter.
 _SHAPED = ("fp32", "exp_avg", "momentum_buffer")
-# A fragment and its box, without their dims; each of the dims.
-_PIECE_BYTES, _DIM_BYTES = 300, 80
+# A fragment and its share of a box, which all states of a parameter have, without their
+# dims; each of the dims.
+_PIECE_BYTES, _DIM_BYTES = 200, 30
 
 Shape = tuple[int, ...]
 Ranks = tuple[tuple[str, int], ...]

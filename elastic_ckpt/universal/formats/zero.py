@@ -33,7 +33,7 @@ _STATE = "optimizer_state_dict"
 _MOMENTUM = "momentum_buffer"
 # Each parameter of a group has all of them.
 _MOST_STATES = 32
-_SHAPE_BYTES, _STATE_BYTES, _RANGE_BYTES = 200, 400, 150
+_SHAPE_BYTES, _STATE_BYTES, RANGE_BYTES = 200, 400, 150
 Shapes = Mapping[str, Shape]
 # The name of a parameter, its shape, the optimizer's name of a state, a range of it,
 # and whether every rank has the same.
@@ -82,10 +82,11 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
         made: dict[tuple[str, str], tuple[Shape, list[Range]]] = {}
         for name, shape, key, part, is_copy in places(held, group, shapes):
             state = name, state_kinds.kind_of(key)
-            part.file.take(_RANGE_BYTES if state in made else _STATE_BYTES)
-            _, ranges = made.setdefault(state, (shape, []))
-            if not ranges or not is_copy:
-                ranges.append(part)
+            if state not in made:
+                part.file.take(_STATE_BYTES)
+                made[state] = shape, [part]
+            elif not is_copy:
+                made[state][1].append(part)
         for (name, kind), (shape, ranges) in made.items():
             yield optimizer_states.of_ranges(name, kind, shape, ranges)
 
@@ -103,7 +104,6 @@ def equal_part(
       part: its number, and how many there are.
     """
     number, count = part
-    file.take(_RANGE_BYTES)
     size = -(-numel // count)
     kept = max(0, min(size, numel - number * size))
     return Range(file=file, flat=flat, start=start, numel=kept)
@@ -125,6 +125,7 @@ def _equal_places(
             )
         masters = file.list_at(_STATE, "fp32_flat_groups")
         flats = _flat_tensors(file, group, masters, file.dict_at(_STATE, _STATE))
+        file.take(RANGE_BYTES * len(shapes) * len(flats))
         start = 0
         for name, shape in shapes.items():
             numel, part = math.prod(shape), (dp, len(held))
@@ -152,6 +153,7 @@ def _listed_places(
             name: _place(file, name, address)
             for name, address in mappings[group].items()
         }
+        file.take(RANGE_BYTES * len(places) * len(flats))
         for name in places:
             if name not in shapes:
                 raise file.error(f"has {name}, which param_shapes do not have")

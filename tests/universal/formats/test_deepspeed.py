@@ -65,7 +65,8 @@ def trained(sample):
         first, last = "tied_modules.embed", f"{count + 1}"
     names = {f"{first}.words.weight", *(f"{last}.{leaf}" for leaf in kv.FINAL)}
     names |= {f"{block}.{leaf}" for block in blocks for leaf in kv.BLOCK}
-    if "pp2" not in sample and sample[:5] in ("zero0", "zero1"):
+    is_whole = "pp2" not in sample and sample[:5] in ("zero0", "zero1")
+    if is_whole or "muon" in sample:
         names.add("frozen")
     if "ep2" in sample:
         moe = [f"{block}.moe.deepspeed_moe" for block in blocks]
@@ -270,50 +271,70 @@ def test_a_checkpoint_by_hand_is_read(tmp_path):
     assert stored_values.read(tensor).tolist() == [[1, 2], [3, 4]]
 
 
-MUON = ("zero1_muon_dp2", "zero2_muon_dp4", "zero1_bf16_muon_dp2")
-MUON = (*MUON, "zero2_offload_muon_dp2")
+# The momentum is of whole parameters on each rank, then divided like the masters.
+WHOLE_MUON = ("zero1_muon_dp2", "zero2_muon_dp4")
+MUON = (
+    *WHOLE_MUON,
+    *("zero1_bf16_muon_dp2", "zero2_offload_muon_dp2", "zero3_muon_dp2"),
+)
+
+
+def check_muon(checkpoint, names, *, momentum_dtype, of_16_bits):
+    """Whether matrices have the known momentum, and all others Adam's moments."""
+    by_key = stored_values.by_key(checkpoint)
+    shapes = {name: kv.full_shape(name, (3, 5)) for name in names}
+    matrices = {n for n, shape in shapes.items() if len(shape) > 1 and "embed" not in n}
+    compared = set()
+    for (name, kind, _), tensor in by_key.items():
+        state = {**STATE_OF, "momentum_buffer": "momentum_buffer"}.get(kind)
+        if state and name in names:
+            array = kv.of_rank(state, name, shapes[name], 0, 1)
+            if kind == "momentum_buffer":
+                # Gradients have the type of the weights.
+                of_weights = ml_dtypes.bfloat16 if of_16_bits else np.float32
+                array = array.astype(of_weights).astype(momentum_dtype)
+            read = stored_values.read(tensor)
+            assert (read.dtype, read.shape) == (array.dtype, array.shape), (name, kind)
+            assert read.tobytes() == array.tobytes(), (name, kind)
+            compared.add((name, kind))
+    assert {each for each in compared if each[1] != "master"} == {
+        *((name, "momentum_buffer") for name in matrices),
+        *(
+            (name, kind)
+            for name in shapes.keys() - matrices
+            for kind in ("first_moment", "second_moment")
+        ),
+    }
+    return {name for name, kind in compared if kind == "master"}
 
 
 @pytest.mark.parametrize("sample", MUON)
 def test_the_momentum_of_muon_is_read_bit_equal(samples, sample):
     checkpoint = deepspeed.open_checkpoint(samples(sample))
     assert checkpoint.format == f"DeepSpeed ZeRO-{sample[4]}"
-    by_key = stored_values.by_key(checkpoint)
-    shapes = {
-        name: each.shape
-        for (name, kind, _), each in by_key.items()
-        if kind == "parameter"
-    }
-    matrices = {n for n, shape in shapes.items() if len(shape) > 1 and "embed" not in n}
-    assert len(matrices) == 4 * kv.BLOCKS + 1
-    assert {
-        (name, kind) for name, kind, _ in by_key if kind not in ("parameter", "buffer")
-    } == {
-        *((name, "master") for name in shapes),
-        *((name, "momentum_buffer") for name in matrices),
-        *(
-            (name, kind)
-            for name in shapes.keys() - matrices
-            for kind in ("first_moment", "second_moment", "step")
-        ),
-    }
-    is_16_bit = sample == "zero2_muon_dp4"
-    for (name, kind, _), tensor in by_key.items():
-        state = {**STATE_OF, "momentum_buffer": "momentum_buffer"}.get(kind)
-        if state:
-            array = kv.of_rank(state, name, kv.full_shape(name, tensor.shape), 0, 1)
-            if kind == "momentum_buffer" and sample != "zero1_muon_dp2":
-                # Gradients of weights in bfloat16.
-                array = array.astype(ml_dtypes.bfloat16)
-                array = array if is_16_bit else array.astype(np.float32)
-            read = stored_values.read(tensor)
-            assert (read.dtype, read.shape) == (array.dtype, array.shape), (name, kind)
-            assert read.tobytes() == array.tobytes(), (name, kind)
+    is_16_bit = sample in ("zero2_muon_dp4", "zero3_muon_dp2")
+    masters = check_muon(
+        checkpoint,
+        trained(sample),
+        momentum_dtype=ml_dtypes.bfloat16 if is_16_bit else np.float32,
+        of_16_bits=sample != "zero1_muon_dp2",
+    )
+    assert masters == trained(sample)
+
+
+def test_the_momentum_of_muon_is_numbered_without_zero(samples):
+    checkpoint = deepspeed.open_checkpoint(samples("zero0_muon_dp2"))
+    # Adam has the embedding, which has the shape of these matrices.
+    unknown = {"embed.words.weight"} | {f"layers.{n}.gate_up.weight" for n in range(4)}
+    names = trained("zero0_muon_dp2") - unknown
+    check_muon(checkpoint, names, momentum_dtype=np.float32, of_16_bits=False)
+    states = [each for each in checkpoint.tensors if each.name.startswith("optimizer/")]
+    assert {each.shape for each in states} == {(16, 8), ()}
 
 
 @pytest.mark.parametrize("sample", MUON)
 def test_momentum_that_ranks_share_is_that_of_the_first(samples, sample):
-    is_whole = sample in MUON[:2]
+    is_whole = sample in WHOLE_MUON
     files_of = {}
     for tensor in deepspeed.open_checkpoint(samples(sample)).tensors:
         files = {os.path.basename(each.file) for each in tensor.fragments}

@@ -63,6 +63,8 @@ SAMPLES = {
     "zero2_muon_dp4": (4, 2, 1, 1, 0, "bf16"),
     "zero1_bf16_muon_dp2": (2, 1, 1, 1, 0, "bf16"),
     "zero2_offload_muon_dp2": (2, 2, 1, 1, 0, "bf16"),
+    "zero0_muon_dp2": (2, 0, 1, 1, 0, "fp32"),
+    "zero3_muon_dp2": (2, 3, 1, 1, 0, "bf16"),
     # The model of `llama_values`.
     "llama_zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
     "llama_zero1_dp2": (2, 1, 1, 1, 0, "bf16"),
@@ -88,7 +90,11 @@ class Part(nn.Module):
     """Parameters, with a function that uses them all."""
 
     def forward(self):
-        return sum(parameter.mean() for parameter in self.parameters())
+        gradients = dict(self.named_buffers(recurse=False))
+        return sum(
+            (each * gradients[f"gradient_{name}"]).sum() if gradients else each.mean()
+            for name, each in self.named_parameters(recurse=not gradients)
+        )
 
 
 class Layer(nn.Module):
@@ -150,18 +156,18 @@ class MuonModel(Model):
 
     def __init__(self):
         super().__init__(0, frozen=False)
-        for name, parameter in self.named_parameters():
+        for name, parameter in list(self.named_parameters()):
+            path, _, leaf = name.rpartition(".")
             shape = kv.full_shape(name, tuple(parameter.shape))
             gradient = kv.of_rank("momentum_buffer", name, shape, 0, 1)
-            buffer = "gradient_" + name.replace(".", "_")
-            self.register_buffer(buffer, torch.from_numpy(gradient), persistent=False)
+            self.get_submodule(path).register_buffer(
+                f"gradient_{leaf}", torch.from_numpy(gradient), persistent=False
+            )
 
     def forward(self, tokens):
-        del tokens
-        return sum(
-            (each * getattr(self, "gradient_" + name.replace(".", "_"))).sum()
-            for name, each in self.named_parameters()
-        ).float()
+        # ZeRO-3 gathers the parameters of a module for its own function.
+        parts = [each() for each in self.modules() if isinstance(each, Part)]
+        return (sum(parts) + Part.forward(self) + self.embed(tokens).sum()).float()
 
 
 def logits(module, hidden):
@@ -214,6 +220,8 @@ def config(sample):
     kind, optimizer = "Adam", {"lr": 0.01, "torch_adam": True}
     if "muon" in sample:
         kind, optimizer["momentum"] = "Muon", 0.0
+        # ZeRO-3 refuses it with Muon.
+        threshold["reduce_scatter"] = stage < 3
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -260,22 +268,22 @@ def set_value(engine, parameter, values):
         parameter.data.copy_(values["fp32"])
     if not parameter.requires_grad:
         return
+    is_of_muon = getattr(parameter, "use_muon", False)
+    moments = () if is_of_muon else ("exp_avg", "exp_avg_sq")
     if engine.zero_optimization_stage() == 0:
         master = master_of(engine.optimizer, parameter)
         master.data.copy_(values["fp32"])
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in moments:
             engine.optimizer.state[master][key].copy_(values[key])
         return
     if hasattr(parameter, "ds_id"):
         parts = {key: own_part(values[key], group) for key in kv.STATES}
         safe_set_local_fp32_param(parameter, parts["fp32"])
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in moments:
             safe_set_local_optimizer_state(parameter, parts[key], key)
         return
     safe_set_full_fp32_param(parameter, values["fp32"])
-    if getattr(parameter, "use_muon", False):
-        return
-    for key in ("exp_avg", "exp_avg_sq"):
+    for key in moments:
         safe_set_full_optimizer_state(parameter, values[key], key)
 
 
