@@ -216,12 +216,9 @@ def _whole_states(
     )
     # DeepSpeed up to 0.19.8 does not record them. BF16_Optimizer states no stage.
     recorded = _of_group(file, group, "whole_param_optimizer_states")
-    settings = file.at("ds_config", "zero_optimization")
-    settings = settings if isinstance(settings, dict) else {}
-    offload = settings.get("offload_optimizer")
-    is_offloaded = settings.get("cpu_offload") is True or (
-        isinstance(offload, dict) and offload.get("device") not in (None, "none")
-    )
+    zero = "ds_config", "zero_optimization"
+    device = file.at(*zero, "offload_optimizer", "device")
+    is_offloaded = device not in (None, "none") or file.at(*zero, "cpu_offload") is True
     if isinstance(recorded, list | tuple):
         whole = [key for key in flats if key in recorded]
     elif file.at(_STATE, "zero_stage") is None or is_offloaded:
