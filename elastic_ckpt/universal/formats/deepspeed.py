@@ -399,7 +399,7 @@ def _is_of_experts(group: Group) -> bool:
 
 def _check_size(file: TorchFile, ranks: set[int]) -> None:
     # Groups are named after the number of ranks that experts are spread over.
-    inner = optimizer_states.inner_keys(file, ("optimizer",))
+    inner = optimizer_states.inner_keys(file)
     groups = file.list_at(*inner, "param_groups")
     names = [group.get("name") for group in groups if isinstance(group, dict)]
     matches = [_EXPERT_GROUP.fullmatch(name) for name in names if isinstance(name, str)]

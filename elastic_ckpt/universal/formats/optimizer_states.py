@@ -31,6 +31,7 @@ from elastic_ckpt.universal.strides import row_major
 UNNAMED = "optimizer/"
 # Keys of the state dict of PyTorch's optimizer in that of the one around it, and of the
 # float32 parameters: DeepSpeed's, then Megatron's.
+_OPTIMIZER = "optimizer"
 _NESTED = ("optimizer_state_dict", "optimizer")
 _MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
 # States that have the shape of their parameter.
@@ -186,23 +187,21 @@ def distinct(weights: Sequence[StoredTensor]) -> list[StoredTensor]:
 def numbered(
     file: TorchFile,
     weights: Sequence[StoredTensor],
-    keys: Sequence[str] = ("optimizer",),
     *,
     is_chosen: Callable[[Group], bool] = bool,
 ) -> Iterator[StoredTensor]:
     """The states of an optimizer, named as the weights of the same rank where possible.
 
     Args:
-      file: that has the optimizer's state dict.
+      file: that has the optimizer's state dict as `optimizer`.
       weights: of kind `parameter`, in the order of the model.
-      keys: of nested dicts that lead to the state dict.
       is_chosen: whether the parameters of a group are among `weights`; states of other
         groups are left out.
 
     Raises:
       FormatError: if it is no state dict.
     """
-    optimizer, inner = file.dict_at(*keys), inner_keys(file, keys)
+    optimizer, inner = file.dict_at(_OPTIMIZER), inner_keys(file)
     param_groups = file.list_at(*inner, "param_groups")
     groups = []
     for group in param_groups:
@@ -217,25 +216,26 @@ def numbered(
             held[number] |= {str(k): t for k, t in tensors if isinstance(t, Tensor)}
     for number, master in _masters(file, optimizer, groups):
         held[number]["fp32"] = master
-    chosen = [
-        numbers
-        for numbers, group in zip(groups, param_groups, strict=True)
-        if is_chosen(group)
-    ]
-    names = _names(held, chosen, weights)
-    is_all = len(chosen) == len(groups)
-    kept = held.keys() if is_all else set(itertools.chain.from_iterable(chosen))
+    chosen = [is_chosen(group) for group in param_groups]
+    left_out = {
+        number
+        for numbers, is_kept in zip(groups, chosen, strict=True)
+        for number in numbers
+        if not is_kept
+    }
+    names = _names(held, list(itertools.compress(groups, chosen)), weights)
     for number, state in sorted(held.items()):
         weight = names.get(number)
         name = weight.name if weight else f"{UNNAMED}{number}"
-        for key, tensor in state.items() if number in kept else ():
+        for key, tensor in state.items() if number not in left_out else ():
             ranks = weight.ranks if weight else ()
             yield stored(file, name, state_kinds.kind_of(key), tensor, ranks)
 
 
-def inner_keys(file: TorchFile, keys: Sequence[str]) -> list[str]:
+def inner_keys(file: TorchFile) -> list[str]:
     """The keys of the state dict of PyTorch's optimizer, in that of one around it."""
-    return [*keys, *[k for k in _NESTED if isinstance(file.at(*keys, k), dict)][:1]]
+    nested = [k for k in _NESTED if isinstance(file.at(_OPTIMIZER, k), dict)]
+    return [_OPTIMIZER, *nested[:1]]
 
 
 def _masters(

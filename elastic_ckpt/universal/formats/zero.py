@@ -123,8 +123,8 @@ def _equal_places(
                 "has experts that AutoEP spread; convert it with DeepSpeed's"
                 " ds_to_universal before"
             )
-        masters = file.list_at(_STATE, "fp32_flat_groups")
-        flats = _flat_tensors(file, group, masters, file.dict_at(_STATE, _STATE))
+        master = _of_group(file, group, "fp32_flat_groups")
+        flats = _flat_tensors(file, group, master, file.dict_at(_STATE, _STATE))
         file.take(RANGE_BYTES * len(shapes) * len(flats))
         start = 0
         for name, shape in shapes.items():
@@ -142,17 +142,14 @@ def _listed_places(
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     lacking = {name for name, size in sizes.items() if size}
     for dp, file in enumerate(held):
-        masters = file.list_at(_STATE, "single_partition_of_fp32_groups")
+        master = _of_group(file, group, "single_partition_of_fp32_groups")
         base = file.at(_STATE, "base_optimizer_state")
-        flats = _flat_tensors(file, group, masters, base)
+        flats = _flat_tensors(file, group, master, base)
         names = _names(file, group, shapes, (dp, len(held)))
-        mappings = file.list_at(_STATE, "param_slice_mappings")
-        if group >= len(mappings) or not isinstance(mappings[group], dict):
+        mapping = _of_group(file, group, "param_slice_mappings")
+        if not isinstance(mapping, dict):
             raise file.error(f"has no mapping of the parameters of group {group}")
-        places = {
-            name: _place(file, name, address)
-            for name, address in mappings[group].items()
-        }
+        places = {name: _place(file, name, each) for name, each in mapping.items()}
         file.take(RANGE_BYTES * len(places) * len(flats))
         for name in places:
             if name not in shapes:
@@ -180,16 +177,13 @@ def _listed_places(
 
 
 def _flat_tensors(
-    file: TorchFile, group: int, masters: Sequence[Any], base: Any
+    file: TorchFile, group: int, master: Any, base: Any
 ) -> dict[str, Tensor]:
     # The tensors of a group in one file, by the optimizer's names of them. With the
     # option `elastic_checkpoint`, `base` is a list of the groups.
-    if isinstance(base, list):
-        by_group: Any = dict(enumerate(base))
-    else:
-        by_group = base.get("state") if isinstance(base, dict) else None
-    state = by_group.get(group, {}) if isinstance(by_group, dict) else {}
-    master = masters[group] if group < len(masters) else None
+    held = base.get("state") if isinstance(base, dict) else base
+    held = dict(enumerate(held)) if isinstance(held, list) else held
+    state = held.get(group, {}) if isinstance(held, dict) else {}
     if not isinstance(master, Tensor) or not isinstance(state, dict):
         raise file.error(f"has no states of group {group}")
     named = {"fp32": master, **state}

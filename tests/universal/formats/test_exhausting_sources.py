@@ -161,4 +161,4 @@ def test_many_states_of_many_parameters_are_refused(tmp_path):
     states = {f"state{number}": tensor for number in range(40)}
     file = TorchFile(path=str(path), value={})
     with pytest.raises(FormatError, match=r"x\.pt has 41 states of each parameter"):
-        zero._flat_tensors(file, 0, [tensor], [states])
+        zero._flat_tensors(file, 0, tensor, [states])
