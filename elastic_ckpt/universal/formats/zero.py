@@ -149,17 +149,18 @@ def _listed_places(
         mapping = _of_group(file, group, "param_slice_mappings")
         if not isinstance(mapping, dict):
             raise file.error(f"has no mapping of the parameters of group {group}")
+        file.take(RANGE_BYTES * len(mapping) * len(flats))
         places = {name: _place(file, name, each) for name, each in mapping.items()}
-        file.take(RANGE_BYTES * len(places) * len(flats))
         for name in places:
             if name not in shapes:
                 raise file.error(f"has {name}, which param_shapes do not have")
-        # Of states that have them as a whole, in the order of the parameters.
-        ordered = sorted(places, key=lambda name: places[name])
-        ends = list(itertools.accumulate((sizes[n] for n in ordered), initial=0))
-        starts = dict(zip(ordered, ends, strict=False))
-        whole = _whole_states(file, group, flats, ends[-1])
         lacking -= places.keys()
+        whole = _whole_states(file, group, flats, sum(sizes[n] for n in places))
+        # Of whole parameters, in the order of their parts.
+        starts, end = {}, 0
+        for name in sorted(places, key=lambda n: places[n]) if whole else ():
+            starts[name] = end
+            end += sizes[name]
         for name, key in itertools.product(places, flats):
             start, numel = places[name]
             flat = flats[key]
