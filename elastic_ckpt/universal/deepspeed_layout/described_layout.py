@@ -312,9 +312,10 @@ class Description:
         matched: dict[str, tuple[str, Any]] = {}
         for number in self._patterns.matches(name):
             key, pattern, value = self._entries[number]
-            first, _ = matched.setdefault(key, (pattern, value))
-            if first is not pattern and key != _PARTS:
+            if key in matched and key != _PARTS:
+                first, _ = matched[key]
                 raise FormatError(f"{first!r} and {pattern!r} of {key} both match it")
+            matched.setdefault(key, (pattern, value))
         return matched
 
     def _widths(

@@ -283,6 +283,7 @@ def whole_piece(**parts):
         ({"tp_replicated_parameter_patterns": 1}, "is no list"),
         ({"tp_replicated_parameter_patterns": [1]}, "no text"),
         ({"tp_replicated_parameter_patterns": ["w", ".*"]}, "both match"),
+        ({"tp_replicated_parameter_patterns": ["w", "w"]}, "both match"),
         ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "not describe"),
         ({"vocabulary_parameter_patterns": ["w"]}, "original_vocab_size is None"),
         ({"parameter_with_sub_params": [{"patterns": ["w"]}]}, "is no list"),
