@@ -149,7 +149,7 @@ def test_ranges_of_parameters_of_many_dims_are_refused(tmp_path, less):
     with TorchZip(torch_files.write(path, tensor, **elements)) as opened:
         flat = opened.value
     # Each range has boxes for most dims, as the numbers of its ends are odd.
-    numel, count = 2**40, 4000 >> less
+    numel, count = 2**40, 6000 >> less
     sizes = [numel // count // 2 * 2 + 1, *[numel // count // 2 * 2] * (count - 2)]
     sizes.append(numel - sum(sizes))
     ranges = [Range(file=file, flat=flat, start=0, numel=each) for each in sizes]
