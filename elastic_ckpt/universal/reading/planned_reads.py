@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import logging
 
-from elastic_ckpt.core import allgather, errors
+from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import opened
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -109,6 +109,9 @@ class PlannedReads:
         """
         if self.source is not None or checkpoint.checksums is opened.no_checksums:
             return None
+        # The import of JAX takes seconds, which conversions do not need.
+        from elastic_ckpt.core import allgather
+
         checks = ReadChecks(checkpoint, self.plan, self.files, allgather.shared())
         if checks.unverified:
             logging.info(
