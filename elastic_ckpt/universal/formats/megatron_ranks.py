@@ -47,8 +47,7 @@ def open_checkpoint(folder: epath.Path) -> OpenedCheckpoint:
     """Opens the directory of an iteration.
 
     Raises:
-      FormatError: if a file is missing or damaged, or has names outside of
-        `inert_names`.
+      FormatError: if a file is missing or damaged.
     """
     paths: dict[Coordinates, epath.Path] = {}
     buffers: dict[Coordinates, epath.Path] = {}

@@ -19,11 +19,6 @@ _THREADS = 4
 _PIECE_BYTES, _LOCAL_PIECE_BYTES = 16 << 20, 1 << 20
 
 
-def _none(file: str) -> Sequence[Checksum]:
-    del file
-    return ()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedCheckpoint:
     """See `stored.Checkpoint`.
@@ -40,7 +35,7 @@ class OpenedCheckpoint:
     tensors: Sequence[StoredTensor]
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    checksums: Callable[[str], Sequence[Checksum]] = _none
+    checksums: Callable[[str], Sequence[Checksum]] = lambda _: ()
 
     def check(self, files: Sequence[str]) -> list[str]:
         """Compares the checksums that the format has of these files.
