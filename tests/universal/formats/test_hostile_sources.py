@@ -100,7 +100,7 @@ def test_code_in_a_distributed_checkpoint_is_not_run(tmp_path, place):
     if place == "value":
         assert used(path).values["lr"] == {"w": f"touch {touched}"}
     else:
-        refused(path, "malformed" if place == "metadata" else "no tensor")
+        refused(path, "is no metadata" if place == "metadata" else "no tensor")
     assert not touched.exists()
 
 
