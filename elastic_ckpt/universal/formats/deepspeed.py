@@ -141,8 +141,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     """Opens the directory of a step, or one whose file `latest` names it.
 
     Raises:
-      FormatError: if a file is missing or damaged, contradicts another, or has names
-        outside of `inert_names`.
+      FormatError: if a file is missing or damaged, or contradicts another.
     """
     tp, ranks = _ranks(folder_of(path))
     values, stage = model_values(ranks[0].model), 0

@@ -30,9 +30,9 @@ SAMPLES = [
     *("deepspeed/zero1_tp2_pp2_dp2_universal", "deepspeed/zero3_dp4_universal"),
     *("megatron/torch_dist_ep2", "megatron/torch_dist_tp2_pp2"),
     *("megatron/mp_rank_pp2_vp2", "forgather/pipeline-2x2", "forgather/single"),
-    "forgather/without_manifest",
+    *("forgather/without_manifest", "weights/sharded", "weights/meta"),
 ]
-ZIPS = (".pt", ".distcp", ".bin")
+ZIPS = (".pt", ".pth", ".distcp", ".bin")
 
 
 def changed_tensors(path, file, content, changed):
