@@ -26,13 +26,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from elastic_ckpt.universal.writing.universal_folder import UniversalFolder
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from benchmarks import report, universal_files, universal_turns
 from elastic_ckpt import universal
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.writing.universal_folder import UniversalFolder
 
 _DEVICES = 2
 _MATRIX, _NORM = "layers.{layer}.{name}.weight", "layers.{layer}.norm"

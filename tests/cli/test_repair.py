@@ -10,7 +10,6 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers.persistent import ocdbt
 from tests import ocdbt_extents, runs
 from tests.checkpoint import stock_program
 from tests.tiers import served, tiered_steps

@@ -100,7 +100,7 @@ def convert(
         if num_processes == 1:
             _in_threads(writer, attempt, left, done, show)
         else:
-            _in_processes(job, attempt, left, num_processes, done, show)
+            _in_processes(writer, job, attempt, left, num_processes, done, show)
         writer.commit(attempt)
     return conversion
 
@@ -145,6 +145,7 @@ def _in_threads(
 
 
 def _in_processes(
+    writer: Writer,
     job: Job,
     attempt: str,
     left: Iterable[int],
@@ -155,9 +156,8 @@ def _in_processes(
     spawn = multiprocessing.get_context("spawn")
     stopped, written = spawn.Event(), spawn.Value("q", 0)
     kept = done.value
-    with futures.ProcessPoolExecutor(
-        num_processes, spawn, _begin, (job, attempt, written, stopped)
-    ) as pool:
+    given = (job, writer.identity, attempt, written, stopped)
+    with futures.ProcessPoolExecutor(num_processes, spawn, _begin, given) as pool:
         waiting = {pool.submit(_write, number) for number in left}
         try:
             while waiting:
@@ -183,7 +183,7 @@ def _in_processes(
 _unit: Callable[[int], None]
 
 
-def _begin(job: Job, attempt: str, written: Any, stopped: Any) -> None:
+def _begin(job: Job, identity: str, attempt: str, written: Any, stopped: Any) -> None:
     global _unit
     # It computes on no device.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -194,7 +194,14 @@ def _begin(job: Job, attempt: str, written: Any, stopped: Any) -> None:
         with written.get_lock():
             written.value += num_bytes
 
-    _unit = lambda number: writer.write(attempt, number, note, stopped.is_set)  # noqa: E731
+    def write(number: int) -> None:
+        if writer.identity != identity:
+            raise errors.CheckpointError(
+                f"{job.source} has changed since the conversion began; convert again"
+            )
+        writer.write(attempt, number, note, stopped.is_set)
+
+    _unit = write
 
 
 def _write(number: int) -> None:

@@ -146,6 +146,23 @@ class Writer:
         target = destination.target
         self._records = target.parent / f"{target.name}{_WRITTEN}"
 
+    @functools.cached_property
+    def identity(self) -> str:
+        """A digest of the source, the rules, and the plan of the files."""
+        destination = self._destination
+        conversion = destination.conversion
+        return digest.json_digest(
+            {
+                "source": conversion.identity,
+                "format": conversion.job.to,
+                "files": [[each.name, each.num_bytes] for each in destination.files],
+                "targets": [
+                    [each.name, each.dtype.name, *conversion.chunk_of[each.name]]
+                    for each in conversion.targets
+                ],
+            }
+        )
+
     def prepare(self) -> str:
         """Begins an attempt, or continues one of the same files; returns its name.
 
@@ -160,13 +177,13 @@ class Writer:
                     f"{destination.target} exists already; remove it, or give another"
                     " path"
                 )
-            if earlier.get("identity") == self._identity:
+            if earlier.get("identity") == self.identity:
                 return earlier["attempt"]
             if earlier and storage.is_local(destination.target):
                 storage.remove(destination.directory(earlier["attempt"]))
             storage.remove(self._records)
             attempt = f"{time.time_ns() // 1_000_000:015d}"
-            self._record(_ATTEMPT, {"identity": self._identity, "attempt": attempt})
+            self._record(_ATTEMPT, {"identity": self.identity, "attempt": attempt})
         return attempt
 
     def is_written(self, attempt: str, number: int) -> bool:
@@ -312,22 +329,6 @@ class Writer:
     ) -> Generator[tuple[str, Box, np.ndarray], None, None]:
         return self._destination.conversion.read(
             needed_of(unit), budget_bytes=self._budget_bytes, memory=self._memory
-        )
-
-    @functools.cached_property
-    def _identity(self) -> str:
-        destination = self._destination
-        conversion = destination.conversion
-        return digest.json_digest(
-            {
-                "source": conversion.identity,
-                "format": conversion.job.to,
-                "files": [[each.name, each.num_bytes] for each in destination.files],
-                "targets": [
-                    [each.name, each.dtype.name, *conversion.chunk_of[each.name]]
-                    for each in conversion.targets
-                ],
-            }
         )
 
     def _contents(self, attempt: str, number: int) -> dict[str, list[Held]] | None:
