@@ -17,12 +17,14 @@ class Model:
       layout: a shipped layout, or a file in this directory.
       config: the arguments of the class's configuration.
       dtype: in which it is saved.
+      quantized: "fp8" or "mxfp4", if it is stored so.
     """
 
     architecture: str
     layout: str
     config: Mapping[str, Any]
     dtype: str = "float32"
+    quantized: str = ""
 
 
 SIZES = {
@@ -38,6 +40,7 @@ SIZES = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+ROPE = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 LATENT = {
@@ -61,7 +64,7 @@ MODELS = {
     "llama3": Model(
         architecture="LlamaForCausalLM",
         layout="hf_llama3",
-        config=SIZES | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        config=SIZES | ROPE,
     ),
     "llama3_tied": Model(
         architecture="LlamaForCausalLM",
@@ -88,6 +91,7 @@ MODELS = {
         architecture="Qwen3MoeForCausalLM",
         layout="hf_qwen3",
         config=SIZES
+        | ROPE
         | EXPERTS
         | {"num_experts": 5, "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
@@ -98,14 +102,15 @@ MODELS = {
         | EXPERTS
         | {
             "num_experts": 5,
-            "mlp_only_layers": [1],
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1, 3],
             "shared_expert_intermediate_size": 28,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 6,
             "linear_key_head_dim": 14,
             "linear_value_head_dim": 9,
             "linear_conv_kernel_dim": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "layer_types": ["linear_attention", "full_attention"] * 2,
         },
     ),
     "gemma2": Model(
@@ -225,6 +230,69 @@ MODELS = {
             "num_channels": 3,
             "num_labels": 7,
         },
+    ),
+}
+VISION = {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+# Models that also see.
+SEEING = {
+    "gemma3_vision": Model(
+        architecture="Gemma3ForConditionalGeneration",
+        layout="hf_gemma3",
+        config={
+            "text_config": MODELS["gemma3"].config,
+            "vision_config": VISION,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "llama4_vision": Model(
+        architecture="Llama4ForConditionalGeneration",
+        layout="hf_llama4",
+        config={
+            "text_config": MODELS["llama4"].config,
+            "vision_config": VISION
+            | {
+                "vision_output_dim": 18,
+                "projector_input_dim": 18,
+                "projector_output_dim": 18,
+                "pixel_shuffle_ratio": 0.5,
+            },
+        },
+    ),
+}
+# Blocks of FP8 have 128 x 128 elements, those of MXFP4 32.
+QUANTIZED = {
+    "deepseek3_fp8": Model(
+        architecture="DeepseekV3ForCausalLM",
+        layout="hf_deepseek3",
+        config=LATENT
+        | {
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "hidden_size": 256,
+            "intermediate_size": 384,
+            "moe_intermediate_size": 128,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 256,
+            "qk_nope_head_dim": 60,
+            "v_head_dim": 68,
+        },
+        dtype="bfloat16",
+        quantized="fp8",
+    ),
+    "gpt_oss_mxfp4": Model(
+        architecture="GptOssForCausalLM",
+        layout="hf_gpt_oss",
+        config=MODELS["gpt_oss"].config
+        | {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2},
+        dtype="bfloat16",
+        quantized="mxfp4",
     ),
 }
 # The tokens of the logits.

@@ -15,7 +15,7 @@ def of(model, tensors):
       model: one of `models.MODELS`.
       tensors: by Hugging Face's names.
     """
-    maker = _Maker(tensors, model.config)
+    maker = _Maker(tensors, model.config.get("text_config", model.config))
     _TREES[model.architecture](maker)
     left = [name for name in tensors if name not in maker.used]
     assert not left, left
@@ -88,7 +88,9 @@ def _layers(make):
 
 
 def _attention(make):
-    heads, kv = (make.config[f"num_{each}_heads"] for each in ("attention", "key_value"))
+    heads, kv = (
+        make.config[f"num_{each}_heads"] for each in ("attention", "key_value")
+    )
     for part, count in {"query": heads, "key": kv, "value": kv}.items():
         for leaf, of in {"kernel": "weight", "bias": "bias"}.items():
             name = f"self_attn.{part[0]}_proj.{of}"
@@ -153,7 +155,9 @@ def _gemma(make):
 
 
 def _olmo(make):
-    heads, kv = (make.config[f"num_{each}_heads"] for each in ("attention", "key_value"))
+    heads, kv = (
+        make.config[f"num_{each}_heads"] for each in ("attention", "key_value")
+    )
     for layer in _layers(make):
         layer.norm("post_attention_norm", "post_attention_layernorm")
         layer.norm("post_mlp_norm", "post_feedforward_layernorm")
@@ -165,7 +169,9 @@ def _olmo(make):
 
 
 def _phi(make):
-    heads, kv = (make.config[f"num_{each}_heads"] for each in ("attention", "key_value"))
+    heads, kv = (
+        make.config[f"num_{each}_heads"] for each in ("attention", "key_value")
+    )
     d, ff = make.config["head_dim"], make.config["intermediate_size"]
     for layer in _layers(make):
         layer.norm("attention_norm", "input_layernorm")
@@ -261,7 +267,9 @@ def _qwen_next(make):
             continue
         _experts(layer)
         _mlp(layer, "mlp.shared_expert.", "moe/shared/")
-        layer.put("moe/shared_gate/kernel", layer.take("mlp.shared_expert_gate.weight")[0])
+        layer.put(
+            "moe/shared_gate/kernel", layer.take("mlp.shared_expert_gate.weight")[0]
+        )
 
 
 def _gated_attention(layer):
@@ -282,7 +290,12 @@ def _gated_attention(layer):
 def _linear_attention(layer):
     keys, values, key_d, value_d = (
         layer.config[f"linear_{each}"]
-        for each in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        for each in (
+            "num_key_heads",
+            "num_value_heads",
+            "key_head_dim",
+            "value_head_dim",
+        )
     )
     group = values // keys
     source, target = "linear_attn.", "linear_attention/"
@@ -368,7 +381,9 @@ def _t5(make):
     heads = make.config["num_heads"]
     for stack, count in counts.items():
         for number in range(make.config[count]):
-            layer = make.at(f"{stack}.block.{number}.layer.", f"{stack}/layers/{number}/")
+            layer = make.at(
+                f"{stack}.block.{number}.layer.", f"{stack}/layers/{number}/"
+            )
             parts = {"0.SelfAttention": "attention"}
             if stack == "decoder":
                 parts["1.EncDecAttention"] = "cross_attention"
@@ -426,6 +441,7 @@ _TREES = {
     "Qwen3NextForCausalLM": _qwen_next,
     "Gemma2ForCausalLM": _gemma,
     "Gemma3ForCausalLM": _gemma,
+    "Gemma3ForConditionalGeneration": _gemma,
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
     "GptOssForCausalLM": _gpt_oss,
@@ -433,6 +449,7 @@ _TREES = {
     "Olmo3ForCausalLM": _olmo,
     "Phi3ForCausalLM": _phi,
     "Llama4ForCausalLM": _llama4,
+    "Llama4ForConditionalGeneration": _llama4,
     "GPTNeoXForCausalLM": _gpt_neox,
     "GPT2LMHeadModel": _gpt2,
     "T5ForConditionalGeneration": _t5,
