@@ -78,7 +78,7 @@ def composed(tmp_path, *names, **sizes):
     path = tmp_path / f"{'_'.join(names)}.yml"
     fields = {"version": 1, "through": names, "sizes": sizes}
     path.write_text(json.dumps(fields))
-    return path
+    return str(path)
 
 
 def test_a_model_that_sees_has_the_language_model_of_its_family(
