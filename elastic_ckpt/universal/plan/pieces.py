@@ -33,6 +33,7 @@ from elastic_ckpt.universal.moves import (
     Side,
     Source,
     TargetTensor,
+    is_half_a_byte,
 )
 from elastic_ckpt.universal.plan import factored_dims, spans
 from elastic_ckpt.universal.plan.spans import Form, Limits
@@ -220,7 +221,8 @@ class _Cutter:
                 by_target[move.target].append(move)
         for target, group in by_target.items():
             for move, positions in self._overlapping(group, target):
-                if len(move.sources) == 1 and not self._in_halves(move.sources[0]):
+                is_half = is_half_a_byte(move.sources[0].viewed_as)
+                if len(move.sources) == 1 and not is_half:
                     self._cut(move, positions)
                 else:
                     self._reduce(move, positions)
@@ -322,7 +324,7 @@ class _Cutter:
         self._check_apart(tensor)
         volumes = [0] * len(parts)
         dtype = source.viewed_as or tensor.dtype
-        if self._in_halves(source):
+        if is_half_a_byte(source.viewed_as):
             dtype = _HALVES
         for at, number in self._fragments(source.side, parts, tensor):
             buffer, part = parts[at]
@@ -420,10 +422,6 @@ class _Cutter:
             found = self._kinds[kind] = number, into
         return found
 
-    def _in_halves(self, source: Source) -> bool:
-        # Whether two elements are in a byte.
-        return source.viewed_as is not None and source.viewed_as.name in _FOUR_BITS
-
     def _reduce(self, move: Move, positions: Sequence[int]) -> None:
         self._check_dtypes(move)
         packed = [self._packed(source) for source in move.sources]
@@ -480,7 +478,7 @@ class _Cutter:
     def _packed(self, source: Source) -> tuple[Source, int | None]:
         # A source whose last dim has bytes of two elements, in numbers of bytes, and
         # the factor that is half as long.
-        if not self._in_halves(source):
+        if not is_half_a_byte(source.viewed_as):
             return source, None
         tensor = self._tensors[source.tensor]
         last = len(tensor.shape) - 1
@@ -592,9 +590,6 @@ class _Cutter:
         ]
         chosen = rows[np.isin(rows[:, 4], [number, *layers]), 0]
         return (self._tensors[each].name for each in dict.fromkeys(chosen.tolist()))
-
-
-_FOUR_BITS = ("float4_e2m1fn", "int4", "uint4")
 
 
 def _advances(

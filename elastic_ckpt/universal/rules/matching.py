@@ -18,7 +18,13 @@ import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import garbage_collection
-from elastic_ckpt.universal.moves import Fill, Move, Source, TargetTensor
+from elastic_ckpt.universal.moves import (
+    Fill,
+    Move,
+    Source,
+    TargetTensor,
+    is_half_a_byte,
+)
 from elastic_ckpt.universal.rules import (
     composition,
     dtypes,
@@ -37,7 +43,7 @@ from elastic_ckpt.universal.rules.name_pattern import (
     NameIndex,
     NamePattern,
 )
-from elastic_ckpt.universal.rules.relation import Kept, Relation, Row
+from elastic_ckpt.universal.rules.relation import Kept, ParsedTensor, Relation, Row
 from elastic_ckpt.universal.rules.rule import DIRECTIONS
 from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import StoredTensor
@@ -211,7 +217,7 @@ def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
             if state.source is None or state.target is None:
                 continue
             sources, targets = (
-                [_completed(text, tensor.name) for tensor in side]
+                [_completed(text, tensor.name, relation) for tensor in side]
                 for text, side in zip((state.source, state.target), sides, strict=True)
             )
             yield _Owner(
@@ -219,8 +225,9 @@ def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
             )
 
 
-def _completed(state: str, name: NamePattern) -> NamePattern:
-    return name_pattern.parse(state.replace(PARAMETER, name.text))
+def _completed(state: str, name: NamePattern, relation: Relation) -> NamePattern:
+    text = state.replace(PARAMETER, name.text)
+    return name_pattern.parse(text).with_forms(relation.forms)
 
 
 def _dropped_names(layout: Layout) -> Iterator[Entry]:
@@ -318,12 +325,12 @@ class _Matching:
                 self._note_several(tensor.name, owners)
             elif matches:
                 (match,) = matches
+                owner = self.owners[match.entry.owner]
                 sketch = (
                     match.entry.tensor,
                     match.captured,
                     tuple(dict.fromkeys((*tensor.ranks, *self._alone))),
-                    tensor.shape,
-                    tensor.dtype,
+                    *_viewed(tensor, owner.relation.sources[match.entry.tensor]),
                 )
                 self._group(match).sources.append((sketch, number))
                 if dtypes.may_be_quantized(tensor.dtype):
@@ -740,6 +747,22 @@ class _Planning:
 def _open_captures(name: NamePattern, relation: Relation) -> set[str]:
     # Captures whose values a group does not have.
     return {each.key for each in name.captures} - set(relation.kept)
+
+
+def _viewed(
+    tensor: StoredTensor, parsed: ParsedTensor
+) -> tuple[tuple[int, ...], np.dtype]:
+    # The shape and dtype that a rule gives to the bytes of a tensor.
+    if parsed.pattern.viewed_as is None:
+        return tensor.shape, tensor.dtype
+    dtype = np.dtype(parsed.pattern.viewed_as)
+    if tensor.dtype.itemsize != dtype.itemsize or not tensor.shape:
+        raise LayoutError(
+            f"{parsed.place}: {tensor.name!r} of {tensor.dtype}{list(tensor.shape)} "
+            f"cannot be read as {dtype}; its elements have other bits"
+        )
+    *outer, last = tensor.shape
+    return (*outer, last * (2 if is_half_a_byte(dtype) else 1)), dtype
 
 
 def _class_of(group: _Group) -> object:

@@ -104,6 +104,14 @@ class Capture:
         number = int(text) - self.offset
         return None if number < 0 else number
 
+    def sample(self, is_number: bool) -> str:
+        """One of its texts, which only captures that take as much match, too."""
+        if self.choices:
+            return self.choices[0]
+        if is_number:
+            return "7" * max(1, int(self.form or 0)) if self.form.isdigit() else "7"
+        return "\0/\0.\0" if self.form in ("path", _ANY) else "\0"
+
     def group(self, *, is_number: bool) -> str:
         """The group of a regular expression that matches its texts."""
         if self.form == _ANY:
@@ -153,14 +161,21 @@ class NamePattern:
             glob_of(part) if isinstance(part, str) else "*" for part in self.parts
         )
 
-    @property
-    def generality(self) -> tuple[int, int, int]:
-        """A key that is less for patterns that match fewer names."""
-        forms = [each for each in self.captures if not each.choices]
-        return (
-            sum(each.form in ("path", _ANY) for each in forms),
-            len(forms),
-            -len(self.literal),
+    def with_forms(self, forms: Mapping[str, str]) -> NamePattern:
+        """The pattern whose captures without a form have these, by their keys."""
+        parts = tuple(
+            dataclasses.replace(part, form=forms[part.key])
+            if isinstance(part, Capture) and not part.form and part.key in forms
+            else part
+            for part in self.parts
+        )
+        return NamePattern(text=self.text, parts=parts)
+
+    def sample(self, numbers: Collection[str]) -> str:
+        """A name that matches, with texts in its captures that no layout writes."""
+        return "".join(
+            part if isinstance(part, str) else part.sample(part.is_number(numbers))
+            for part in self.parts
         )
 
     def expression(self, numbers: Collection[str]) -> re.Pattern[str]:
@@ -428,9 +443,21 @@ class NameIndex:
 
 
 def most_specific(matches: Sequence[Match]) -> list[Match]:
-    """Those of several matches whose patterns match the fewest names."""
-    least = min(match.entry.name.generality for match in matches)
-    return [match for match in matches if match.entry.name.generality == least]
+    """Those of several matches whose names are not all matched by fewer others."""
+    return [
+        match
+        for match in matches
+        if not any(
+            _has(match.entry, other.entry) and not _has(other.entry, match.entry)
+            for other in matches
+        )
+    ]
+
+
+def _has(wide: Entry, narrow: Entry) -> bool:
+    # Whether a pattern matches all names of another one.
+    sample = narrow.name.sample(narrow.numbers)
+    return wide.name.expression(wide.numbers).fullmatch(sample) is not None
 
 
 def _by_kind(readers: Sequence[_Reader], kind: str | None) -> list[list[_Reader]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -122,6 +122,7 @@ class Relation:
       rule: as it was written, with the tables that it uses.
       sources: the tensors of the checkpoint; operands of others are last.
       targets: the tensors of the target.
+      forms: the forms of captures that are texts, which hold in all names.
       numbers: the captures that are numbers.
       kept: the captures that all names have; each of their values is independent.
       pairs: the parts that belong together.
@@ -141,6 +142,14 @@ class Relation:
         """
         self._axes = axes
         sides = [list(_parsed(rule, key)) for key in ("from", "to")]
+        self.forms = _forms(each.name for side in sides for each in side)
+        sides = [
+            [
+                dataclasses.replace(each, name=each.name.with_forms(self.forms))
+                for each in side
+            ]
+            for side in sides
+        ]
         written = [*sides[0], *sides[1]]
         self.rule = rule = _with_used_tables(rule, sides)
         self.numbers = _numbers(rule, written)
@@ -467,7 +476,8 @@ def _with_used_tables(rule: Rule, sides: Sequence[Sequence[ParsedTensor]]) -> Ru
 
 
 def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:
-    numbers = set(rule.index)
+    reduced = {name for tensor in written for name in tensor.reduced}
+    numbers = {*rule.index, *(reduced & rule.sizes.keys())}
     for index in rule.index.values():
         numbers.update(index.by)
     for tensor in written:
@@ -476,6 +486,13 @@ def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:
             if capture.is_index:
                 numbers |= capture.names
     return frozenset(numbers)
+
+
+def _forms(names: Iterable[NamePattern]) -> dict[str, str]:
+    captures = [capture for name in names for capture in name.captures]
+    return {
+        each.key: each.form for each in captures if each.form == "path" or each.choices
+    }
 
 
 def _always_numbers(written: Sequence[ParsedTensor]) -> frozenset[str]:

@@ -86,10 +86,15 @@ def equations(
         origin = f"the number of values of {{{key}}} in {place}"
         yield Equation(node=node, length=number, ranks={}, origin=origin)
     for tensor in (*relation.sources, *relation.targets):
-        for key, (_, table) in tensor.tables.items():
+        for key, (by, table) in tensor.tables.items():
             origin = f"the index of {key}"
             node = dims.Name(key)
             yield Equation(node=node, length=len(table), ranks={}, origin=origin)
+            for at, name in enumerate(by):
+                if name in tensor.dims.names:
+                    most = 1 + max(index[at] for index in table)
+                    node = dims.Name(name)
+                    yield Equation(node=node, length=most, ranks={}, origin=origin)
     for pair in relation.pairs:
         for axis in sorted(pair.source.coordinates & counts.keys()):
             if axis not in pair.source.names and axis not in relation.rule.index:
