@@ -10,7 +10,7 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from elastic_ckpt.universal.rules.grouping import Grouping, axis_counts
+from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.stored import StoredTensor
@@ -80,11 +80,9 @@ def fitting(stored: Sequence[StoredTensor]) -> list[str]:
 def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
     try:
         # Layouts whose sources are those of ranks have no inverse.
-        layout = resolve(name)
-        Grouping(layout, axis_counts(layout, stored, {}), stored, None).check()
+        return matching.fits_names(resolve(name), stored)
     except LayoutError:
         return False
-    return True
 
 
 @functools.cache

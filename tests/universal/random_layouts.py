@@ -77,10 +77,11 @@ def _add(draw, layout, name, dtype):
             target_side = side(sizes, target_groups, first)
         layout.moves.append(
             moves.Move(
-                source=len(layout.tensors) - 1,
                 target=target,
                 sizes=part_sizes,
-                source_side=source_side,
+                sources=(
+                    moves.Source(tensor=len(layout.tensors) - 1, side=source_side),
+                ),
                 target_side=target_side,
             )
         )

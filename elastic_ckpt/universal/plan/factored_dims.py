@@ -31,26 +31,32 @@ def inside(part: Box, side: Side, box: Box) -> list[Box]:
     Raises:
       ValueError: if the indices along a dim do not ascend in row-major order.
     """
+    held = bounds(part, side)
+    crossed = []
+    ends = zip(held.start, held.stop, box.start, box.stop, strict=True)
+    for dim, (low, high, start, stop) in enumerate(ends):
+        if low >= stop or high <= start:
+            return []
+        if low < start or high > stop:
+            crossed.append(dim)
+    if not crossed:
+        return [part]
+    cuts = tuple(
+        (dim, box.start[dim] - held.start[dim], box.stop[dim] - held.start[dim])
+        for dim in crossed
+    )
+    return _inside(part, side.dims, side.steps, cuts)
+
+
+def bounds(part: Box, side: Side) -> Box:
+    """The smallest box of a tensor that has all elements of a part of a move."""
     lowest, highest = list(side.start), list(side.start)
     factors = zip(side.dims, side.steps, part.start, part.stop, strict=True)
     for dim, step, start, stop in factors:
         if dim >= 0:
             lowest[dim] += step * start
             highest[dim] += step * (stop - 1)
-    crossed = []
-    bounds = zip(lowest, highest, box.start, box.stop, strict=True)
-    for dim, (low, high, start, stop) in enumerate(bounds):
-        if low >= stop or high < start:
-            return []
-        if low < start or high >= stop:
-            crossed.append(dim)
-    if not crossed:
-        return [part]
-    cuts = tuple(
-        (dim, box.start[dim] - lowest[dim], box.stop[dim] - lowest[dim])
-        for dim in crossed
-    )
-    return _inside(part, side.dims, side.steps, cuts)
+    return Box(start=tuple(lowest), stop=tuple(at + 1 for at in highest))
 
 
 def index_of(element: Sequence[int], side: Side) -> list[int]:

@@ -9,11 +9,8 @@ import numpy as np
 
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
-from elastic_ckpt.universal.plan import cover
-from elastic_ckpt.universal.plan.piece_table import Buffer, FilledPart, Region
-from elastic_ckpt.universal.plan.pieces import cut
-from elastic_ckpt.universal.plan.spans import Spans, spans
-from elastic_ckpt.universal.plan.strided_runs import Limits
+from elastic_ckpt.universal.plan.pieces import Buffer, FilledPart, Region, cut
+from elastic_ckpt.universal.plan.spans import Limits, Spans, spans
 from elastic_ckpt.universal.stored import StoredTensor
 
 # A request to a local file costs as much as a few pages; one to a bucket takes tens of
@@ -88,7 +85,7 @@ def plan(
     *,
     limits: Callable[[str], Limits] = limits_of,
 ) -> LoadPlan:
-    """Plans the reads of one host, and proves that they fill what it needs.
+    """Plans the reads of one host, and checks that they fill what it needs.
 
     Args:
       tensors: of the checkpoint.
@@ -101,12 +98,6 @@ def plan(
       CheckpointError: if an element of these boxes is filled by no source, or by two.
     """
     pieces = cut(tensors, moves, fills, needed)
-    cover.check(
-        pieces.placed,
-        [buffer.box.shape for buffer in pieces.buffers],
-        pieces.buffers,
-        [tensor.name for tensor in tensors],
-    )
     return LoadPlan(
         tensors=tensors,
         buffers=pieces.buffers,

@@ -1,9 +1,21 @@
-"""Cuts moves by the fragments of their sources and by the boxes that a host needs."""
+"""Cuts moves by the fragments of their sources and by the boxes that a host needs.
+
+What a move copies into a box is a few *pieces*: strided copies from a fragment into the
+buffer of the box. Sources that are reduced fill separate buffers, the layers of a
+region of a bounded size; a region is complete when its layers are, and its result is
+then a piece of the target's box.
+
+A matched layout has each element of a target once (`rules.instance`), and the fragments
+of a tensor have each of its elements once, which is checked here. So have the pieces.
+
+Glossary: n pieces.
+"""
 
 from __future__ import annotations
 
 import array
 import collections
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,20 +23,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.core import boxes, errors
-from elastic_ckpt.core.boxes import Box, whole
+from elastic_ckpt.core import box_join, boxes, errors
+from elastic_ckpt.core.boxes import Box, Boxes, whole
 from elastic_ckpt.universal.moves import (
     Arithmetic,
     Fill,
     Move,
     Reduction,
     Side,
+    Source,
     TargetTensor,
+    is_half_a_byte,
 )
-from elastic_ckpt.universal.plan import factored_dims, strided_runs
-from elastic_ckpt.universal.plan.cover import Image, Placed
-from elastic_ckpt.universal.plan.piece_table import Buffer, FilledPart, Pieces, Region
-from elastic_ckpt.universal.plan.strided_runs import Form
+from elastic_ckpt.universal.plan import factored_dims, spans
+from elastic_ckpt.universal.plan.spans import Form, Limits
 from elastic_ckpt.universal.stored import StoredTensor
 from elastic_ckpt.universal.strides import row_major
 
@@ -33,6 +45,99 @@ _REGION_BYTES = 2**20
 _PLAIN = Arithmetic()
 # Stacks need a few; flat ranges are cut in other ways each, and would fill memory.
 _MOST_CUTS = 2**14
+# With fewer pairs of boxes, all of them are tried.
+_FEW_PAIRS = 64
+_HALVES = np.dtype(np.uint8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """Memory that is filled by copies.
+
+    Attributes:
+      tensor: the target tensor.
+      box: of it that the buffer holds; for a layer of a region, of its factored dims.
+      dtype: of its elements.
+      order: buffers of a lower number are filled first.
+    """
+
+    tensor: TargetTensor
+    box: Box
+    dtype: np.dtype
+    order: int
+
+    def __str__(self) -> str:
+        return f"{self.tensor.name}{self.box}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Elements of a target that several sources are reduced to.
+
+    Attributes:
+      layers: the numbers of the buffers of its sources.
+      move: that has these sources.
+      box: of the factored dims of the move.
+      halves: by source, the factored dim whose elements are two in a byte; None if they
+        are whole bytes.
+      buffer: the number of the buffer that gets the result.
+      element: the place of the first element there.
+      form: of the copy of the result to that buffer.
+    """
+
+    layers: tuple[int, ...]
+    move: Move
+    box: Box
+    halves: tuple[int | None, ...]
+    buffer: int
+    element: int
+    form: Form
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FilledPart:
+    """Elements of a buffer that no source has.
+
+    Attributes:
+      buffer: its number.
+      place: the elements in the buffer.
+      value: of all of them.
+    """
+
+    buffer: int
+    place: tuple[slice, ...]
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """All pieces of a host.
+
+    Attributes:
+      buffers: those that are filled.
+      regions: of the sources that are reduced.
+      fills: of those.
+      files: the names of the files.
+      forms: those of the copies.
+      tensor: the stored tensor that a piece is read from, int64 `[n]`.
+      file: the number of its file, int64 `[n]`.
+      source: its first byte there, int64 `[n]`.
+      form: the number of its form, int64 `[n]`.
+      buffer: the number of its buffer, int64 `[n]`.
+      element: the place of its first element there, int64 `[n]`.
+    """
+
+    buffers: Sequence[Buffer]
+    regions: Sequence[Region]
+    fills: Sequence[FilledPart]
+    files: Sequence[str]
+    forms: Sequence[Form]
+    tensor: np.ndarray
+    file: np.ndarray
+    source: np.ndarray
+    form: np.ndarray
+    buffer: np.ndarray
+    element: np.ndarray
 
 
 def cut(
@@ -50,20 +155,20 @@ def cut(
       needed: the distinct boxes that this host needs, by target.
 
     Raises:
-      CheckpointError: if the fragments of a tensor leave out an element, or sources
-        that are reduced have different dtypes.
+      CheckpointError: if the fragments of a tensor leave out an element, or have one
+        twice, sources that are reduced have different dtypes, or the moves and fills of
+        a box do not add up to it.
     """
     return _Cutter(tensors, needed).cut(moves, fills)
 
 
 class _Piece(NamedTuple):
-    # A piece relative to the place of its fragment: `offset` in bytes. `form` and
-    # `image` are numbers.
+    # A piece relative to the place of its fragment: `offset` in bytes. `form` is a
+    # number.
     fragment: int
     offset: int
     form: int
     element: int
-    image: int
 
 
 class _Cutter:
@@ -89,42 +194,42 @@ class _Cutter:
                         order=len(self._buffers) << 32,
                     )
                 )
+        self._num_targets = len(self._buffers)
+        # The elements of each buffer of a target that are not filled.
+        self._left = [buffer.box.volume for buffer in self._buffers]
         self._regions: list[Region] = []
         self._fills: list[FilledPart] = []
         self._files: dict[str, int] = {}
+        # The forms by number, and the elements of each.
         self._forms: dict[Form, int] = {}
-        self._images: dict[Image, int] = {}
+        self._volumes: list[int] = []
         self._boxes_of_target = {
             tensor.name: tuple(of_tensor) for tensor, of_tensor in needed.items()
         }
         # The pieces of moves that were cut, each with the position of its buffer.
         self._cuts: dict[Any, list[tuple[int, _Piece]]] = {}
-        # The numbers of the form and the image of each kind of piece, and the strides
-        # of its buffer.
-        self._kinds: dict[Any, tuple[int, int, tuple[int, ...]]] = {}
+        # The number of the form of each kind of piece, and the strides of its buffer.
+        self._kinds: dict[Any, tuple[int, tuple[int, ...]]] = {}
+        # Tensors whose fragments overlap nowhere, by these.
+        self._apart: set[Any] = set()
         self._rows = array.array("q")
-        self._placed = array.array("q")
 
     def cut(self, moves: Iterable[Move], fills: Iterable[Fill]) -> Pieces:
-        reduced: dict[Any, list[Move]] = collections.defaultdict(list)
+        by_target: dict[str, list[Move]] = collections.defaultdict(list)
         for move in moves:
-            if move.target not in self._of_target or not math.prod(move.sizes):
-                continue
-            arithmetic = move.arithmetic or _PLAIN
-            if arithmetic.reduction is Reduction.NONE:
-                self._cut(move)
-            else:
-                key = (move.target, move.sizes, move.target_side, arithmetic)
-                reduced[key].append(move)
-        for group in reduced.values():
-            if len(group) == 1:
-                self._cut(group[0])
-            else:
-                self._reduce(group)
+            if move.target in self._of_target and math.prod(move.sizes):
+                by_target[move.target].append(move)
+        for target, group in by_target.items():
+            for move, positions in self._overlapping(group, target):
+                is_half = is_half_a_byte(move.sources[0].viewed_as)
+                if len(move.sources) == 1 and not is_half:
+                    self._cut(move, positions)
+                else:
+                    self._reduce(move, positions)
         for fill in fills:
             self._fill(fill)
+        self._check()
         rows = np.array(self._rows, np.int64).reshape(-1, 6).T
-        placed = np.array(self._placed, np.int64).reshape(-1, 4).T
         return Pieces(
             buffers=self._buffers,
             regions=self._regions,
@@ -137,139 +242,231 @@ class _Cutter:
             form=rows[3],
             buffer=rows[4],
             element=rows[5],
-            placed=Placed(
-                buffer=placed[0],
-                element=placed[1],
-                image=placed[2],
-                tensor=placed[3],
-                images=tuple(self._images),
-            ),
         )
 
-    def _cut(self, move: Move) -> None:
-        tensor, numbers = self._tensors[move.source], self._of_target[move.target]
+    def _overlapping(
+        self, moves: Sequence[Move], target: str
+    ) -> Iterator[tuple[Move, Sequence[int]]]:
+        # Each move, with the positions of the needed boxes that it may overlap.
+        needed = self._boxes_of_target[target]
+        if len(moves) * len(needed) <= _FEW_PAIRS:
+            every = range(len(needed))
+            yield from ((move, every) for move in moves)
+            return
+        rank = len(needed[0].start)
+        bounds = [
+            factored_dims.bounds(whole(each.sizes), each.target_side) for each in moves
+        ]
+        first, second = box_join.overlaps(
+            Boxes.from_boxes(bounds, rank=rank), Boxes.from_boxes(needed, rank=rank)
+        )
+        ends = np.searchsorted(first, np.arange(len(moves) + 1)).tolist()
+        positions = second.tolist()
+        for number, move in enumerate(moves):
+            yield move, positions[ends[number] : ends[number + 1]]
+
+    def _cut(self, move: Move, positions: Sequence[int]) -> None:
+        (source,) = move.sources
+        tensor, numbers = self._tensors[source.tensor], self._of_target[move.target]
+        needed = self._boxes_of_target[move.target]
+        if len(positions) != len(needed):
+            needed = tuple(needed[position] for position in positions)
         # Moves that differ in their tensors and files alone are cut in the same way.
         key = (
             move.sizes,
-            move.source_side,
+            source.side,
+            source.viewed_as,
             move.target_side,
             move.arithmetic,
             tensor.dtype,
             tuple((fragment.box, fragment.strides) for fragment in tensor.fragments),
-            self._boxes_of_target[move.target],
+            needed,
         )
         cuts = self._cuts.get(key)
         if cuts is None:
             every = whole(move.sizes)
-            cuts = [
-                (position, piece)
-                for position, number in enumerate(numbers)
+            parts = [
+                (numbers[position], part)
+                for position in positions
                 for part in factored_dims.inside(
-                    every, move.target_side, self._buffers[number].box
+                    every, move.target_side, self._buffers[numbers[position]].box
                 )
-                for piece in self._pieces(
-                    move, part, number, move.target_side, move.arithmetic
+            ]
+            place = {numbers[position]: n for n, position in enumerate(positions)}
+            cuts = [
+                (place[number], piece)
+                for number, piece in self._pieces(
+                    source, parts, move.target_side, move.arithmetic
                 )
             ]
             if len(self._cuts) < _MOST_CUTS:
                 self._cuts[key] = cuts
-        for position, piece in cuts:
-            self._add(move.source, numbers[position], piece)
+        for at, piece in cuts:
+            number = numbers[positions[at]]
+            self._left[number] -= self._volumes[piece.form]
+            self._add(source.tensor, number, piece)
 
     def _add(self, source: int, buffer: int, piece: _Piece) -> None:
         fragment = self._tensors[source].fragments[piece.fragment]
         file = self._files.setdefault(fragment.file, len(self._files))
         first = fragment.offset + piece.offset
         self._rows.extend((source, file, first, piece.form, buffer, piece.element))
-        self._placed.extend((buffer, piece.element, piece.image, source))
 
     def _pieces(
         self,
-        move: Move,
-        part: Box,
-        buffer: int,
+        source: Source,
+        parts: Sequence[tuple[int, Box]],
         side: Side,
         arithmetic: Arithmetic | None,
-    ) -> list[_Piece]:
-        # The pieces of a part of a move, all of which goes to one buffer.
-        tensor, box = self._tensors[move.source], self._buffers[buffer].box
-        volume = 0
-        pieces = []
-        for number, fragment in enumerate(tensor.fragments):
-            for piece in factored_dims.inside(part, move.source_side, fragment.box):
-                volume += piece.volume
-                kind = self._kind(move, piece.shape, fragment.strides, side, box.shape)
-                numbers = self._kinds.get((*kind, arithmetic))
-                if numbers is None:
-                    numbers = self._new_kind(kind, arithmetic)
-                form, image, strides = numbers
-                index = factored_dims.index_of(piece.start, move.source_side)
-                steps = zip(index, fragment.box.start, fragment.strides, strict=True)
-                pieces.append(
-                    _Piece(
-                        fragment=number,
-                        offset=sum(
-                            (at - start) * stride for at, start, stride in steps
-                        ),
-                        form=form,
-                        element=_element(piece.start, side, box, strides),
-                        image=image,
+    ) -> Iterator[tuple[int, _Piece]]:
+        # The pieces of parts of a source, each of which goes to one buffer.
+        tensor = self._tensors[source.tensor]
+        self._check_apart(tensor)
+        volumes = [0] * len(parts)
+        dtype = source.viewed_as or tensor.dtype
+        if is_half_a_byte(source.viewed_as):
+            dtype = _HALVES
+        for at, number in self._fragments(source.side, parts, tensor):
+            buffer, part = parts[at]
+            box, fragment = self._buffers[buffer].box, tensor.fragments[number]
+            for piece in factored_dims.inside(part, source.side, fragment.box):
+                volumes[at] += piece.volume
+                form, strides = self._kind(
+                    (
+                        piece.shape,
+                        source.side.dims,
+                        source.side.steps,
+                        fragment.strides,
+                        side.dims,
+                        side.steps,
+                        box.shape,
+                        dtype,
+                        arithmetic,
                     )
                 )
-        if volume != part.volume:
+                index = factored_dims.index_of(piece.start, source.side)
+                steps = zip(index, fragment.box.start, fragment.strides, strict=True)
+                yield (
+                    buffer,
+                    _Piece(
+                        fragment=number,
+                        offset=sum((n - first) * stride for n, first, stride in steps),
+                        form=form,
+                        element=_element(piece.start, side, box, strides),
+                    ),
+                )
+        for volume, (buffer, part) in zip(volumes, parts, strict=True):
+            if volume != part.volume:
+                raise self._misfit(tensor, volume, part.volume, self._buffers[buffer])
+
+    def _fragments(
+        self, side: Side, parts: Sequence[tuple[int, Box]], tensor: StoredTensor
+    ) -> Iterator[tuple[int, int]]:
+        # The pairs of parts and fragments that may overlap, by number.
+        if len(parts) * len(tensor.fragments) <= _FEW_PAIRS:
+            yield from itertools.product(
+                range(len(parts)), range(len(tensor.fragments))
+            )
+            return
+        rank = len(tensor.shape)
+        bounds = [factored_dims.bounds(part, side) for _, part in parts]
+        held = [fragment.box for fragment in tensor.fragments]
+        first, second = box_join.overlaps(
+            Boxes.from_boxes(bounds, rank=rank), Boxes.from_boxes(held, rank=rank)
+        )
+        yield from zip(first.tolist(), second.tolist(), strict=True)
+
+    def _check_apart(self, tensor: StoredTensor) -> None:
+        if len(tensor.fragments) < 2:
+            return
+        key = tuple(fragment.box for fragment in tensor.fragments)
+        if key in self._apart:
+            return
+        held = Boxes.from_boxes(key, rank=len(tensor.shape))
+        if len(box_join.overlaps(held, held)[0]) > np.count_nonzero(held.volumes):
             raise errors.CheckpointError(
-                f"{tensor.name} {dict(tensor.ranks) or ''}: the files hold {volume} of"
-                f" {part.volume} elements that {self._buffers[buffer]} needs, some"
-                " twice or not at all; the checkpoint is damaged, use another step"
+                f"{tensor.name} {dict(tensor.ranks) or ''}: the files hold some of its"
+                " elements twice; the checkpoint is damaged, use another step"
             )
-        return pieces
+        if len(self._apart) < _MOST_CUTS:
+            self._apart.add(key)
 
-    def _kind(
-        self,
-        move: Move,
-        sizes: tuple[int, ...],
-        source_strides: tuple[int, ...],
-        side: Side,
-        shape: tuple[int, ...],
-    ) -> tuple[Any, ...]:
-        dtype = self._tensors[move.source].dtype
-        source = move.source_side
-        placed = (sizes, source.dims, source.steps, source_strides)
-        return (*placed, side.dims, side.steps, shape, dtype)
+    def _misfit(
+        self, tensor: StoredTensor, held: int, needed: int, buffer: Buffer
+    ) -> errors.CheckpointError:
+        return errors.CheckpointError(
+            f"{tensor.name} {dict(tensor.ranks) or ''}: the files hold {held} of"
+            f" {needed} elements that {buffer} needs; the checkpoint is damaged, use"
+            " another step"
+        )
 
-    def _new_kind(
-        self, kind: tuple[Any, ...], arithmetic: Arithmetic | None
-    ) -> tuple[int, int, tuple[int, ...]]:
-        sizes, dims, steps, source_strides, to_dims, to_steps, shape, dtype = kind
-        strides = row_major(shape)
-        form = strided_runs.normalized(
-            Form(
-                sizes=sizes,
-                source_strides=_advances(dims, steps, source_strides),
-                buffer_strides=_advances(to_dims, to_steps, strides),
-                dtype=dtype,
-                scale=(arithmetic or _PLAIN).scale,
-                shift=(arithmetic or _PLAIN).shift,
+    def _kind(self, kind: tuple[Any, ...]) -> tuple[int, tuple[int, ...]]:
+        found = self._kinds.get(kind)
+        if found is None:
+            sizes, dims, steps, strides, to_dims, to_steps, shape, dtype, done = kind
+            arithmetic = done or _PLAIN
+            into = row_major(shape)
+            form = spans.normalized(
+                Form(
+                    sizes=sizes,
+                    source_strides=_advances(dims, steps, strides),
+                    buffer_strides=_advances(to_dims, to_steps, into),
+                    dtype=dtype,
+                    scale=arithmetic.scale,
+                    shift=arithmetic.shift,
+                )
             )
-        )
-        image = Image.from_factors(sizes, to_dims, to_steps)
-        numbers = (
-            self._forms.setdefault(form, len(self._forms)),
-            self._images.setdefault(image, len(self._images)),
-            strides,
-        )
-        self._kinds[(*kind, arithmetic)] = numbers
-        return numbers
+            number = self._forms.setdefault(form, len(self._forms))
+            if number == len(self._volumes):
+                self._volumes.append(form.volume)
+            found = self._kinds[kind] = number, into
+        return found
 
-    def _image(self, sizes: tuple[int, ...], side: Side) -> int:
-        image = Image.from_factors(sizes, side.dims, side.steps)
-        return self._images.setdefault(image, len(self._images))
+    def _reduce(self, move: Move, positions: Sequence[int]) -> None:
+        self._check_dtypes(move)
+        packed = [self._packed(source) for source in move.sources]
+        source, _ = packed[0]
+        tensor = self._tensors[source.tensor]
+        tensor_strides = row_major(tensor.shape, tensor.dtype.itemsize)
+        strides = _advances(source.side.dims, source.side.steps, tensor_strides)
+        limits = Limits(
+            gap_bytes=2**62, span_bytes=max(tensor.dtype.itemsize, _REGION_BYTES)
+        )
+        # Factors that a region has whole: those of products of matrices, and of bytes.
+        kept = {factor for factor, dim in enumerate(move.target_side.dims) if dim < 0}
+        kept |= {factor for _, factor in packed if factor is not None}
+        every = whole(move.sizes)
+        numbers = self._of_target[move.target]
+        listed: list[list[tuple[int, Box]]] = [[] for _ in packed]
+        for position in positions:
+            number = numbers[position]
+            box = self._buffers[number].box
+            for part in factored_dims.inside(every, move.target_side, box):
+                lengths = list(
+                    spans.block(part.shape, strides, tensor.dtype.itemsize, limits)
+                )
+                for factor in kept:
+                    lengths[factor] = part.shape[factor]
+                for region in _grid(part, lengths, strides):
+                    layers = self._add_region(move, packed, region, number)
+                    for of_source, layer in zip(listed, layers, strict=True):
+                        of_source.append((layer, self._buffers[layer].box))
+        # A layer has the factored dims themselves as its dims.
+        factors = range(len(move.sizes))
+        side = Side(
+            start=(0,) * len(factors), dims=tuple(factors), steps=(1,) * len(factors)
+        )
+        for (each, _), parts in zip(packed, listed, strict=True):
+            for layer, piece in self._pieces(each, parts, side, None):
+                self._add(each.tensor, layer, piece)
 
-    def _reduce(self, group: list[Move]) -> None:
-        move = group[0]
+    def _check_dtypes(self, move: Move) -> None:
+        arithmetic = move.arithmetic or _PLAIN
+        if arithmetic.reduction in (Reduction.PRODUCT, Reduction.LOW_RANK):
+            return
         tensor = self._tensors[move.source]
-        for each in group:
-            other = self._tensors[each.source]
+        for each in move.sources:
+            other = self._tensors[each.tensor]
             if other.dtype != tensor.dtype:
                 raise errors.CheckpointError(
                     f"{tensor.name} {dict(tensor.ranks)} is {tensor.dtype.name}, and"
@@ -277,62 +474,85 @@ class _Cutter:
                     f" both are sources of {move.target}; use another step, or read one"
                     " of them (`unchecked`)"
                 )
-        tensor_strides = row_major(tensor.shape, tensor.dtype.itemsize)
-        side = move.source_side
-        strides = _advances(side.dims, side.steps, tensor_strides)
-        limits = strided_runs.Limits(
-            gap_bytes=2**62, span_bytes=max(tensor.dtype.itemsize, _REGION_BYTES)
-        )
-        every = whole(move.sizes)
-        for number in self._of_target[move.target]:
-            box = self._buffers[number].box
-            for part in factored_dims.inside(every, move.target_side, box):
-                lengths = strided_runs.block(
-                    part.shape, strides, tensor.dtype.itemsize, limits
-                )
-                for region in _grid(part, lengths, strides):
-                    self._add_region(group, region, number)
 
-    def _add_region(self, group: list[Move], region: Box, number: int) -> None:
-        move, buffer = group[0], self._buffers[number]
-        dtype = self._tensors[move.source].dtype
-        # A layer has the factored dims themselves as its dims.
-        layer_side = Side(
-            start=(0,) * len(region.start),
-            dims=tuple(range(len(region.start))),
-            steps=(1,) * len(region.start),
-        )
+    def _packed(self, source: Source) -> tuple[Source, int | None]:
+        # A source whose last dim has bytes of two elements, in numbers of bytes, and
+        # the factor that is half as long.
+        if not is_half_a_byte(source.viewed_as):
+            return source, None
+        tensor = self._tensors[source.tensor]
+        last = len(tensor.shape) - 1
+        start, steps, factor = list(source.side.start), [], None
+        for number, (dim, step) in enumerate(
+            zip(source.side.dims, source.side.steps, strict=True)
+        ):
+            if dim == last and step == 1:
+                factor = number
+            steps.append(max(1, step // 2) if dim == last else step)
+        if factor is None or start[last] % 2:
+            raise errors.CheckpointError(
+                f"{tensor.name}: elements of half a byte can only be read along its"
+                " last dim, from an even one on; change the dims of the rule"
+            )
+        start[last] //= 2
+        side = Side(start=tuple(start), dims=source.side.dims, steps=tuple(steps))
+        return dataclasses.replace(source, side=side), factor
+
+    def _add_region(
+        self,
+        move: Move,
+        packed: Sequence[tuple[Source, int | None]],
+        region: Box,
+        number: int,
+    ) -> list[int]:
+        # The numbers of the layers of a region, which are filled later.
+        buffer = self._buffers[number]
         order = buffer.order + 1 + len(self._regions)
         layers = []
-        for each in group:
+        for source, half in packed:
+            start, stop = list(region.start), list(region.stop)
+            for factor, dim in enumerate(source.side.dims):
+                if dim < 0:
+                    start[factor], stop[factor] = 0, 1
+            tensor = self._tensors[source.tensor]
+            dtype = source.viewed_as or tensor.dtype
+            if half is not None:
+                dtype = _HALVES
+                start[half], stop[half] = start[half] // 2, -(-stop[half] // 2)
             layers.append(len(self._buffers))
             self._buffers.append(
-                Buffer(tensor=buffer.tensor, box=region, dtype=dtype, order=order)
+                Buffer(
+                    tensor=buffer.tensor,
+                    box=Box(start=tuple(start), stop=tuple(stop)),
+                    dtype=dtype,
+                    order=order,
+                )
             )
-            pieces = self._pieces(each, region, layers[-1], layer_side, None)
-            for piece in pieces:
-                self._add(each.source, layers[-1], piece)
-        strides = row_major(buffer.box.shape)
         side = move.target_side
-        element = _element(region.start, side, buffer.box, strides)
-        itemsize = dtype.itemsize
+        shape = tuple(
+            1 if dim < 0 else length
+            for dim, length in zip(side.dims, region.shape, strict=True)
+        )
+        strides = row_major(buffer.box.shape)
+        dtype = move.sources[0].viewed_as or self._tensors[move.source].dtype
+        self._left[number] -= math.prod(shape)
         self._regions.append(
             Region(
                 layers=tuple(layers),
-                moves=tuple(group),
+                move=move,
                 box=region,
+                halves=tuple(half for _, half in packed),
                 buffer=number,
-                element=element,
+                element=_element(region.start, side, buffer.box, strides),
                 form=Form(
-                    sizes=region.shape,
-                    source_strides=row_major(region.shape, itemsize),
+                    sizes=shape,
+                    source_strides=row_major(shape, dtype.itemsize),
                     buffer_strides=_advances(side.dims, side.steps, strides),
                     dtype=dtype,
                 ),
             )
         )
-        image = self._image(region.shape, side)
-        self._placed.extend((number, element, image, move.source))
+        return layers
 
     def _fill(self, fill: Fill) -> None:
         box = Box(start=fill.start, stop=fill.stop)
@@ -341,6 +561,7 @@ class _Cutter:
             part = boxes.intersect(box, buffer.box)
             if part is None:
                 continue
+            self._left[number] -= part.volume
             self._fills.append(
                 FilledPart(
                     buffer=number,
@@ -348,12 +569,27 @@ class _Cutter:
                     value=fill.value,
                 )
             )
-            dims = tuple(range(len(part.start)))
-            side = Side(start=part.start, dims=dims, steps=(1,) * len(dims))
-            strides = row_major(buffer.box.shape)
-            element = _element((0,) * len(dims), side, buffer.box, strides)
-            image = self._image(part.shape, side)
-            self._placed.extend((number, element, image, -1))
+
+    def _check(self) -> None:
+        for number, left in enumerate(self._left):
+            if left:
+                buffer = self._buffers[number]
+                sources = errors.first_of(self._sources(number))
+                problem = f"{-left} of its elements are filled twice"
+                if left > 0:
+                    problem = f"nothing fills {left} of its elements"
+                raise errors.CheckpointError(
+                    f"{buffer}: {problem} (sources: {sources or 'none'}); correct the"
+                    " rules of the layout that name it"
+                )
+
+    def _sources(self, number: int) -> Iterator[str]:
+        rows = np.array(self._rows, np.int64).reshape(-1, 6)
+        layers = [
+            layer for r in self._regions if r.buffer == number for layer in r.layers
+        ]
+        chosen = rows[np.isin(rows[:, 4], [number, *layers]), 0]
+        return (self._tensors[each].name for each in dict.fromkeys(chosen.tolist()))
 
 
 def _advances(

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.moves import Reduction
+from elastic_ckpt.universal.moves import Arithmetic, Reduction
 from elastic_ckpt.universal.plan import factored_dims
-from elastic_ckpt.universal.plan.piece_table import Region
+from elastic_ckpt.universal.plan.pieces import Region
 from elastic_ckpt.universal.stored import StoredTensor
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -38,24 +38,58 @@ def reduced(
       tensors: of the checkpoint, for the error.
 
     Returns:
-      An array of the shape of the layers, which may be the first of them.
+      An array of the region's form, which may be in the memory of the first layer.
 
     Raises:
       CheckpointError: if they should be equal, and differ in a bit.
     """
-    arithmetic = region.moves[0].arithmetic
-    assert arithmetic is not None
+    arithmetic = region.move.arithmetic or Arithmetic()
+    layers = [_unpacked(region, number, layer) for number, layer in enumerate(layers)]
+    first = layers[0]
     if arithmetic.reduction is Reduction.EQUAL:
         _check_equal(region, layers, tensors)
-        total = layers[0]
-    else:
+    elif arithmetic.reduction is not Reduction.NONE:
         with np.errstate(all="ignore"):
-            total = layers[0].astype(_wide(layers[0].dtype))
-            for layer in layers[1:]:
-                total += layer
-            if arithmetic.reduction is Reduction.MEAN:
-                total = total / len(layers)
-    return scaled(total, arithmetic.scale, arithmetic.shift)
+            first = _combined(region, arithmetic, layers)
+    values = scaled(first, arithmetic.scale, arithmetic.shift)
+    return np.broadcast_to(values, region.form.sizes)
+
+
+def _combined(
+    region: Region, arithmetic: Arithmetic, layers: Sequence[np.ndarray]
+) -> np.ndarray:
+    total = layers[0].astype(_wide(layers[0].dtype))
+    if arithmetic.reduction is Reduction.PRODUCT:
+        return total * layers[1].astype(_wide(layers[1].dtype)) * arithmetic.factor
+    if arithmetic.reduction is Reduction.LOW_RANK:
+        # Element by element, so that the result is the same in any cut.
+        (shared,) = (
+            dim for dim, of_target in enumerate(region.move.target_side.dims)
+            if of_target < 0
+        )  # fmt: skip
+        left, right = (each.astype(_wide(each.dtype)) for each in layers[1:])
+        for at in range(left.shape[shared]):
+            product = left.take([at], shared) * right.take([at], shared)
+            total = total + arithmetic.factor * product
+        return total
+    for layer in layers[1:]:
+        total += layer
+    if arithmetic.reduction is Reduction.MEAN:
+        total = total / len(layers)
+    return total
+
+
+def _unpacked(region: Region, number: int, layer: np.ndarray) -> np.ndarray:
+    # Two elements of each byte, the lower half first.
+    factor, dtype = region.halves[number], region.move.sources[number].viewed_as
+    if factor is None or dtype is None:
+        return layer
+    halves = np.stack([layer & 15, layer >> 4], axis=factor + 1)
+    shape = list(layer.shape)
+    shape[factor] *= 2
+    first = region.box.start[factor] % 2
+    elements = range(first, first + region.box.shape[factor])
+    return halves.reshape(shape).view(dtype).take(elements, factor)
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
@@ -68,7 +102,7 @@ def _check_equal(
     region: Region, layers: Sequence[np.ndarray], tensors: Sequence[StoredTensor]
 ) -> None:
     first = _bits(layers[0])
-    for move, layer in zip(region.moves[1:], layers[1:], strict=True):
+    for source, layer in zip(region.move.sources[1:], layers[1:], strict=True):
         differs = (first != _bits(layer)).any(axis=-1)
         if not differs.any():
             continue
@@ -76,8 +110,8 @@ def _check_equal(
         numbers = [
             int(at) + start for at, start in zip(element, region.box.start, strict=True)
         ]
-        index = factored_dims.index_of(numbers, move.source_side)
-        tensor, other = tensors[region.moves[0].source], tensors[move.source]
+        index = factored_dims.index_of(numbers, source.side)
+        tensor, other = tensors[region.move.source], tensors[source.tensor]
         raise errors.CheckpointError(
             f"{tensor.name} of {_rank(tensor)} and {other.name} of {_rank(other)}"
             f" differ at {index}: {layers[0][element]} and {layer[element]}; the layout"

@@ -11,8 +11,8 @@ import numpy as np
 
 from elastic_ckpt.core import host_memory
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
-from elastic_ckpt.universal.plan.piece_table import FilledPart
-from elastic_ckpt.universal.plan.strided_runs import Form
+from elastic_ckpt.universal.plan.pieces import FilledPart
+from elastic_ckpt.universal.plan.spans import Form
 from elastic_ckpt.universal.reading import arithmetic, strided_copy
 
 
@@ -95,7 +95,7 @@ class BufferMemory:
             with self._lock:
                 for layer in region.layers:
                     del self._memory[layer]
-            complete += self._note({region.buffer: region.box.volume})[0]
+            complete += self._note({region.buffer: region.form.volume})[0]
         return complete, freed
 
     def take(self, number: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
-from elastic_ckpt.universal.plan.strided_runs import Limits
+from elastic_ckpt.universal.plan.spans import Limits
 from elastic_ckpt.universal.reading.byte_source import (
     ByteSource,
     LocalFiles,

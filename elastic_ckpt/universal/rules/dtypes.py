@@ -1,21 +1,35 @@
-"""The dtypes of targets: those of their sources, or those that a rule gives."""
+"""The dtypes of targets: those of their sources, or those that a rule gives.
+
+A weight of 8 bits or fewer, or several in one number, has a meaning only together with
+its scales: `X.weight_scale_inv`, `X.weight_scale`, `X.SCB`, `X.scales`. A layout that
+uses the one and drops the other is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
 
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.relation import Relation
-from elastic_ckpt.universal.rules.rows import Row
+from elastic_ckpt.universal.rules.relation import Relation, Row
 
 # A cast from one to another needs to be written.
 _CATEGORIES = (np.bool_, np.integer, np.floating, np.complexfloating)
 _LIMITS_OF = {np.integer: ml_dtypes.iinfo, np.floating: ml_dtypes.finfo}
+# Of a quantized weight that is multiplied by its scales.
+_DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
+# What stands after the last dot, or after the name of the weight.
+_SCALE = re.compile(
+    r"(?P<weight>.*?)[._](?:scales?|scales?_inv|scb|absmax|zero_points?|q?zeros)",
+    re.IGNORECASE | re.DOTALL,
+)
+_PACKED = (np.dtype(np.int32), np.dtype(np.uint32))
+_WEIGHTS = (".weight", ".qweight", "_blocks", "_packed", "")
 
 
 def with_dtypes(
@@ -32,16 +46,45 @@ def with_dtypes(
       LayoutError: if a dtype is not that of the rule, needs a cast that the rule does
         not have, or cannot be derived.
     """
-    by_pattern: list[set[np.dtype]] = [set() for _ in relation.targets]
+    held: list[set[np.dtype]] = [set() for _ in relation.targets]
     for pair in relation.pairs:
-        by_pattern[pair.target.tensor].update(
-            row.dtype
-            for row in sources
-            if row.tensor == pair.source.tensor and row.dtype is not None
-        )
+        tensor = pair.source.tensor
+        viewed_as = relation.sources[tensor].pattern.viewed_as
+        found = {row.dtype for row in sources if row.tensor == tensor} - {None}
+        if viewed_as is not None:
+            found = {np.dtype(viewed_as)}
+        operands = {each.tensor for each in pair.operands}
+        if any(row.tensor in operands for row in sources):
+            found = {_DEQUANTIZED if may_be_quantized(d) else d for d in found}
+        held[pair.target.tensor].update(found)
     for row in targets:
-        dtype = _dtype(relation, row, by_pattern[row.tensor])
+        dtype = _dtype(relation, row, held[row.tensor])
         yield dataclasses.replace(row, dtype=dtype)
+
+
+def may_be_quantized(dtype: np.dtype) -> bool:
+    """Whether weights of this dtype may need scales: one byte each, or packed."""
+    return (dtype.itemsize == 1 and dtype != np.bool_) or dtype in _PACKED
+
+
+def without_scales(used: Sequence[str], dropped: Collection[str]) -> Iterator[str]:
+    """Quantized tensors whose scales are left out, each with those scales.
+
+    Args:
+      used: the names of tensors that may be quantized.
+      dropped: the names of tensors that the layout drops.
+    """
+    scales: dict[str, list[str]] = {}
+    for name in dropped:
+        if match := _SCALE.fullmatch(name):
+            scales.setdefault(match["weight"], []).append(name)
+    if not scales:
+        return
+    for name in used:
+        stems = (name.removesuffix(each) for each in _WEIGHTS if name.endswith(each))
+        held = sorted({scale for stem in stems for scale in scales.get(stem, ())})
+        if held:
+            yield f"{name} ({', '.join(held)})"
 
 
 def _dtype(relation: Relation, row: Row, sources: set[np.dtype]) -> np.dtype:

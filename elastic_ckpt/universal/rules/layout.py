@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,11 +18,18 @@ from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Index, Rule, Size
+from elastic_ckpt.universal.rules.rule import (
+    DIRECTIONS,
+    Index,
+    Rule,
+    Size,
+    TensorPattern,
+)
 from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, State
 
 # What the tree of a step of Orbax is called, unless a layout says otherwise.
 TREE = "state"
+_WORD = re.compile(r"\w+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,10 @@ class Layout:
       fill_inverse: the same in the other direction; it cannot be given in a file.
       lists: the paths of lists, such as `opt_state`, in a tree that is written; their
         keys are numbers.
+      defaults: options of all tensors of the checkpoint, such as `replicated`, with the
+        captures and rank axes that they list, where a rule does not use these.
+      defaults_inverse: the same in the other direction.
+      through: layouts that are applied one after another, in place of rules.
       tree: the name of the tree in a step of Orbax that is written.
       tree_inverse: the same in the other direction.
       place: the file, or another name, for messages.
@@ -73,12 +85,17 @@ class Layout:
         default_factory=dict
     )
     lists: tuple[str, ...] = ()
+    defaults: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    defaults_inverse: Mapping[str, tuple[str, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    through: tuple[Layout, ...] = ()
     tree: str = TREE
     tree_inverse: str = TREE
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def __post_init__(self) -> None:
-        if not self.rules:
+        if not self.rules and not self.through:
             raise LayoutError(f"{self.place}: there are no rules; add some to `rules`")
         for rule in self.rules:
             for state in rule.states or ():
@@ -89,7 +106,8 @@ class Layout:
                     )
             if rule.kind is not None and rule.states is not None:
                 raise LayoutError(f"{rule.text}: choose one of `kind` and `states`")
-            relation.Relation(self.complete(rule), None)
+            if rule.only != DIRECTIONS[1]:
+                relation.Relation(self.complete(rule), None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Layout:
@@ -141,6 +159,9 @@ class Layout:
         """The layout of the other direction: from the tree to the checkpoint."""
         return dataclasses.replace(
             self,
+            through=tuple(each.inverse() for each in reversed(self.through)),
+            defaults=self.defaults_inverse,
+            defaults_inverse=self.defaults,
             rules=tuple(rule.inverse() for rule in self.rules),
             states={kind: state.inverse() for kind, state in self.states.items()},
             drop=self.drop_inverse,
@@ -166,7 +187,11 @@ class Layout:
             asked = self.sizes.get(name)
             if isinstance(asked, Choice):
                 asked.check(name, size)
-        return dataclasses.replace(self, sizes={**self.sizes, **sizes})
+        return dataclasses.replace(
+            self,
+            sizes={**self.sizes, **sizes},
+            through=tuple(each.with_sizes(sizes) for each in self.through),
+        )
 
     def check_choices(self) -> None:
         """Checks that `with_sizes` has set every size that is left to the user.
@@ -174,6 +199,8 @@ class Layout:
         Raises:
           LayoutError: if one is not set; it says what its numbers mean.
         """
+        for each in self.through:
+            each.check_choices()
         for sizes in (self.sizes, *(rule.sizes for rule in self.rules)):
             for name, size in sizes.items():
                 if isinstance(size, Choice):
@@ -194,13 +221,20 @@ class Layout:
             dataclasses.replace(rule, sizes=_with_values(rule.sizes, values))
             for rule in self.rules
         ]
-        if (*made, *rules) == (self.sizes, self.fill, *self.rules):
+        through = tuple(each.with_values(values) for each in self.through)
+        before = (self.sizes, self.fill, *self.rules, *self.through)
+        if (*made, *rules, *through) == before:
             return self
         sizes, fill = made
-        return dataclasses.replace(self, sizes=sizes, fill=fill, rules=tuple(rules))
+        return dataclasses.replace(
+            self, sizes=sizes, fill=fill, rules=tuple(rules), through=through
+        )
 
     def only(self, kinds: Collection[str]) -> Layout:
         """The layout without the tensors of other kinds than `kinds`."""
+        if self.through:
+            first, *others = self.through
+            return dataclasses.replace(self, through=(first.only(kinds), *others))
         states = {
             kind: state if kind in kinds else State(source=state.source, target=None)
             for kind, state in self.states.items()
@@ -222,6 +256,9 @@ class Layout:
         Raises:
           LayoutError: if the tree has neither.
         """
+        if self.through:
+            first, *others = self.through
+            return dataclasses.replace(self, through=(first.weights(), *others))
         for kind in ("parameter", "master"):
             state = self.states.get(kind)
             if state is not None and None not in (state.source, state.target):
@@ -232,13 +269,38 @@ class Layout:
         )
 
     def complete(self, rule: Rule) -> Rule:
-        """`rule` with the sizes, widths and tables of the layout."""
+        """`rule` with the sizes, widths, tables and defaults of the layout."""
         return dataclasses.replace(
             rule,
+            source=tuple(self._with_defaults(each, rule) for each in rule.source),
             sizes={**self.sizes, **rule.sizes},
             widths={**self.widths, **rule.widths},
             index={**self.index, **rule.index},
         )
+
+    def _with_defaults(self, tensor: TensorPattern, rule: Rule) -> TensorPattern:
+        for option, names in self.defaults.items():
+            # A word of a rule is a name that it uses.
+            texts = (
+                text
+                for each in (*rule.target, tensor)
+                for text in (each.name, each.dims)
+            )
+            used = {word for text in texts for word in _WORD.findall(text)}
+            used.update(tensor.reduced)
+            used.update(*(index.by for index in {**self.index, **rule.index}.values()))
+            added = tuple(name for name in names if name not in used)
+            if option == "replicated" and (tensor.mean or tensor.sum):
+                option = "unchecked"
+            if option == "replicated":
+                tensor = dataclasses.replace(
+                    tensor, replicated=(*tensor.replicated, *added)
+                )
+            else:
+                tensor = dataclasses.replace(
+                    tensor, unchecked=(*tensor.unchecked, *added)
+                )
+        return tensor
 
 
 def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import difflib
 import math
+import pathlib
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Index, Rule, Size, TensorPattern
+from elastic_ckpt.universal.rules.rule import (
+    COPIES,
+    DIRECTIONS,
+    Index,
+    Rule,
+    Size,
+    TensorPattern,
+)
 from elastic_ckpt.universal.rules.state import State
+
+if TYPE_CHECKING:
+    from elastic_ckpt.universal.rules.layout import Layout
 
 _VERSION = 1
 # That of a directory.
@@ -36,6 +47,10 @@ class _Node:
         self._file = file
         self._path = path
         self._line = _line(node) if line is None else line
+
+    @property
+    def file(self) -> str:
+        return self._file
 
     @property
     def place(self) -> str:
@@ -112,6 +127,12 @@ class _Node:
         value = self.scalar()
         if not isinstance(value, str):
             raise self.error(f"expected a text, not {self._text()}; quote it")
+        return value
+
+    def one_of(self, choices: Sequence[str]) -> str:
+        value = self.text()
+        if value not in choices:
+            raise self.error(f"expected {' or '.join(choices)}, not {value!r}")
         return value
 
     def dims(self) -> str:
@@ -212,17 +233,46 @@ def _read(root: _Node) -> dict[str, Any]:
             "rules": lambda node: node.list(_rule),
             "drop": _drop,
             "fill": lambda node: node.map(_filling),
+            "replicated": lambda node: node.list(_Node.text),
+            "unchecked": lambda node: node.list(_Node.text),
+            "through": lambda node: node.list(lambda each: each),
             "lists": lambda node: node.list(_Node.text),
             "tree": _tree,
         }
     )
     if values.pop("version", None) is None:
         raise root.error(f"`version: {_VERSION}` is missing")
-    if "rules" not in values:
-        raise root.error("`rules` is missing")
+    if ("rules" in values) == ("through" in values):
+        raise root.error("it has `rules`, or layouts that it leads `through`")
+    if "through" in values:
+        other = values.keys() - {"through", "sizes", "tree", "lists", "fill"}
+        if other:
+            raise root.error(
+                f"beside `through` there is no {min(other)}; write it in one of the"
+                " layouts"
+            )
+        values |= {"rules": (), "through": tuple(map(_resolved, values["through"]))}
+    defaults = {
+        option: values.pop(option)
+        for option in ("replicated", "unchecked")
+        if option in values
+    }
+    values |= {"defaults": defaults} if defaults else {}
     values |= values.pop("tree", {})
     drop = values.pop("drop", ((), ()))
     return {**values, "drop": drop[0], "drop_inverse": drop[1]}
+
+
+def _resolved(node: _Node) -> Layout:
+    # The module reads files by this one.
+    from elastic_ckpt.universal import shipped_layouts
+
+    text = node.text()
+    beside = pathlib.Path(node.file).parent / text
+    try:
+        return shipped_layouts.resolve(beside if beside.is_file() else text)
+    except RecursionError:
+        raise node.error("it leads through itself") from None
 
 
 def _version(node: _Node) -> int:
@@ -342,6 +392,7 @@ def _rule(node: _Node) -> Rule:
             "states": lambda each: each.list(_Node.text),
             "kind": _Node.text,
             "optional": _Node.flag,
+            "only": lambda each: each.one_of(DIRECTIONS),
         }
     )
     if not fields.keys() >= {"from", "to"}:
@@ -365,6 +416,10 @@ def _tensor(name: str, node: _Node) -> TensorPattern:
             "unchecked": names,
             "mean": names,
             "sum": names,
+            "copy": lambda each: each.one_of(COPIES),
+            "times": _side,
+            "plus": _side,
+            "as": _Node.text,
             "scale": _Node.arithmetic,
             "shift": _Node.arithmetic,
             "dtype": _Node.text,
@@ -372,4 +427,6 @@ def _tensor(name: str, node: _Node) -> TensorPattern:
     )
     if "dims" not in fields:
         raise node.error("`dims` is missing")
+    if "as" in fields:
+        fields["viewed_as"] = fields.pop("as")
     return TensorPattern(name=name, **fields)

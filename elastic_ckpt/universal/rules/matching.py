@@ -1,36 +1,68 @@
 """Matches a layout with a checkpoint and a target: the moves between them.
 
-Every tensor of the checkpoint is used once or dropped, every element of the target is
-filled once; otherwise one error lists those that are left over.
+The names of the checkpoint's tensors choose their rules. A rule holds for each value of
+the captures that all of its names have, and the names of its targets follow from these:
+a target is never matched by its looks alone. Every tensor of the checkpoint is used
+once or dropped, every element of the target is filled once; otherwise one error lists
+those that are left over.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import garbage_collection
-from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
-from elastic_ckpt.universal.rules import instance, rows
-from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
-from elastic_ckpt.universal.rules.grouping import (
-    Group,
-    Grouping,
-    Owner,
-    Sketch,
-    axis_counts,
+from elastic_ckpt.universal.moves import (
+    Fill,
+    Move,
+    Source,
+    TargetTensor,
+    is_half_a_byte,
 )
+from elastic_ckpt.universal.rules import (
+    composition,
+    dtypes,
+    instance,
+    name_pattern,
+    sizes,
+)
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.instance import Instance, Plan
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rows import Kept
+from elastic_ckpt.universal.rules.name_pattern import (
+    ANY_KIND,
+    Entry,
+    Match,
+    NameIndex,
+    NamePattern,
+)
+from elastic_ckpt.universal.rules.relation import Kept, ParsedTensor, Relation, Row
+from elastic_ckpt.universal.rules.rule import DIRECTIONS
+from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import StoredTensor
 
 # Empty tensors in a checkpoint may have dims of any size, of which targets are made.
 MOST_DERIVED = 1 << 20
+# The rank axes of formats. A checkpoint that lacks one has one rank of it.
+_AXES = ("dp", "ep", "pp", "tp", "vp")
+# The most names among which the nearest one is searched.
+_MOST_COMPARED = 2000
+
+# A tensor without its name: the number of its pattern, captures, ranks, shape, dtype.
+_Sketch = tuple[
+    int,
+    tuple[tuple[str, int | str], ...],
+    tuple[tuple[str, int], ...],
+    tuple[int, ...],
+    np.dtype | None,
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,104 +101,631 @@ def moves(
       LayoutError: if the layout does not fit; one error lists all that is left over.
     """
     with garbage_collection.paused():
-        return _moves(layout, stored, axes, targets)
+        layout.check_choices()
+        if layout.through:
+            return _through(layout, stored, axes, targets)
+        matching = _Matching(layout, stored, axes, targets)
+        return _Planning(matching).matched()
 
 
-def _moves(
+def fits_names(layout: Layout, stored: Sequence[StoredTensor]) -> bool:
+    """Whether a layout has a rule for each tensor of a checkpoint, by their names."""
+    try:
+        if layout.through:
+            return fits_names(layout.through[0], stored)
+        _Matching(layout, stored, {}, None)
+    except LayoutError:
+        return False
+    return True
+
+
+def _through(
     layout: Layout,
     stored: Sequence[StoredTensor],
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
-    layout.check_choices()
-    counts = axis_counts(layout, stored, axes)
-    given = None if targets is None else list(targets.values())
-    grouping = Grouping(layout, counts, stored, given)
-    grouping.check()
-    planning = _Planning(stored, given, counts)
-    rules = []
-    for owner, groups in zip(grouping.owners, grouping.groups, strict=True):
-        plans: dict[object, Plan | None] = {}
-        for kept, group in groups.items():
-            planning.add(owner, kept, group, plans)
-        rules.append((owner.relation.rule.text, len(planning.moves)))
-    planning.check(layout.place)
-    planning.fill(layout, grouping.filled)
-    return Matched(
-        moves=planning.moves,
-        fills=planning.fills,
-        targets=planning.derived if targets is None else targets,
-        rules=rules,
-    )
+    *firsts, last = layout.through
+    made: Matched | None = None
+    between = stored
+    for each in (*firsts, last):
+        wanted = targets if each is last else None
+        following = moves(each, between, axes if made is None else {}, wanted)
+        try:
+            made = (
+                following
+                if made is None
+                else Matched(
+                    **composition.composed(made, following, between),
+                    targets=following.targets,
+                )
+            )
+        except LayoutError as error:
+            raise LayoutError(f"{layout.place}: {error}") from None
+        between = [
+            StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
+            for name, target in following.targets.items()
+        ]
+    assert made is not None
+    return made
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Owner:
+    """A rule with one of its states.
+
+    Attributes:
+      relation: the rule.
+      state: the kind of state.
+      sources: the whole name patterns of its sources.
+      targets: the whole name patterns of its targets.
+      groups: the tensors of each instance, by kept captures.
+    """
+
+    relation: Relation
+    state: str
+    sources: Sequence[NamePattern]
+    targets: Sequence[NamePattern]
+    groups: dict[Kept, _Group] = dataclasses.field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The rule, for people."""
+        return self.relation.rule.text
+
+
+@dataclasses.dataclass(slots=True)
+class _Group:
+    """The tensors of an instance, by their numbers."""
+
+    sources: list[tuple[_Sketch, int]]
+    targets: list[tuple[_Sketch, int]]
+
+
+def _axis_counts(
+    layout: Layout, stored: Sequence[StoredTensor], axes: Mapping[str, int]
+) -> dict[str, int]:
+    # The number of ranks by axis: of the checkpoint, the layout, or as they occur; 1
+    # for axes that occur nowhere.
+    for axis, count in layout.ranks.items():
+        if axes.get(axis, count) != count:
+            raise LayoutError(
+                f"{layout.place}: `ranks` has {count} of {axis}, the checkpoint "
+                f"{axes[axis]}; remove {axis} from `ranks`"
+            )
+    counts: dict[str, int] = {}
+    for ranks in {tensor.ranks for tensor in stored}:
+        for axis, number in ranks:
+            counts[axis] = max(counts.get(axis, 0), number + 1)
+    return {**dict.fromkeys(_AXES, 1), **counts, **layout.ranks, **axes}
+
+
+def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
+    for rule in layout.rules:
+        if rule.only == DIRECTIONS[1]:
+            continue
+        relation = Relation(layout.complete(rule), axes)
+        sides = (relation.sources, relation.targets)
+        if rule.kind is not None:
+            names = [[tensor.name for tensor in side] for side in sides]
+            yield _Owner(
+                relation=relation, state=rule.kind, sources=names[0], targets=names[1]
+            )
+            continue
+        for kind in rule.states or layout.states:
+            state = layout.states[kind]
+            if state.source is None or state.target is None:
+                continue
+            sources, targets = (
+                [_completed(text, tensor.name, relation) for tensor in side]
+                for text, side in zip((state.source, state.target), sides, strict=True)
+            )
+            yield _Owner(
+                relation=relation, state=kind, sources=sources, targets=targets
+            )
+
+
+def _completed(state: str, name: NamePattern, relation: Relation) -> NamePattern:
+    text = state.replace(PARAMETER, name.text)
+    return name_pattern.parse(text).with_forms(relation.forms)
+
+
+def _dropped_names(layout: Layout) -> Iterator[Entry]:
+    names: list[tuple[str | None, str]] = [(None, text) for text in layout.drop]
+    names += layout.drop_of_kind
+    for kind, state in layout.states.items():
+        if state.source is not None and state.target is None:
+            names.append((kind, state.source.replace(PARAMETER, "*")))
+    for kind, text in names:
+        yield Entry(
+            kind=kind,
+            name=name_pattern.glob(text),
+            # Such a state has the name of its parameter.
+            is_of_any_kind=text != "*",
+        )
+
+
+class _Matching:
+    """The tensors of each rule and instance.
+
+    Attributes:
+      owners: the rules, each with all of its states.
+      filled: the targets that `fill` of the layout fills.
+
+    Raises:
+      LayoutError: lists the tensors and patterns that have no partner.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        stored: Sequence[StoredTensor],
+        axes: Mapping[str, int],
+        targets: Mapping[str, TargetTensor] | None,
+    ) -> None:
+        self.layout = layout
+        self.stored = stored
+        self.counts = _axis_counts(layout, stored, axes)
+        self.given = None if targets is None else list(targets.values())
+        self.owners = list(_owners(layout, self.counts))
+        self.filled: list[TargetTensor] = []
+        self._numbers = {
+            each.name: number for number, each in enumerate(self.given or ())
+        }
+        self._alone = tuple((axis, 0) for axis, n in self.counts.items() if n == 1)
+        self._index = NameIndex(self._entries(range(len(self.owners))))
+        self._problems: dict[str, list[str]] = collections.defaultdict(list)
+        self._unused: set[tuple[int, int]] = set()
+        self._add_sources()
+        if self.given is not None:
+            self._add_targets()
+        self._check_patterns()
+        self._check()
+
+    def _entries(
+        self, numbers: Iterable[int], *, of_targets: bool = False
+    ) -> Iterator[Entry]:
+        for number in numbers:
+            owner = self.owners[number]
+            names = owner.targets if of_targets else owner.sources
+            for at, name in enumerate(names):
+                yield Entry(
+                    owner=number,
+                    tensor=at,
+                    kind=owner.state,
+                    name=name,
+                    numbers=owner.relation.numbers,
+                    kept=owner.relation.kept,
+                )
+
+    def _add_sources(self) -> None:
+        drops = list(_dropped_names(self.layout))
+        drop_index = NameIndex(drops)
+        dropped: dict[str, None] = {}
+        quantized: list[str] = []
+        leftovers: list[str] = []
+        complete: set[int] | None = None
+        for number, tensor in enumerate(self.stored):
+            matches = self._index.matches(tensor.name, tensor.kind)
+            if drops and self._is_dropped(drop_index, tensor, matches):
+                dropped[tensor.name] = None
+                self._unused.update(
+                    (each.entry.owner, each.entry.tensor) for each in matches
+                )
+                continue
+            if len(matches) > 1 and all(map(self._is_optional, matches)):
+                # The first that has all of its tensors.
+                complete = self._complete() if complete is None else complete
+                held = [each for each in matches if each.entry.owner in complete]
+                matches = held[:1] or matches
+            if len(matches) > 1:
+                matches = name_pattern.most_specific(matches)
+            if len(matches) > 1:
+                owners = [self.owners[each.entry.owner] for each in matches]
+                self._note_several(tensor.name, owners)
+            elif matches:
+                (match,) = matches
+                owner = self.owners[match.entry.owner]
+                sketch = (
+                    match.entry.tensor,
+                    match.captured,
+                    tuple(dict.fromkeys((*tensor.ranks, *self._alone))),
+                    *_viewed(tensor, owner.relation.sources[match.entry.tensor]),
+                )
+                self._group(match).sources.append((sketch, number))
+                if dtypes.may_be_quantized(tensor.dtype):
+                    quantized.append(tensor.name)
+            elif tensor.name not in self.layout.fill_inverse:
+                text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
+                leftovers.append(tensor.name + text)
+        for each in dtypes.without_scales(quantized, dropped.keys()):
+            self._note("unscaled", each)
+        self._note_leftovers("sources", leftovers)
+
+    def _is_dropped(
+        self, drops: NameIndex, tensor: StoredTensor, matches: Sequence[Match]
+    ) -> bool:
+        kinds = {each.entry.kind for each in drops.matches(tensor.name, tensor.kind)}
+        if not kinds or kinds & {None, tensor.kind}:
+            return bool(kinds)
+        # A format without kinds has the names of states alone.
+        return all(each.entry.kind != tensor.kind for each in matches)
+
+    def _add_targets(self) -> None:
+        assert self.given is not None
+        claims: dict[str, list[tuple[_Owner, Kept, _Sketch]]] = {}
+        absent: list[tuple[str, str]] = []
+        open_patterns: list[tuple[int, int]] = []
+        for number, owner in enumerate(self.owners):
+            for at, pattern in enumerate(owner.targets):
+                if _open_captures(pattern, owner.relation):
+                    open_patterns.append((number, at))
+                    continue
+                for kept in owner.groups:
+                    name = pattern.format(owner.relation.named(kept))
+                    target = self._numbers.get(name)
+                    if target is None:
+                        absent.append((name, owner.text))
+                        continue
+                    tensor = self.given[target]
+                    sketch = (at, (), (), tensor.shape, tensor.dtype)
+                    claims.setdefault(name, []).append((owner, kept, sketch))
+        self._add_open(open_patterns, claims)
+        leftovers = []
+        for number, tensor in enumerate(self.given):
+            of_tensor = claims.get(tensor.name, ())
+            if len(of_tensor) > 1:
+                self._note_several(tensor.name, [owner for owner, _, _ in of_tensor])
+            elif of_tensor:
+                ((owner, kept, sketch),) = of_tensor
+                owner.groups[kept].targets.append((sketch, number))
+            elif tensor.name in self.layout.fill:
+                self.filled.append(tensor)
+            else:
+                leftovers.append(tensor.name)
+        for name, rule in absent:
+            near = self._nearest(name, leftovers)
+            self._note("absent", f"{name} ({rule}{near})")
+        self._note_leftovers("targets", leftovers)
+
+    def _add_open(
+        self,
+        patterns: Sequence[tuple[int, int]],
+        claims: dict[str, list[tuple[_Owner, Kept, _Sketch]]],
+    ) -> None:
+        # Patterns whose targets have numbers of their own, for each group.
+        if not patterns:
+            return
+        assert self.given is not None
+        index = NameIndex(
+            Entry(
+                owner=number,
+                tensor=at,
+                name=self.owners[number].targets[at],
+                numbers=self.owners[number].relation.numbers,
+                kept=self.owners[number].relation.kept,
+            )
+            for number, at in patterns
+        )
+        for tensor in self.given:
+            if tensor.name in claims:
+                continue
+            found = [
+                each
+                for each in index.matches(tensor.name)
+                if each.kept in self.owners[each.entry.owner].groups
+            ]
+            for match in name_pattern.most_specific(found) if found else ():
+                owner = self.owners[match.entry.owner]
+                at = match.entry.tensor
+                sketch = (at, match.captured, (), tensor.shape, tensor.dtype)
+                claims.setdefault(tensor.name, []).append((owner, match.kept, sketch))
+
+    def _check_patterns(self) -> None:
+        # That every pattern and every instance has tensors on both sides.
+        by_relation: dict[int, list[_Owner]] = {}
+        for owner in self.owners:
+            by_relation.setdefault(id(owner.relation), []).append(owner)
+        names = [tensor.name for tensor in self.stored]
+        for owners in by_relation.values():
+            relation = owners[0].relation
+            if not any(owner.groups for owner in owners) and relation.rule.optional:
+                continue
+            matched = self._matched(owners)
+            numbers = [self.owners.index(owner) for owner in owners]
+            for at, tensor in enumerate(relation.sources):
+                is_used = any((number, at) in self._unused for number in numbers)
+                if (0, at) not in matched and not tensor.role and not is_used:
+                    near = self._nearest(owners[0].sources[at].text, names)
+                    self._note("unmatched", tensor.place + near)
+            for at, tensor in enumerate(relation.targets):
+                held = (1, at) in matched or not any(owner.groups for owner in owners)
+                is_open = _open_captures(tensor.name, relation)
+                if self.given is not None and not held and is_open:
+                    near = self._nearest(owners[0].targets[at].text, self._numbers)
+                    self._note("unmatched", tensor.place + near)
+            for owner in owners:
+                self._check_groups(owner, matched)
+
+    def _matched(self, owners: Sequence[_Owner]) -> set[tuple[int, int]]:
+        return {
+            (side, sketch[0])
+            for owner in owners
+            for group in owner.groups.values()
+            for side, rows in enumerate((group.sources, group.targets))
+            for sketch, _ in rows
+        }
+
+    def _check_groups(self, owner: _Owner, matched: set[tuple[int, int]]) -> None:
+        tensors = owner.relation.sources
+        needed = {at for at, each in enumerate(tensors) if not each.role}
+        for kept, group in owner.groups.items():
+            for at in needed - {sketch[0] for sketch, _ in group.sources}:
+                if (0, at) in matched:
+                    name = owner.sources[at].format(owner.relation.named(kept))
+                    self._note("incomplete", f"{name} ({owner.text})")
+
+    def _complete(self) -> set[int]:
+        # The owners of which each pattern matches a tensor.
+        found = {
+            (match.entry.owner, 0, match.entry.tensor)
+            for tensor in self.stored
+            for match in self._index.matches(tensor.name, tensor.kind)
+        }
+        if self.given is not None:
+            numbers = [
+                number
+                for number, owner in enumerate(self.owners)
+                if owner.relation.rule.optional
+            ]
+            index = NameIndex(self._entries(numbers, of_targets=True))
+            found |= {
+                (match.entry.owner, 1, match.entry.tensor)
+                for tensor in self.given
+                for match in index.matches(tensor.name)
+            }
+        return {
+            number
+            for number, owner in enumerate(self.owners)
+            if all(
+                (number, 0, at) in found or owner.relation.sources[at].role
+                for at in range(len(owner.sources))
+            )
+            and (
+                self.given is None
+                or all((number, 1, at) in found for at in range(len(owner.targets)))
+            )
+        }
+
+    def _is_optional(self, match: Match) -> bool:
+        return self.owners[match.entry.owner].relation.rule.optional
+
+    def _group(self, match: Match) -> _Group:
+        groups = self.owners[match.entry.owner].groups
+        group = groups.get(match.kept)
+        if group is None:
+            group = groups[match.kept] = _Group([], [])
+        return group
+
+    def _note(self, problem: str, text: str) -> None:
+        self._problems[problem].append(text)
+
+    def _note_several(self, name: str, owners: Sequence[_Owner]) -> None:
+        rules = " and ".join(dict.fromkeys(owner.text for owner in owners))
+        self._note("several", f"{name} ({rules})")
+
+    def _note_leftovers(self, side: str, names: Sequence[str]) -> None:
+        # A name may be that of tensors of several ranks.
+        is_target = side == "targets"
+        patterns = {
+            pattern.text: owner.text + self._without_sources(number) * is_target
+            for number, owner in enumerate(self.owners)
+            for pattern in (owner.targets if is_target else owner.sources)
+        }
+        for name in dict.fromkeys(names):
+            near: list[str] = []
+            if len(self._problems[side]) <= errors.MOST_NAMED:
+                near = difflib.get_close_matches(name, patterns, n=1, cutoff=0.0)
+            shown = f" (nearest: {near[0]!r}, {patterns[near[0]]})" if near else ""
+            self._note(side, name + shown)
+
+    def _without_sources(self, owner: int) -> str:
+        is_dropped = any(number == owner for number, _ in self._unused)
+        is_empty = is_dropped and not self.owners[owner].groups
+        return ", whose tensors `drop` lists" if is_empty else ""
+
+    def _nearest(self, name: str, names: Iterable[str]) -> str:
+        few = list(dict.fromkeys(names))[:_MOST_COMPARED]
+        near = difflib.get_close_matches(name, few, n=1, cutoff=0.5)
+        return f", the nearest is {near[0]!r}" if near else ""
+
+    def _check(self) -> None:
+        texts = {
+            "sources": "tensors of the checkpoint are in no rule",
+            "targets": "tensors of the target are in no rule",
+            "several": "tensors are in several rules",
+            "unmatched": "patterns match no tensor",
+            "incomplete": "tensors are missing beside others of their rules",
+            "absent": "tensors are made by rules, and missing in the target",
+            "unscaled": "quantized tensors would be loaded without their scales, which "
+            "`drop` leaves out; multiply by these with `times`, or dequantize the "
+            "checkpoint before",
+        }
+        lines = [
+            f"\n  {len(names)} {text}: {errors.first_of(names)}"
+            for problem, text in texts.items()
+            if (names := list(dict.fromkeys(self._problems[problem])))
+        ]
+        if lines:
+            raise LayoutError(
+                f"{self.layout.place} does not fit the checkpoint and the target; add "
+                f"or change rules, or list tensors of the checkpoint in `drop`:"
+                f"{''.join(lines)}"
+            )
 
 
 class _Planning:
-    def __init__(
-        self,
-        stored: Sequence[StoredTensor],
-        given: Sequence[TargetTensor] | None,
-        counts: Mapping[str, int],
-    ) -> None:
-        self._stored = stored
-        self._given = given
-        self._counts = counts
-        self._problems: list[str] = []
-        self.moves: list[Move] = []
-        self.fills: list[Fill] = []
-        self.derived: dict[str, TargetTensor] = {}
+    """The moves of the instances of a matching.
 
-    def add(
-        self,
-        owner: Owner,
-        kept: Kept,
-        group: Group,
-        plans: dict[object, Plan | None],
-    ) -> None:
-        # Instances that are alike except for kept captures have the same plan.
-        group.sources.sort(key=lambda each: each[0][:3])
-        group.targets.sort(key=lambda each: each[0][:3])
-        key = tuple(
-            tuple(sketch for sketch, _ in side)
-            for side in (group.sources, group.targets)
+    Instances that are alike except for kept captures have the same plan.
+    """
+
+    def __init__(self, matching: _Matching) -> None:
+        self._matching = matching
+        self._problems: dict[str, None] = {}
+        self._moves: list[Move] = []
+        self._fills: list[Fill] = []
+        self._derived: dict[str, TargetTensor] = {}
+
+    def matched(self) -> Matched:
+        """The moves of all instances.
+
+        Raises:
+          LayoutError: if shapes do not fit; it lists the rules.
+        """
+        matching = self._matching
+        rules = []
+        for owner, plans in zip(matching.owners, self._plans(), strict=True):
+            for kept, group in owner.groups.items():
+                plan = plans.get(_class_of(group))
+                if plan is not None:
+                    self._add(owner, kept, group, plan)
+            rules.append((owner.text, len(self._moves)))
+        if self._problems:
+            problems = list(self._problems)
+            listed = "\n  ".join(problems[: errors.MOST_NAMED])
+            more = "\n  ..." if problems[errors.MOST_NAMED :] else ""
+            raise LayoutError(
+                f"{matching.layout.place} does not fit the shapes of the checkpoint "
+                f"and the target:\n  {listed}{more}"
+            )
+        self._fill()
+        targets: Mapping[str, TargetTensor] = self._derived
+        if matching.given is not None:
+            targets = {each.name: each for each in matching.given}
+        return Matched(
+            moves=self._moves, fills=self._fills, targets=targets, rules=rules
         )
-        if key not in plans:
-            plans[key] = self._planned(owner, kept, group)
-        plan = plans[key]
-        if plan is None:
-            return
+
+    def _plans(self) -> list[dict[object, Plan]]:
+        # By owner and class. Sizes that shapes do not tell may be known from others.
+        plans: list[dict[object, Plan]] = []
+        unknown: list[tuple[dict[object, Plan], object, Instance]] = []
+        values: dict[str, set[int]] = {}
+        for owner in self._matching.owners:
+            of_owner: dict[object, Plan] = {}
+            seen = set()
+            plans.append(of_owner)
+            for kept, group in owner.groups.items():
+                group.sources.sort(key=lambda each: each[0][:3])
+                group.targets.sort(key=lambda each: each[0][:3])
+                key = _class_of(group)
+                if key in seen:
+                    continue
+                seen.add(key)
+                try:
+                    made = self._instance(owner, kept, group)
+                    try:
+                        of_owner[key] = instance.plan(made)
+                    except sizes.UnknownSizeError:
+                        unknown.append((of_owner, key, made))
+                        continue
+                except LayoutError as error:
+                    # States of a parameter have the same problems.
+                    self._problems[str(error)] = None
+                    continue
+                for name, size in of_owner[key].sizes.items():
+                    values.setdefault(name, set()).add(size)
+        shared = {name: min(held) for name, held in values.items() if len(held) == 1}
+        for of_owner, key, made in unknown:
+            try:
+                of_owner[key] = instance.plan(made, shared)
+            except LayoutError as error:
+                self._problems[str(error)] = None
+        return plans
+
+    def _instance(self, owner: _Owner, kept: Kept, group: _Group) -> Instance:
+        stored, given = self._matching.stored, self._matching.given
+        sources = [
+            _row(sketch, stored[number].name) for sketch, number in group.sources
+        ]
+        targets = None
+        if given is not None:
+            targets = [
+                _row(sketch, given[number].name) for sketch, number in group.targets
+            ]
+        first = sources[0]
+        return Instance(
+            relation=owner.relation.with_rest(len(first.shape), first.tensor),
+            state=owner.state,
+            sources=sources,
+            targets=targets,
+            counts=self._matching.counts,
+            names=owner.targets,
+            kept=kept,
+        )
+
+    def _add(self, owner: _Owner, kept: Kept, group: _Group, plan: Plan) -> None:
         names = self._names(owner, kept, group, plan)
-        for source, target, sizes, source_side, target_side, arithmetic in plan.copies:
-            self.moves.append(
+        views = [each.pattern.viewed_as for each in owner.relation.sources]
+        for target, factor_sizes, side, read, arithmetic in plan.copies:
+            sources = []
+            for number, source_side in read:
+                (at, *_), tensor = group.sources[number]
+                view = views[at]
+                sources.append(
+                    Source(
+                        tensor=tensor,
+                        side=source_side,
+                        viewed_as=None if view is None else np.dtype(view),
+                    )
+                )
+            self._moves.append(
                 Move(
-                    source=group.sources[source][1],
                     target=names[target],
-                    sizes=sizes,
-                    source_side=source_side,
-                    target_side=target_side,
+                    sizes=factor_sizes,
+                    target_side=side,
+                    sources=tuple(sources),
                     arithmetic=arithmetic,
                 )
             )
         for target, start, stop, value in plan.fills:
             fill = Fill(target=names[target], start=start, stop=stop, value=value)
-            self.fills.append(fill)
+            self._fills.append(fill)
 
-    def fill(self, layout: Layout, filled: Sequence[int]) -> None:
-        """Fills targets with the numbers of a layout.
+    def _names(self, owner: _Owner, kept: Kept, group: _Group, plan: Plan) -> list[str]:
+        given = self._matching.given
+        if given is not None:
+            return [given[number].name for _, number in group.targets]
+        names = []
+        named = owner.relation.named(kept)
+        for row in plan.targets:
+            name = owner.targets[row.tensor].format({**named, **dict(row.captured)})
+            names.append(name)
+            assert row.dtype is not None
+            if name in self._derived:
+                self._problems[f"{owner.text}: {name} is made by another rule too"] = (
+                    None
+                )
+            self._derived[name] = TargetTensor(
+                name=name, dtype=row.dtype, shape=row.shape
+            )
+        if len(self._derived) > MOST_DERIVED:
+            raise LayoutError(
+                f"{owner.text}: over {MOST_DERIVED} tensors would be made; use the "
+                "right checkpoint, or another layout"
+            )
+        return names
 
-        Args:
-          layout: with the values of the checkpoint.
-          filled: the numbers of given targets; targets that are derived are those of
-            `fill` that no rule makes, scalars of 32 bits.
-
-        Raises:
-          LayoutError: if the checkpoint lacks a value, or a dtype cannot have it.
-        """
-        if self._given is not None:
-            targets = [self._given[number] for number in filled]
-        else:
-            names = [name for name in layout.fill if name not in self.derived]
+    def _fill(self) -> None:
+        # Fills targets with the numbers of the layout. Those that are derived are the
+        # names of `fill` that no rule makes, scalars of 32 bits.
+        layout = self._matching.layout
+        targets = self._matching.filled
+        if self._matching.given is None:
+            names = [name for name in layout.fill if name not in self._derived]
             targets = [_scalar(name, layout.fill[name]) for name in names]
-            self.derived |= {target.name: target for target in targets}
+            self._derived |= {target.name: target for target in targets}
         for target in targets:
             number = layout.fill[target.name]
             if isinstance(number, CheckpointValue):
@@ -180,69 +739,36 @@ class _Planning:
                     f"have {number} of `fill`"
                 )
             start = (0,) * len(target.shape)
-            self.fills.append(
+            self._fills.append(
                 Fill(target=target.name, start=start, stop=target.shape, value=number)
             )
 
-    def check(self, place: str) -> None:
-        if self._problems:
-            # States of a parameter have the same problems.
-            problems = list(dict.fromkeys(self._problems))
-            listed = "\n  ".join(problems[: errors.MOST_NAMED])
-            more = "\n  ..." if problems[errors.MOST_NAMED :] else ""
-            raise LayoutError(
-                f"{place} does not fit the shapes of the checkpoint and the target:"
-                f"\n  {listed}{more}"
-            )
 
-    def _planned(self, owner: Owner, kept: Kept, group: Group) -> Plan | None:
-        stored, given = self._stored, self._given
-        sources = [
-            _row(sketch, stored[number].name) for sketch, number in group.sources
-        ]
-        targets = (
-            None
-            if given is None
-            else [_row(sketch, given[number].name) for sketch, number in group.targets]
+def _open_captures(name: NamePattern, relation: Relation) -> set[str]:
+    # Captures whose values a group does not have.
+    return {each.key for each in name.captures} - set(relation.kept)
+
+
+def _viewed(
+    tensor: StoredTensor, parsed: ParsedTensor
+) -> tuple[tuple[int, ...], np.dtype]:
+    # The shape and dtype that a rule gives to the bytes of a tensor.
+    if parsed.pattern.viewed_as is None:
+        return tensor.shape, tensor.dtype
+    dtype = np.dtype(parsed.pattern.viewed_as)
+    if tensor.dtype.itemsize != dtype.itemsize or not tensor.shape:
+        raise LayoutError(
+            f"{parsed.place}: {tensor.name!r} of {tensor.dtype}{list(tensor.shape)} "
+            f"cannot be read as {dtype}; its elements have other bits"
         )
-        try:
-            return instance.plan(
-                Instance(
-                    relation=owner.relation,
-                    state=owner.state,
-                    sources=sources,
-                    targets=targets,
-                    counts=self._counts,
-                    names=owner.targets,
-                    kept=kept,
-                )
-            )
-        except LayoutError as error:
-            self._problems.append(str(error))
-            return None
+    *outer, last = tensor.shape
+    return (*outer, last * (2 if is_half_a_byte(dtype) else 1)), dtype
 
-    def _names(self, owner: Owner, kept: Kept, group: Group, plan: Plan) -> list[str]:
-        if self._given is not None:
-            return [self._given[number].name for _, number in group.targets]
-        names = []
-        named = owner.relation.named(kept)
-        for row in plan.targets:
-            name = owner.targets[row.tensor].format({**named, **dict(row.captured)})
-            names.append(name)
-            assert row.dtype is not None
-            if name in self.derived:
-                self._problems.append(
-                    f"{owner.relation.rule.text}: {name} is made by another rule too"
-                )
-            self.derived[name] = TargetTensor(
-                name=name, dtype=row.dtype, shape=row.shape
-            )
-        if len(self.derived) > MOST_DERIVED:
-            raise LayoutError(
-                f"{owner.relation.rule.text}: over {MOST_DERIVED} tensors would be "
-                f"made; use the right checkpoint, or another layout"
-            )
-        return names
+
+def _class_of(group: _Group) -> object:
+    return tuple(
+        tuple(sketch for sketch, _ in side) for side in (group.sources, group.targets)
+    )
 
 
 def _scalar(name: str, number: object) -> TargetTensor:
@@ -250,9 +776,9 @@ def _scalar(name: str, number: object) -> TargetTensor:
     return TargetTensor(name=name, dtype=np.dtype(dtype), shape=())
 
 
-def _row(sketch: Sketch, name: str) -> rows.Row:
+def _row(sketch: _Sketch, name: str) -> Row:
     tensor, captured, ranks, shape, dtype = sketch
-    return rows.Row(
+    return Row(
         tensor=tensor,
         name=name,
         captured=captured,

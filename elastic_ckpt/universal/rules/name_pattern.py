@@ -2,25 +2,36 @@
 
 A capture is `{layer}`: a number if the layout uses it as one (as a dim, in a product,
 in an index table), otherwise a text without `.` and `/`. `{name:path}` is any text,
-`{layer:03}` a number of at least three digits. `{(stage local)}` is a number that is
-the row-major index of several dims. `{layer+1}` is a number that is more by 1 than the
-layer, in names that count from 1. `{{` and `}}` are braces of the name.
+`{part:q|k|v}` one of these texts (their position, where the layout uses it as a
+number), `{layer:03}` a number of at least three digits. `{(stage local)}` is the index
+of a dims expression: here of two dims in row-major order. `{layer+1}` is a number that
+is more by 1 than the layer, in names that count from 1. `{{` and `}}` are braces of the
+name.
+
+Names that differ in numbers alone have one skeleton. `NameIndex` searches the patterns
+that may match once for each skeleton; each name is then compared with these.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from elastic_ckpt.universal.rules import dims
 from elastic_ckpt.universal.rules.layout_error import LayoutError
+
+# The kind of all tensors of formats that have no kinds; it fits any state.
+ANY_KIND = "parameter"
 
 _BRACES = ("{{", "}}")
 _CAPTURE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 _STAR = re.compile(r"(\[\*\]|\*)")
 _INSIDE = re.compile(
-    r"(?:(?P<name>[A-Za-z_]\w*)|\((?P<product>\s*[A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*)\s*\))"
-    r"(?:\s*\+\s*(?P<offset>[1-9][0-9]{0,8}))?(?::(?P<form>path|0[1-9]))?"
+    r"(?P<node>[A-Za-z_]\w*|\(.*\)~?)"
+    r"(?:\s*\+\s*(?P<offset>[1-9][0-9]{0,8}))?"
+    r"(?::(?P<form>path|0[1-9]|[^:{}|]+(?:\|[^:{}|]+)+))?"
 )
 # The form of a capture that may be empty.
 _ANY = "any"
@@ -29,38 +40,94 @@ _NUMBER = re.compile(r"[0-9]+")
 _DIGITS = r"(0|[1-9][0-9]{0,17})"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Capture:
     """A variable part of a name.
 
     Attributes:
-      names: one name, or the names of a product.
-      form: "", "path", or the width of a number with leading zeros, as in "03".
+      node: a name, or the dims expression that the number is an index of.
+      form: "", "path", the texts that it can be, as in "q|k|v", or the width of a
+        number with leading zeros, as in "03".
       offset: by which the number in the name is more than the value.
     """
 
-    names: tuple[str, ...]
-    form: str
+    node: dims.Node
+    form: str = ""
     offset: int = 0
+
+    @functools.cached_property
+    def key(self) -> str:
+        """What its values are listed under: the text of its node."""
+        return str(self.node)
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The names in its node."""
+        return dims.names_of(self.node)
+
+    @functools.cached_property
+    def choices(self) -> tuple[str, ...]:
+        """The texts that it can be; none if it is not limited to some."""
+        return tuple(self.form.split("|")) if "|" in self.form else ()
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it is the index of an expression, not a name."""
+        return not isinstance(self.node, dims.Name)
 
     @property
     def is_always_number(self) -> bool:
         """Whether its form is that of a number, whatever the layout uses it as."""
-        return len(self.names) > 1 or self.form.isdigit() or self.offset > 0
+        return self.is_index or self.form.isdigit() or self.offset > 0
 
     def is_number(self, numbers: Collection[str]) -> bool:
         """Whether its value is a number, if the captures `numbers` are."""
         if self.is_always_number:
             return True
-        return not self.form and self.names[0] in numbers
+        return self.form != "path" and self.key in numbers
 
     def text(self, value: int | str) -> str:
         """The text of a value in a name."""
-        number = int(value) + self.offset if self.offset else value
-        return str(number).zfill(int(self.form) if self.form.isdigit() else 0)
+        if isinstance(value, str):
+            return value
+        if self.choices:
+            return self.choices[value]
+        width = int(self.form) if self.form.isdigit() else 0
+        return str(value + self.offset).zfill(width)
+
+    def value(self, text: str, *, is_number: bool) -> int | str | None:
+        """The value of a text that its expression matches; None if it has none."""
+        if not is_number:
+            return text
+        if self.choices:
+            return self.choices.index(text)
+        number = int(text) - self.offset
+        return None if number < 0 else number
+
+    def sample(self, is_number: bool) -> str:
+        """One of its texts, which only captures that take as much match, too."""
+        if self.choices:
+            return self.choices[0]
+        if is_number:
+            return "7" * max(1, int(self.form or 0)) if self.form.isdigit() else "7"
+        return "\0/\0.\0" if self.form in ("path", _ANY) else "\0"
+
+    def group(self, *, is_number: bool) -> str:
+        """The group of a regular expression that matches its texts."""
+        if self.form == _ANY:
+            return "(.*)"
+        if self.choices:
+            return f"({'|'.join(map(re.escape, self.choices))})"
+        if self.form.isdigit():
+            width = int(self.form)
+            # Leading zeros only up to the width.
+            return rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
+        if is_number:
+            return _DIGITS
+        return "(.+)" if self.form == "path" else "([^./]+)"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NamePattern:
     """A parsed pattern.
 
@@ -72,15 +139,15 @@ class NamePattern:
     text: str
     parts: tuple[str | Capture, ...]
 
-    @property
+    @functools.cached_property
     def captures(self) -> tuple[Capture, ...]:
         """The captures, in their order."""
         return tuple(part for part in self.parts if isinstance(part, Capture))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names in all captures, in their order."""
-        return tuple(name for capture in self.captures for name in capture.names)
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The names in all captures."""
+        return frozenset().union(*(capture.names for capture in self.captures))
 
     @property
     def literal(self) -> str:
@@ -94,6 +161,23 @@ class NamePattern:
             glob_of(part) if isinstance(part, str) else "*" for part in self.parts
         )
 
+    def with_forms(self, forms: Mapping[str, str]) -> NamePattern:
+        """The pattern whose captures without a form have these, by their keys."""
+        parts = tuple(
+            dataclasses.replace(part, form=forms[part.key])
+            if isinstance(part, Capture) and not part.form and part.key in forms
+            else part
+            for part in self.parts
+        )
+        return NamePattern(text=self.text, parts=parts)
+
+    def sample(self, numbers: Collection[str]) -> str:
+        """A name that matches, with texts in its captures that no layout writes."""
+        return "".join(
+            part if isinstance(part, str) else part.sample(part.is_number(numbers))
+            for part in self.parts
+        )
+
     def expression(self, numbers: Collection[str]) -> re.Pattern[str]:
         """A regular expression with a group for each capture.
 
@@ -102,9 +186,12 @@ class NamePattern:
         """
         return re.compile(
             "".join(
-                re.escape(part) if isinstance(part, str) else _group(part, numbers)
+                re.escape(part)
+                if isinstance(part, str)
+                else part.group(is_number=part.is_number(numbers))
                 for part in self.parts
-            )
+            ),
+            re.DOTALL,
         )
 
     def skeleton(self, numbers: Collection[str]) -> re.Pattern[str]:
@@ -113,13 +200,18 @@ class NamePattern:
         It may match skeletons of others too.
         """
         joined = "".join(
-            part if isinstance(part, str) else "0" if part.is_number(numbers) else "{}"
+            part
+            if isinstance(part, str)
+            else "0"
+            if part.is_number(numbers) and not part.choices
+            else "{}"
             for part in self.parts
         )
-        return re.compile(re.escape(skeleton(joined)).replace(r"\{\}", ".*"))
+        text = re.escape(skeleton(joined)).replace(r"\{\}", ".*")
+        return re.compile(text, re.DOTALL)
 
-    def format(self, values: Mapping[tuple[str, ...], int | str]) -> str:
-        """The name with `values` of the captures, by their names.
+    def format(self, values: Mapping[str, int | str]) -> str:
+        """The name with `values` of the captures, by their keys.
 
         Captures without a value remain: `layers.{layer}.weight`.
         """
@@ -127,11 +219,21 @@ class NamePattern:
         for part in self.parts:
             if isinstance(part, str):
                 texts.append(part)
-            elif part.names in values:
-                texts.append(part.text(values[part.names]))
+            elif part.key in values:
+                texts.append(part.text(values[part.key]))
             else:
-                texts.append(f"{{{' '.join(part.names)}}}")
+                texts.append(f"{{{part.key}}}")
         return "".join(texts)
+
+    def filled(self, values: Mapping[str, int | str]) -> NamePattern:
+        """The pattern with texts in place of the captures that have `values`."""
+        parts = tuple(
+            part.text(values[part.key])
+            if isinstance(part, Capture) and part.key in values
+            else part
+            for part in self.parts
+        )
+        return NamePattern(text=self.text, parts=parts)
 
 
 def skeleton(name: str) -> str:
@@ -143,10 +245,8 @@ def glob(text: str) -> NamePattern:
     """The pattern of names that match `text`: `*` is any text, and `[*]` a star."""
     parts: list[str | Capture] = []
     for number, part in enumerate(_STAR.split(text)):
-        is_any = part == "*"
-        parts.append(
-            Capture((str(number),), _ANY) if is_any else part.replace("[*]", "*")
-        )
+        star = Capture(dims.Name(f"star{number}"), _ANY)
+        parts.append(star if part == "*" else part.replace("[*]", "*"))
     return NamePattern(text=text, parts=tuple(part for part in parts if part))
 
 
@@ -174,17 +274,7 @@ def parse(text: str) -> NamePattern:
         if match[0] in _BRACES:
             literal += match[0][0]
             continue
-        inside = _INSIDE.fullmatch(match[1])
-        if inside is None or (inside["offset"] and inside["form"] == "path"):
-            raise LayoutError(
-                f"column {match.start() + 1} of {text!r}: {match[0]} is no capture; "
-                f"write {{layer}}, {{name:path}}, {{layer:03}}, {{layer+1}} or "
-                f"{{(stage local)}}"
-            )
-        names = inside["name"] or inside["product"]
-        offset = int(inside["offset"] or 0)
-        capture = Capture(tuple(names.split()), inside["form"] or "", offset)
-        parts += [literal, capture]
+        parts += [literal, _capture(text, match)]
         literal = ""
     parts.append(literal + _literal(text, at, len(text)))
     pattern = NamePattern(text=text, parts=tuple(part for part in parts if part))
@@ -192,9 +282,30 @@ def parse(text: str) -> NamePattern:
         if isinstance(first, Capture) and isinstance(second, Capture):
             raise LayoutError(f"{text!r}: put a text between two captures")
     for name in pattern.names:
-        if pattern.names.count(name) > 1:
+        if sum(name in capture.names for capture in pattern.captures) > 1:
             raise LayoutError(f"{text!r}: the capture {name!r} occurs twice")
     return pattern
+
+
+def _capture(text: str, match: re.Match[str]) -> Capture:
+    inside = _INSIDE.fullmatch(match[1])
+    form = "" if inside is None else inside["form"] or ""
+    if inside is None or (inside["offset"] and not (form.isdigit() or not form)):
+        raise LayoutError(
+            f"column {match.start() + 1} of {text!r}: {match[0]} is no capture; write "
+            "{layer}, {name:path}, {part:q|k|v}, {layer:03}, {layer+1} or "
+            "{(stage local)}"
+        )
+    try:
+        (node,) = dims.parse(inside["node"]).nodes
+    except LayoutError as error:
+        raise LayoutError(f"the capture {match[0]} of {text!r}: {error}") from None
+    if any(isinstance(each, dims.Shard | dims.Rest) for each in dims.walk(node)):
+        raise LayoutError(f"the capture {match[0]} of {text!r} is an index: without @")
+    capture = Capture(node, form, int(inside["offset"] or 0))
+    if capture.is_index and form and not form.isdigit():
+        raise LayoutError(f"the capture {match[0]} of {text!r} is an index, no text")
+    return capture
 
 
 def _literal(text: str, start: int, stop: int) -> str:
@@ -207,13 +318,156 @@ def _literal(text: str, start: int, stop: int) -> str:
     return literal
 
 
-def _group(capture: Capture, numbers: Collection[str]) -> str:
-    if capture.form == _ANY:
-        return "(.*)"
-    if capture.form.isdigit():
-        width = int(capture.form)
-        # Leading zeros only up to the width.
-        return rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
-    if capture.is_number(numbers):
-        return _DIGITS
-    return "(.+)" if capture.form == "path" else "([^./]+)"
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A pattern of an index.
+
+    Attributes:
+      name: the pattern.
+      numbers: the captures that are numbers.
+      kept: the captures whose values all names of its rule have.
+      kind: of the tensors; None for any.
+      is_of_any_kind: whether tensors of formats without kinds match, too.
+      owner: the number of the rule, for the caller.
+      tensor: the number of the pattern in its rule, for the caller.
+    """
+
+    name: NamePattern
+    numbers: Collection[str] = ()
+    kept: Sequence[str] = ()
+    kind: str | None = None
+    is_of_any_kind: bool = True
+    owner: int = 0
+    tensor: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """A pattern that matches a name.
+
+    Attributes:
+      entry: the pattern.
+      kept: the values of the kept captures.
+      captured: the values of the others, by their keys.
+    """
+
+    entry: Entry
+    kept: tuple[int | str, ...]
+    captured: tuple[tuple[str, int | str], ...]
+
+
+class _Reader:
+    """An entry, and how its captures are read from a match."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.skeleton = entry.name.skeleton(entry.numbers)
+        self._expression = entry.name.expression(entry.numbers)
+        captures = entry.name.captures
+        are_numbers = [capture.is_number(entry.numbers) for capture in captures]
+        # Mostly a number is that of the name.
+        self._plain = [
+            number and not capture.choices and not capture.offset
+            for capture, number in zip(captures, are_numbers, strict=True)
+        ]
+        self._captures = list(zip(captures, are_numbers, strict=True))
+        places = {capture.key: at for at, capture in enumerate(captures)}
+        self._kept = [places[name] for name in entry.kept]
+        self._others = [
+            (capture.key, at)
+            for at, capture in enumerate(captures)
+            if capture.key not in entry.kept
+        ]
+
+    def match(self, name: str) -> Match | None:
+        match = self._expression.fullmatch(name)
+        if match is None:
+            return None
+        values: list[int | str] = []
+        for text, plain, (capture, is_number) in zip(
+            match.groups(), self._plain, self._captures, strict=True
+        ):
+            if plain:
+                values.append(int(text))
+                continue
+            value = capture.value(text, is_number=is_number)
+            if value is None:
+                return None
+            values.append(value)
+        return Match(
+            self.entry,
+            tuple([values[at] for at in self._kept]),
+            tuple([(key, values[at]) for key, at in self._others]),
+        )
+
+
+class NameIndex:
+    """Patterns, indexed by skeleton."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._literal: dict[str, list[_Reader]] = {}
+        self._patterns: list[_Reader] = []
+        for entry in entries:
+            reader = _Reader(entry)
+            if entry.name.captures:
+                self._patterns.append(reader)
+            else:
+                self._literal.setdefault(entry.name.literal, []).append(reader)
+        self._by_skeleton: dict[tuple[str, str | None], list[list[_Reader]]] = {}
+
+    def matches(self, name: str, kind: str | None = None) -> list[Match]:
+        """The patterns that match a name.
+
+        Args:
+          name: of the tensor.
+          kind: of the tensor; None if patterns of all kinds match it. If the kind is
+            that of formats without kinds, and no pattern of it matches, all match.
+        """
+        key = skeleton(name), kind
+        candidates = self._by_skeleton.get(key)
+        if candidates is None:
+            possible = [
+                each for each in self._patterns if each.skeleton.fullmatch(key[0])
+            ]
+            candidates = self._by_skeleton[key] = _by_kind(possible, kind)
+        if name in self._literal:
+            literal = _by_kind(self._literal[name], kind)
+            candidates = [a + b for a, b in zip(candidates, literal, strict=True)]
+        exact, others, untyped = candidates
+        matches = [match for each in exact if (match := each.match(name))]
+        if others and not matches:
+            matches = [match for each in others if (match := each.match(name))]
+        if untyped:
+            matches += [match for each in untyped if (match := each.match(name))]
+        return matches
+
+
+def most_specific(matches: Sequence[Match]) -> list[Match]:
+    """Those of several matches whose names are not all matched by fewer others."""
+    return [
+        match
+        for match in matches
+        if not any(
+            _has(match.entry, other.entry) and not _has(other.entry, match.entry)
+            for other in matches
+        )
+    ]
+
+
+def _has(wide: Entry, narrow: Entry) -> bool:
+    # Whether a pattern matches all names of another one.
+    sample = narrow.name.sample(narrow.numbers)
+    return wide.name.expression(wide.numbers).fullmatch(sample) is not None
+
+
+def _by_kind(readers: Sequence[_Reader], kind: str | None) -> list[list[_Reader]]:
+    # Those of the kind, others that may match instead, those of no kind.
+    exact, others, untyped = [], [], []
+    for reader in readers:
+        if reader.entry.kind is None:
+            untyped.append(reader)
+        elif kind is None or reader.entry.kind == kind:
+            exact.append(reader)
+        elif kind == ANY_KIND and reader.entry.is_of_any_kind:
+            others.append(reader)
+    return [exact, others, untyped]

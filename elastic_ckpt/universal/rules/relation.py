@@ -1,79 +1,133 @@
 """A parsed rule: which names are coordinates of which tensors, and which parts pair up.
 
-Each tensor of a rule has elements with named coordinates. A coordinate is a *factor* of
-its dims, or a *point*: the value of a capture, of a rank axis or of an index table. A
-part of a tensor (one addend of every sum) belongs to the part of the other side that
-has the same coordinates.
+Each tensor of a rule has elements with named coordinates: the factors of its dims, and
+the names in its captures. All tensors of a pattern are slabs of one array whose first
+dims are the captures. Rank axes and index tables give coordinates, too. A part of a
+tensor (one addend of every sum) belongs to the part of the other side that has the same
+coordinates.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from elastic_ckpt.universal.rules import dims, name_pattern, size_expression
+from elastic_ckpt.universal.rules.dims import Dims
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Rule, TensorPattern
+from elastic_ckpt.universal.rules.name_pattern import Capture, NamePattern
+from elastic_ckpt.universal.rules.rule import COPIES, Rule, TensorPattern
+
+_OPERANDS = {"times": 1, "plus": 2}
+# The values of the captures that all names of a rule have.
+Kept = tuple[int | str, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
-    """A part of the tensors of a pattern.
-
-    Attributes:
-      tensor: the number of the pattern on its side.
-      factors: the coordinates that are dims.
-      points: the coordinates that are captures, rank axes and entries of tables.
-    """
-
-    tensor: int
-    factors: frozenset[str]
-    points: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """Parts of both sides with the same coordinates."""
-
-    source: Term
-    target: Term
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ParsedTensor:
     """A tensor pattern, parsed.
 
     Attributes:
       pattern: as it was written.
+      number: of the pattern on its side.
       name: its name pattern.
       dims: its dims expression.
-      points: the coordinates that captures and tables give.
-      tables: the captures and rank axes of index tables, and the points that
-        they give, by dim.
       place: for messages.
+      main: the number of the tensor whose values it changes; None if it is no operand.
+      role: the option of the tensor `main` that lists it.
+      coordinates: the captures that are coordinates, as they occur in the name.
+      name_sets: the names of each part: captures and factors.
+      tables: by dim, the names of an index table, and its entries.
     """
 
     pattern: TensorPattern
-    name: name_pattern.NamePattern
-    dims: dims.Dims
-    points: frozenset[str]
-    tables: dict[str, tuple[tuple[str, ...], dict[tuple[int, ...], int]]]
+    number: int
+    name: NamePattern
+    dims: Dims
     place: str
+    main: int | None = None
+    role: str = ""
+    coordinates: tuple[Capture, ...] = ()
+    name_sets: tuple[frozenset[str], ...] = ()
+    tables: Mapping[str, tuple[tuple[str, ...], dict[tuple[int, ...], int]]] = (
+        dataclasses.field(default_factory=dict)
+    )
+
+    @functools.cached_property
+    def reduced(self) -> frozenset[str]:
+        """The names that the other side lacks."""
+        return frozenset(self.pattern.reduced)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Term:
+    """A part of the tensors of a pattern.
+
+    Attributes:
+      tensor: the number of the pattern on its side.
+      names: the names of captures and factors of the part, which identify it.
+      coordinates: those that it shares with the other side.
+    """
+
+    tensor: int
+    names: frozenset[str]
+    coordinates: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Parts of both sides with the same coordinates.
+
+    Attributes:
+      source: the part that is copied.
+      target: the part that is filled.
+      compared: parts of further sources that have to be equal to it.
+      operands: parts of the sources that change its values.
+    """
+
+    source: Term
+    target: Term
+    compared: tuple[Term, ...] = ()
+    operands: tuple[Term, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A tensor that matches a pattern.
+
+    Attributes:
+      tensor: the number of the pattern on its side of the rule.
+      name: of the tensor.
+      captured: the values of captures by key, without those that all names have.
+      ranks: the coordinates of the rank that saved it, by axis.
+      shape: in elements.
+      dtype: of its elements; None if the source decides it.
+    """
+
+    tensor: int
+    name: str
+    captured: tuple[tuple[str, int | str], ...]
+    ranks: tuple[tuple[str, int], ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype | None
 
 
 class Relation:
     """A rule, parsed and checked.
 
     Attributes:
-      rule: as it was written.
-      sources: the tensors of the checkpoint.
+      rule: as it was written, with the tables that it uses.
+      sources: the tensors of the checkpoint; operands of others are last.
       targets: the tensors of the target.
+      forms: the forms of captures that are texts, which hold in all names.
       numbers: the captures that are numbers.
       kept: the captures that all names have; each of their values is independent.
       pairs: the parts that belong together.
       padding: the parts of target tensors that have no source.
+      has_rest: whether it has dims that are not named, and `with_rest` is called first.
     """
 
     def __init__(self, rule: Rule, axes: Collection[str] | None) -> None:
@@ -86,56 +140,217 @@ class Relation:
         Raises:
           LayoutError: if it cannot fit any checkpoint.
         """
+        self._axes = axes
         sides = [list(_parsed(rule, key)) for key in ("from", "to")]
-        self.rule = rule = _with_used_tables(rule, sides)
+        self.forms = _forms(each.name for side in sides for each in side)
+        sides = [
+            [
+                dataclasses.replace(each, name=each.name.with_forms(self.forms))
+                for each in side
+            ]
+            for side in sides
+        ]
         written = [*sides[0], *sides[1]]
+        self.rule = rule = _with_used_tables(rule, sides)
         self.numbers = _numbers(rule, written)
         self.kept = _kept(rule, written, self.numbers)
         self.numbers |= _always_numbers(written)
+        self.has_rest = any(each.dims.has_rest for each in written)
+        self._resolve(sides)
+        self._by_rank: dict[int, Relation] = {}
+
+    def with_rest(self, num_dims: int, tensor: int) -> Relation:
+        """The relation with names for the dims of `...`.
+
+        Args:
+          num_dims: of a tensor of the source.
+          tensor: the number of its pattern.
+
+        Raises:
+          LayoutError: if it has fewer dims than are named.
+        """
+        if not self.has_rest:
+            return self
+        count = num_dims - len(self.sources[tensor].dims.nodes) + 1
+        if count not in self._by_rank:
+            if count < 0:
+                raise LayoutError(
+                    f"{self.sources[tensor].place}: a tensor of {num_dims} dims has"
+                    f" fewer than {self.sources[tensor].dims.text!r} names"
+                )
+            made = object.__new__(Relation)
+            made.__dict__.update(self.__dict__, has_rest=False)
+            sides = [
+                [
+                    dataclasses.replace(
+                        each,
+                        dims=each.dims.with_rest(len(each.dims.nodes) - 1 + count),
+                    )
+                    for each in side
+                ]
+                for side in (self.sources, self.targets)
+            ]
+            made._resolve(sides)
+            self._by_rank[count] = made
+        return self._by_rank[count]
+
+    def named(self, kept: Kept) -> dict[str, int | str]:
+        """The values of kept captures, by their names."""
+        return dict(zip(self.kept, kept, strict=True))
+
+    def _resolve(self, sides: Sequence[list[ParsedTensor]]) -> None:
         self.sources, self.targets = (
             # The names of targets alone have coordinates: they have no ranks.
-            [_with_points(each, self, sides[1 - at], ranks) for each in sides[at]]
-            for at, ranks in ((0, axes), (1, ()))
+            [self._with_coordinates(each, sides[1 - at], ranks) for each in sides[at]]
+            for at, ranks in ((0, self._axes), (1, ()))
         )
-        self.pairs, self.padding = self._paired(axes)
+        if self.has_rest:
+            self.pairs, self.padding = [], []
+        else:
+            self.pairs, self.padding = self._paired()
 
-    def named(self, kept: Sequence[int | str]) -> dict[tuple[str, ...], int | str]:
-        """The values of kept captures, by their names."""
-        return {(name,): value for name, value in zip(self.kept, kept, strict=True)}
+    def _with_coordinates(
+        self,
+        tensor: ParsedTensor,
+        others: Sequence[ParsedTensor],
+        axes: Collection[str] | None,
+    ) -> ParsedTensor:
+        captures = tuple(
+            capture
+            for capture in tensor.name.captures
+            if not capture.names & {*self.kept, *tensor.dims.axes}
+            and not (capture.key in tensor.reduced and capture.key not in self.numbers)
+        )
+        try:
+            slab = Dims(
+                tensor.pattern.dims,
+                [*(capture.node for capture in captures), *tensor.dims.nodes],
+            )
+        except LayoutError as error:
+            raise LayoutError(f"{tensor.place}: {error}") from None
+        captured = {name for capture in captures for name in capture.names}
+        held = captured | tensor.dims.names
+        elsewhere = frozenset(
+            name for other in others for name in other.dims.names | other.name.names
+        )
+        tables = {}
+        for key, index in self.rule.index.items():
+            if key not in elsewhere or key in held:
+                continue
+            ranks = set(index.by) - held
+            if ranks == set(index.by) and axes is None:
+                continue
+            if axes is None or ranks <= set(axes):
+                tables[key] = index.by, index.table()
+        return dataclasses.replace(
+            tensor,
+            coordinates=captures,
+            name_sets=tuple(slab.name_sets),
+            tables=tables,
+        )
 
-    def _paired(self, axes: Collection[str] | None) -> tuple[list[Pair], list[Term]]:
-        sources, targets = list(_terms(self.sources)), list(_terms(self.targets))
+    def _terms(
+        self, tensors: Sequence[ParsedTensor], others: Sequence[ParsedTensor]
+    ) -> Iterator[Term]:
+        elsewhere = frozenset(
+            name for other in others for name in other.dims.names | other.name.names
+        )
+        for tensor in tensors:
+            for names in tensor.name_sets:
+                coordinates = names - tensor.reduced
+                for key, (by, _) in tensor.tables.items():
+                    # Those that are no names are ranks.
+                    of_others = {n for each in tensor.name_sets for n in each} - names
+                    if not of_others & set(by):
+                        coordinates = coordinates - (set(by) - elsewhere) | {key}
+                yield Term(tensor.number, names, frozenset(coordinates))
+
+    def _paired(self) -> tuple[list[Pair], list[Term]]:
+        axes = self._axes
+        sources = list(self._terms(self.sources, self.targets))
+        targets = list(self._terms(self.targets, self.sources))
+        operands = [each for each in sources if self.sources[each.tensor].role]
+        sources = [each for each in sources if not self.sources[each.tensor].role]
         pad = self.rule.pad.keys()
         pairs = []
         for source in sources:
-            fitting = [each for each in targets if self._fits(source, each, axes)]
-            padded = (source.factors | source.points) & pad
-            if bool(fitting) == bool(padded):
+            fitting = [each for each in targets if self._fits(source, each)]
+            if bool(fitting) == bool(source.coordinates & pad):
                 raise self._misfit(source, self.sources, self.targets, fitting)
-            if axes is not None and fitting:
-                if len(fitting) > 1:
-                    raise self._misfit(source, self.sources, self.targets, fitting)
-                points = (fitting[0].factors | fitting[0].points) - source.factors
-                source = dataclasses.replace(source, points=points)
-                pairs.append(Pair(source=source, target=fitting[0]))
+            if axes is not None and len(self._originals(fitting, self.targets)) > 1:
+                raise self._misfit(source, self.sources, self.targets, fitting)
         padding = []
         for target in targets:
-            fitting = [each for each in sources if self._fits(each, target, axes)]
-            if not fitting and (target.factors | target.points) & pad:
+            fitting = [each for each in sources if self._fits(each, target)]
+            originals = self._originals(fitting, self.sources)
+            if not fitting and target.coordinates & pad:
                 padding.append(target)
-            elif not fitting or (axes is not None and len(fitting) > 1):
+            elif not fitting or (axes is not None and len(originals) > 1):
                 raise self._misfit(target, self.targets, self.sources, fitting)
+            elif axes is not None:
+                source = dataclasses.replace(
+                    originals[0], coordinates=target.coordinates
+                )
+                compared = (
+                    dataclasses.replace(each, coordinates=target.coordinates)
+                    for each in fitting
+                    if each != originals[0]
+                    and self.sources[each.tensor].pattern.copy == COPIES[0]
+                )
+                pairs.append(
+                    Pair(
+                        source=source,
+                        target=target,
+                        compared=tuple(compared),
+                        operands=tuple(self._operands(source, operands)),
+                    )
+                )
         return pairs, padding
 
-    def _fits(self, source: Term, target: Term, axes: Collection[str] | None) -> bool:
+    def _originals(
+        self, terms: Sequence[Term], tensors: Sequence[ParsedTensor]
+    ) -> Sequence[Term]:
+        # Those that are no copies; all if there is nothing else.
+        return [each for each in terms if not tensors[each.tensor].pattern.copy] or (
+            terms[:1]
+        )
+
+    def _operands(self, source: Term, operands: Sequence[Term]) -> Iterator[Term]:
+        place = self.sources[source.tensor].place
+        held = [each for each in operands if self._is_operand_of(each, source)]
+        for role, count in _OPERANDS.items():
+            of_role = [each for each in held if self.sources[each.tensor].role == role]
+            if role == "times":
+                for each in of_role:
+                    if not each.names <= source.names:
+                        raise LayoutError(
+                            f"{self.sources[each.tensor].place}: it has the dims "
+                            f"{_text(each.names - source.names)}, which {place} lacks"
+                        )
+            elif of_role:
+                shared = [each.names - source.names for each in of_role]
+                if (
+                    len(of_role) != count
+                    or shared[0] != shared[1]
+                    or len(shared[0]) > 1
+                ):
+                    raise LayoutError(
+                        f"{place}: `plus` has two matrices, such as "
+                        '{"B": "out r", "A": "r in"}, with one dim that the sum lacks'
+                    )
+            yield from of_role
+
+    def _is_operand_of(self, operand: Term, source: Term) -> bool:
+        return self.sources[operand.tensor].main == source.tensor
+
+    def _fits(self, source: Term, target: Term) -> bool:
         # The source's rank may be a coordinate of the target.
-        names = source.factors | source.points
-        missing = (target.factors | target.points) - names
+        missing = target.coordinates - source.coordinates
         tensor = self.sources[source.tensor]
         return (
-            names <= target.factors | target.points
-            and not missing & (tensor.dims.axes | set(tensor.pattern.reduced))
-            and (axes is None or missing <= set(axes))
+            source.coordinates <= target.coordinates
+            and not missing & (tensor.dims.axes | tensor.reduced)
+            and (self._axes is None or missing <= set(self._axes))
         )
 
     def _misfit(
@@ -146,8 +361,7 @@ class Relation:
         fitting: Sequence[Term],
     ) -> LayoutError:
         place = tensors[term.tensor].place
-        coordinates = term.factors | term.points
-        padded = coordinates & self.rule.pad.keys()
+        padded = term.coordinates & self.rule.pad.keys()
         if fitting and padded:
             return LayoutError(
                 f"{place}: {min(padded)} is listed in `pad`, but both sides have it; "
@@ -157,44 +371,62 @@ class Relation:
             names = {others[each.tensor].name.text for each in fitting}
             return LayoutError(
                 f"{place}: several parts of {', '.join(map(repr, sorted(names)))} have "
-                f"the coordinates {_text(coordinates)}; name them differently"
+                f"the coordinates {_text(term.coordinates)}; name them differently, or "
+                f"write `copy: checked` for all but one of them"
             )
+        sides = (others, tensors)
         listed = "; ".join(
-            f"{_text(each.factors | each.points)} in {others[each.tensor].name.text!r}"
-            for each in _terms(others)
+            f"{_text(each.coordinates)} in {others[each.tensor].name.text!r}"
+            for each in self._terms(*sides)
+            if not others[each.tensor].role
         )
         return LayoutError(
             f"{place}: the other side has no tensor with the coordinates "
-            f"{_text(coordinates)}, but {listed or 'none'}; list captures and rank "
-            f"axes that it lacks in `replicated`, `unchecked`, `mean` or `sum`, dims "
-            f"that it lacks in `pad`"
+            f"{_text(term.coordinates)}, but {listed or 'none'}; list captures, rank "
+            f"axes and dims that it lacks in `replicated`, `unchecked`, `mean` or "
+            f"`sum`, dims that are padding in `pad`"
         )
 
 
 def _parsed(rule: Rule, key: str) -> Iterator[ParsedTensor]:
+    number = 0
+    later: list[tuple[TensorPattern, int, str]] = []
     for pattern in rule.source if key == "from" else rule.target:
-        place = f"{rule.text}.{key}[{pattern.name!r}]"
-        try:
-            parsed = ParsedTensor(
-                pattern=pattern,
-                name=name_pattern.parse(pattern.name),
-                dims=dims.parse(pattern.dims),
-                points=frozenset(),
-                tables={},
-                place=place,
-            )
-            size_expression.names(pattern.scale)
-            size_expression.names(pattern.shift)
-        except LayoutError as error:
-            raise LayoutError(f"{place}: {error}") from None
-        _check_options(parsed)
-        inexact = set(pattern.sum) & set(parsed.name.names)
-        if key == "to" and inexact:
-            raise LayoutError(
-                f"{place}: a sum over {min(inexact)} cannot be undone; use another "
-                f"layout for this direction"
-            )
-        yield parsed
+        yield _parsed_tensor(rule, key, pattern, number)
+        if key == "from":
+            for role in _OPERANDS:
+                later += [(each, number, role) for each in getattr(pattern, role)]
+        number += 1
+    for pattern, main, role in later:
+        parsed = _parsed_tensor(rule, key, pattern, number)
+        yield dataclasses.replace(parsed, main=main, role=role)
+        number += 1
+
+
+def _parsed_tensor(
+    rule: Rule, key: str, pattern: TensorPattern, number: int
+) -> ParsedTensor:
+    place = f"{rule.text}.{key}[{pattern.name!r}]"
+    try:
+        parsed = ParsedTensor(
+            pattern=pattern,
+            number=number,
+            name=name_pattern.parse(pattern.name),
+            dims=dims.parse(pattern.dims),
+            place=place,
+        )
+        size_expression.names(pattern.scale)
+        size_expression.names(pattern.shift)
+    except LayoutError as error:
+        raise LayoutError(f"{place}: {error}") from None
+    _check_options(parsed)
+    inexact = set(pattern.sum) & (parsed.name.names | parsed.dims.names)
+    if key == "to" and inexact:
+        raise LayoutError(
+            f"{place}: a sum over {min(inexact)} cannot be undone; use another "
+            f"layout for this direction"
+        )
+    return parsed
 
 
 def _check_options(tensor: ParsedTensor) -> None:
@@ -207,30 +439,32 @@ def _check_options(tensor: ParsedTensor) -> None:
     for name in pattern.reduced:
         if pattern.reduced.count(name) > 1:
             raise LayoutError(f"{place}: {name} is listed twice")
-        if name in tensor.dims.names or name in tensor.dims.axes:
+        if name in tensor.dims.axes:
             raise LayoutError(
-                f"{place}: {name} is in the dims {tensor.dims.text!r}, and cannot be "
+                f"{place}: {name} shards the dims {tensor.dims.text!r}, and cannot be "
                 f"reduced too"
             )
     for capture in tensor.name.captures:
-        if len(capture.names) > 1 and set(capture.names) & set(pattern.reduced):
-            raise LayoutError(f"{place}: a product of captures cannot be reduced")
-    both = tensor.dims.names & set(tensor.name.names)
+        if capture.is_index and capture.names & tensor.reduced:
+            raise LayoutError(f"{place}: an index of captures cannot be reduced")
+    both = tensor.dims.names & tensor.name.names
     if both:
         raise LayoutError(f"{place}: {min(both)} is both a capture and a dim")
-    if pattern.dtype is not None:
+    for dtype in (pattern.dtype, pattern.viewed_as):
         try:
-            np.dtype(pattern.dtype)
+            np.dtype(dtype or "bool")
         except TypeError:
             raise LayoutError(
-                f"{place}: {pattern.dtype!r} is no dtype; write float32, bfloat16, ..."
+                f"{place}: {dtype!r} is no dtype; write float32, bfloat16, ..."
             ) from None
+    if pattern.copy and pattern.copy not in COPIES:
+        raise LayoutError(f"{place}: `copy` is {' or '.join(COPIES)}")
 
 
 def _with_used_tables(rule: Rule, sides: Sequence[Sequence[ParsedTensor]]) -> Rule:
     # Tables of the layout serve rules that have their dim on one side alone.
     names = [
-        {name for each in side for name in (*each.dims.names, *each.name.names)}
+        {name for each in side for name in each.dims.names | each.name.names}
         for side in sides
     ]
     used = {
@@ -242,21 +476,29 @@ def _with_used_tables(rule: Rule, sides: Sequence[Sequence[ParsedTensor]]) -> Ru
 
 
 def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:
-    numbers = set(rule.index)
+    reduced = {name for tensor in written for name in tensor.reduced}
+    numbers = {*rule.index, *(reduced & rule.sizes.keys())}
     for index in rule.index.values():
         numbers.update(index.by)
     for tensor in written:
         numbers |= tensor.dims.names | tensor.dims.axes
         for capture in tensor.name.captures:
-            if len(capture.names) > 1:
-                numbers.update(capture.names)
+            if capture.is_index:
+                numbers |= capture.names
     return frozenset(numbers)
+
+
+def _forms(names: Iterable[NamePattern]) -> dict[str, str]:
+    captures = [capture for name in names for capture in name.captures]
+    return {
+        each.key: each.form for each in captures if each.form == "path" or each.choices
+    }
 
 
 def _always_numbers(written: Sequence[ParsedTensor]) -> frozenset[str]:
     # A capture with leading zeros or an offset in one name is a number in all.
     captures = [capture for tensor in written for capture in tensor.name.captures]
-    return frozenset(each.names[0] for each in captures if each.is_always_number)
+    return frozenset(each.key for each in captures if each.is_always_number)
 
 
 def _kept(
@@ -264,53 +506,18 @@ def _kept(
 ) -> tuple[str, ...]:
     kept: dict[str, None] = {}
     for tensor in written:
-        for name in tensor.name.names:
-            if name not in numbers and name not in tensor.pattern.reduced:
-                kept[name] = None
+        for capture in tensor.name.captures:
+            if not capture.names & {*numbers, *tensor.reduced}:
+                kept[capture.key] = None
     for name in kept:
         for tensor in written:
-            if name not in tensor.name.names or name in tensor.pattern.reduced:
+            if name not in tensor.name.names or name in tensor.reduced:
                 raise LayoutError(
                     f"{rule.text}: {{{name}}} is in some names, and not in "
                     f"{tensor.name.text!r}; capture it in all, or make it a dim, or "
                     f"list it in `replicated`, `unchecked`, `mean` or `sum`"
                 )
     return tuple(kept)
-
-
-def _with_points(
-    tensor: ParsedTensor,
-    relation: Relation,
-    others: Sequence[ParsedTensor],
-    axes: Collection[str] | None,
-) -> ParsedTensor:
-    reduced = set(tensor.pattern.reduced)
-    captured = {name for name in tensor.name.names if name not in reduced}
-    points = captured - set(relation.kept) - tensor.dims.axes
-    elsewhere = frozenset(
-        name for other in others for name in (*other.dims.names, *other.name.names)
-    )
-    tables = {}
-    for key, index in relation.rule.index.items():
-        if key not in elsewhere or key in captured | tensor.dims.names:
-            continue
-        ranks = set(index.by) - captured
-        if ranks == set(index.by) and axes is None:
-            continue
-        if _all_axes(ranks, axes):
-            tables[key] = index.by, index.table()
-            points = points - (set(index.by) - elsewhere) | {key}
-    return dataclasses.replace(tensor, points=frozenset(points), tables=tables)
-
-
-def _terms(tensors: Sequence[ParsedTensor]) -> Iterator[Term]:
-    for number, tensor in enumerate(tensors):
-        for names in tensor.dims.name_sets:
-            yield Term(tensor=number, factors=names, points=tensor.points)
-
-
-def _all_axes(names: Collection[str], axes: Collection[str] | None) -> bool:
-    return axes is None or all(name in axes for name in names)
 
 
 def _text(names: Collection[str]) -> str:

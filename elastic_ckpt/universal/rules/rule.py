@@ -22,6 +22,10 @@ Size = float | str | CheckpointValue | Choice
 POWERS = {"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2}
 # The kinds of state that are shifted, and padded with the values of the rule.
 SHIFTED = ("parameter", "master")
+# In the other direction, a copy is compared with the tensor that it is one of, or left.
+COPIES = ("checked", "unchecked")
+# The only direction that a rule holds in: from the checkpoint, or to it.
+DIRECTIONS = ("forward", "inverse")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +37,17 @@ class TensorPattern:
     Attributes:
       name: a name pattern, see `name_pattern`.
       dims: a dims expression, see `dims`.
-      replicated: captures and rank axes over which the tensors have to be bit-equal.
-      unchecked: captures and rank axes over which the first tensor is taken.
+      replicated: captures, rank axes and dims over which values have to be bit-equal.
+      unchecked: captures, rank axes and dims of which the first is taken.
       mean: captures and rank axes over which the tensors are averaged.
       sum: captures and rank axes over which the tensors are added.
+      copy: for a further tensor with the elements of another one of its side: what
+        becomes of it in the other direction, one of `COPIES`; "" for others.
+      times: a tensor by whose values these are multiplied where they are read. Dims
+        that it lacks are those along which it is the same.
+      plus: two matrices whose product is added where they are read. They have one name
+        in common that the sum lacks.
+      viewed_as: the dtype that the stored bytes are read as; None for that of the file.
       scale: number, or arithmetic on named sizes.
       shift: number, or arithmetic on named sizes.
       dtype: that a target tensor has; None for that of its source.
@@ -48,13 +59,17 @@ class TensorPattern:
     unchecked: tuple[str, ...] = ()
     mean: tuple[str, ...] = ()
     sum: tuple[str, ...] = ()
+    copy: str = ""
+    times: tuple[TensorPattern, ...] = ()
+    plus: tuple[TensorPattern, ...] = ()
+    viewed_as: str | None = None
     scale: float | str = 1.0
     shift: float | str = 0.0
     dtype: str | None = None
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The captures and rank axes that the other side lacks."""
+        """The captures, rank axes and dims that the other side lacks."""
         return (*self.replicated, *self.unchecked, *self.mean, *self.sum)
 
 
@@ -111,6 +126,7 @@ class Rule:
       kind: if not None, it holds for tensors of this kind, and names are whole names,
         which no state completes.
       optional: whether the checkpoint may lack all of its tensors.
+      only: the one of `DIRECTIONS` in which it holds; "" for both.
       place: for messages.
     """
 
@@ -125,11 +141,15 @@ class Rule:
     states: tuple[str, ...] | None = None
     kind: str | None = None
     optional: bool = False
+    only: str = ""
     place: str = dataclasses.field(default="", compare=False)
 
     def inverse(self) -> Rule:
         """The same relation in the other direction."""
-        return dataclasses.replace(self, source=self.target, target=self.source)
+        only = self.only and DIRECTIONS[self.only == DIRECTIONS[0]]
+        return dataclasses.replace(
+            self, source=self.target, target=self.source, only=only
+        )
 
     @property
     def text(self) -> str:

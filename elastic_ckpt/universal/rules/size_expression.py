@@ -1,4 +1,7 @@
-"""Arithmetic on named sizes, for scales and sizes: `d ** 0.5`, `2 * half`."""
+"""Arithmetic on named sizes, for scales and sizes: `d ** 0.5`, `2 * half`.
+
+`bfloat16(d ** 0.5)` is the number as that dtype has it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping
+
+import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by its import
+import numpy as np
 
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 
@@ -17,6 +23,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Pow: lambda base, exponent: math.pow(base, exponent),
 }
+_ROUNDED = ("bfloat16", "float16", "float32")
 _MAX_LENGTH = 200
 
 
@@ -29,7 +36,11 @@ def names(expression: str | float) -> frozenset[str]:
     if not isinstance(expression, str):
         return frozenset()
     tree = _parse(expression)
-    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return frozenset(
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id not in _ROUNDED
+    )
 
 
 def result(expression: str | float, sizes: Mapping[str, float]) -> float:
@@ -66,6 +77,7 @@ def _parse(expression: str) -> ast.expr:
             or (isinstance(node, ast.Constant) and type(node.value) in (int, float))
             or (isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS)
             or type(node) in _OPERATORS
+            or (isinstance(node, ast.Call) and _rounds(node))
         )
         if not allowed:
             raise LayoutError(
@@ -75,12 +87,22 @@ def _parse(expression: str) -> ast.expr:
     return tree
 
 
+def _rounds(call: ast.Call) -> bool:
+    is_named = isinstance(call.func, ast.Name) and call.func.id in _ROUNDED
+    return is_named and len(call.args) == 1 and not call.keywords
+
+
 def _result(node: ast.expr, sizes: Mapping[str, float]) -> float:
     if isinstance(node, ast.Constant):
         assert isinstance(node.value, int | float)
         return node.value
     if isinstance(node, ast.Name):
+        if node.id in _ROUNDED and node.id not in sizes:
+            raise ValueError(f"{node.id} rounds a number: write {node.id}(...)")
         return sizes[node.id]
+    if isinstance(node, ast.Call):
+        assert isinstance(node.func, ast.Name)
+        return float(np.dtype(node.func.id).type(_result(node.args[0], sizes)))
     if isinstance(node, ast.UnaryOp):
         return -_result(node.operand, sizes)
     assert isinstance(node, ast.BinOp)

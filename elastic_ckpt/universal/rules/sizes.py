@@ -1,21 +1,27 @@
 """Solves the sizes of named dims from the shapes of tensors.
 
-Each dim of each tensor is an equation, linear in every name. Sizes that are given or
-counted (captures, ranks) come first; then each equation with one unknown gives it,
-until nothing changes. All equations have to hold at the end.
+Each dim of each tensor is an equation, linear in every name, as is the number of values
+of each capture. Sizes that are given or counted come first; then each equation with one
+unknown gives it, until nothing changes. All equations have to hold at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from elastic_ckpt.universal.rules import dims, geometry, size_expression
+from elastic_ckpt.universal.rules import dims, size_expression
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
-from elastic_ckpt.universal.rules.geometry import Scope
+from elastic_ckpt.universal.rules.dims import Clip, Scope
 from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.relation import ParsedTensor, Relation, Row
 from elastic_ckpt.universal.rules.rule import Rule
+
+
+class UnknownSizeError(LayoutError):
+    """Shapes do not determine a size; those of another rule may."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,58 +40,117 @@ class Equation:
     ranks: Mapping[str, tuple[int, int]]
     origin: str
 
+    @property
+    def variables(self) -> frozenset[str]:
+        """What its length depends on: names, and the texts of clipped products."""
+        return _variables(self.node)
 
-def solve(rule: Rule, equations: Sequence[Equation]) -> dict[str, int]:
-    """The sizes of the names in `equations`.
+
+def equations(
+    relation: Relation, sides: Sequence[Sequence[Row]], counts: Mapping[str, int]
+) -> Iterator[Equation]:
+    """The equations of shapes, then those of captures, tables and rank axes.
+
+    Args:
+      relation: the rule.
+      sides: the tensors of both sides.
+      counts: the number of ranks, by axis.
+
+    Raises:
+      LayoutError: if a tensor has another number of dims.
+    """
+    seen = set()
+    numbers: dict[tuple[str, str], tuple[dims.Node, int]] = {}
+    for tensors, side in zip((relation.sources, relation.targets), sides, strict=True):
+        for row in side:
+            tensor = tensors[row.tensor]
+            ranks: dict[str, tuple[int, int]] = {}
+            if tensor.dims.axes:
+                ranks = {
+                    axis: (int(number), counts[axis])
+                    for axis, number in (*row.ranks, *row.captured)
+                    if axis in tensor.dims.axes
+                }
+            captured = dict(row.captured)
+            for capture in tensor.coordinates:
+                key = (tensor.place, capture.key)
+                least = int(captured[capture.key]) + 1
+                _, before = numbers.get(key, (None, 0))
+                number = len(capture.choices) or max(before, least)
+                numbers[key] = capture.node, number
+            key = (id(tensor), row.shape, tuple(sorted(ranks.items())))
+            if key not in seen:
+                seen.add(key)
+                yield from _shape_equations(tensor, row, ranks)
+    for (place, key), (node, number) in numbers.items():
+        origin = f"the number of values of {{{key}}} in {place}"
+        yield Equation(node=node, length=number, ranks={}, origin=origin)
+    for tensor in (*relation.sources, *relation.targets):
+        for key, (by, table) in tensor.tables.items():
+            origin = f"the index of {key}"
+            node = dims.Name(key)
+            yield Equation(node=node, length=len(table), ranks={}, origin=origin)
+            for at, name in enumerate(by):
+                if name in tensor.dims.names:
+                    most = 1 + max(index[at] for index in table)
+                    node = dims.Name(name)
+                    yield Equation(node=node, length=most, ranks={}, origin=origin)
+    for pair in relation.pairs:
+        for axis in sorted(pair.source.coordinates & counts.keys()):
+            if axis not in pair.source.names and axis not in relation.rule.index:
+                yield Equation(
+                    node=dims.Name(axis),
+                    length=counts[axis],
+                    ranks={},
+                    origin=f"the number of ranks of {axis}",
+                )
+
+
+def _shape_equations(
+    tensor: ParsedTensor, row: Row, ranks: Mapping[str, tuple[int, int]]
+) -> Iterator[Equation]:
+    nodes = tensor.dims.nodes
+    if len(nodes) != len(row.shape):
+        raise LayoutError(
+            f"{tensor.place}: {row.name!r} has shape {list(row.shape)}, the rule "
+            f"describes {len(nodes)} dims: {tensor.dims.text!r}"
+        )
+    for dim, (node, length) in enumerate(zip(nodes, row.shape, strict=True)):
+        origin = f"dim {dim} of {row.name!r} ({tensor.dims.text!r})"
+        yield Equation(node=node, length=length, ranks=ranks, origin=origin)
+
+
+def solve(
+    rule: Rule,
+    system: Sequence[Equation],
+    shared: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """The sizes of the names in equations.
 
     Args:
       rule: with the sizes and widths that are given.
-      equations: in the order in which they are preferred; messages name the others.
+      system: in the order in which equations are preferred; messages name the others.
+      shared: sizes that other rules have, for names that remain unknown.
 
     Raises:
-      LayoutError: names the dims whose sizes do not fit or remain unknown.
+      LayoutError: names the dims whose sizes do not fit or remain unknown;
+        UnknownSizeError if they remain unknown.
     """
-    known: dict[str, Fraction] = {}
-    for name, size in rule.sizes.items():
-        if isinstance(size, int | float):
-            known[name] = Fraction(size)
-    for name, by_axis in rule.widths.items():
-        for widths in by_axis.values():
-            known.setdefault(name, Fraction(sum(widths)))
-    pending = list(equations)
-    while _expressions(rule, known) or _step(rule, pending, known):
-        pass
-    for equation in equations:
-        _check(rule, equation, known)
-    unknown = {name for equation in equations for name in _unknown(equation, known)}
-    if unknown:
-        origins = [
-            f"{each.origin} is {each.length}"
-            for each in equations
-            if _unknown(each, known)
-        ]
-        raise LayoutError(
-            f"{rule.text}: the sizes of {', '.join(sorted(unknown))} are not "
-            f"determined ({origins[0]}); give all of them but one in `sizes`"
-            f"{_missing(rule, unknown)}"
-        )
-    for name, size in known.items():
-        if size.denominator != 1 or size < 0:
-            raise LayoutError(f"{rule.text}: the size of {name} cannot be {size}")
-    return {name: int(size) for name, size in known.items()}
+    return _Solver(rule, system).solve(shared or {})
 
 
 def require(rule: Rule, names: Iterable[str], sizes: Mapping[str, int]) -> None:
     """Checks that all `names` have sizes.
 
     Raises:
-      LayoutError: names those that have none.
+      UnknownSizeError: names those that have none.
     """
     missing = sorted(name for name in names if name not in sizes)
     if missing:
-        raise LayoutError(
+        raise UnknownSizeError(
             f"{rule.text}: no tensor gives the sizes of {', '.join(missing)}; give "
-            f"them in `sizes`{_missing(rule, missing)}"
+            f"them in `sizes`, or by `--size {missing[0]}=...` of elastic-ckpt convert"
+            f"{_missing(rule, missing)}"
         )
 
 
@@ -104,71 +169,156 @@ def _missing(rule: Rule, unknown: Iterable[str]) -> str:
     return "".join(f"; {each}" for each in sentences)
 
 
-def _expressions(rule: Rule, known: dict[str, Fraction]) -> bool:
-    solved = False
-    for name, size in rule.sizes.items():
-        if isinstance(size, str) and name not in known:
-            needed = size_expression.names(size)
-            if all(each in known for each in needed):
-                numbers = {each: float(known[each]) for each in needed}
-                known[name] = Fraction(size_expression.result(size, numbers))
-                solved = True
-    return solved
+class _Solver:
+    def __init__(self, rule: Rule, system: Sequence[Equation]) -> None:
+        self._rule = rule
+        self._system = system
+        self._pending = list(system)
+        self._clips = {
+            str(each): each
+            for equation in system
+            for each in dims.walk(equation.node)
+            if isinstance(each, Clip)
+        }
+        self._known: dict[str, Fraction] = {}
+        for name, size in rule.sizes.items():
+            if isinstance(size, int | float):
+                self._known[name] = Fraction(size)
+        for name, by_axis in rule.widths.items():
+            for widths in by_axis.values():
+                self._known.setdefault(name, Fraction(sum(widths)))
 
-
-def _step(rule: Rule, pending: list[Equation], known: dict[str, Fraction]) -> bool:
-    # Solves the equations that have one unknown, and takes them out.
-    solved = False
-    for equation in list(pending):
-        unknown = _unknown(equation, known)
-        if len(unknown) > 1:
-            continue
-        pending.remove(equation)
-        for name in unknown:
-            at_0, at_1 = (
-                _length(rule, equation, {**known, name: Fraction(number)})
-                for number in (0, 1)
+    def solve(self, shared: Mapping[str, int]) -> dict[str, int]:
+        self._run()
+        for name in sorted(shared.keys() & self._unknown()):
+            if name in self._unknown():
+                self._known[name] = Fraction(shared[name])
+                self._run()
+        for equation in self._system:
+            self._check(equation)
+        unknown = self._unknown()
+        if unknown:
+            origins = [
+                f"{each.origin} is {each.length}"
+                for each in self._system
+                if each.variables & unknown
+            ]
+            name = min(unknown)
+            raise UnknownSizeError(
+                f"{self._rule.text}: the sizes of {', '.join(sorted(unknown))} are not "
+                f"determined ({(*origins, '')[0]}); give all of them but one in "
+                f"`sizes`, or by `--size {name}=...` of elastic-ckpt convert"
+                f"{_missing(self._rule, unknown)}"
             )
-            if at_0 != at_1:
-                known[name] = (equation.length - at_0) / (at_1 - at_0)
-                solved = True
-                if known[name].denominator != 1 or known[name] < 0:
-                    raise _misfit(rule, equation, known, without=name)
-    return solved
+        for name, size in self._known.items():
+            if size.denominator != 1 or size < 0:
+                raise LayoutError(f"{self._rule.text}: the size of {name} cannot be "
+                                  f"{size}")  # fmt: skip
+        return {name: int(size) for name, size in self._known.items()}
+
+    def _run(self) -> None:
+        while self._expressions() or self._step() or self._clipped():
+            pass
+
+    def _unknown(self) -> set[str]:
+        found = {name for each in self._system for name in each.variables}
+        for clip in self._clips.values():
+            found |= _variables(clip.node)
+        return found - self._known.keys()
+
+    def _expressions(self) -> bool:
+        solved = False
+        for name, size in self._rule.sizes.items():
+            if isinstance(size, str) and name not in self._known:
+                needed = size_expression.names(size)
+                if needed <= self._known.keys():
+                    numbers = {each: float(self._known[each]) for each in needed}
+                    number = size_expression.result(size, numbers)
+                    self._known[name] = Fraction(number)
+                    solved = True
+        return solved
+
+    def _step(self) -> bool:
+        # Solves the equations that have one unknown, and takes them out.
+        solved = False
+        for equation in list(self._pending):
+            unknown = equation.variables - self._known.keys()
+            if len(unknown) > 1:
+                continue
+            self._pending.remove(equation)
+            for name in unknown:
+                at_0, at_1 = (self._length(equation, {name: n}) for n in (0, 1))
+                if at_0 != at_1:
+                    size = (equation.length - at_0) / (at_1 - at_0)
+                    self._known[name] = size
+                    solved = True
+                    if size.denominator != 1 or size < 0:
+                        raise self._misfit(equation, without=name)
+        return solved
+
+    def _clipped(self) -> bool:
+        # The number of rows of a clipped product, of which the last may be cut short.
+        for key, clip in self._clips.items():
+            unknown = _variables(clip.node) - self._known.keys()
+            if key in self._known and len(unknown) == 1:
+                (name,) = unknown
+                at_0, at_1 = (
+                    dims.length(clip.node, Scope(sizes={**self._known, name: n}))
+                    for n in (0, 1)
+                )
+                if at_0 != at_1:
+                    rows = (self._known[key] - at_0) / (at_1 - at_0)
+                    self._known[name] = Fraction(math.ceil(rows))
+                    return True
+        return False
+
+    def _check(self, equation: Equation) -> None:
+        known = self._known
+        is_known = equation.variables <= known.keys()
+        if is_known and self._length(equation) != equation.length:
+            raise self._misfit(equation)
+        for each in dims.walk(equation.node):
+            key = str(each)
+            if isinstance(each, Clip) and _variables(each.node) <= known.keys():
+                most = dims.length(each.node, Scope(sizes=known))
+                if known.get(key, 0) > most:
+                    raise LayoutError(
+                        f"{self._rule.text}: {equation.origin}: {key} has "
+                        f"{known[key]}, and at most {most}"
+                    )
+
+    def _misfit(self, equation: Equation, *, without: str | None = None) -> LayoutError:
+        known = self._known
+        names = sorted(equation.variables - {without})
+        sizes = ", ".join(f"{name}={known[name]}" for name in names if name in known)
+        if without is None:
+            expected = f"not {self._length(equation)}, which {sizes or '1'} make"
+        else:
+            expected = f"which no size of {without} makes"
+            expected += f" with {sizes}" * bool(sizes)
+        return LayoutError(
+            f"{self._rule.text}: {equation.origin} is {equation.length}, {expected}"
+        )
+
+    def _length(
+        self, equation: Equation, given: Mapping[str, int] | None = None
+    ) -> Fraction:
+        scope = Scope(
+            sizes={**self._known, **(given or {})},
+            ranks=equation.ranks,
+            widths=self._rule.widths,
+        )
+        try:
+            return dims.length(equation.node, scope)
+        except LayoutError as error:
+            raise LayoutError(
+                f"{self._rule.text}: {equation.origin}: {error}"
+            ) from None
 
 
-def _check(rule: Rule, equation: Equation, known: Mapping[str, Fraction]) -> None:
-    if not _unknown(equation, known):
-        size = _length(rule, equation, known)
-        if size != equation.length:
-            raise _misfit(rule, equation, known)
-
-
-def _misfit(
-    rule: Rule,
-    equation: Equation,
-    known: Mapping[str, Fraction],
-    *,
-    without: str | None = None,
-) -> LayoutError:
-    names = sorted(dims.names_of(equation.node) - {without})
-    sizes = ", ".join(f"{name}={known[name]}" for name in names if name in known)
-    if without is None:
-        expected = f"not {_length(rule, equation, known)}, which {sizes or '1'} make"
-    else:
-        expected = f"which no size of {without} makes" + f" with {sizes}" * bool(sizes)
-    return LayoutError(
-        f"{rule.text}: {equation.origin} is {equation.length}, {expected}"
-    )
-
-
-def _length(rule: Rule, equation: Equation, sizes: Mapping[str, Fraction]) -> Fraction:
-    scope = Scope(sizes=sizes, ranks=equation.ranks, widths=rule.widths)
-    try:
-        return geometry.length(equation.node, scope)
-    except LayoutError as error:
-        raise LayoutError(f"{rule.text}: {equation.origin}: {error}") from None
-
-
-def _unknown(equation: Equation, known: Mapping[str, Fraction]) -> set[str]:
-    return {name for name in dims.names_of(equation.node) if name not in known}
+def _variables(node: dims.Node) -> frozenset[str]:
+    if isinstance(node, Clip):
+        return frozenset({str(node)})
+    if isinstance(node, dims.Name):
+        return frozenset({node.name})
+    return frozenset().union(*map(_variables, dims.children(node)))

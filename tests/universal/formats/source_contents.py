@@ -13,7 +13,7 @@ from elastic_ckpt.core import boxes
 from elastic_ckpt.core.errors import CheckpointError
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.forgather import Checkpoint
-from elastic_ckpt.universal.moves import Move, Side, TargetTensor
+from elastic_ckpt.universal.moves import Move, Side, Source, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer
 from tests.universal.formats import process_limits, stored_values
@@ -93,10 +93,9 @@ def _of_tensors(checkpoint):
         needed[target] = [boxes.whole(tensor.shape)]
         moves.append(
             Move(
-                source=number,
                 target=target.name,
                 sizes=tensor.shape,
-                source_side=place,
+                sources=(Source(tensor=number, side=place),),
                 target_side=place,
             )
         )

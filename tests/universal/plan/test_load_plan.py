@@ -1,5 +1,6 @@
 """Plans, carried out on bytes in memory and compared with NumPy."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.universal import moves, stored
-from elastic_ckpt.universal.plan import load_plan, strided_runs
+from elastic_ckpt.universal.plan import load_plan, spans
 from tests.universal import random_layouts
 
 
@@ -68,7 +69,7 @@ def carried_out(plan, files):
 
 @given(data=st.data(), layout=random_layouts.layouts())
 def test_every_needed_box_gets_the_values_of_its_sources(data, layout):
-    limits = strided_runs.Limits(
+    limits = spans.Limits(
         gap_bytes=data.draw(st.sampled_from([0, 4, 30, 10**9])),
         span_bytes=data.draw(st.sampled_from([1, 10, 64, 10**9])),
     )
@@ -86,7 +87,7 @@ def test_every_needed_box_gets_the_values_of_its_sources(data, layout):
 
 @given(data=st.data(), layout=random_layouts.layouts())
 def test_without_gaps_each_needed_byte_is_read_once_and_no_other(data, layout):
-    limits = strided_runs.Limits(gap_bytes=0, span_bytes=64)
+    limits = spans.Limits(gap_bytes=0, span_bytes=64)
     needed = data.draw(needs(layout))
     plan = load_plan.plan(
         layout.tensors, layout.moves, [], needed, limits=lambda _: limits
@@ -143,10 +144,14 @@ def matrix(rows, columns, *, file="a.bin", offset=0):
 def whole_move(sizes, *, source=0, target="w", source_dims=(0, 1), target_dims=(0, 1)):
     zeros = (0,) * len(sizes)
     return moves.Move(
-        source=source,
         target=target,
         sizes=sizes,
-        source_side=moves.Side(start=zeros, dims=source_dims, steps=(1, 1)),
+        sources=(
+            moves.Source(
+                tensor=source,
+                side=moves.Side(start=zeros, dims=source_dims, steps=(1, 1)),
+            ),
+        ),
         target_side=moves.Side(start=zeros, dims=target_dims, steps=(1, 1)),
     )
 
@@ -155,19 +160,14 @@ def target(*shape, name="w"):
     return moves.TargetTensor(name=name, dtype=np.dtype("float32"), shape=shape)
 
 
-def test_two_copies_that_miss_as_much_as_they_double_are_refused():
-    tensors = [matrix(2, 4), matrix(2, 4)]
-    every = whole_move((2, 4))
-    other = moves.Move(
-        source=1,
-        target="w",
-        sizes=(2, 4),
-        source_side=every.source_side,
-        target_side=moves.Side(start=(1, 0), dims=(0, 1), steps=(1, 1)),
-    )
-    with pytest.raises(errors.CheckpointError, match=r"element \[3, 0\]"):
+def test_fragments_that_have_elements_twice_are_refused():
+    tensor = matrix(2, 4)
+    (fragment,) = tensor.fragments
+    row = dataclasses.replace(fragment, box=boxes.Box(start=(0, 0), stop=(1, 4)))
+    twice = dataclasses.replace(tensor, fragments=(row, row))
+    with pytest.raises(errors.CheckpointError, match=r"hold some .* twice"):
         load_plan.plan(
-            tensors, [every, other], [], {target(4, 4): [boxes.whole((4, 4))]}
+            [twice], [whole_move((2, 4))], [], {target(2, 4): [boxes.whole((2, 4))]}
         )
 
 
@@ -229,7 +229,7 @@ def test_the_parts_of_all_hosts_are_the_whole(hosts):
             [move],
             [],
             needed,
-            limits=lambda _: strided_runs.Limits(gap_bytes=0, span_bytes=2**23),
+            limits=lambda _: spans.Limits(gap_bytes=0, span_bytes=2**23),
         )
         read += plan.total().read_bytes
     assert read == math.prod(target_shape) * 4
@@ -238,16 +238,16 @@ def test_the_parts_of_all_hosts_are_the_whole(hosts):
 def test_sources_that_are_reduced_get_a_layer_each():
     arithmetic = moves.Arithmetic(reduction=moves.Reduction.MEAN)
     tensors = [matrix(2, 4), matrix(2, 4, offset=64)]
+    move = whole_move((2, 4), target_dims=(1, 0))
     reduced = [
-        moves.Move(
-            source=source,
-            target="w",
-            sizes=(2, 4),
-            source_side=whole_move((2, 4)).source_side,
-            target_side=whole_move((2, 4), target_dims=(1, 0)).target_side,
+        dataclasses.replace(
+            move,
+            sources=tuple(
+                moves.Source(tensor=source, side=move.source_side)
+                for source in range(2)
+            ),
             arithmetic=arithmetic,
         )
-        for source in range(2)
     ]
     needed = {target(4, 2): [boxes.whole((4, 2))]}
     plan = load_plan.plan(tensors, reduced, [], needed)

@@ -21,7 +21,7 @@ from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.universal import moves, stored
 from elastic_ckpt.universal.formats import format_error, opened
-from elastic_ckpt.universal.plan import strided_runs
+from elastic_ckpt.universal.plan import spans
 from elastic_ckpt.universal.reading import (
     byte_source,
     planned_reads,
@@ -164,20 +164,23 @@ class Files:
     def moves(self, arithmetic=None, *, target="w", order=None):
         rank = len(self.tensors[0].shape)
         order = tuple(range(rank)) if order is None else order
+        side = moves.Side(start=(0,) * rank, dims=tuple(range(rank)), steps=(1,) * rank)
+        sources = [
+            moves.Source(tensor=number, side=side)
+            for number in range(len(self.tensors))
+        ]
+        plain = arithmetic is None or arithmetic.reduction is moves.Reduction.NONE
         return [
             moves.Move(
-                source=number,
                 target=target,
-                sizes=tensor.shape,
-                source_side=moves.Side(
-                    start=(0,) * rank, dims=tuple(range(rank)), steps=(1,) * rank
-                ),
+                sizes=self.tensors[0].shape,
+                sources=tuple(group),
                 target_side=moves.Side(
                     start=(0,) * rank, dims=order, steps=(1,) * rank
                 ),
                 arithmetic=arithmetic,
             )
-            for number, tensor in enumerate(self.tensors)
+            for group in ([[each] for each in sources] if plain else [sources])
         ]
 
     def read(self, shape, dtype, arithmetic=None, *, order=None, **options):
@@ -426,10 +429,9 @@ def test_padding_is_filled_and_typed_keys_and_numbers_are_made(files):
         side = moves.Side(start=(0,) * rank, dims=tuple(range(rank)), steps=(1,) * rank)
         every.append(
             moves.Move(
-                source=number,
                 target=name,
                 sizes=tensor.shape,
-                source_side=side,
+                sources=(moves.Source(tensor=number, side=side),),
                 target_side=side,
             )
         )
@@ -475,7 +477,7 @@ class Counting(byte_source.LocalFiles):
 def test_the_bytes_in_flight_keep_to_the_budget(files, monkeypatch, budget):
     monkeypatch.setattr(planned_reads, "LocalFiles", Counting)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    small = strided_runs.Limits(gap_bytes=0, span_bytes=2**18)
+    small = spans.Limits(gap_bytes=0, span_bytes=2**18)
     monkeypatch.setattr(planned_reads.load_plan, "limits_of", lambda _: small)
     values = drawn(4096, 1024)
     files.add(values)

@@ -57,36 +57,62 @@ def relayout(layout, tensors, axes=None, *, targets=None):
         name: np.zeros(each.shape, each.dtype) for name, each in matched.targets.items()
     }
     times = {name: np.zeros(array.shape, int) for name, array in arrays.items()}
-    reduced = {}
     for move in matched.moves:
-        values = tensors[move.source].values[elements(move.source_side, move.sizes)]
+        contracted = [f for f, dim in enumerate(move.target_side.dims) if dim < 0]
+        values = [
+            view(tensors[source.tensor].values, source.viewed_as)[
+                elements(source.side, move.sizes)
+            ]
+            for source in move.sources
+        ]
         at = elements(move.target_side, move.sizes)
         arithmetic = move.arithmetic
-        if arithmetic is not None and arithmetic.reduction is not Reduction.NONE:
-            key = (move.target, move.target_side, move.sizes)
-            reduced.setdefault(key, (arithmetic, at, []))[2].append(values)
-            continue
-        put(arrays[move.target], at, values, arithmetic)
+        one = reduced(arithmetic, values, tuple(contracted))
+        first = tuple(
+            0 if f in contracted else slice(None) for f in range(len(move.sizes))
+        )
+        at = tuple(each[first] for each in at)
+        put(arrays[move.target], at, one, arithmetic)
         np.add.at(times[move.target], at, 1)
-    for (name, _, _), (arithmetic, at, copies) in reduced.items():
-        assert len(copies) > 1
-        values = copies[0]
-        if arithmetic.reduction is Reduction.EQUAL:
-            assert all((copy == values).all() for copy in copies)
-        else:
-            # As DeepSpeed does it: one after another, in float32.
-            wide = np.result_type(values.dtype, np.float32)
-            values = sum(copy.astype(wide) for copy in copies)
-            if arithmetic.reduction is Reduction.MEAN:
-                values = values / len(copies)
-        put(arrays[name], at, values, arithmetic)
-        np.add.at(times[name], at, 1)
     for fill in matched.fills:
         at = tuple(map(slice, fill.start, fill.stop))
         arrays[fill.target][at] = fill.value
         times[fill.target][at] += 1
     assert all((count == 1).all() for count in times.values())
     return arrays
+
+
+def view(values, dtype):
+    if dtype is None or dtype == values.dtype:
+        return values
+    if dtype.name == "float4_e2m1fn":
+        halves = np.stack([values & 15, values >> 4], axis=-1).reshape(
+            *values.shape[:-1], -1
+        )
+        return halves.astype(np.uint8).view(dtype)
+    return values.view(dtype)
+
+
+def reduced(arithmetic, copies, contracted):
+    reduction = Reduction.NONE if arithmetic is None else arithmetic.reduction
+    values = copies[0]
+    if reduction is Reduction.NONE:
+        assert len(copies) == 1
+        return values
+    assert len(copies) > 1
+    if reduction is Reduction.EQUAL:
+        assert all((copy == values).all() for copy in copies)
+        return values
+    # As DeepSpeed does it: one after another, in float32.
+    wide = np.result_type(values.dtype, np.float32)
+    wides = [copy.astype(wide) for copy in copies]
+    if reduction is Reduction.PRODUCT:
+        return wides[0] * wides[1] * arithmetic.factor
+    if reduction is Reduction.LOW_RANK:
+        first = wides[0].take(0, contracted[0])
+        return first + arithmetic.factor * (wides[1] * wides[2]).sum(contracted[0])
+    values = sum(wides)
+    return values / len(copies) if reduction is Reduction.MEAN else values
 
 
 def put(array, at, values, arithmetic):

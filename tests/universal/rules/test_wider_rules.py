@@ -1,0 +1,386 @@
+"""Names that say what is meant, several targets of a source, sums in names, and values."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from tests.universal.rules.relayout import assert_same, numbered, relayout, saved
+
+
+def layout(*rules, **keys):
+    return Layout.parse(json.dumps({"version": 1, "rules": list(rules), **keys}))
+
+
+def rule(source, target, **options):
+    return {"from": source, "to": target, **options}
+
+
+def both_ways(made_by, tensors, expected, **sizes):
+    """A layout makes these arrays, with targets and without, and back."""
+    assert_same(relayout(made_by, tensors), expected)
+    assert_same(relayout(made_by, tensors, targets=expected), expected)
+    back = made_by.inverse().with_sizes(sizes)
+    assert_same(relayout(back, expected, targets=tensors), tensors)
+
+
+def test_an_unrelated_leaf_of_the_same_looks_belongs_to_its_own_rule():
+    tensors = {"h.a.w": numbered(2), "h.b.w": numbered(3), "scale": numbered(4)}
+    made_by = layout(
+        rule({"h.{x}.w": "n"}, {"layers/{x}": "n"}),
+        rule({"scale": "s"}, {"layers/scale": "s"}),
+    )
+    expected = {
+        "layers/a": tensors["h.a.w"],
+        "layers/b": tensors["h.b.w"],
+        "layers/scale": tensors["scale"],
+    }
+    assert_same(relayout(made_by, tensors, targets=expected), expected)
+
+
+def test_the_rule_that_matches_fewer_names_counts():
+    tensors = {"a.w": numbered(2, 3), "b.w": numbered(2, 3), "norm.w": numbered(5)}
+    made_by = layout(
+        rule({"{name:path}.w": "i o"}, {"{name}/kernel": "o i"}),
+        rule({"norm.w": "n"}, {"norm/scale": "n"}),
+    )
+    expected = {
+        "a/kernel": tensors["a.w"].T,
+        "b/kernel": tensors["b.w"].T,
+        "norm/scale": tensors["norm.w"],
+    }
+    both_ways(made_by, tensors, expected)
+
+
+def test_two_rules_that_match_alike_are_ambiguous_and_both_are_named():
+    made_by = layout(
+        rule({"{a}.w": "x"}, {"{a}/k": "x"}), rule({"{b}.w": "x"}, {"{b}/l": "x"})
+    )
+    with pytest.raises(LayoutError, match=r"several rules: q\.w .*\[0\] and .*\[1\]"):
+        relayout(made_by, {"q.w": numbered(2)})
+
+
+def test_one_of_several_texts_is_a_name_or_a_position():
+    parts = {f"a.{x}.w": numbered(2, 3, start=n) for n, x in enumerate("qkv")}
+    others = {"a.o.w": numbered(5)}
+    renamed = layout(
+        rule({"a.{x:q|k|v}.w": "i o"}, {"{x}/kernel": "o i"}),
+        rule({"a.{x}.w": "n"}, {"{x}": "n"}),
+    )
+    expected = {f"{x}/kernel": parts[f"a.{x}.w"].T for x in "qkv"}
+    both_ways(renamed, {**parts, **others}, {**expected, "o": numbered(5)})
+    fused = layout(rule({"a.{x:q|k|v}.w": "i o"}, {"qkv": "i x o"}))
+    both_ways(fused, parts, {"qkv": np.stack([*parts.values()], axis=1)})
+
+
+def test_a_dropped_tensor_is_not_used_by_a_rule_that_matches_it():
+    layers = {f"layers.{n}.w": numbered(2, start=n) for n in range(3)}
+    made_by = layout(
+        rule({"layers.{n}.w": "x"}, {"w": "n x"}), drop=["layers.2.*", "head.w"]
+    )
+    made = relayout(made_by, {**layers, "head.w": numbered(9)})
+    assert_same(made, {"w": np.stack([layers["layers.0.w"], layers["layers.1.w"]])})
+
+
+def test_a_tied_embedding_becomes_an_untied_head_too():
+    embedding = numbered(5, 3)
+    made_by = layout(
+        rule(
+            {"embed.w": "vocab d"},
+            {"embed": "vocab d", "head": {"dims": "d vocab", "copy": "checked"}},
+        )
+    )
+    expected = {"embed": embedding, "head": embedding.T}
+    both_ways(made_by, {"embed.w": embedding}, expected)
+    changed = {"embed": embedding, "head": embedding.T + 1}
+    with pytest.raises(AssertionError):
+        relayout(made_by.inverse(), changed)
+    unchecked = Layout.parse(
+        json.dumps(
+            {
+                "version": 1,
+                "rules": [
+                    rule(
+                        {"embed.w": "vocab d"},
+                        {
+                            "embed": "vocab d",
+                            "head": {"dims": "d vocab", "copy": "unchecked"},
+                        },
+                    )
+                ],
+            }
+        )
+    )
+    assert_same(relayout(unchecked.inverse(), changed), {"embed.w": embedding})
+
+
+def test_two_targets_of_a_source_need_to_say_which_is_the_copy():
+    made_by = layout(rule({"w": "x"}, {"a": "x", "b": "x"}))
+    with pytest.raises(LayoutError, match="write `copy: checked`"):
+        relayout(made_by, {"w": numbered(2)})
+
+
+def test_keys_are_repeated_for_all_heads_and_compared_on_the_way_back():
+    key = numbered(2 * 3, 5)
+    made_by = layout(
+        rule(
+            {"k": "(kv d) embed"},
+            {"k": {"dims": "embed (kv rep d)", "replicated": ["rep"]}},
+        ),
+        sizes={"rep": 4, "kv": 2},
+    )
+    expected = np.repeat(key.reshape(2, 1, 3, 5), 4, axis=1)
+    expected = expected.transpose(3, 0, 1, 2).reshape(5, -1)
+    both_ways(made_by, {"k": key}, {"k": expected})
+    differing = expected.copy()
+    differing[0, 3] += 1
+    with pytest.raises(AssertionError):
+        relayout(made_by.inverse(), {"k": differing})
+
+
+@pytest.mark.parametrize("option", ["unchecked", "mean"])
+def test_repeated_dims_are_left_or_averaged(option):
+    values = numbered(2, 4, 3)
+    made_by = layout(
+        rule({"w": {"dims": "a rep b", option: ["rep"]}}, {"w": "a b"}),
+    )
+    expected = values[:, 0] if option == "unchecked" else values.mean(axis=1)
+    assert_same(relayout(made_by, {"w": values}), {"w": expected})
+
+
+def test_a_dense_matrix_becomes_that_of_each_expert():
+    dense = numbered(3, 4)
+    made_by = layout(
+        rule(
+            {"mlp.w": "out in"},
+            {"experts/{e}/w": {"dims": "in out", "replicated": ["e"]}},
+        ),
+        sizes={"e": 3},
+    )
+    expected = {f"experts/{n}/w": dense.T for n in range(3)}
+    both_ways(made_by, {"mlp.w": dense}, expected)
+
+
+def layers_of_two_kinds(count):
+    return {f"layers.{n}.w": numbered(2, start=10 * n) for n in range(count)}
+
+
+@pytest.mark.parametrize("count", [6, 12, 8, 11])
+def test_layers_alternate_between_two_stacks(count):
+    layers = layers_of_two_kinds(count)
+    clip = "" if count % 6 == 0 else "~"
+    made_by = layout(
+        rule(
+            {f"layers.{{(block (local + global)){clip}}}.w": "x"},
+            {
+                "local": f"(block local){clip} x",
+                "global": f"(block global){clip} x",
+            },
+        ),
+        sizes={"local": 5, "global": 1},
+    )
+    values = list(layers.values())
+    expected = {
+        "local": np.stack([v for n, v in enumerate(values) if n % 6 != 5]),
+        "global": np.stack([v for n, v in enumerate(values) if n % 6 == 5] or [])
+        if count >= 6
+        else np.zeros((0, 2), np.float32),
+    }
+    both_ways(made_by, layers, expected)
+
+
+def test_dense_layers_come_before_those_of_experts():
+    layers = layers_of_two_kinds(5)
+    made_by = layout(
+        rule(
+            {"layers.{(dense + moe)}.w": "x"},
+            {"dense/{dense}/w": "x", "moe/w": "x moe"},
+        ),
+        sizes={"dense": 2},
+    )
+    values = list(layers.values())
+    expected = {f"dense/{n}/w": values[n] for n in range(2)}
+    expected["moe/w"] = np.stack(values[2:], axis=1)
+    both_ways(made_by, layers, expected)
+
+
+def test_a_table_reorders_the_indices_of_a_dim():
+    values = numbered(5, 2)
+    made_by = layout(
+        rule({"w": "old x"}, {"w": "new x"}),
+        index={"new": {"by": ["old"], "values": [3, 4, 0, 1, 2]}},
+    )
+    expected = {"w": values[[2, 3, 4, 0, 1]]}
+    assert_same(relayout(made_by, {"w": values}), expected)
+    assert_same(relayout(made_by.inverse(), expected), {"w": values})
+
+
+def test_sizes_that_one_rule_knows_are_known_in_the_others():
+    tensors = {"q": numbered(6, 4), "bias": numbered(6)}
+    made_by = layout(
+        rule({"q": "(heads d) embed"}, {"q": "heads d embed"}),
+        rule({"bias": "(heads d)"}, {"bias": "d heads"}),
+        sizes={},
+    )
+    with pytest.raises(LayoutError, match="sizes of d, heads are not determined"):
+        relayout(made_by, tensors)
+    targets = {"q": tensors["q"].reshape(2, 3, 4), "bias": numbered(6).reshape(2, 3).T}
+    assert_same(relayout(made_by, tensors, targets=targets), targets)
+    partly = layout(
+        rule({"q": "(heads d) embed"}, {"q": "heads d embed"}, sizes={"heads": 2}),
+        rule({"bias": "(heads d)"}, {"bias": "d heads"}),
+    )
+    assert_same(relayout(partly, tensors), targets)
+
+
+def test_any_dims_are_stacked():
+    tensors = {
+        "layers/0/norm/scale": numbered(3),
+        "layers/1/norm/scale": numbered(3, start=3),
+        "layers/0/mlp/kernel": numbered(2, 3),
+        "layers/1/mlp/kernel": numbered(2, 3, start=6),
+        "step": np.array(3, np.int32),
+    }
+    made_by = layout(
+        rule({"layers/{layer}/{leaf:path}": "..."}, {"layers/{leaf}": "layer ..."}),
+        rule({"{other:path}": "..."}, {"{other}": "..."}),
+    )
+    expected = {
+        "layers/norm/scale": numbered(2, 3),
+        "layers/mlp/kernel": numbered(2, 2, 3),
+        "step": tensors["step"],
+    }
+    both_ways(made_by, tensors, expected)
+
+
+def test_a_default_of_the_file_serves_the_rules_that_do_not_use_the_axis():
+    tensors = [
+        saved(name, values, ep=n, tp=0)
+        for n in range(2)
+        for name, values in (("norm", numbered(3)), ("expert", numbered(2, start=n)))
+    ]
+    made_by = layout(
+        rule({"norm": "x"}, {"norm": "x"}),
+        rule({"expert": "x"}, {"experts": "ep x"}),
+        replicated=["ep"],
+        unchecked=["tp"],
+    )
+    made = relayout(made_by, tensors, {"ep": 2, "tp": 1})
+    expected = np.stack([numbered(2), numbered(2, start=1)])
+    assert_same(made, {"norm": numbered(3), "experts": expected})
+
+
+def test_a_rule_can_hold_in_one_direction():
+    made_by = layout(
+        rule({"w": "x"}, {"w": {"dims": "x", "scale": 2}}, only="forward"),
+        rule({"w": "x"}, {"w": "x"}, only="inverse"),
+    )
+    assert_same(relayout(made_by, {"w": numbered(3)}), {"w": 2 * numbered(3)})
+    assert_same(relayout(made_by.inverse(), {"w": numbered(3)}), {"w": numbered(3)})
+
+
+def test_a_block_scaled_weight_is_multiplied_by_its_scales():
+    weight = numbered(5, 7).astype(ml_dtypes.float8_e4m3fn)
+    scales = np.array([[0.5, 2, 4], [8, 1, 3]], np.float32)
+    made_by = layout(
+        rule(
+            {
+                "{n}.weight": {
+                    "dims": "(ob o)~ (ib i)~",
+                    "times": {"{n}.weight_scale_inv": "ob ib"},
+                }
+            },
+            {"{n}/kernel": {"dims": "(ib i)~ (ob o)~", "dtype": "float32"}},
+        ),
+        sizes={"o": 3, "i": 3},
+    )
+    whole = np.repeat(np.repeat(scales, 3, axis=0), 3, axis=1)[:5, :7]
+    expected = (weight.astype(np.float32) * whole).T
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scales}
+    assert_same(relayout(made_by, tensors), {"a/kernel": expected})
+    plain = {"a.weight": numbered(5, 7)}
+    assert_same(relayout(made_by, plain), {"a/kernel": numbered(5, 7).T})
+    with pytest.raises(LayoutError, match=r"scales 'a\.weight_scale_inv' are missing"):
+        relayout(made_by, {"a.weight": weight})
+
+
+def test_numbers_of_four_bits_are_two_in_a_byte():
+    experts, out, groups = 2, 3, 4
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (experts, out, groups, 16)).astype(np.uint8)
+    scales = rng.integers(120, 130, (experts, out, groups)).astype(np.uint8)
+    made_by = layout(
+        rule(
+            {
+                "w_blocks": {
+                    "dims": "e out g k",
+                    "as": "float4_e2m1fn",
+                    "times": {"w_scales": {"dims": "e out g", "as": "float8_e8m0fnu"}},
+                }
+            },
+            {"w": {"dims": "e (g k) out", "dtype": "float32"}},
+        )
+    )
+    low = (blocks & 15).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    high = (blocks >> 4).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    values = np.stack([low, high], -1).reshape(experts, out, groups, 32)
+    values *= np.exp2(scales.astype(np.float32) - 127)[..., None]
+    expected = values.reshape(experts, out, -1).transpose(0, 2, 1)
+    made = relayout(made_by, {"w_blocks": blocks, "w_scales": scales})
+    assert_same(made, {"w": np.ascontiguousarray(expected)})
+
+
+def test_a_product_of_low_rank_is_added():
+    weight, b, a = numbered(4, 3), numbered(4, 2), numbered(2, 3)
+    made_by = layout(
+        rule(
+            {
+                "{n}.weight": {
+                    "dims": "out in",
+                    "plus": {
+                        "{n}.lora_B": {"dims": "out r", "scale": "alpha / r"},
+                        "{n}.lora_A": "r in",
+                    },
+                }
+            },
+            {"{n}/kernel": "in out"},
+        ),
+        sizes={"alpha": 8},
+    )
+    tensors = {"x.weight": weight, "x.lora_A": a, "x.lora_B": b, "y.weight": weight}
+    expected = {"x/kernel": (weight + 4 * b @ a).T, "y/kernel": weight.T}
+    assert_same(relayout(made_by, tensors), expected)
+    back = relayout(made_by.inverse(), {"x/kernel": weight.T})
+    assert_same(back, {"x.weight": weight})
+
+
+def test_a_scale_is_rounded_as_a_dtype_has_it():
+    made_by = layout(
+        rule({"w": "v d"}, {"w": {"dims": "v d", "scale": "bfloat16(d ** 0.5)"}})
+    )
+    scale = np.float32(ml_dtypes.bfloat16(3**0.5))
+    assert_same(relayout(made_by, {"w": numbered(2, 3)}), {"w": numbered(2, 3) * scale})
+
+
+def test_an_error_about_a_pattern_that_matches_nothing_names_the_nearest_tensor():
+    made_by = layout(
+        rule({"model.norms.weight": "x"}, {"norm": "x"}),
+        rule({"head": "x"}, {"head": "x"}),
+    )
+    with pytest.raises(LayoutError) as caught:
+        relayout(made_by, {"model.norm.weight": numbered(2), "head": numbered(2)})
+    text = str(caught.value)
+    assert "1 patterns match no tensor" in text
+    assert "the nearest is 'model.norm.weight'" in text
+
+
+def test_a_name_that_a_rule_makes_and_the_target_lacks_is_named_with_the_nearest():
+    made_by = layout(rule({"{n}.w": "x"}, {"{n}/kernels": "x"}))
+    with pytest.raises(LayoutError) as caught:
+        relayout(made_by, {"a.w": numbered(2)}, targets={"a/kernel": numbered(2)})
+    text = str(caught.value)
+    assert "missing in the target: a/kernels (layout, line 1: rules[0]" in text
+    assert "the nearest is 'a/kernel'" in text
