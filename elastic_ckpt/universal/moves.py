@@ -16,7 +16,6 @@ import math
 
 import numpy as np
 
-
 _FOUR_BITS = ("float4_e2m1fn", "int4", "uint4")
 
 

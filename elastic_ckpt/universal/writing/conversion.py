@@ -118,7 +118,9 @@ class Conversion:
         targets = self.matched.targets.values()
         if dtype is not None:
             targets = [
-                dataclasses.replace(each, dtype=dtype) if _is_floating(each) else each
+                dataclasses.replace(each, dtype=dtype)
+                if _is_floating(each.dtype)
+                else each
                 for each in targets
             ]
         self.targets: list[TargetTensor] = sorted(targets, key=self._place)
@@ -211,35 +213,43 @@ def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
     # Trees that no rule of the weights reads, such as that of the optimizer, are
     # dropped; what is left over in the others is an error as ever.
     weights = layout.weights()
+    first = weights.through[0] if weights.through else weights
     patterns = {
         state.source.replace(PARAMETER, tensor.name)
-        for rule in weights.rules
+        for rule in first.rules
         for tensor in rule.source
-        for kind, state in weights.states.items()
-        if state.source is not None and kind in (rule.states or (kind,))
+        for kind, state in first.states.items()
+        if state.source is not None and state.target is not None
+        if kind in (rule.states or (kind,))
     }
     trees = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
     if any("{" in tree for tree in trees) or not trees:
         return weights
     others = {each.name for each in stored if each.name.partition("/")[0] not in trees}
     drop = tuple(map(name_pattern.glob_of, sorted(others)))
-    return dataclasses.replace(weights, drop=(*weights.drop, *drop))
+    first = dataclasses.replace(first, drop=(*first.drop, *drop))
+    if not weights.through:
+        return first
+    return dataclasses.replace(weights, through=(first, *weights.through[1:]))
 
 
 def _floating(name: str) -> np.dtype:
     try:
-        return ml_dtypes.finfo(name).dtype
-    except (TypeError, ValueError):
+        dtype = np.dtype(name)
+    except TypeError:
+        dtype = np.dtype(np.void)
+    if not _is_floating(dtype):
         raise errors.ConfigError(
             f"{name!r} is no dtype of floating-point numbers; give bfloat16, float16 or"
             " float32"
-        ) from None
+        )
+    return dtype
 
 
-def _is_floating(target: TargetTensor) -> bool:
+def _is_floating(dtype: np.dtype) -> bool:
     try:
-        return bool(ml_dtypes.finfo(target.dtype)) and target.dtype.kind != "c"
-    except (TypeError, ValueError):
+        return ml_dtypes.finfo(dtype).dtype == dtype
+    except ValueError:
         return False
 
 
