@@ -89,94 +89,76 @@ def convert(
         with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="convert") as pool:
             numbers = range(len(writer.units))
             kept = list(pool.map(lambda n: writer.is_written(attempt, n), numbers))
-        done = _Count(sum(writer.sizes[n] for n in numbers if kept[n]))
+        done = sum(writer.sizes[number] for number in numbers if kept[number])
         left = [number for number in numbers if not kept[number]]
 
-        def show() -> None:
+        def show(written: int) -> None:
             if progress is not None:
-                progress(done.value, total)
+                progress(done + written, total)
 
-        show()
+        show(0)
         if num_processes == 1:
-            _in_threads(writer, attempt, left, done, show)
+            _in_threads(writer, attempt, left, show)
         else:
-            _in_processes(writer, job, attempt, left, num_processes, done, show)
+            _in_processes(writer, attempt, left, show, job, num_processes)
         writer.commit(attempt)
     return conversion
 
 
-class _Count:
-    """The bytes that are done, of all threads."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-        self._lock = threading.Lock()
-
-    def add(self, number: int) -> None:
-        with self._lock:
-            self.value += number
-
-
 def _in_threads(
-    writer: Writer,
-    attempt: str,
-    left: Iterable[int],
-    done: _Count,
-    show: Callable[[], None],
+    writer: Writer, attempt: str, left: Iterable[int], show: Callable[[int], None]
 ) -> None:
     stopped = threading.Event()
+    written: list[int] = []
 
-    def note(num_bytes: int) -> None:
-        done.add(num_bytes)
-        show()
+    def write(number: int) -> None:
+        writer.write(attempt, number, written.append, stopped.is_set)
 
-    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="convert") as pool:
-        waiting = [
-            pool.submit(writer.write, attempt, number, note, stopped.is_set)
-            for number in left
-        ]
-        try:
-            for each in futures.as_completed(waiting):
-                each.result()
-        except BaseException:
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="convert")
+    _write_all(pool, write, left, stopped, lambda: show(sum(written)))
 
 
 def _in_processes(
     writer: Writer,
-    job: Job,
     attempt: str,
     left: Iterable[int],
+    show: Callable[[int], None],
+    job: Job,
     num_processes: int,
-    done: _Count,
-    show: Callable[[], None],
 ) -> None:
     spawn = multiprocessing.get_context("spawn")
     stopped, written = spawn.Event(), spawn.Value("q", 0)
-    kept = done.value
     given = (job, writer.identity, attempt, written, stopped)
-    with futures.ProcessPoolExecutor(num_processes, spawn, _begin, given) as pool:
-        waiting = {pool.submit(_write, number) for number in left}
-        try:
-            while waiting:
-                ended, waiting = futures.wait(
-                    waiting, _PROGRESS_SECS, futures.FIRST_EXCEPTION
-                )
-                for each in ended:
-                    each.result()
-                done.value = kept + written.value
-                show()
-        except BrokenProcessPool:
-            raise errors.CheckpointError(
-                "a process of the conversion ended before its work; look for its error"
-                " above, or for a lack of memory, and convert again: what is complete"
-                " is kept"
-            ) from None
-        finally:
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
+    pool = futures.ProcessPoolExecutor(num_processes, spawn, _begin, given)
+    try:
+        _write_all(pool, _write, left, stopped, lambda: show(written.value))
+    except BrokenProcessPool:
+        raise errors.CheckpointError(
+            "a process of the conversion ended before its work; look for its error"
+            " above, or for a lack of memory, and convert again: what is complete is"
+            " kept"
+        ) from None
+
+
+def _write_all(
+    pool: futures.Executor,
+    write: Callable[[int], None],
+    left: Iterable[int],
+    stopped: Any,
+    show: Callable[[], None],
+) -> None:
+    try:
+        waiting = {pool.submit(write, number) for number in left}
+        while waiting:
+            ended, waiting = futures.wait(
+                waiting, _PROGRESS_SECS, futures.FIRST_EXCEPTION
+            )
+            for each in ended:
+                each.result()
+            show()
+    finally:
+        stopped.set()
+        pool.shutdown(cancel_futures=True)
 
 
 # Of a process of a pool: writes a unit.

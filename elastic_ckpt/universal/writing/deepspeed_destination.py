@@ -16,7 +16,7 @@ Memory: as other conversions, or for each thread the largest parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -74,34 +74,20 @@ class DeepSpeedDestination(Destination):
         self._step = self._step_of_source()
         self._tag = f"global_step{self._step}"
         self.files = [
-            File(
-                self._path(*_parts(target)),
-                {target: [boxes.whole(target.shape)]} if target.num_bytes else {},
-            )
+            File(self._path(*_parts(target)), {target: [boxes.whole(target.shape)]})
             for target in conversion.targets
+            if target.num_bytes
         ]
-        self._empty = {
-            file.name: target
-            for file, target in zip(self.files, conversion.targets, strict=True)
-            if not target.num_bytes
-        }
         # Names that a layout gives are not those of the source.
         is_named = conversion.job.rules is not None
         self._facts = {} if is_named else described_layout.facts(conversion.checkpoint)
-
-    def head(self, file: File) -> Iterable[Piece]:
-        """See `Destination`."""
-        target = self._empty.get(file.name)
-        if target is None:
-            return ()
-        return self._content(target, np.empty(target.shape, target.dtype))
 
     def pieces(
         self, file: File, target: TargetTensor, box: Box, values: np.ndarray
     ) -> Iterable[Piece]:
         """See `Destination`."""
         del file, box
-        return self._content(target, values)
+        return torch_file.pieces(self._value(target, values))
 
     def commit(self, attempt: str, contents: Contents) -> None:
         """See `Destination`."""
@@ -111,15 +97,18 @@ class DeepSpeedDestination(Destination):
             storage.write_atomic(directory / name, content)
         storage.rename(directory, self.target)
 
-    def _content(self, target: TargetTensor, values: np.ndarray) -> Iterable[Piece]:
+    def _value(self, target: TargetTensor, values: np.ndarray) -> Any:
         kind, parameter = _parts(target)
         # Steps are alone in their files.
         if kind == _STEP:
-            return torch_file.pieces(values)
-        facts: Mapping[str, Any] = self._facts.get(parameter, {})
-        return torch_file.pieces({**facts, "param": values})
+            return values
+        return {**self._facts.get(parameter, {}), "param": values}
 
     def _common_files(self) -> Iterable[tuple[str, bytes]]:
+        for target in self.conversion.targets:
+            if not target.num_bytes:
+                value = self._value(target, np.empty(target.shape, target.dtype))
+                yield self._path(*_parts(target)), torch_file.content(value)
         step = np.array(self._step, np.float32)
         for parameter, kinds in self._kinds.items():
             if kinds.intersection(_MOMENTS) and _STEP not in kinds:

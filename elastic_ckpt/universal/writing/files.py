@@ -53,10 +53,10 @@ class Held(NamedTuple):
     """What a file has at a place: a `Piece` with a digest in place of its bytes."""
 
     num_bytes: int
-    digest: bytes
+    digest: str
     offset: int
-    counts: tuple[int, ...]
-    strides: tuple[int, ...]
+    counts: Sequence[int]
+    strides: Sequence[int]
 
 
 class File(NamedTuple):
@@ -109,7 +109,7 @@ class OpenFile:
         self.held.append(
             Held(
                 content.nbytes,
-                digest.values_digest(content),
+                _digest(content),
                 offset,
                 counts,
                 strides,
@@ -201,12 +201,16 @@ def reads_back(path: epath.Path, held: Iterable[Held]) -> bool:
                     if memory.nbytes < room:
                         memory = host_memory.allocate(max(room, _LEAST_BYTES))
                     content = _read(descriptor, memory, each)
-                if digest.values_digest(content) != each.digest:
+                if _digest(content) != each.digest:
                     return False
     # A file that is cut short cannot have these rows.
     except (FileNotFoundError, ValueError, TypeError):
         return False
     return True
+
+
+def _digest(content: np.ndarray) -> str:
+    return digest.values_digest(content).hex()
 
 
 @contextlib.contextmanager

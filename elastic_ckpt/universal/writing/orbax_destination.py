@@ -116,7 +116,7 @@ class OrbaxDestination(Destination):
         directory = self.directory(attempt)
         numbers = {leaf.path: n for n, leaf in enumerate(saved.contents.leaves)}
         digests = {
-            (name, each.offset): each.digest
+            (name, each.offset): bytes.fromhex(each.digest)
             for name, held in contents.items()
             for each in held
         }

@@ -228,19 +228,7 @@ class Writer:
                         f"{directory / name} reads back other values than were written;"
                         " have the storage checked, and convert again"
                     )
-            recorded = {
-                name: [
-                    [
-                        each.num_bytes,
-                        each.digest.hex(),
-                        each.offset,
-                        [*each.counts],
-                        [*each.strides],
-                    ]
-                    for each in held
-                ]
-                for name, held in written.items()
-            }
+            recorded = {name: [*map(list, held)] for name, held in written.items()}
             self._record(_name(number), {"attempt": attempt, "files": recorded})
 
     def commit(self, attempt: str) -> None:
@@ -336,10 +324,7 @@ class Writer:
         if fields.get("attempt") != attempt:
             return None
         return {
-            name: [
-                Held(size, bytes.fromhex(text), offset, tuple(counts), tuple(strides))
-                for size, text, offset, counts, strides in held
-            ]
+            name: [Held(*each) for each in held]
             for name, held in fields["files"].items()
         }
 
