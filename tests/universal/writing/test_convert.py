@@ -1,5 +1,6 @@
 """Checkpoints are converted to other layouts and formats, also after kills."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -349,6 +350,35 @@ def test_values_that_read_back_differently_are_not_committed(tmp_path, monkeypat
     with pytest.raises(errors.CheckpointError, match="reads back other values"):
         convert.convert(job(tmp_path, to=to))
     assert not (tmp_path / "steps" / "0").exists()
+
+
+@pytest.mark.parametrize(
+    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
+def test_a_step_in_a_bucket_is_continued_and_comes_back(source, tmp_path, bucket):
+    given = conversion.Job(
+        source=str(tmp_path / "source"),
+        target=f"{bucket}/steps/0",
+        rules=str(tmp_path / "layout.yml"),
+    )
+    begun = writer.Writer(convert.destination_of(conversion.Conversion(given)))
+    attempt = begun.prepare()
+    begun.write(attempt, 1)
+    done = []
+    convert.convert(given, progress=lambda *each: done.append(each[0]))
+    assert done[0] == begun.sizes[1]
+    assert main.main(["verify", f"{bucket}/steps"]) == 0
+    with pytest.raises(errors.CheckpointError, match="exists already"):
+        convert.convert(given)
+    back = dataclasses.replace(
+        given,
+        source=given.target,
+        target=str(tmp_path / "back"),
+        is_reversed=True,
+        to="safetensors",
+    )
+    convert.convert(back)
+    assert bits(read(tmp_path / "back")) == bits(source)
 
 
 @pytest.mark.slow(minutes=4)
