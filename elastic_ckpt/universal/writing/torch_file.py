@@ -7,6 +7,7 @@ as torch aligns them, so that they can be mapped. Equal values make equal files.
 
 from __future__ import annotations
 
+import pickle
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ _LOCAL_HEADER_BYTES = 30
 # The extra field with sizes of 64 bits, which is always written.
 _WIDE_BYTES = 20
 _MOST_NESTED = 64
+_PROTOCOL = 2
 # Shorter parts of a file are written together.
 _LEAST_PART_BYTES = 2**16
 
@@ -126,22 +128,16 @@ class _Pickler:
         }
 
     def pickled(self, value: Any) -> bytes:
-        return b"\x80\x02" + b"".join(self._value(value, 0)) + b"."
+        return (
+            pickle.PROTO + bytes([_PROTOCOL]) + b"".join(self._value(value, 0)) + b"."
+        )
 
     def _value(self, value: Any, depth: int) -> Iterator[bytes]:
         if depth > _MOST_NESTED:
             raise errors.CheckpointError("the value nests too deeply to be written")
-        if value is None:
-            yield b"N"
-        elif isinstance(value, bool):
-            yield b"\x88" if value else b"\x89"
-        elif isinstance(value, int):
-            yield _integer(value)
-        elif isinstance(value, float):
-            yield b"G" + struct.pack(">d", value)
-        elif isinstance(value, str):
-            content = value.encode()
-            yield b"X" + struct.pack("<I", len(content)) + content
+        if value is None or isinstance(value, bool | int | float | str):
+            # Without the version before it, and the end.
+            yield pickle.dumps(value, _PROTOCOL)[2:-1]
         elif isinstance(value, dict):
             yield b"}("
             for key, each in value.items():
@@ -175,17 +171,8 @@ class _Pickler:
         for part in (str(number), "cpu", array.size):
             yield from self._value(part, 0)
         # The storage, then the offset of the tensor in it.
-        yield b"tQ" + _integer(0)
-        yield from self._value(array.shape, 0)
-        yield from self._value(row_major(array.shape, 1), 0)
+        yield b"tQ"
+        for part in (0, array.shape, row_major(array.shape, 1)):
+            yield from self._value(part, 0)
         # Without a gradient and hooks.
         yield b"\x89ccollections\nOrderedDict\n)RtR"
-
-
-def _integer(value: int) -> bytes:
-    if -(2**31) <= value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    if len(content) > 255:
-        raise errors.CheckpointError(f"an integer has {len(content)} bytes, over 255")
-    return b"\x8a" + bytes([len(content)]) + content
