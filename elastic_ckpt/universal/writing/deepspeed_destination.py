@@ -30,7 +30,7 @@ from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.writing import torch_file
 from elastic_ckpt.universal.writing.conversion import Conversion
 from elastic_ckpt.universal.writing.files import File, Piece
-from elastic_ckpt.universal.writing.writer import Contents, Destination
+from elastic_ckpt.universal.writing.writer import Destination, Written
 
 _MASTER, _STEP = "master", "step"
 _MOMENTS = ("first_moment", "second_moment")
@@ -89,7 +89,7 @@ class DeepSpeedDestination(Destination):
         del file, box
         return torch_file.pieces(self._value(target, values))
 
-    def commit(self, attempt: str, contents: Contents) -> None:
+    def commit(self, attempt: str, contents: Written) -> None:
         """See `Destination`."""
         del contents
         directory = self.directory(attempt)

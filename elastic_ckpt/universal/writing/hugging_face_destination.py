@@ -23,7 +23,7 @@ from elastic_ckpt.universal.writing.conversion import Conversion
 from elastic_ckpt.universal.writing.safetensors_destination import (
     SafetensorsDestination,
 )
-from elastic_ckpt.universal.writing.writer import Contents
+from elastic_ckpt.universal.writing.writer import Written
 
 _TIED = "tie_word_embeddings"
 _OUTPUT = "lm_head.weight"
@@ -75,7 +75,7 @@ class HuggingFaceDestination(SafetensorsDestination):
         copied = dict(hugging_face.copied(self._model))
         return {**copied, hugging_face.CONFIG: text.encode() + b"\n"}
 
-    def commit(self, attempt: str, contents: Contents) -> None:
+    def commit(self, attempt: str, contents: Written) -> None:
         """See `Destination`.
 
         Raises:

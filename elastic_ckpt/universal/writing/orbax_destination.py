@@ -11,36 +11,52 @@ To commit, the index of the store is written, and the step is committed as all s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
+from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint.host.trees import AbstractArray
+from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest_file
-from elastic_ckpt.steps.manifest import Fragment, Fragments, Host, Manifest
+from elastic_ckpt.steps.manifest import (
+    Contents,
+    Fragment,
+    Fragments,
+    Host,
+    Leaf,
+    Manifest,
+)
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import stored_part, zarr_array
 from elastic_ckpt.tiers.persistent import commit, ocdbt, upload, writer, writers
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.universal.moves import TargetTensor
-from elastic_ckpt.universal.writing import converted_step, files, ocdbt_index
+from elastic_ckpt.universal.writing import files, ocdbt_index
 from elastic_ckpt.universal.writing.conversion import Conversion
 from elastic_ckpt.universal.writing.files import File, Needed, Piece
 from elastic_ckpt.universal.writing.ocdbt_index import Extent
-from elastic_ckpt.universal.writing.writer import Contents, Destination
+from elastic_ckpt.universal.writing.writer import Destination, Written
 
 _HOST = Host(id="convert-0", number=0, domains={})
 _STORE = ocdbt.store_name(_HOST.id, "")
 _VALUES = "d"
+# An index of a list.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
 class OrbaxDestination(Destination):
     """See `Destination`.
 
     Raises:
-      CheckpointError: if the target is not the directory of a step.
+      CheckpointError: if the target is not the directory of a step, one target's name
+        is that of a tree with another, or a list has keys that are no numbers.
     """
 
     def __init__(self, conversion: Conversion) -> None:
@@ -52,6 +68,10 @@ class OrbaxDestination(Destination):
                 f" number; convert to {self.target / '0'}"
             )
         self._root = PersistentRoot.from_path(self.target.parent)
+        self._chunks = {
+            self._path(target): conversion.chunk_of[target.name]
+            for target in conversion.targets
+        }
         saved = self._saved("0")
         self._arrays = {
             target.name: saved.arrays[self._path(target)]
@@ -110,7 +130,7 @@ class OrbaxDestination(Destination):
         ):
             yield
 
-    def commit(self, attempt: str, contents: Contents) -> None:
+    def commit(self, attempt: str, contents: Written) -> None:
         """See `Destination`."""
         saved = self._saved(attempt)
         directory = self.directory(attempt)
@@ -149,14 +169,9 @@ class OrbaxDestination(Destination):
             component_files=(),
         )
         manifest_file.write(directory, manifest)
-        commit.commit(
-            self._root,
-            saved,
-            hosts=[_HOST.id],
-            orbax_files=converted_step.orbax_files(
-                saved, self.conversion.tree, self.conversion.chunk_of
-            ),
-        )
+        texts = StepDescription.from_contents(saved.contents).files(self._chunks)
+        orbax_files = {path: text.encode() for path, text in texts.items()}
+        commit.commit(self._root, saved, hosts=[_HOST.id], orbax_files=orbax_files)
 
     def _planned(self) -> list[File]:
         listed = []
@@ -189,17 +204,84 @@ class OrbaxDestination(Destination):
         return File(f"{store}/{_VALUES}/{number:05d}", parts)
 
     def _path(self, target: TargetTensor) -> str:
-        return converted_step.leaf_path(self.conversion.tree, target.name)
+        # In manifests.
+        tree, name = self.conversion.tree, target.name
+        return f"{tree}/{name}" if name else tree
 
     def _id(self, attempt: str) -> StepId:
         return StepId(int(self.target.name), attempt)
 
     def _saved(self, attempt: str) -> upload.UploadedStep:
-        return converted_step.saved_step(
-            self.conversion.targets,
-            self.conversion.chunk_of,
-            tree=self.conversion.tree,
-            lists=self.conversion.lists,
-            run=f"converted-{self.conversion.identity[:16]}",
-            step_id=self._id(attempt),
+        conversion = self.conversion
+        leaves = sorted(
+            (
+                Leaf(
+                    path=self._path(target),
+                    shape=target.shape,
+                    dtype=target.dtype.name,
+                )
+                for target in conversion.targets
+            ),
+            key=lambda leaf: leaf.path,
         )
+        tree = _with_lists(_tree(conversion.targets), "", conversion.lists)
+        contents = Contents(
+            leaves=tuple(leaves),
+            components={},
+            time_ms=int(attempt),
+            trees=tree_structure.to_json({conversion.tree: tree}),
+        )
+        return upload.UploadedStep(
+            run=f"converted-{conversion.identity[:16]}",
+            step_id=self._id(attempt),
+            contents=contents,
+            arrays=StepDescription.from_contents(contents).arrays(self._chunks),
+        )
+
+
+def _tree(targets: Sequence[TargetTensor]) -> Any:
+    root: dict[str, Any] = {}
+    for target in targets:
+        *above, last = ("", *target.name.split("/"))[bool(target.name) :]
+        node: Any = root
+        for key in above:
+            node = node.setdefault(_key(key), {})
+            if not isinstance(node, dict):
+                break
+        if not isinstance(node, dict) or _key(last) in node:
+            raise errors.CheckpointError(
+                f"{target.name} lies below, or above, another target, which is an array"
+                " and has no parts; rename one of them in the layout"
+            )
+        node[_key(last)] = _leaf(target)
+    return root
+
+
+def _with_lists(tree: Any, path: str, lists: Sequence[str]) -> Any:
+    # Trees of Orbax have None for elements without leaves.
+    if not isinstance(tree, dict):
+        return tree
+    made = {
+        key: _with_lists(node, f"{path}/{key}" if path else key, lists)
+        for key, node in tree.items()
+    }
+    if path not in lists:
+        return made
+    for key in made:
+        if not _NUMBER.fullmatch(key):
+            raise errors.CheckpointError(
+                f"{path} is listed in `lists` of the layout, but has the key {key!r},"
+                " which is no number below 10000; remove it from `lists`"
+            )
+    return [made.get(str(at)) for at in range(1 + max(map(int, made)))]
+
+
+def _key(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _leaf(target: TargetTensor) -> Any:
+    # One of NumPy if JAX would narrow it.
+    if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
+        return AbstractArray(shape=target.shape, dtype=target.dtype)
+    return jax.ShapeDtypeStruct(target.shape, target.dtype)

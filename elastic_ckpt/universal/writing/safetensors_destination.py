@@ -30,7 +30,7 @@ from elastic_ckpt.universal.strides import row_major
 from elastic_ckpt.universal.writing import files
 from elastic_ckpt.universal.writing.conversion import Conversion
 from elastic_ckpt.universal.writing.files import File, Piece
-from elastic_ckpt.universal.writing.writer import Contents, Destination
+from elastic_ckpt.universal.writing.writer import Destination, Written
 
 INDEX = "model.safetensors.index.json"
 # A header of so many tensors is far below what readers accept.
@@ -111,7 +111,7 @@ class SafetensorsDestination(Destination):
         """The contents of the files beside the tensors, by name."""
         return {}
 
-    def commit(self, attempt: str, contents: Contents) -> None:
+    def commit(self, attempt: str, contents: Written) -> None:
         """See `Destination`."""
         del contents
         directory = self.directory(attempt)

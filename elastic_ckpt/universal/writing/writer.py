@@ -44,8 +44,8 @@ from elastic_ckpt.universal.writing.conversion import (
 )
 from elastic_ckpt.universal.writing.files import File, Held, Needed, Piece
 
-# What each file of a checkpoint has, by its name.
-Contents = Mapping[str, Sequence[Held]]
+# What was written to each file of a checkpoint, by its name.
+Written = Mapping[str, Sequence[Held]]
 _VERSION = 1
 _UNFINISHED, _WRITTEN, _ATTEMPT = ".unfinished", ".written", "attempt.json"
 
@@ -66,7 +66,7 @@ class Destination(abc.ABC):
       CheckpointError: if the format cannot have such targets, or such a path.
     """
 
-    most_unit_bytes = 2**28
+    most_unit_bytes = 2**29
     files: Sequence[File]
 
     def __init__(self, conversion: Conversion) -> None:
@@ -80,7 +80,7 @@ class Destination(abc.ABC):
         """The places of a box, and the bytes that depend on its values."""
 
     @abc.abstractmethod
-    def commit(self, attempt: str, contents: Contents) -> None:
+    def commit(self, attempt: str, contents: Written) -> None:
         """Makes the checkpoint visible; its files are durable.
 
         Raises:
@@ -385,7 +385,7 @@ def _name(number: int) -> str:
     return f"{number:05d}.json"
 
 
-def _remove_others(directory: epath.Path, contents: Contents) -> None:
+def _remove_others(directory: epath.Path, contents: Written) -> None:
     # Files of attempts that were planned otherwise.
     for parent, _, names in os.walk(directory):
         for name in names:
