@@ -173,6 +173,9 @@ class Writer:
         with self._storage_errors():
             earlier = self._parsed(_ATTEMPT)
             if destination.is_committed(is_attempted=bool(earlier)):
+                if earlier:
+                    # Of an attempt that was killed after its commit.
+                    storage.remove(self._records)
                 raise errors.CheckpointError(
                     f"{destination.target} exists already; remove it, or give another"
                     " path"
