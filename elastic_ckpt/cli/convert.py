@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="MODEL",
-        help="a directory of Hugging Face, or the name of a model in its local cache:"
+        help="a directory of Hugging Face, or hf://org/name of its local cache:"
         " its config.json has sizes of the layout; with --to hf it and the files of the"
         " tokenizer are copied",
     )

@@ -16,6 +16,7 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
+from elastic_ckpt.universal.formats import hugging_face
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.reading import target_boxes
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
@@ -25,7 +26,7 @@ from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.matching import Matched
 from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
-from elastic_ckpt.universal.writing import chunks, hugging_face
+from elastic_ckpt.universal.writing import chunks
 from elastic_ckpt.universal.writing.files import Needed
 
 BUDGET_BYTES = 2**28
@@ -47,7 +48,7 @@ class Job:
       is_reversed: whether the layout leads from the target to the source.
       to: the format that is written.
       config: a model of Hugging Face, whose `config.json` has values for the layout:
-        a directory, or a name in the hub's local cache; see `hugging_face`.
+        a directory, or the id of one in the hub's local cache, `hf://org/name`.
       dtype: that floating-point tensors are cast to; None keeps that of each.
       only_weights: whether the optimizer and the step are left out.
     """
@@ -91,7 +92,8 @@ class Conversion:
         if given is not None:
             values = dict(self.checkpoint.values)
             if job.config is not None:
-                values |= hugging_face.values(hugging_face.directory(job.config))
+                path = config_directory(job.config) / hugging_face.CONFIG
+                values |= hugging_face.config_values(path)
             given = given.with_values(values)
             if job.only_weights:
                 given = _of_weights(given, self.checkpoint.tensors)
@@ -195,6 +197,24 @@ class Conversion:
     def _place(self, target: TargetTensor) -> tuple[int, str]:
         first = min((move.source for move in self._moves[target.name]), default=-1)
         return first, target.name
+
+
+def config_directory(model: str) -> epath.Path:
+    """The directory of a model that has a `config.json`; see `Job.config`.
+
+    Raises:
+      ConfigError: if it has none.
+      FormatError: if the cache lacks the model.
+    """
+    if hugging_face.is_id(model):
+        return epath.Path(hugging_face.snapshot(model))
+    path = storage.absolute(model)
+    if not (path / hugging_face.CONFIG).exists():
+        raise errors.ConfigError(
+            f"{model} has no {hugging_face.CONFIG}; give the directory of a model, or"
+            " the id of one that was downloaded, hf://org/name, by --config"
+        )
+    return path
 
 
 def _given(job: Job) -> Layout | None:

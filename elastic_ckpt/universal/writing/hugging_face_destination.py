@@ -13,18 +13,37 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etils import epath
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.universal.formats import source_files
+from elastic_ckpt.universal.formats.hugging_face import CONFIG
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
-from elastic_ckpt.universal.writing import hugging_face
-from elastic_ckpt.universal.writing.conversion import Conversion
+from elastic_ckpt.universal.writing.conversion import Conversion, config_directory
 from elastic_ckpt.universal.writing.safetensors_destination import (
     SafetensorsDestination,
 )
 from elastic_ckpt.universal.writing.writer import Written
 
+# Files that are copied with a model. Programs are not.
+_COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
+_PROGRAMS = (".py", ".pyc", ".so")
 _TIED = "tie_word_embeddings"
 _OUTPUT = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -39,8 +58,8 @@ class HuggingFaceDestination(SafetensorsDestination):
 
     def __init__(self, conversion: Conversion) -> None:
         job = conversion.job
-        self._model = hugging_face.directory(job.config or job.source)
-        self._config = hugging_face.config(self._model)
+        self._model = config_directory(job.config or job.source)
+        self._config = source_files.read_json(self._model / CONFIG)
         is_tied = self._config.get(_TIED)
         self._tied: tuple[TargetTensor, TargetTensor] | None = None
         named = {target.name: target for target in conversion.targets}
@@ -50,7 +69,7 @@ class HuggingFaceDestination(SafetensorsDestination):
             conversion.targets.remove(named[_OUTPUT])
         if is_tied is False and embedding and _OUTPUT not in named:
             raise errors.ConfigError(
-                f"{self._model / hugging_face.CONFIG} says {_TIED}: false, and no"
+                f"{self._model / CONFIG} says {_TIED}: false, and no"
                 f" {_OUTPUT} is made; correct one of them, otherwise the output of the"
                 " model would be random"
             )
@@ -70,10 +89,10 @@ class HuggingFaceDestination(SafetensorsDestination):
         config = self._config
         if floats and not is_quantized:
             dtype = max(floats, key=lambda name: floats[name])
-            config = hugging_face.changed(config, dtype=dtype)
+            config = _changed(config, dtype=dtype)
         text = json.dumps(config, indent=2, ensure_ascii=False)
-        copied = dict(hugging_face.copied(self._model))
-        return {**copied, hugging_face.CONFIG: text.encode() + b"\n"}
+        copied = dict(_copied(self._model))
+        return {**copied, CONFIG: text.encode() + b"\n"}
 
     def commit(self, attempt: str, contents: Written) -> None:
         """See `Destination`.
@@ -94,7 +113,29 @@ class HuggingFaceDestination(SafetensorsDestination):
             is_equal = is_equal and one == other
         if not is_equal:
             raise errors.CheckpointError(
-                f"{self._model / hugging_face.CONFIG} says {_TIED}: true, but"
+                f"{self._model / CONFIG} says {_TIED}: true, but"
                 f" {output.name} differs from {embedding.name}; set it to false there,"
                 " and convert again: what is complete is kept"
             )
+
+
+def _copied(model: epath.Path) -> Iterator[tuple[str, bytes]]:
+    # The files of the tokenizer and of generation: names and contents.
+    for each in sorted(model.iterdir()):
+        path = pathlib.PurePath(each.name)
+        if path.suffix not in _PROGRAMS and any(map(path.match, _COPIED)):
+            yield each.name, each.read_bytes()
+
+
+def _changed(fields: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
+    # The configuration of a model whose tensors are of a dtype, and not quantized.
+    made = dict(fields)
+    made.pop("quantization_config", None)
+    keys = {"dtype", "torch_dtype"}
+    for key in keys.intersection(made) or {"dtype"}:
+        made[key] = dtype
+    for key, each in made.items():
+        # Models of several parts have a configuration of each.
+        if isinstance(each, dict) and keys.intersection(each):
+            made[key] = _changed(each, dtype=dtype)
+    return made

@@ -16,9 +16,8 @@ from typing import IO, Any, cast
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import torch_names
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.torch_tensor import DTYPES
+from elastic_ckpt.universal.formats.torch_file import DTYPES, STORAGES
 from elastic_ckpt.universal.strides import row_major
 from elastic_ckpt.universal.writing import files
 from elastic_ckpt.universal.writing.files import Piece
@@ -124,7 +123,7 @@ class _Pickler:
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
         self._storages = {
-            DTYPES[dtype]: name for name, dtype in torch_names.STORAGES.items()
+            DTYPES[dtype]: name for name, dtype in STORAGES.items()
         }
 
     def pickled(self, value: Any) -> bytes:

@@ -94,21 +94,20 @@ def test_an_output_that_is_missing_is_an_error(tmp_path, capsys):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_model_of_the_local_cache_is_given_by_its_name(tmp_path, monkeypatch, capsys):
+def test_a_model_of_the_local_cache_is_given_by_its_id(tmp_path, monkeypatch, capsys):
     small_model.write(tmp_path / "source", {"w": W})
-    assert exported(tmp_path, "--config", "owner/name") == 1
-    assert "is no model in" in capsys.readouterr().err
     assert exported(tmp_path) == 1
     assert "by --config" in capsys.readouterr().err
-    cached = tmp_path / "hub" / "models--owner--name"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("0123")
-    (cached / "snapshots" / "0123").mkdir(parents=True)
-    (cached / "snapshots" / "0123" / "config.json").write_text('{"a": 1}')
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert exported(tmp_path, "--config", "owner/name") == 0
-    assert exported(tmp_path, "--config", "hf://owner/name", target="again") == 0
-    assert config_of(tmp_path / "again") == {"a": 1, "dtype": "float32"}
+    assert exported(tmp_path, "--config", "hf://owner/name") == 1
+    assert "is not in the cache of the hub" in capsys.readouterr().err
+    cached, commit = tmp_path / "hub" / "models--owner--name", 40 * "a"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots" / commit).mkdir(parents=True)
+    (cached / "snapshots" / commit / "config.json").write_text('{"a": 1}')
+    assert exported(tmp_path, "--config", "hf://owner/name") == 0
+    assert config_of(tmp_path / "made") == {"a": 1, "dtype": "float32"}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16", "complex64", "text"])
