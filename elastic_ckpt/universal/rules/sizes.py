@@ -33,12 +33,15 @@ class Equation:
       length: its value.
       ranks: the number of the rank and of all ranks, by axis.
       origin: for messages, `dim 0 of 'embed' ('vocab embed')`.
+      is_least: whether the length may be more: an instance may lack the last addends of
+        a sum.
     """
 
     node: dims.Node
     length: int
     ranks: Mapping[str, tuple[int, int]]
     origin: str
+    is_least: bool = False
 
     @property
     def variables(self) -> frozenset[str]:
@@ -60,7 +63,6 @@ def equations(
       LayoutError: if a tensor has another number of dims.
     """
     seen = set()
-    numbers: dict[tuple[str, str], tuple[dims.Node, int]] = {}
     for tensors, side in zip((relation.sources, relation.targets), sides, strict=True):
         for row in side:
             tensor = tensors[row.tensor]
@@ -71,20 +73,14 @@ def equations(
                     for axis, number in (*row.ranks, *row.captured)
                     if axis in tensor.dims.axes
                 }
-            captured = dict(row.captured)
-            for capture in tensor.coordinates:
-                key = (tensor.place, capture.key)
-                least = int(captured[capture.key]) + 1
-                _, before = numbers.get(key, (None, 0))
-                number = len(capture.choices) or max(before, least)
-                numbers[key] = capture.node, number
             key = (id(tensor), row.shape, tuple(sorted(ranks.items())))
             if key not in seen:
                 seen.add(key)
                 yield from _shape_equations(tensor, row, ranks)
-    for (place, key), (node, number) in numbers.items():
-        origin = f"the number of values of {{{key}}} in {place}"
-        yield Equation(node=node, length=number, ranks={}, origin=origin)
+    for tensors, side in zip((relation.sources, relation.targets), sides, strict=True):
+        for tensor in tensors:
+            captured = [row.captured for row in side if row.tensor == tensor.number]
+            yield from _capture_equations(tensor, captured)
     for tensor in (*relation.sources, *relation.targets):
         for key, (by, table) in tensor.tables.items():
             origin = f"the index of {key}"
@@ -104,6 +100,24 @@ def equations(
                     ranks={},
                     origin=f"the number of ranks of {axis}",
                 )
+
+
+def _capture_equations(
+    tensor: ParsedTensor, captured: Sequence[tuple[tuple[str, int | str], ...]]
+) -> Iterator[Equation]:
+    if not captured:
+        return
+    places = {key: at for at, (key, _) in enumerate(captured[0])}
+    for capture in tensor.coordinates:
+        at = places[capture.key]
+        most = max(int(values[at][1]) for values in captured)
+        yield Equation(
+            node=capture.node,
+            length=len(capture.choices) or most + 1,
+            ranks={},
+            origin=f"the number of values of {{{capture.key}}} in {tensor.place}",
+            is_least=any(isinstance(n, dims.Sum) for n in dims.walk(capture.node)),
+        )
 
 
 def _shape_equations(
@@ -190,8 +204,8 @@ class _Solver:
 
     def solve(self, shared: Mapping[str, int]) -> dict[str, int]:
         self._run()
-        for name in sorted(shared.keys() & self._unknown()):
-            if name in self._unknown():
+        for name in sorted(shared.keys() & self._wanted()):
+            if name in self._wanted():
                 self._known[name] = Fraction(shared[name])
                 self._run()
         for equation in self._system:
@@ -225,6 +239,16 @@ class _Solver:
         for clip in self._clips.values():
             found |= _variables(clip.node)
         return found - self._known.keys()
+
+    def _wanted(self) -> set[str]:
+        # What is unknown, and the unknown sizes that it is computed of.
+        found = pending = self._unknown()
+        while pending:
+            exprs = (self._rule.sizes.get(name) for name in pending)
+            needed = [size_expression.names(e) for e in exprs if isinstance(e, str)]
+            pending = set().union(*needed) - self._known.keys() - found
+            found = found | pending
+        return found
 
     def _expressions(self) -> bool:
         solved = False
@@ -274,9 +298,12 @@ class _Solver:
 
     def _check(self, equation: Equation) -> None:
         known = self._known
-        is_known = equation.variables <= known.keys()
-        if is_known and self._length(equation) != equation.length:
-            raise self._misfit(equation)
+        if equation.variables <= known.keys():
+            length = self._length(equation)
+            if length < equation.length or (
+                length > equation.length and not equation.is_least
+            ):
+                raise self._misfit(equation)
         for each in dims.walk(equation.node):
             key = str(each)
             if isinstance(each, Clip) and _variables(each.node) <= known.keys():

@@ -122,9 +122,7 @@ class _Pickler:
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
-        self._storages = {
-            DTYPES[dtype]: name for name, dtype in STORAGES.items()
-        }
+        self._storages = {DTYPES[dtype]: name for name, dtype in STORAGES.items()}
 
     def pickled(self, value: Any) -> bytes:
         return (
