@@ -1,6 +1,7 @@
 """Checkpoints are converted to other layouts and formats, also after kills."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -26,6 +27,9 @@ from elastic_ckpt.universal.writing import (
     convert,
     files,
     writer,
+)
+from elastic_ckpt.universal.writing.safetensors_destination import (
+    SafetensorsDestination,
 )
 from tests import runs
 from tests.universal.safetensors_files import bits, read
@@ -275,6 +279,51 @@ def test_a_step_that_was_cut_short_is_continued(
     assert bits(flat(restored(tmp_path))) == bits(small_model.expected(source))
     assert main.main(["verify", str(tmp_path / "steps")]) == 0
     assert [path.name for path in (tmp_path / "steps").glob("0*")] == ["0"]
+
+
+class Stop(BaseException):
+    """Stands for the end of a process: no code catches it."""
+
+
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_a_conversion_that_ends_before_any_change_of_a_file_continues(
+    tmp_path, monkeypatch, to
+):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**10)
+    monkeypatch.setattr(writer.Destination, "most_unit_bytes", 2**12)
+    monkeypatch.setattr(SafetensorsDestination, "most_file_bytes", 2**12)
+    tensors = small_model.tensors(1, 16)
+    small_model.write(tmp_path / "source", tensors)
+    given = job(tmp_path, to=to)
+    expected = bits(small_model.expected(tensors))
+    made = tmp_path / "steps" / "0"
+    lock = threading.Lock()
+    for number in itertools.count():
+        left = number
+
+        def watch(change, path):
+            nonlocal left
+            # The lock of the directory is that of this process, which lives.
+            if change != "make" and "writers" not in path:
+                with lock:
+                    if not left:
+                        raise Stop
+                    left -= 1
+
+        try:
+            with storage.watched(watch):
+                convert.convert(given)
+        except Stop:
+            # What is visible is whole.
+            if not made.exists():
+                convert.convert(given)
+        else:
+            break
+        held = flat(restored(tmp_path)) if to == "orbax" else read(made)
+        assert bits(held) == expected
+        shutil.rmtree(tmp_path / "steps")
+    assert number > 15
 
 
 def test_a_step_of_another_source_is_not_continued(source, tmp_path):
