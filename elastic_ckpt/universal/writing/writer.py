@@ -225,12 +225,6 @@ class Writer:
         directory = self._destination.directory(attempt)
         with self._storage_errors():
             written = self._write(directory, self.units[number], note, is_stopped)
-            for name, held in written.items():
-                if not files.reads_back(directory / name, held):
-                    raise errors.CheckpointError(
-                        f"{directory / name} reads back other values than were written;"
-                        " have the storage checked, and convert again"
-                    )
             recorded = {name: [*map(list, held)] for name, held in written.items()}
             self._record(_name(number), {"attempt": attempt, "files": recorded})
 
@@ -293,9 +287,18 @@ class Writer:
                         made.put(piece)
                 return opened[file.name][1]
 
+            def finish(file: File) -> None:
+                held, path = opened_file(file).held, directory / file.name
+                opened[file.name][0].close()
+                if not files.reads_back(path, held):
+                    raise errors.CheckpointError(
+                        f"{path} reads back other values than were written; have the"
+                        " storage checked, and convert again"
+                    )
+
             for file in unit:
                 if not left[file.name]:
-                    opened_file(file)
+                    finish(file)
             read = stack.enter_context(contextlib.closing(self._read(unit)))
             for name, box, values in read:
                 if is_stopped():
@@ -303,11 +306,11 @@ class Writer:
                 file, target = file_of.pop((name, box))
                 for piece in destination.pieces(file, target, box, values):
                     opened_file(file).put(piece)
-                left[file.name] -= 1
-                if not left[file.name]:
-                    opened[file.name][0].close()
                 note(values.nbytes)
                 self._memory.give_back(values)
+                left[file.name] -= 1
+                if not left[file.name]:
+                    finish(file)
             if file_of:
                 (name, box), *_ = file_of
                 raise errors.CheckpointError(
