@@ -32,7 +32,7 @@ from orbax.checkpoint import v1 as ocp
 from benchmarks import report, universal_files, universal_turns
 from elastic_ckpt import universal
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.writing.universal_folder import UniversalFolder
+from elastic_ckpt.universal.writing import conversion, convert
 
 _DEVICES = 2
 _MATRIX, _NORM = "layers.{layer}.{name}.weight", "layers.{layer}.norm"
@@ -153,7 +153,7 @@ def _relayouts(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
     )
     # All files of a round have to fit into the page cache.
     shutil.rmtree(layers)
-    _write_universal(zero, _unchanged(raw, size, 1))
+    convert.convert(conversion.Job(source=str(raw), target=str(zero), to="deepspeed"))
     shutil.rmtree(raw)
     secs = _timed(
         {
@@ -219,10 +219,3 @@ def _leaf(shape: tuple[int, ...], dim: int) -> jax.ShapeDtypeStruct:
     spec = PartitionSpec(*(None,) * dim, "data")
     sharding = NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-
-
-def _write_universal(path: pathlib.Path, state: Mapping[str, Any]) -> None:
-    folder = UniversalFolder(path, tag="global_step1")
-    for name, array in state.items():
-        folder.write(name, "master", np.asarray(array))
-    folder.commit(step=1)

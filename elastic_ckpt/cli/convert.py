@@ -1,8 +1,8 @@
 """`elastic-ckpt convert SRC DST --rules R`: writes a checkpoint in another layout.
 
 SRC is of any format that is read. DST is the directory of a step, for an Orbax
-checkpoint, that of a model, for safetensors, or that of a run, for DeepSpeed. Without
-rules, tensors keep their names. Killed, the same command continues.
+checkpoint, that of a model, for safetensors and Hugging Face, or that of a run, for
+DeepSpeed. Without rules, tensors keep their names. Killed, the same command continues.
 """
 
 from __future__ import annotations
@@ -55,9 +55,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
-        choices=("orbax", "safetensors", "deepspeed"),
+        choices=("orbax", "safetensors", "hf", "deepspeed"),
         default="orbax",
-        help="the format to write; by default orbax",
+        help="the format to write; by default orbax. hf is safetensors with all that"
+        " Hugging Face's from_pretrained needs",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="MODEL",
+        help="a directory of Hugging Face, or hf://org/name of its local cache:"
+        " its config.json has sizes of the layout; with --to hf it and the files of the"
+        " tokenizer are copied",
+    )
+    parser.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="cast all floating-point tensors, for example to bfloat16",
+    )
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="convert the weights alone, without the optimizer and the step",
     )
     parser.add_argument(
         "--processes",
@@ -84,14 +102,13 @@ def run(arguments: argparse.Namespace) -> int:
         sizes=dict(arguments.size),
         is_reversed=arguments.reverse,
         to=arguments.to,
+        config=arguments.config,
+        dtype=arguments.dtype,
+        only_weights=arguments.weights,
     )
     if arguments.dry_run:
         conversion = Conversion(job)
-        plan = summary.summary(
-            conversion,
-            convert.destination_of(conversion),
-            num_processes=arguments.processes,
-        )
+        plan = summary.summary(conversion, convert.destination_of(conversion))
         if arguments.json:
             print(json.dumps(dataclasses.asdict(plan), indent=2))
         else:
@@ -134,13 +151,12 @@ def describe(plan: Summary) -> str:
     ]
     if plan.fills:
         lines.append(f"  padding: {plan.fills:,} boxes, {plan.filled_bytes:,} bytes")
-    for number, each in enumerate(plan.processes):
-        over = each.read_bytes / each.needed_bytes if each.needed_bytes else 1
-        lines.append(
-            f"process {number}: writes {each.written_bytes:,} bytes, reads"
-            f" {each.read_bytes:,} in {each.requests:,} requests, {over:.3f} times what"
-            " it needs"
-        )
+    over = plan.read_bytes / plan.needed_bytes if plan.needed_bytes else 1
+    lines.append(
+        f"to read: {plan.read_bytes:,} bytes in {plan.requests:,} requests,"
+        f" {over:.3f} times what is needed; units that are written by themselves:"
+        f" {plan.units:,}"
+    )
     if plan.unverified:
         lines.append(f"files without a checksum: {len(plan.unverified):,}")
         lines += [f"  {each}" for each in plan.unverified[:_LISTED]]

@@ -44,10 +44,10 @@ def damage(stored: np.ndarray, part: Part) -> str | None:
     """
     if isinstance(part, ComponentFile):
         return None if digest.values_digest(stored) == part.digest else DIFFERS
-    values, checksum = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
+    values, stored_checksum = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
     if digest.values_digest(values) != part.digest:
         return DIFFERS
-    if _crc32c(values) != checksum.tobytes():
+    if checksum(values) != stored_checksum.tobytes():
         return (
             "has right values, and a wrong CRC-32C behind them: zarr readers refuse it"
         )
@@ -69,10 +69,11 @@ def why_differs(source: Source, file: str) -> str:
 def chunk_content(values: np.ndarray) -> bytes:
     """The content of the file of a chunk: its values in C order and their checksum."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return flat.tobytes() + _crc32c(flat)
+    return flat.tobytes() + checksum(flat)
 
 
-def _crc32c(values: np.ndarray) -> bytes:
+def checksum(values: np.ndarray) -> bytes:
+    """The CRC-32C behind the values of a chunk, as zarr's codec `crc32c` has it."""
     # It does not take memory that can be written.
     read_only = values.view()
     read_only.flags.writeable = False

@@ -8,11 +8,12 @@ kind comes first, as in `deepspeed_layout`: `first_moment/1.mlp.weight`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import described_layout
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -38,11 +39,21 @@ def layout(checkpoint: Checkpoint, *, of_optimizer: bool = False) -> Layout:
       LayoutError: if the tensors of another format are those of ranks, or there are no
         tensors; the message names the layouts that ship and fit.
     """
+    drop: list[tuple[str, str]] = []
+    if of_optimizer:
+        checkpoint, drop = _of_optimizer(checkpoint)
     if checkpoint.format.startswith(described_layout.FORMAT):
         made = described_layout.layout(checkpoint)
     else:
         made = _same_names(checkpoint)
-    return _of_optimizer(made, checkpoint) if of_optimizer else made
+    if not of_optimizer:
+        return made
+    return dataclasses.replace(
+        made,
+        rules=tuple(_in_float32(rule) for rule in made.rules),
+        states={kind: _state(kind, of_optimizer=True) for kind in made.states},
+        drop_of_kind=tuple(drop),
+    )
 
 
 def _same_names(checkpoint: Checkpoint) -> Layout:
@@ -88,41 +99,36 @@ def _sorted(kinds: dict[int, list[str]]) -> list[tuple[int, tuple[str, ...]]]:
     return [(dims, tuple(sorted(each))) for dims, each in sorted(kinds.items())]
 
 
-def _of_optimizer(made: Layout, checkpoint: Checkpoint) -> Layout:
-    # The masters of a name are of the first of `_MASTERS` that it has.
+def _of_optimizer(
+    checkpoint: Checkpoint,
+) -> tuple[Checkpoint, list[tuple[str, str]]]:
+    # A checkpoint of the tensors of the optimizer, and the kinds and names of others:
+    # the masters of a name are of the first of `_MASTERS` that it has.
     kinds_of: dict[str, set[str]] = {}
     for tensor in checkpoint.tensors:
         kinds_of.setdefault(tensor.name, set()).add(tensor.kind)
-    drop = {
-        (tensor.kind, name_pattern.glob_of(tensor.name)): None
-        for tensor in checkpoint.tensors
-        if _is_dropped(tensor.kind, kinds_of[tensor.name])
-    }
-    # Names that a pattern matches have the same kinds.
-    patterns: dict[str, set[str]] = {}
-    for rule in made.rules:
-        patterns.setdefault(rule.source[0].name, set()).update(rule.states or ())
-    rules = []
-    for rule in made.rules:
-        held = patterns[rule.source[0].name]
-        kept = tuple(k for k in rule.states or () if not _is_dropped(k, held))
-        target = tuple(
-            dataclasses.replace(tensor, dtype="float32") for tensor in rule.target
-        )
-        if kept:
-            rules.append(dataclasses.replace(rule, target=target, states=kept))
-    states = {
-        kind: _state(_MASTERS[0] if kind in _MASTERS else kind) for kind in made.states
-    }
-    return dataclasses.replace(
-        made, states=states, rules=tuple(rules), drop_of_kind=tuple(drop)
+    kept, dropped = [], {}
+    for tensor in checkpoint.tensors:
+        masters = [kind for kind in _MASTERS if kind in kinds_of[tensor.name]]
+        if tensor.kind in masters[1:]:
+            dropped[tensor.kind, name_pattern.glob_of(tensor.name)] = None
+        else:
+            kept.append(tensor)
+    opened = OpenedCheckpoint(
+        format=checkpoint.format,
+        tensors=kept,
+        axes=checkpoint.axes,
+        values=checkpoint.values,
     )
+    return opened, list(dropped)
 
 
-def _is_dropped(kind: str, kinds: Set[str]) -> bool:
-    # Whether others of the kinds of the same name are the masters.
-    return kind in _MASTERS and kind != next(k for k in _MASTERS if k in kinds)
+def _in_float32(rule: Rule) -> Rule:
+    target = (dataclasses.replace(tensor, dtype="float32") for tensor in rule.target)
+    return dataclasses.replace(rule, target=tuple(target))
 
 
-def _state(kind: str) -> State:
+def _state(kind: str, *, of_optimizer: bool = False) -> State:
+    if of_optimizer and kind in _MASTERS:
+        kind = _MASTERS[0]
     return State(source=PARAMETER, target=f"{kind}/{PARAMETER}")

@@ -1,11 +1,15 @@
 """Runs that begin with the weights of another checkpoint, of any format."""
 
+import json
+import pathlib
+
 import jax
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.application.assemble import assemble
+from elastic_ckpt.cli import main
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.tiers.persistent import leases, persistent_root
@@ -127,6 +131,29 @@ def test_losses_from_safetensors_are_those_from_the_state_that_orbax_saved(
     of_orbax = losses(tmp_path / "of_orbax", corpus, init_from=str(plain))
     of_safetensors = losses(tmp_path / "of_safetensors", corpus, **foreign)
     assert of_safetensors == of_orbax
+
+
+def test_the_weights_of_a_run_come_back_by_the_layout_that_it_began_with(
+    tmp_path, source, foreign
+):
+    step, state = source
+    params = state["params"]
+    config = tmp_path / "config.json"
+    sizes = {
+        "heads": params["qkv"].shape[2] // 3,
+        "mlp": params["mlp_in"].shape[2] // 2,
+    }
+    config.write_text(json.dumps(sizes))
+    layout = pathlib.Path(foreign["init_from_layout"])
+    heads, mlp = "{value: config/heads}", "{value: config/mlp}"
+    given = f"sizes: {{q: {heads}, k: {heads}, v: {heads}, gate: {mlp}, up: {mlp}}}\n"
+    layout.write_text(LAYOUT + given)
+    made = tmp_path / "made"
+    options = ["--rules", layout, "--reverse", "--weights", "--config", tmp_path]
+    given = ["convert", step, made, "--to", "hf", *options]
+    assert main.main([*map(str, given)]) == 0
+    expected = safetensors_files.bits(as_other_program_has_it(params))
+    assert safetensors_files.bits(safetensors_files.read(made)) == expected
 
 
 def test_a_run_begins_with_the_weights_of_a_step_of_ours_and_nothing_else(

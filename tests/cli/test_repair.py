@@ -10,9 +10,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers.persistent import ocdbt
-from elastic_ckpt.universal.writing import ocdbt_index
-from tests import runs
+from tests import ocdbt_extents, runs
 from tests.checkpoint import stock_program
 from tests.tiers import served, tiered_steps
 
@@ -77,10 +75,10 @@ def flip(path, *, at=0):
 def spoil_values(steps, *keys):
     """Flips a bit of some chunks of step 2 in storage."""
     store = host_store(steps)
-    extents = ocdbt_index.read(store, ocdbt.new_context())
+    extents = ocdbt_extents.read(store)
     for key in keys:
-        extent = extents[key]
-        flip(store / extent.file, at=extent.offset)
+        file, offset, _ = extents[key]
+        flip(store / file, at=offset)
 
 
 def contents(directory):

@@ -1,84 +1,20 @@
 """MaxText's environment: set up as documented, and the hosts that run in it."""
 
-import contextlib
-import hashlib
 import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 
-from elastic_ckpt.core import storage
+from tests.environments import ROOT, Environment
 
-ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-maxtext"
 TOKENIZERS = ENVIRONMENT / "lib/python3.12/site-packages/maxtext/assets/tokenizers"
 GROUP = pathlib.Path(__file__).parent / "pyproject.toml"
-# The files from which it was set up last.
-STAMP = ENVIRONMENT / "set_up_from"
-INPUTS = (GROUP, ROOT / "constraints.txt", ROOT / "pyproject.toml")
-
-
-def documented_commands():
-    """The commands in the head of the dependency group."""
-    head = "\n".join(
-        line.removeprefix("#")
-        for line in GROUP.read_text().splitlines()
-        if line.startswith("#")
-    )
-    joined = head.replace("\\\n", " ")
-    return [line.strip() for line in joined.splitlines() if line.startswith("   uv ")]
-
-
-def set_up():
-    """Runs the documented commands, unless that was done with the same files.
-
-    The workers of the tests wait for each other.
-    """
-    with storage.exclusive_lock(f"{ENVIRONMENT}.lock", waits=True):
-        _set_up()
-
-
-def _set_up():
-    wanted = hashlib.sha256(b"".join(map(pathlib.Path.read_bytes, INPUTS))).hexdigest()
-    with contextlib.suppress(FileNotFoundError):
-        if STAMP.read_text() == wanted:
-            return
-    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-    # uv itself is not on the path of everyone who runs it.
-    programs = [_python_312(), os.environ.get("UV") or shutil.which("uv")]
-    path = ":".join([*(os.path.dirname(program) for program in programs), os.defpath])
-    for command in documented_commands():
-        ended = subprocess.run(
-            ["bash", "-c", command],
-            cwd=ROOT,
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, command + ended.stdout + ended.stderr
-    STAMP.write_text(wanted)
-
-
-def _python_312():
-    # A shim of pyenv may stand on the path without a Python behind it.
-    candidates = [shutil.which("python3.12")]
-    if shutil.which("pyenv"):
-        root = subprocess.run(
-            ["pyenv", "root"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        candidates += sorted(
-            map(str, pathlib.Path(root, "versions").glob("3.12*/bin/python3.12"))
-        )
-    for candidate in filter(None, candidates):
-        ran = subprocess.run(
-            [candidate, "-c", "pass"], capture_output=True, check=False
-        )
-        if not ran.returncode:
-            return candidate
-    raise AssertionError("there is no Python 3.12, which MaxText needs")
+_MAXTEXT = Environment(ENVIRONMENT, GROUP, "3.12")
+documented_commands = _MAXTEXT.documented_commands
+set_up = _MAXTEXT.set_up
+run = _MAXTEXT.run
 
 
 class Hosts:

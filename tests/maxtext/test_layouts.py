@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 
 import jax
 import numpy as np
@@ -41,21 +40,8 @@ def converted(tmp_path_factory):
     """The directory in which MaxText has converted each model and its conversion."""
     environment.set_up()
     directory = tmp_path_factory.mktemp("converted")
-    run("tests.maxtext.conversion", directory)
+    environment.run("tests.maxtext.conversion", directory)
     return directory
-
-
-def run(module, *arguments):
-    """Runs a module in MaxText's environment."""
-    python = environment.ENVIRONMENT / "bin/python"
-    ended = subprocess.run(
-        [python, "-m", module, *arguments],
-        cwd=environment.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-5000:]
 
 
 def read(path):
@@ -116,7 +102,7 @@ def test_maxtext_computes_the_logits_of_hugging_face(tmp_path, form):
         for size, number in sizes.items():
             given += ["--size", f"{size}={number}"]
         assert main.main(["convert", *map(str, given)]) == 0
-    run("tests.maxtext.logits", tmp_path, form, *small_models.MODELS)
+    environment.run("tests.maxtext.logits", tmp_path, form, *small_models.MODELS)
     for name, expected in np.load(HF_LOGITS).items():
         made = np.load(tmp_path / f"{name}.npy")
         np.testing.assert_allclose(made, expected, rtol=0, atol=5e-4, err_msg=name)
@@ -124,7 +110,8 @@ def test_maxtext_computes_the_logits_of_hugging_face(tmp_path, form):
 
 def test_every_model_of_the_page_is_among_those_whose_logits_are_compared():
     page = (environment.ROOT / "configs/layouts/README.md").read_text()
-    rows = re.findall(r"^\| `(hf_\w+)` \|.*?\|.*?\|(.*?)\|", page, re.MULTILINE)
+    row = r"^\| `(hf_\w+_to_maxtext\w*)` \|.*?\|.*?\|(.*?)\|"
+    rows = re.findall(row, page, re.MULTILINE)
     named = {each.strip() for _, models in rows for each in models.split(",")}
     assert named == {
         *("LLaMA 2", "3", "3.1", "3.3"),

@@ -9,7 +9,11 @@ from etils import epath
 from elastic_ckpt.universal.formats import safetensors_file
 
 _NAMES = {
+    "float64": "F64",
     "float32": "F32",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
     "int8": "I8",
     "uint8": "U8",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -77,38 +77,6 @@ class Chunk:
     array: StoredArray
     box: boxes.Box
     values: np.ndarray
-
-
-class Store(Protocol):
-    """The store of a host and a checkpointable; any thread may call it."""
-
-    def write(self, chunks: Sequence[Chunk]) -> None:
-        """Writes chunks and the metadata of their arrays; see `write`."""
-        ...
-
-    def commit(self) -> None:
-        """Makes durable, for readers too, what was written before."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CommittedStore:
-    """A `Store` that TensorStore writes: each write is a commit.
-
-    Attributes:
-      directory: of the store.
-      context: of TensorStore (`new_context`).
-    """
-
-    directory: epath.Path
-    context: ts.Context
-
-    def write(self, chunks: Sequence[Chunk]) -> None:
-        """See `Store`."""
-        write(self.directory, chunks, self.context)
-
-    def commit(self) -> None:
-        """See `Store`."""
 
 
 def store_name(host_id: str, save: str) -> str:

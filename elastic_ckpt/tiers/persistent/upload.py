@@ -84,7 +84,6 @@ class Upload:
       saved: what is uploaded.
       host: that uploads.
       retries: how long to wait for storage, and the callback for failures.
-      store: makes a store of a directory and a context.
 
     Attributes:
       is_continued: whether an upload of this save was cut short before `begin`.
@@ -97,7 +96,6 @@ class Upload:
         host: Host,
         *,
         retries: Retries = PATIENT,
-        store: Callable[..., ocdbt.Store] = ocdbt.CommittedStore,
     ) -> None:
         self.is_continued = False
         self._root = root
@@ -109,9 +107,6 @@ class Upload:
         self._progress = self._directory / progress.file_name(host.id)
         self._store = ocdbt.store_name(host.id, saved.step_id.save)
         self._context = ocdbt.new_context()
-        self._open_store = store
-        # By checkpointable.
-        self._stores: dict[str, ocdbt.Store] = {}
         self._lock = threading.Lock()
         # What this host has written, and what other hosts wrote before, in an upload
         # cut short.
@@ -292,13 +287,10 @@ class Upload:
         )
 
     def _written(self) -> Manifest:
-        # Lists the parts so far; all are durable when it returns.
+        # Lists the parts so far, which are durable.
         saved = self._saved
         with self._lock:
-            parts, stores = list(self._parts.values()), dict(self._stores)
-        for checkpointable, store in stores.items():
-            path = self._directory / checkpointable / self._store
-            self._retries.call(f"committing {path}", store.commit)
+            parts = list(self._parts.values())
         nothing = Manifest(
             run=saved.run,
             step=saved.step_id.step,
@@ -314,12 +306,5 @@ class Upload:
         path = self._directory / checkpointable / self._store
         self._retries.call(
             f"writing {len(chunks)} chunks to {path}",
-            lambda: self._opened(checkpointable, path).write(chunks),
+            lambda: ocdbt.write(path, chunks, self._context),
         )
-
-    def _opened(self, checkpointable: str, path: epath.Path) -> ocdbt.Store:
-        with self._lock:
-            if checkpointable not in self._stores:
-                store = self._open_store(directory=path, context=self._context)
-                self._stores[checkpointable] = store
-            return self._stores[checkpointable]

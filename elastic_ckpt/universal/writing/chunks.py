@@ -7,7 +7,7 @@ that each part of a file goes to few boxes. A transposed matrix is cut into colu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from elastic_ckpt.core import boxes
 from elastic_ckpt.steps import layout
@@ -64,35 +64,6 @@ def boxes_of(target: TargetTensor, chunk: Sequence[int]) -> list[boxes.Box]:
     if not math.prod(target.shape):
         return []
     return list(layout.cut(boxes.whole(target.shape), chunk))
-
-
-def shares(
-    targets: Iterable[TargetTensor],
-    chunk_of: Mapping[str, tuple[int, ...]],
-    num_hosts: int,
-) -> list[dict[TargetTensor, list[boxes.Box]]]:
-    """Deals the boxes of targets to processes, in their order, by bytes.
-
-    Args:
-      targets: in the order of their sources.
-      chunk_of: the shape of their boxes, by name.
-      num_hosts: processes.
-    """
-    listed = [
-        (target, box)
-        for target in targets
-        for box in boxes_of(target, chunk_of[target.name])
-    ]
-    sizes = [box.volume * target.dtype.itemsize for target, box in listed]
-    total = max(1, sum(sizes))
-    dealt: list[dict[TargetTensor, list[boxes.Box]]] = [{} for _ in range(num_hosts)]
-    before = 0
-    for (target, box), size in zip(listed, sizes, strict=True):
-        middle = before + size // 2
-        host = min(num_hosts - 1, middle * num_hosts // total)
-        dealt[host].setdefault(target, []).append(box)
-        before += size
-    return dealt
 
 
 def _advance(dim: int, moves: Sequence[Move], tensors: Sequence[StoredTensor]) -> float:

@@ -7,30 +7,32 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
+import ml_dtypes
 import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
+from elastic_ckpt.universal.formats import hugging_face
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.reading import target_boxes
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
-from elastic_ckpt.universal.rules import matching
+from elastic_ckpt.universal.rules import matching, name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.matching import Matched
-from elastic_ckpt.universal.stored import Checkpoint
+from elastic_ckpt.universal.rules.state import PARAMETER
+from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
 from elastic_ckpt.universal.writing import chunks
+from elastic_ckpt.universal.writing.files import Needed
 
 BUDGET_BYTES = 2**28
 # The memory of boxes that were written is kept for those that are read next.
 REUSED_BYTES = 2**26
 _PLAIN_TIMES = 4
-
-Needed = Mapping[TargetTensor, Sequence[Box]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,10 @@ class Job:
       sizes: of dims that shapes do not determine, beside those in the layout.
       is_reversed: whether the layout leads from the target to the source.
       to: the format that is written.
+      config: a model of Hugging Face, whose `config.json` has values for the layout:
+        a directory, or the id of one in the hub's local cache, `hf://org/name`.
+      dtype: that floating-point tensors are cast to; None keeps that of each.
+      only_weights: whether the optimizer and the step are left out.
     """
 
     source: str
@@ -53,6 +59,9 @@ class Job:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     is_reversed: bool = False
     to: str = "orbax"
+    config: str | None = None
+    dtype: str | None = None
+    only_weights: bool = False
 
 
 class Conversion:
@@ -78,9 +87,16 @@ class Conversion:
     def __init__(self, job: Job) -> None:
         self.job = job
         given = _given(job)
+        dtype = None if job.dtype is None else _floating(job.dtype)
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
         if given is not None:
-            given = given.with_values(self.checkpoint.values)
+            values = dict(self.checkpoint.values)
+            if job.config is not None:
+                path = config_directory(job.config) / hugging_face.CONFIG
+                values |= hugging_face.config_values(path)
+            given = given.with_values(values)
+            if job.only_weights:
+                given = _of_weights(given, self.checkpoint.tensors)
         # A layout that is not given follows from the source.
         self._rules = "" if given is None else repr(given)
         of_optimizer = job.to == "deepspeed"
@@ -101,9 +117,15 @@ class Conversion:
             self._moves[move.target].append(move)
         for fill in self.matched.fills:
             self._fills[fill.target].append(fill)
-        self.targets: list[TargetTensor] = sorted(
-            self.matched.targets.values(), key=self._place
-        )
+        targets = self.matched.targets.values()
+        if dtype is not None:
+            targets = [
+                dataclasses.replace(each, dtype=dtype)
+                if _is_floating(each.dtype)
+                else each
+                for each in targets
+            ]
+        self.targets: list[TargetTensor] = sorted(targets, key=self._place)
 
     @property
     def num_bytes(self) -> int:
@@ -115,7 +137,7 @@ class Conversion:
         """The shape of the boxes in which each target is written, by name."""
         tensors = self.checkpoint.tensors
         # Boxes that are whole tensors lie in one piece in a file.
-        times = _PLAIN_TIMES if self.job.to == "safetensors" else 1
+        times = _PLAIN_TIMES if self.job.to in ("safetensors", "hf") else 1
         return {
             target.name: chunks.chunk_shape(
                 target,
@@ -168,29 +190,87 @@ class Conversion:
             self.planned(needed), budget_bytes=budget_bytes, memory=memory
         )
 
-    def boxes_of(self, names: Iterable[str]) -> dict[TargetTensor, list[Box]]:
-        """All boxes of some targets, in the order of their sources."""
-        chosen = set(names)
-        return {
-            target: chunks.boxes_of(target, self.chunk_of[target.name])
-            for target in self.targets
-            if target.name in chosen
-        }
+    def boxes_of(self, target: TargetTensor) -> list[Box]:
+        """All boxes of a target, in C order; none if it has no elements."""
+        return chunks.boxes_of(target, self.chunk_of[target.name])
 
     def _place(self, target: TargetTensor) -> tuple[int, str]:
         first = min((move.source for move in self._moves[target.name]), default=-1)
         return first, target.name
 
 
+def config_directory(model: str) -> epath.Path:
+    """The directory of a model that has a `config.json`; see `Job.config`.
+
+    Raises:
+      ConfigError: if it has none.
+      FormatError: if the cache lacks the model.
+    """
+    if hugging_face.is_id(model):
+        return epath.Path(hugging_face.snapshot(model))
+    path = storage.absolute(model)
+    if not (path / hugging_face.CONFIG).exists():
+        raise errors.ConfigError(
+            f"{model} has no {hugging_face.CONFIG}; give the directory of a model, or"
+            " the id of one that was downloaded, hf://org/name, by --config"
+        )
+    return path
+
+
 def _given(job: Job) -> Layout | None:
     if job.rules is None:
-        if job.sizes or job.is_reversed:
+        if job.sizes or job.is_reversed or job.only_weights:
             raise errors.ConfigError(
-                "sizes, and the reverse direction, are those of rules; give --rules"
+                "sizes, the reverse direction and the choice of weights are those of"
+                " rules; give --rules"
             )
         return None
     layout = shipped_layouts.resolve(job.rules).with_sizes(job.sizes)
     return layout.inverse() if job.is_reversed else layout
+
+
+def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
+    # Trees that no rule of the weights reads, such as that of the optimizer, are
+    # dropped; what is left over in the others is an error as ever.
+    weights = layout.weights()
+    first = weights.through[0] if weights.through else weights
+    patterns = {
+        state.source.replace(PARAMETER, tensor.name)
+        for rule in first.rules
+        for tensor in rule.source
+        for kind, state in first.states.items()
+        if state.source is not None and state.target is not None
+        if kind in (rule.states or (kind,))
+    }
+    trees = {pattern.partition("/")[0] for pattern in patterns if "/" in pattern}
+    if any("{" in tree for tree in trees) or not trees:
+        return weights
+    others = {each.name for each in stored if each.name.partition("/")[0] not in trees}
+    drop = tuple(map(name_pattern.glob_of, sorted(others)))
+    first = dataclasses.replace(first, drop=(*first.drop, *drop))
+    if not weights.through:
+        return first
+    return dataclasses.replace(weights, through=(first, *weights.through[1:]))
+
+
+def _floating(name: str) -> np.dtype:
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        dtype = np.dtype(np.void)
+    if not _is_floating(dtype):
+        raise errors.ConfigError(
+            f"{name!r} is no dtype of floating-point numbers; give bfloat16, float16 or"
+            " float32"
+        )
+    return dtype
+
+
+def _is_floating(dtype: np.dtype) -> bool:
+    try:
+        return ml_dtypes.finfo(dtype).dtype == dtype
+    except ValueError:
+        return False
 
 
 def _described(file: str) -> list[storage.Json]:

@@ -11,22 +11,31 @@ checkpoints alone.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+from typing import Any
 
-from elastic_ckpt.core import errors, storage
-from elastic_ckpt.universal.writing import worker_process
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal.writing.conversion import Conversion, Job
-from elastic_ckpt.universal.writing.destination import Destination
+from elastic_ckpt.universal.writing.writer import Destination, Writer
 
 _ROOM = "elastic_ckpt.universal.writing"
 _DESTINATIONS = {
-    "orbax": "OrbaxDestination",
-    "safetensors": "SafetensorsDestination",
-    "deepspeed": "DeepSpeedDestination",
+    "orbax": ("orbax_destination", "OrbaxDestination"),
+    "safetensors": ("safetensors_destination", "SafetensorsDestination"),
+    "hf": ("hugging_face_destination", "HuggingFaceDestination"),
+    "deepspeed": ("deepspeed_destination", "DeepSpeedDestination"),
 }
 FORMATS = tuple(_DESTINATIONS)
+# Units that one process writes at a time; of several, each writes one.
+_THREADS = 2
+_PROGRESS_SECS = 0.2
 
 
 def destination_of(conversion: Conversion) -> Destination:
@@ -41,8 +50,8 @@ def destination_of(conversion: Conversion) -> Destination:
         raise errors.ConfigError(
             f"{to!r} is no format that is written; choose one of {', '.join(FORMATS)}"
         )
-    module = importlib.import_module(f"{_ROOM}.{to}_destination")
-    return getattr(module, _DESTINATIONS[to])(conversion)
+    module, name = _DESTINATIONS[to]
+    return getattr(importlib.import_module(f"{_ROOM}.{module}"), name)(conversion)
 
 
 def convert(
@@ -55,8 +64,10 @@ def convert(
 
     Args:
       job: what is converted.
-      num_processes: that read and write; 1 is this one.
-      progress: called with the bytes that are done and those of all, now and then.
+      num_processes: that read and write; 1 is this one. Others import the main module
+        of the program, as those of `multiprocessing` do.
+      progress: called with the bytes that are done and those of all, now and then; at
+        first with those that an earlier call has completed.
 
     Returns:
       The conversion that was written.
@@ -70,55 +81,118 @@ def convert(
     """
     conversion = Conversion(job)
     destination = destination_of(conversion)
-    with _alone(job):
-        attempt = destination.prepare()
+    total = conversion.num_bytes
+    writer = Writer(destination, num_threads=_THREADS)
+    with destination.alone():
+        attempt = writer.prepare()
         conversion.checkpoint.check(conversion.files)
-        done = {}
+        with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="convert") as pool:
+            numbers = range(len(writer.units))
+            kept = list(pool.map(lambda n: writer.is_written(attempt, n), numbers))
+        done = sum(writer.sizes[number] for number in numbers if kept[number])
+        left = [number for number in numbers if not kept[number]]
 
-        def note(host: int, num_bytes: int) -> None:
-            done[host] = num_bytes
+        def show(written: int) -> None:
             if progress is not None:
-                progress(sum(done.values()), conversion.num_bytes)
+                progress(done + written, total)
 
+        show(0)
         if num_processes == 1:
-            destination.write(attempt, 0, 1, lambda part, _: note(0, part))
+            _in_threads(writer, attempt, left, show)
         else:
-            worker_process.run_all(job, attempt, num_processes, note)
-        destination.commit(attempt, num_processes)
+            _in_processes(writer, attempt, left, show, job, num_processes)
+        writer.commit(attempt)
     return conversion
 
 
-def write_share(
-    job: Job,
-    attempt: str,
-    host: int,
-    num_hosts: int,
-    progress: Callable[[int, int], None],
+def _in_threads(
+    writer: Writer, attempt: str, left: Iterable[int], show: Callable[[int], None]
 ) -> None:
-    """Writes the share of one process; see `Destination.write`."""
-    destination_of(Conversion(job)).write(attempt, host, num_hosts, progress)
+    stopped = threading.Event()
+    written: list[int] = []
+
+    def write(number: int) -> None:
+        writer.write(attempt, number, written.append, stopped.is_set)
+
+    pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="convert")
+    _write_all(pool, write, left, stopped, lambda: show(sum(written)))
 
 
-@contextlib.contextmanager
-def _alone(job: Job) -> Iterator[None]:
-    # No other conversion writes to the target, and no run to the directory of its step.
-    directory = storage.absolute(job.target)
-    if job.to == "orbax":
-        from elastic_ckpt.tiers.persistent import writer, writers
+def _in_processes(
+    writer: Writer,
+    attempt: str,
+    left: Iterable[int],
+    show: Callable[[int], None],
+    job: Job,
+    num_processes: int,
+) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    stopped, written = spawn.Event(), spawn.Value("q", 0)
+    given = (job, writer.identity, attempt, written, stopped)
+    pool = futures.ProcessPoolExecutor(num_processes, spawn, _begin, given)
+    try:
+        _write_all(pool, _write, left, stopped, lambda: show(written.value))
+    except BrokenProcessPool:
+        raise errors.CheckpointError(
+            "a process of the conversion ended before its work; look for its error"
+            " above, or for a lack of memory, and convert again: what is complete is"
+            " kept"
+        ) from None
 
-        steps = directory.parent
-        advice = "wait for it or stop it, or convert into another directory"
-        with (
-            storage.exclusive_lock(steps / writers.LOCK),
-            writer.Writer(steps, advice=advice),
-        ):
-            yield
-        return
-    lock = directory.parent / f"{directory.name}.lock"
-    with storage.exclusive_lock(lock, target=str(directory)):
-        try:
-            yield
-        finally:
-            # No process can write to a target that exists.
-            if storage.is_local(lock) and directory.exists():
-                storage.remove(lock)
+
+def _write_all(
+    pool: futures.Executor,
+    write: Callable[[int], None],
+    left: Iterable[int],
+    stopped: Any,
+    show: Callable[[], None],
+) -> None:
+    try:
+        waiting = {pool.submit(write, number) for number in left}
+        while waiting:
+            ended, waiting = futures.wait(
+                waiting, _PROGRESS_SECS, futures.FIRST_EXCEPTION
+            )
+            for each in ended:
+                each.result()
+            show()
+    finally:
+        stopped.set()
+        pool.shutdown(cancel_futures=True)
+
+
+# Of a process of a pool: writes a unit.
+_unit: Callable[[int], None]
+
+
+def _begin(job: Job, identity: str, attempt: str, written: Any, stopped: Any) -> None:
+    global _unit
+    # It computes on no device.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    writer = Writer(destination_of(Conversion(job)))
+
+    def note(num_bytes: int) -> None:
+        with written.get_lock():
+            written.value += num_bytes
+
+    def write(number: int) -> None:
+        if writer.identity != identity:
+            raise errors.CheckpointError(
+                f"{job.source} has changed since the conversion began; convert again"
+            )
+        writer.write(attempt, number, note, stopped.is_set)
+
+    _unit = write
+
+
+def _write(number: int) -> None:
+    _unit(number)
+
+
+def _end_with_parent() -> None:
+    # A process of a pool would wait for its next task for ever.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

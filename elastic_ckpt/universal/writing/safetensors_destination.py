@@ -1,109 +1,174 @@
-"""A conversion to safetensors; see `safetensors_writer`."""
+"""Conversions to safetensors.
+
+    model.safetensors                     if all tensors fit into one file
+    model-00001-of-00003.safetensors      otherwise, with
+    model.safetensors.index.json          the file of each tensor
+
+Tensors are dealt to files in the order of their sources. Inside of a file those of
+wider elements come first, so that each lies at a multiple of its element's size.
+
+A directory becomes visible by a rename. Directories cannot be renamed in an object
+store: there the index commits the files, or the end of the attempt a single one.
+
+Spec: https://github.com/huggingface/safetensors#format
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
-from elastic_ckpt.universal.writing import safetensors_plan
-from elastic_ckpt.universal.writing.conversion import (
-    BUDGET_BYTES,
-    REUSED_BYTES,
-    Conversion,
-    Needed,
-)
-from elastic_ckpt.universal.writing.destination import Progress
-from elastic_ckpt.universal.writing.safetensors_plan import SafetensorsPlan
-from elastic_ckpt.universal.writing.safetensors_writer import SafetensorsWriter
+from elastic_ckpt.universal.formats import safetensors_file
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.strides import row_major
+from elastic_ckpt.universal.writing import files
+from elastic_ckpt.universal.writing.conversion import Conversion
+from elastic_ckpt.universal.writing.files import File, Piece
+from elastic_ckpt.universal.writing.writer import Destination, Written
 
-# Files that a process writes at a time; each reads under its part of the budget.
-_THREADS = 2
+INDEX = "model.safetensors.index.json"
+# A header of so many tensors is far below what readers accept.
+_MOST_TENSORS = 100_000
+_ALIGNMENT_BYTES = 8
+_METADATA = "__metadata__"
 
 
-class SafetensorsDestination:
-    """See `destination.Destination`.
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    # The first bytes of a file, and where each of its tensors begins.
+    head: bytes
+    start_of: Mapping[str, int]
 
-    Args:
-      conversion: that is planned.
-      most_file_bytes: of the values in a file.
-    """
 
-    def __init__(
-        self,
-        conversion: Conversion,
-        *,
-        most_file_bytes: int = safetensors_plan.MOST_FILE_BYTES,
-    ) -> None:
-        self._conversion = conversion
-        self._memory = ReusedMemory(REUSED_BYTES)
-        self._most_file_bytes = most_file_bytes
+class SafetensorsDestination(Destination):
+    """See `Destination`."""
 
-    @functools.cached_property
-    def plan(self) -> SafetensorsPlan:
-        """The files that are written."""
-        return safetensors_plan.plan(
-            self._conversion.targets, most_file_bytes=self._most_file_bytes
-        )
+    # Of the values in a file; a larger tensor is alone in one.
+    most_file_bytes = 5 * 10**9
 
-    def prepare(self) -> str:
-        """See `Destination`."""
-        self._writer(0, 1)
-        return ""
-
-    def needed(self, host: int, num_hosts: int) -> Needed:
-        """See `Destination`."""
-        files = self.plan.files_of(host, num_hosts=num_hosts)
-        return self._conversion.boxes_of(name for file in files for name in file.spans)
-
-    def write(
-        self, attempt: str, host: int, num_hosts: int, progress: Progress
-    ) -> None:
-        """See `Destination`."""
-        del attempt
-        with _storage_errors(self._conversion.job.target):
-            self._writer(host, num_hosts).write(self._read, progress=progress)
-
-    def commit(self, attempt: str, num_hosts: int) -> None:
-        """See `Destination`."""
-        del attempt
-        with _storage_errors(self._conversion.job.target):
-            self._writer(0, num_hosts).commit()
-
-    def _writer(self, host: int, num_hosts: int) -> SafetensorsWriter:
-        return SafetensorsWriter(
-            self._conversion.job.target,
-            self.plan,
-            source=self._conversion.identity,
-            host=host,
-            num_hosts=num_hosts,
-            num_threads=_THREADS,
-        )
-
-    def _read(self, names: Sequence[str]) -> Iterator[tuple[str, Box, np.ndarray]]:
-        needed = self._conversion.boxes_of(names)
-        with contextlib.closing(
-            self._conversion.read(
-                needed, budget_bytes=BUDGET_BYTES // _THREADS, memory=self._memory
+    def __init__(self, conversion: Conversion) -> None:
+        super().__init__(conversion)
+        targets = conversion.targets
+        if not targets:
+            raise errors.CheckpointError(
+                "there are no tensors to write; give rules that match some"
             )
-        ) as read:
-            for name, box, values in read:
-                yield name, box, values
-                # The writer keeps no values.
-                self._memory.give_back(values)
+        if any(target.name == _METADATA for target in targets):
+            raise errors.CheckpointError(
+                f"a tensor is called {_METADATA}, as the texts of a header; rename it"
+            )
+        self._groups = list(_groups(targets, self.most_file_bytes))
+        self._layouts = {
+            self._name(number): _layout(group)
+            for number, group in enumerate(self._groups, start=1)
+        }
+        self.files = [
+            File(
+                name,
+                {target: conversion.boxes_of(target) for target in group},
+                len(layout.head) + sum(target.num_bytes for target in group),
+            )
+            for (name, layout), group in zip(
+                self._layouts.items(), self._groups, strict=True
+            )
+        ]
+
+    def head(self, file: File) -> Iterable[Piece]:
+        """See `Destination`."""
+        yield files.of_bytes(self._layouts[file.name].head, 0)
+
+    def pieces(
+        self, file: File, target: TargetTensor, box: Box, values: np.ndarray
+    ) -> Iterable[Piece]:
+        """See `Destination`."""
+        strides = row_major(target.shape, target.dtype.itemsize)
+        offset = self._layouts[file.name].start_of[target.name]
+        offset += sum(a * b for a, b in zip(box.start, strides, strict=True))
+        # The dims behind it are whole, and it is part of one row with them.
+        dim = len(target.shape)
+        while dim and (dim == len(target.shape) or box.shape[dim] == target.shape[dim]):
+            dim -= 1
+        counts = box.shape[:dim]
+        if math.prod(counts) == 1:
+            yield Piece(values, offset)
+        else:
+            yield Piece(values, offset, counts, strides[:dim])
+
+    def is_committed(self, *, is_attempted: bool) -> bool:
+        """See `Destination`."""
+        if storage.is_local(self.target):
+            return self.target.exists()
+        last = INDEX if len(self._groups) > 1 else self._name(1)
+        return not is_attempted and (self.target / last).exists()
+
+    def others(self) -> Mapping[str, bytes]:
+        """The contents of the files beside the tensors, by name."""
+        return {}
+
+    def commit(self, attempt: str, contents: Written) -> None:
+        """See `Destination`."""
+        del contents
+        directory = self.directory(attempt)
+        for name, content in self.others().items():
+            storage.write_atomic(directory / name, content)
+        if len(self._groups) > 1:
+            storage.write_atomic(directory / INDEX, self._index())
+        if storage.is_local(directory):
+            storage.rename(directory, self.target)
+
+    def _name(self, number: int) -> str:
+        count = len(self._groups)
+        if count == 1:
+            return "model.safetensors"
+        return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+    def _index(self) -> bytes:
+        names = {
+            name: file for file, each in self._layouts.items() for name in each.start_of
+        }
+        content = {
+            "metadata": {"total_size": self.conversion.num_bytes},
+            "weight_map": dict(sorted(names.items())),
+        }
+        return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-@contextlib.contextmanager
-def _storage_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except bucket_clients.failures() as error:
-        raise errors.CheckpointError(
-            f"{path} cannot be written ({error}); make room or give access, and convert"
-            " again: files that are complete are kept"
-        ) from error
+def _groups(
+    targets: Sequence[TargetTensor], most_bytes: int
+) -> Iterator[list[TargetTensor]]:
+    group: list[TargetTensor] = []
+    num_bytes = 0
+    for target in targets:
+        is_full = num_bytes + target.num_bytes > most_bytes
+        if group and (is_full or len(group) == _MOST_TENSORS):
+            yield group
+            group, num_bytes = [], 0
+        group.append(target)
+        num_bytes += target.num_bytes
+    yield group
+
+
+def _layout(group: Sequence[TargetTensor]) -> _Layout:
+    # Hugging Face's transformers require the format.
+    fields: dict[str, object] = {_METADATA: {"format": "pt"}}
+    offset = 0
+    offsets = {}
+    for target in sorted(group, key=lambda each: (-each.dtype.itemsize, each.name)):
+        offsets[target.name] = offset
+        fields[target.name] = {
+            "dtype": safetensors_file.dtype_name(target.dtype),
+            "shape": list(target.shape),
+            "data_offsets": [offset, offset + target.num_bytes],
+        }
+        offset += target.num_bytes
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    head = len(text).to_bytes(8, "little") + text
+    starts = {name: len(head) + offset for name, offset in offsets.items()}
+    return _Layout(head, starts)

@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.writing import writer
 from elastic_ckpt.universal.writing.conversion import Conversion
-from elastic_ckpt.universal.writing.destination import Destination
+from elastic_ckpt.universal.writing.writer import Destination
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +31,6 @@ class RuleUse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessReads:
-    """The work of a process.
-
-    Attributes:
-      written_bytes: values of its boxes.
-      needed_bytes: elements that it reads; one that goes to two places counts twice.
-      read_bytes: all of its requests.
-      requests: their number.
-    """
-
-    written_bytes: int
-    needed_bytes: int
-    read_bytes: int
-    requests: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A conversion.
 
@@ -56,7 +40,10 @@ class Summary:
       targets: tensors that are made.
       num_bytes: of their values.
       rules: in the order of the layout.
-      processes: by number.
+      units: that processes write independently of each other.
+      needed_bytes: elements that are read; one that goes to two places counts twice.
+      read_bytes: all requests.
+      requests: their number.
       fills: boxes that no source has.
       filled_bytes: of their values.
       unverified: files for which the format has no checksum.
@@ -67,21 +54,21 @@ class Summary:
     targets: int
     num_bytes: int
     rules: Sequence[RuleUse]
-    processes: Sequence[ProcessReads]
+    units: int
+    needed_bytes: int
+    read_bytes: int
+    requests: int
     fills: int
     filled_bytes: int
     unverified: Sequence[str]
 
 
-def summary(
-    conversion: Conversion, destination: Destination, *, num_processes: int
-) -> Summary:
-    """Plans the reads of all processes, and compares the checksums of the files.
+def summary(conversion: Conversion, destination: Destination) -> Summary:
+    """Plans all reads, and compares the checksums of the files.
 
     Args:
       conversion: that is planned.
       destination: that it would write.
-      num_processes: that would write it.
 
     Raises:
       CheckpointError: if an element of a target is filled by no source or by two;
@@ -93,16 +80,20 @@ def summary(
         * targets[each.target].dtype.itemsize
         for each in conversion.matched.fills
     ]
+    reads = [
+        conversion.planned(writer.needed_of(unit)).plan.total()
+        for unit in writer.units_of(destination)
+    ]
     return Summary(
         format=conversion.checkpoint.format,
         sources=len(conversion.checkpoint.tensors),
         targets=len(conversion.targets),
         num_bytes=conversion.num_bytes,
         rules=_rules(conversion),
-        processes=[
-            _reads(conversion, destination, host, num_processes)
-            for host in range(num_processes)
-        ],
+        units=len(reads),
+        needed_bytes=sum(each.needed_bytes for each in reads),
+        read_bytes=sum(each.read_bytes for each in reads),
+        requests=sum(each.requests for each in reads),
         fills=len(filled),
         filled_bytes=sum(filled),
         unverified=conversion.checkpoint.check(conversion.files),
@@ -131,20 +122,3 @@ def _rules(conversion: Conversion) -> list[RuleUse]:
             )
         )
     return listed
-
-
-def _reads(
-    conversion: Conversion, destination: Destination, host: int, num_hosts: int
-) -> ProcessReads:
-    needed = destination.needed(host, num_hosts)
-    reads = conversion.planned(needed).plan.total()
-    return ProcessReads(
-        written_bytes=sum(
-            box.volume * target.dtype.itemsize
-            for target, boxes in needed.items()
-            for box in boxes
-        ),
-        needed_bytes=reads.needed_bytes,
-        read_bytes=reads.read_bytes,
-        requests=reads.requests,
-    )

@@ -3,27 +3,24 @@
 A file is a zip of uncompressed entries: `data.pkl`, a pickle in which tensors are views
 of storages, and `data/<number>`, the bytes of each. Storages begin at multiples of 64,
 as torch aligns them, so that they can be mapped. Equal values make equal files.
-
-Files are written past the page cache, and read back. Memory: that of the values, and a
-few MiB for each thread that writes.
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
 import zipfile
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
 import numpy as np
-from etils import epath
 
-from elastic_ckpt.core import digest, errors, host_memory, staged_file
-from elastic_ckpt.universal.formats import torch_file
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.torch_file import DTYPES
+from elastic_ckpt.universal.formats.torch_file import DTYPES, STORAGES
 from elastic_ckpt.universal.strides import row_major
-from elastic_ckpt.universal.writing import direct_io
+from elastic_ckpt.universal.writing import files
+from elastic_ckpt.universal.writing.files import Piece
 
 _ALIGNMENT_BYTES = 64
 _ROOT = "archive"
@@ -35,26 +32,21 @@ _LOCAL_HEADER_BYTES = 30
 # The extra field with sizes of 64 bits, which is always written.
 _WIDE_BYTES = 20
 _MOST_NESTED = 64
-# The most that one system call writes.
-_CALL_BYTES = 2**22
+_PROTOCOL = 2
 # Shorter parts of a file are written together.
 _LEAST_PART_BYTES = 2**16
-_MEMORY = host_memory.Pool()
 
 
-def write(path: epath.PathLike, value: Any) -> None:
-    """Writes a file; it appears whole, compared with the value, and durably.
+def pieces(value: Any) -> list[Piece]:
+    """The content of a file.
 
     Args:
-      path: local, or in a bucket; an existing file is replaced.
       value: dicts, lists, tuples, texts, numbers, None and arrays of NumPy, which
-        become tensors.
+        become tensors; they are not copied.
 
     Raises:
-      CheckpointError: if a part of the value is something else, or the file reads back
-        other bytes.
+      CheckpointError: if a part of the value is something else.
       FormatError: if PyTorch has no storage of the dtype of an array.
-      OSError: if storage fails, or another of `bucket_clients.failures`.
     """
     pickler = _Pickler()
     entries: list[tuple[str, bytes | memoryview]] = [
@@ -74,14 +66,12 @@ def write(path: epath.PathLike, value: Any) -> None:
             info.extra = _padding(parts.tell(), len(info.filename))
             with archive.open(info, "w", force_zip64=True) as entry:
                 entry.write(content)
-    memory = _MEMORY.take(_CALL_BYTES)
-    try:
-        with staged_file.staged_path(path) as temporary:
-            for offset, part in parts.joined():
-                direct_io.put(temporary, offset, part, memory)
-            _compare(temporary, parts, direct_io.Reader(memory))
-    finally:
-        _MEMORY.give_back(memory)
+    return list(parts.joined())
+
+
+def content(value: Any) -> bytes:
+    """The whole content of a file of few bytes; see `pieces`."""
+    return b"".join(piece.values.tobytes() for piece in pieces(value))
 
 
 class _Parts:
@@ -107,30 +97,17 @@ class _Parts:
     def flush(self) -> None:
         pass
 
-    def joined(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Long parts, and all short ones between two of them; uint8, with offsets."""
-        start, short = 0, bytearray()
+    def joined(self) -> Iterator[Piece]:
+        """Long parts, and all short ones between two of them."""
+        start, short = 0, b""
         for offset, part in sorted(self._parts.items()):
             if len(part) < _LEAST_PART_BYTES:
                 short += part
                 continue
-            yield start, np.frombuffer(short, np.uint8)
-            yield offset, np.frombuffer(part, np.uint8)
-            start, short = offset + len(part), bytearray()
-        yield start, np.frombuffer(short, np.uint8)
-
-
-def _compare(path: str, parts: _Parts, reader: direct_io.Reader) -> None:
-    for offset, part in parts.joined():
-        for at in range(0, part.nbytes, _CALL_BYTES // 2):
-            expected = part[at : at + _CALL_BYTES // 2]
-            read = reader.read(path, offset + at, expected.nbytes)
-            if digest.values_digest(read) != digest.values_digest(expected):
-                raise errors.CheckpointError(
-                    f"{path}: the bytes from {offset + at} read back other than they"
-                    " were written; have the disk of this machine checked, and write"
-                    " it again"
-                )
+            yield files.of_bytes(short, start)
+            yield files.of_bytes(part, offset)
+            start, short = offset + len(part), b""
+        yield files.of_bytes(short, start)
 
 
 def _padding(offset: int, name_bytes: int) -> bytes:
@@ -145,27 +122,19 @@ class _Pickler:
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
-        self._storages = {
-            DTYPES[dtype]: name for name, dtype in torch_file.STORAGES.items()
-        }
+        self._storages = {DTYPES[dtype]: name for name, dtype in STORAGES.items()}
 
     def pickled(self, value: Any) -> bytes:
-        return b"\x80\x02" + b"".join(self._value(value, 0)) + b"."
+        return (
+            pickle.PROTO + bytes([_PROTOCOL]) + b"".join(self._value(value, 0)) + b"."
+        )
 
     def _value(self, value: Any, depth: int) -> Iterator[bytes]:
         if depth > _MOST_NESTED:
             raise errors.CheckpointError("the value nests too deeply to be written")
-        if value is None:
-            yield b"N"
-        elif isinstance(value, bool):
-            yield b"\x88" if value else b"\x89"
-        elif isinstance(value, int):
-            yield _integer(value)
-        elif isinstance(value, float):
-            yield b"G" + struct.pack(">d", value)
-        elif isinstance(value, str):
-            content = value.encode()
-            yield b"X" + struct.pack("<I", len(content)) + content
+        if value is None or isinstance(value, bool | int | float | str):
+            # Without the version before it, and the end.
+            yield pickle.dumps(value, _PROTOCOL)[2:-1]
         elif isinstance(value, dict):
             yield b"}("
             for key, each in value.items():
@@ -199,17 +168,8 @@ class _Pickler:
         for part in (str(number), "cpu", array.size):
             yield from self._value(part, 0)
         # The storage, then the offset of the tensor in it.
-        yield b"tQ" + _integer(0)
-        yield from self._value(array.shape, 0)
-        yield from self._value(row_major(array.shape, 1), 0)
+        yield b"tQ"
+        for part in (0, array.shape, row_major(array.shape, 1)):
+            yield from self._value(part, 0)
         # Without a gradient and hooks.
         yield b"\x89ccollections\nOrderedDict\n)RtR"
-
-
-def _integer(value: int) -> bytes:
-    if -(2**31) <= value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    if len(content) > 255:
-        raise errors.CheckpointError(f"an integer has {len(content)} bytes, over 255")
-    return b"\x8a" + bytes([len(content)]) + content

@@ -21,4 +21,4 @@ def test_each_format_is_listed():
 
 
 def test_each_format_that_is_written_is_listed():
-    assert set(re.findall(r"\| `--to (\w+)` \|", PAGE)) == set(convert.FORMATS)
+    assert set(re.findall(r"[|,] `--to (\w+)`", PAGE)) == set(convert.FORMATS)

@@ -3,9 +3,9 @@
 import multiprocessing
 import os
 import signal
+import threading
 
-from elastic_ckpt.tiers.persistent import upload
-from elastic_ckpt.universal.writing import chunks, orbax_destination
+from elastic_ckpt.universal.writing import chunks, safetensors_destination, writer
 from elastic_ckpt.universal.writing import convert as converting
 
 
@@ -19,21 +19,29 @@ def run(work, *arguments):
     assert child.exitcode == -signal.SIGKILL
 
 
-def convert(job, num_batches):
-    """Converts in a process that is killed after so many batches, each noted."""
-    run(_write_until_killed, job, num_batches)
+def convert(job, num_records):
+    """Converts in a process that is killed before the next of so many records.
+
+    Files, units and chunks are small.
+    """
+    run(_write_until_killed, job, num_records)
 
 
-def _write_until_killed(job, num_batches):
-    upload._PROGRESS_SECS = upload._PROGRESS_SHARE = 0
-    chunks.CHUNK_BYTES = 2**12
-    orbax_destination._BATCH_BYTES = 2**12
-    done = 0
+def _write_until_killed(job, num_records):
+    safetensors_destination.SafetensorsDestination.most_file_bytes = 7000
+    chunks.CHUNK_BYTES = writer.Destination.most_unit_bytes = 2**12
+    record = writer.Writer._record
 
-    def progress(*_):
-        nonlocal done
-        done += 1
-        if done > num_batches:
-            os.kill(os.getpid(), signal.SIGKILL)
+    lock = threading.Lock()
 
-    converting.convert(job, progress=progress)
+    def recorded(self, name, fields):
+        nonlocal num_records
+        with lock:
+            if name != "attempt.json":
+                if not num_records:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                num_records -= 1
+            record(self, name, fields)
+
+    writer.Writer._record = recorded
+    converting.convert(job)

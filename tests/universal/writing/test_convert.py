@@ -1,5 +1,7 @@
 """Checkpoints are converted to other layouts and formats, also after kills."""
 
+import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -23,10 +25,11 @@ from elastic_ckpt.universal.writing import (
     chunks,
     conversion,
     convert,
-    direct_io,
-    orbax_destination,
-    safetensors_destination,
-    tensor_file,
+    files,
+    writer,
+)
+from elastic_ckpt.universal.writing.safetensors_destination import (
+    SafetensorsDestination,
 )
 from tests import runs
 from tests.universal.safetensors_files import bits, read
@@ -41,6 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def source(tmp_path, monkeypatch):
     """A model whose targets have several chunks each."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
+    monkeypatch.setattr(writer.Destination, "most_unit_bytes", 2**12)
     monkeypatch.setattr(reused_memory, "_LEAST_BYTES", 1)
     tensors = small_model.tensors(3, 32)
     small_model.write(tmp_path / "source", tensors)
@@ -101,7 +105,7 @@ def test_large_chunks_that_take_turns_in_memory_keep_their_bits(
     tmp_path, monkeypatch, to
 ):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**19)
-    monkeypatch.setattr(orbax_destination, "_BATCH_BYTES", 2**19)
+    monkeypatch.setattr(writer.Destination, "most_unit_bytes", 2**19)
     tensors = small_model.tensors(2, 512)
     small_model.write(tmp_path / "source", tensors)
     convert.convert(job(tmp_path, to=to))
@@ -110,10 +114,35 @@ def test_large_chunks_that_take_turns_in_memory_keep_their_bits(
     assert bits(made) == bits(small_model.expected(tensors))
 
 
+def _end(*_):
+    os._exit(3)
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_a_process_that_ends_is_one_error(tmp_path, monkeypatch):
+    small_model.write(tmp_path / "source", small_model.tensors(3, 32))
+    monkeypatch.setattr(convert, "_write", _end)
+    with pytest.raises(errors.CheckpointError, match="ended before its work"):
+        convert.convert(job(tmp_path), num_processes=2)
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_errors_of_processes_keep_their_text(tmp_path):
+    small_model.write(tmp_path / "source", small_model.tensors(3, 32))
+    given = job(tmp_path, to="safetensors")
+    planned = convert.destination_of(conversion.Conversion(given))
+    # Nothing can be written there.
+    path = planned.directory(writer.Writer(planned).prepare())
+    path.write_text("")
+    with pytest.raises(errors.CheckpointError, match="make room or give access"):
+        convert.convert(given, num_processes=2)
+
+
+@pytest.mark.slow(minutes=0.5)
 @pytest.mark.usefixtures("source")
-def test_processes_that_do_not_start_are_one_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(errors.CheckpointError, match="of the conversion ended with"):
+def test_processes_that_see_another_plan_are_one_error(tmp_path):
+    # They do not have the sizes that the test has replaced.
+    with pytest.raises(errors.CheckpointError, match="has changed since"):
         convert.convert(job(tmp_path), num_processes=2)
 
 
@@ -178,7 +207,7 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, to):
     assert "safetensors: 10 tensors\nto write: 6 tensors" in shown
     assert "rules[1]: 3 tensors to 1, 49,152 bytes" in shown
     assert "padding: 1 boxes, 128 bytes" in shown
-    assert "process 1: writes" in shown
+    assert "units that are written by themselves: " in shown
     assert "files without a checksum: 1\n" in shown
     planned = json.loads(runs.verb(*given, "--json"))
     assert (planned["sources"], planned["targets"]) == (10, 6)
@@ -223,16 +252,22 @@ def test_only_one_conversion_to_a_target_runs_at_a_time(tmp_path, to):
 
 
 @pytest.mark.slow(minutes=1)
-def test_prints_of_libraries_do_not_disturb_processes(source, tmp_path, monkeypatch):
+def test_prints_of_libraries_do_not_disturb_processes(tmp_path, monkeypatch):
+    # Processes do not have what a test replaces.
+    source = small_model.tensors(3, 32)
+    small_model.write(tmp_path / "source", source)
     (tmp_path / "sitecustomize.py").write_text("print('{half a line', end='')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     convert.convert(job(tmp_path), num_processes=2)
     assert bits(flat(restored(tmp_path))) == bits(small_model.expected(source))
 
 
+@pytest.mark.parametrize("num_records", [0, 1, 5, 9])
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_step_that_was_cut_short_is_continued(source, tmp_path, is_damaged):
-    killed.convert(job(tmp_path), 9)
+def test_a_step_that_was_cut_short_is_continued(
+    source, tmp_path, is_damaged, num_records
+):
+    killed.convert(job(tmp_path), num_records)
     (unfinished,) = (tmp_path / "steps").glob("0.orbax*")
     if is_damaged:
         for path in unfinished.glob("state/*/d/*"):
@@ -240,10 +275,55 @@ def test_a_step_that_was_cut_short_is_continued(source, tmp_path, is_damaged):
     done = []
     convert.convert(job(tmp_path), progress=lambda *each: done.append(each[0]))
     # The first report counts the bytes that were kept.
-    assert (done[0] > 0) is not is_damaged
+    assert (done[0] > 0) is (num_records > 0 and not is_damaged)
     assert bits(flat(restored(tmp_path))) == bits(small_model.expected(source))
     assert main.main(["verify", str(tmp_path / "steps")]) == 0
-    assert not list((tmp_path / "steps").glob("0.orbax*"))
+    assert [path.name for path in (tmp_path / "steps").glob("0*")] == ["0"]
+
+
+class Stop(BaseException):
+    """Stands for the end of a process: no code catches it."""
+
+
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_a_conversion_that_ends_before_any_change_of_a_file_continues(
+    tmp_path, monkeypatch, to
+):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**10)
+    monkeypatch.setattr(writer.Destination, "most_unit_bytes", 2**12)
+    monkeypatch.setattr(SafetensorsDestination, "most_file_bytes", 2**12)
+    tensors = small_model.tensors(1, 16)
+    small_model.write(tmp_path / "source", tensors)
+    given = job(tmp_path, to=to)
+    expected = bits(small_model.expected(tensors))
+    made = tmp_path / "steps" / "0"
+    lock = threading.Lock()
+    for number in itertools.count():
+        left = number
+
+        def watch(change, path):
+            nonlocal left
+            # The lock of the directory is that of this process, which lives.
+            if change != "make" and "writers" not in path:
+                with lock:
+                    if not left:
+                        raise Stop
+                    left -= 1
+
+        try:
+            with storage.watched(watch):
+                convert.convert(given)
+        except Stop:
+            # What is visible is whole.
+            if not made.exists():
+                convert.convert(given)
+        else:
+            break
+        held = flat(restored(tmp_path)) if to == "orbax" else read(made)
+        assert bits(held) == expected
+        shutil.rmtree(tmp_path / "steps")
+    assert number > 15
 
 
 def test_a_step_of_another_source_is_not_continued(source, tmp_path):
@@ -255,6 +335,7 @@ def test_a_step_of_another_source_is_not_continued(source, tmp_path):
     convert.convert(job(tmp_path), progress=lambda *each: done.append(each[0]))
     assert done[0] == 0
     assert bits(flat(restored(tmp_path))) == bits(small_model.expected(others))
+    assert [path.name for path in (tmp_path / "steps").glob("0*")] == ["0"]
 
 
 @pytest.mark.usefixtures("source")
@@ -265,10 +346,7 @@ def test_storage_that_fails_is_one_error_and_nothing_is_visible(
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    if to == "orbax":
-        monkeypatch.setattr(direct_io, "write", refuse)
-    else:
-        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(errors.CheckpointError, match="No space left on device"):
         convert.convert(job(tmp_path, to=to))
     assert not (tmp_path / "steps" / "0").exists()
@@ -282,8 +360,8 @@ def test_threads_that_read_end_when_a_box_cannot_be_written(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     # They wait for the box to be written.
-    monkeypatch.setattr(safetensors_destination, "BUDGET_BYTES", 2)
-    monkeypatch.setattr(tensor_file.TensorFile, "put", refuse)
+    monkeypatch.setattr(writer, "BUDGET_BYTES", 4)
+    monkeypatch.setattr(files.OpenFile, "put", refuse)
     with pytest.raises(errors.CheckpointError, match="No space left") as error:
         convert.convert(job(tmp_path, to="safetensors"))
     names = {thread.name for thread in threading.enumerate()}
@@ -298,26 +376,58 @@ def test_a_source_that_is_cut_short_is_one_error(tmp_path):
     planned = conversion.Conversion(given)
     file = tmp_path / "source" / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)
-    destination = convert.destination_of(planned)
-    attempt = destination.prepare()
+    begun = writer.Writer(convert.destination_of(planned))
+    attempt = begun.prepare()
+    begun.write(attempt, 0)
     with pytest.raises(errors.ElasticCkptError, match="file ends after"):
-        destination.write(attempt, 0, 1, lambda *_: None)
-    with pytest.raises(errors.CheckpointError, match="cannot be committed"):
-        destination.commit(attempt, 1)
+        begun.write(attempt, len(begun.units) - 1)
+    with pytest.raises(errors.CheckpointError, match="cannot be committed: it lacks"):
+        begun.commit(attempt)
 
 
 @pytest.mark.usefixtures("source")
-def test_values_that_read_back_differently_are_not_committed(tmp_path, monkeypatch):
-    write = direct_io.write
+@pytest.mark.parametrize("to", TREES)
+def test_values_that_read_back_differently_are_not_committed(tmp_path, monkeypatch, to):
+    pwrite = os.pwrite
 
-    def write_badly(path, memory, num_bytes):
-        memory[num_bytes - 10] ^= 1
-        write(path, memory, num_bytes)
+    def write_badly(descriptor, content, offset):
+        spoilt = bytearray(content)
+        spoilt[-10:-9] = b"x"
+        return pwrite(descriptor, spoilt, offset)
 
-    monkeypatch.setattr(direct_io, "write", write_badly)
-    with pytest.raises(errors.CheckpointError, match="do not read back"):
-        convert.convert(job(tmp_path))
+    monkeypatch.setattr(os, "pwrite", write_badly)
+    with pytest.raises(errors.CheckpointError, match="reads back other values"):
+        convert.convert(job(tmp_path, to=to))
     assert not (tmp_path / "steps" / "0").exists()
+
+
+@pytest.mark.parametrize(
+    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
+def test_a_step_in_a_bucket_is_continued_and_comes_back(source, tmp_path, bucket):
+    given = conversion.Job(
+        source=str(tmp_path / "source"),
+        target=f"{bucket}/steps/0",
+        rules=str(tmp_path / "layout.yml"),
+    )
+    begun = writer.Writer(convert.destination_of(conversion.Conversion(given)))
+    attempt = begun.prepare()
+    begun.write(attempt, 1)
+    done = []
+    convert.convert(given, progress=lambda *each: done.append(each[0]))
+    assert done[0] == begun.sizes[1]
+    assert main.main(["verify", f"{bucket}/steps"]) == 0
+    with pytest.raises(errors.CheckpointError, match="exists already"):
+        convert.convert(given)
+    back = dataclasses.replace(
+        given,
+        source=given.target,
+        target=str(tmp_path / "back"),
+        is_reversed=True,
+        to="safetensors",
+    )
+    convert.convert(back)
+    assert bits(read(tmp_path / "back")) == bits(source)
 
 
 @pytest.mark.slow(minutes=4)

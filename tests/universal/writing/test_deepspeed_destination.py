@@ -1,12 +1,15 @@
 """Conversions to DeepSpeed's universal format, also after kills."""
 
+import json
+import os
+
 import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.reading import reused_memory
-from elastic_ckpt.universal.writing import conversion, convert, torch_file
+from elastic_ckpt.universal.writing import chunks, conversion, convert, writer
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values
 from tests.universal.writing import killed, load_with_deepspeed, small_model
@@ -118,39 +121,41 @@ def test_weights_of_a_model_become_masters(tmp_path):
     assert_same(held(tmp_path / "made"), expected)
 
 
-def test_a_copy_that_was_cut_short_is_continued(tmp_path, unpacked):
+def test_a_copy_that_was_cut_short_is_continued(tmp_path, unpacked, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
+    monkeypatch.setattr(writer.Destination, "most_unit_bytes", 2**12)
     source = unpacked("zero1_dp2")
-    killed.convert(job(source, tmp_path / "made"), 9)
+    killed.convert(job(source, tmp_path / "made"), 3)
     assert not (tmp_path / "made").exists()
-    (unfinished,) = tmp_path.glob("made.unfinished-*")
-    # Threads take turns: any nine states are complete.
-    damaged, *kept = sorted(unfinished.rglob("*.pt"))
-    assert len(kept) >= 8
+    unfinished = tmp_path / "made.unfinished"
+    records = sorted((tmp_path / "made.written").glob("0*.json"))
+    assert len(records) == 3
+    listed = [list(json.loads(each.read_bytes())["files"]) for each in records]
+    damaged = unfinished / listed[0][0]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    temporary = damaged.with_name(f".{damaged.name}.0123")
-    temporary.write_bytes(b"half")
-    times = {path: path.stat().st_mtime_ns for path in kept}
+    (damaged.parent / "left.pt").write_bytes(b"half")
+    kept = [name for names in listed[1:] for name in names]
+    times = {name: (unfinished / name).stat().st_mtime_ns for name in kept}
     done = []
     convert.convert(
         job(source, tmp_path / "made"), progress=lambda *each: done.append(each)
     )
     assert 0 < done[0][0] < done[-1][0] == done[-1][1]
-    for path, time_ns in times.items():
-        final = tmp_path / "made" / path.relative_to(unfinished)
-        assert final.stat().st_mtime_ns == time_ns
+    for name, time_ns in times.items():
+        assert (tmp_path / "made" / name).stat().st_mtime_ns == time_ns
     convert.convert(job(source, tmp_path / "again"))
     assert_same(held(tmp_path / "made"), held(tmp_path / "again"))
-    assert not list((tmp_path / "made").rglob(".*"))
-    assert not list(tmp_path.glob("*.unfinished-*"))
+    assert not list((tmp_path / "made").rglob("left.pt"))
+    assert not [*tmp_path.glob("*.unfinished"), *tmp_path.glob("*.written")]
 
 
 def test_a_copy_of_another_source_is_not_continued(tmp_path, unpacked):
-    killed.convert(job(unpacked("zero1_dp2"), tmp_path / "made"), 9)
+    killed.convert(job(unpacked("zero1_dp2"), tmp_path / "made"), 3)
     source = unpacked("zero2_dp4")
     convert.convert(job(source, tmp_path / "made"))
     convert.convert(job(source, tmp_path / "again"))
     assert_same(held(tmp_path / "made"), held(tmp_path / "again"))
-    assert not list(tmp_path.glob("made.unfinished-*"))
+    assert not list(tmp_path.glob("made.*"))
 
 
 def test_storage_that_fails_is_one_error_and_nothing_is_visible(
@@ -160,7 +165,7 @@ def test_storage_that_fails_is_one_error_and_nothing_is_visible(
         raise OSError(28, "No space left on device")
 
     given = job(unpacked("zero1_dp2"), tmp_path / "made")
-    monkeypatch.setattr(torch_file, "write", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(errors.CheckpointError, match="No space left on device"):
         convert.convert(given)
     assert not (tmp_path / "made").exists()

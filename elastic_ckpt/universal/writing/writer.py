@@ -1,0 +1,400 @@
+"""The writer of all formats: units of files that survive a kill.
+
+A format is a `Destination`: which files a checkpoint has, where in them the boxes of
+its targets lie, and how all become visible at once. The rest is the same for all.
+
+A *unit* is some files whose boxes are read together. Its files are made durable, read
+back, and compared with the digests of the values in memory; then the unit has a record:
+
+    <target>.written/attempt.json    what is converted, and the name of this attempt
+    <target>.written/00012.json      the pieces of the files of unit 12, with digests
+
+Processes write units independently. When all units have records, the destination
+commits. If the writer was killed at any point, the same call continues: a unit is kept
+if its record is of the same attempt, and its files have what the record says. An
+attempt is the same if source, rules and files are.
+
+Records have the layout of `core.checked_json`; those of another version count as
+missing.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import bucket_clients, checked_json, digest, errors, storage
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
+from elastic_ckpt.universal.writing import files
+from elastic_ckpt.universal.writing.conversion import (
+    BUDGET_BYTES,
+    REUSED_BYTES,
+    Conversion,
+)
+from elastic_ckpt.universal.writing.files import File, Held, Needed, Piece
+
+# What was written to each file of a checkpoint, by its name.
+Written = Mapping[str, Sequence[Held]]
+_VERSION = 1
+_UNFINISHED, _WRITTEN, _ATTEMPT = ".unfinished", ".written", "attempt.json"
+
+
+class Destination(abc.ABC):
+    """A checkpoint that a conversion writes, in one format.
+
+    Args:
+      conversion: that is planned.
+
+    Attributes:
+      conversion: the same.
+      target: the path of the checkpoint.
+      files: that have targets, in the order in which their sources lie.
+      most_unit_bytes: of the files that are read and recorded together.
+
+    Raises:
+      CheckpointError: if the format cannot have such targets, or such a path.
+    """
+
+    most_unit_bytes = 2**29
+    files: Sequence[File]
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.conversion = conversion
+        self.target = storage.absolute(conversion.job.target)
+
+    @abc.abstractmethod
+    def pieces(
+        self, file: File, target: TargetTensor, box: Box, values: np.ndarray
+    ) -> Iterable[Piece]:
+        """The places of a box, and the bytes that depend on its values."""
+
+    @abc.abstractmethod
+    def commit(self, attempt: str, contents: Written) -> None:
+        """Makes the checkpoint visible; its files are durable.
+
+        Raises:
+          OSError: if storage fails, or another of `bucket_clients.failures`.
+        """
+
+    def head(self, file: File) -> Iterable[Piece]:
+        """The pieces of a file that depend on no values."""
+        del file
+        return ()
+
+    def directory(self, attempt: str) -> epath.Path:
+        """The directory of the files before `commit`."""
+        del attempt
+        if not storage.is_local(self.target):
+            return self.target
+        return self.target.parent / f"{self.target.name}{_UNFINISHED}"
+
+    def is_committed(self, *, is_attempted: bool) -> bool:
+        """Whether there is such a checkpoint, of anybody.
+
+        Args:
+          is_attempted: whether there is an attempt that has not ended.
+        """
+        del is_attempted
+        return self.target.exists()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While the block runs, no other conversion writes to the target.
+
+        Raises:
+          RunError: if another does.
+        """
+        lock = self.target.parent / f"{self.target.name}.lock"
+        with storage.exclusive_lock(lock, target=str(self.target)):
+            try:
+                yield
+            finally:
+                # No process can write to a target that exists.
+                if storage.is_local(lock) and self.target.exists():
+                    storage.remove(lock)
+
+
+class Writer:
+    """Writes the files of a destination.
+
+    Args:
+      destination: that is written.
+      num_threads: that call `write` at a time, and share its memory.
+
+    Attributes:
+      units: the files of each.
+      sizes: the bytes of the boxes of each.
+    """
+
+    def __init__(self, destination: Destination, *, num_threads: int = 1) -> None:
+        self.units = units_of(destination)
+        self.sizes = [sum(map(_size, unit)) for unit in self.units]
+        self._destination = destination
+        self._budget_bytes = BUDGET_BYTES // num_threads
+        self._memory = ReusedMemory(REUSED_BYTES)
+        target = destination.target
+        self._records = target.parent / f"{target.name}{_WRITTEN}"
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A digest of the source, the rules, and the plan of the files."""
+        destination = self._destination
+        conversion = destination.conversion
+        return digest.json_digest(
+            {
+                "source": conversion.identity,
+                "format": conversion.job.to,
+                "files": [[each.name, each.num_bytes] for each in destination.files],
+                "targets": [
+                    [each.name, each.dtype.name, *conversion.chunk_of[each.name]]
+                    for each in conversion.targets
+                ],
+            }
+        )
+
+    def prepare(self) -> str:
+        """Begins an attempt, or continues one of the same files; returns its name.
+
+        Raises:
+          CheckpointError: if the checkpoint exists, or storage fails.
+        """
+        destination = self._destination
+        with self._storage_errors():
+            earlier = self._parsed(_ATTEMPT)
+            if destination.is_committed(is_attempted=bool(earlier)):
+                if earlier:
+                    # Of an attempt that was killed after its commit.
+                    storage.remove(self._records)
+                raise errors.CheckpointError(
+                    f"{destination.target} exists already; remove it, or give another"
+                    " path"
+                )
+            if earlier.get("identity") == self.identity:
+                return earlier["attempt"]
+            if earlier and storage.is_local(destination.target):
+                storage.remove(destination.directory(earlier["attempt"]))
+            storage.remove(self._records)
+            attempt = f"{time.time_ns() // 1_000_000:015d}"
+            self._record(_ATTEMPT, {"identity": self.identity, "attempt": attempt})
+        return attempt
+
+    def is_written(self, attempt: str, number: int) -> bool:
+        """Whether the files of a unit are there, as its record says.
+
+        Raises:
+          CheckpointError: if storage fails.
+        """
+        with self._storage_errors():
+            directory = self._destination.directory(attempt)
+            recorded = self._contents(attempt, number)
+            return recorded is not None and all(
+                files.reads_back(directory / name, held)
+                for name, held in recorded.items()
+            )
+
+    def write(
+        self,
+        attempt: str,
+        number: int,
+        note: Callable[[int], None] = lambda _: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Writes the files of a unit, durably, and records them.
+
+        Args:
+          attempt: its name.
+          number: of the unit.
+          note: called with the bytes of each box that was written.
+          is_stopped: asked before each box whether to end.
+
+        Raises:
+          CheckpointError: if the source cannot be read, storage fails, or a file reads
+            back other values than were written.
+        """
+        directory = self._destination.directory(attempt)
+        with self._storage_errors():
+            written = self._write(directory, self.units[number], note, is_stopped)
+            recorded = {name: [*map(list, held)] for name, held in written.items()}
+            self._record(_name(number), {"attempt": attempt, "files": recorded})
+
+    def commit(self, attempt: str) -> None:
+        """Makes the checkpoint visible; one process does it, when all have written.
+
+        Raises:
+          CheckpointError: if a unit was not written, or storage fails.
+        """
+        destination = self._destination
+        with self._storage_errors():
+            contents: dict[str, Sequence[Held]] = {}
+            lacking = []
+            for number, unit in enumerate(self.units):
+                recorded = self._contents(attempt, number)
+                contents |= recorded or {}
+                lacking += [] if recorded else [file.name for file in unit]
+            if lacking:
+                raise errors.CheckpointError(
+                    f"{destination.target} cannot be committed: it lacks"
+                    f" {len(lacking)} of {len(destination.files)} files"
+                    f" ({errors.first_of(lacking)}); convert again, the others are kept"
+                )
+            directory = destination.directory(attempt)
+            if storage.is_local(directory):
+                _remove_others(directory, contents)
+                # The files are durable, their names may not be.
+                for each, _, _ in os.walk(directory):
+                    storage.sync(each)
+            destination.commit(attempt, contents)
+            storage.remove(self._records)
+
+    def _write(
+        self,
+        directory: epath.Path,
+        unit: Sequence[File],
+        note: Callable[[int], None],
+        is_stopped: Callable[[], bool],
+    ) -> dict[str, list[Held]]:
+        destination = self._destination
+        file_of = {
+            (target.name, box): (file, target)
+            for file in unit
+            for target, boxes in file.parts.items()
+            for box in boxes
+        }
+        left = {file.name: sum(map(len, file.parts.values())) for file in unit}
+        written: dict[str, list[Held]] = {}
+        with contextlib.ExitStack() as stack:
+            opened: dict[str, tuple[contextlib.ExitStack, files.OpenFile]] = {}
+
+            def opened_file(file: File) -> files.OpenFile:
+                if file.name not in opened:
+                    own = stack.enter_context(contextlib.ExitStack())
+                    path = directory / file.name
+                    made = own.enter_context(files.created(path, file.num_bytes))
+                    opened[file.name] = own, made
+                    written[file.name] = made.held
+                    for piece in destination.head(file):
+                        made.put(piece)
+                return opened[file.name][1]
+
+            def finish(file: File) -> None:
+                held, path = opened_file(file).held, directory / file.name
+                opened[file.name][0].close()
+                if not files.reads_back(path, held):
+                    raise errors.CheckpointError(
+                        f"{path} reads back other values than were written; have the"
+                        " storage checked, and convert again"
+                    )
+
+            for file in unit:
+                if not left[file.name]:
+                    finish(file)
+            read = stack.enter_context(contextlib.closing(self._read(unit)))
+            for name, box, values in read:
+                if is_stopped():
+                    raise futures.CancelledError
+                file, target = file_of.pop((name, box))
+                for piece in destination.pieces(file, target, box, values):
+                    opened_file(file).put(piece)
+                note(values.nbytes)
+                self._memory.give_back(values)
+                left[file.name] -= 1
+                if not left[file.name]:
+                    finish(file)
+            if file_of:
+                (name, box), *_ = file_of
+                raise errors.CheckpointError(
+                    f"{name}{box} was not read; report this as a bug of the plan"
+                )
+        return written
+
+    def _read(
+        self, unit: Sequence[File]
+    ) -> Generator[tuple[str, Box, np.ndarray], None, None]:
+        return self._destination.conversion.read(
+            needed_of(unit), budget_bytes=self._budget_bytes, memory=self._memory
+        )
+
+    def _contents(self, attempt: str, number: int) -> dict[str, list[Held]] | None:
+        fields = self._parsed(_name(number))
+        if fields.get("attempt") != attempt:
+            return None
+        return {
+            name: [Held(*each) for each in held]
+            for name, held in fields["files"].items()
+        }
+
+    def _record(self, name: str, fields: dict[str, storage.Json]) -> None:
+        content = checked_json.to_bytes(fields, version=_VERSION)
+        storage.write_atomic(self._records / name, content)
+
+    def _parsed(self, name: str) -> dict[str, Any]:
+        try:
+            content = (self._records / name).read_bytes()
+            return checked_json.parse(content, what="record", version=_VERSION)
+        except (FileNotFoundError, checked_json.UnreadableError):
+            return {}
+
+    @contextlib.contextmanager
+    def _storage_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except bucket_clients.failures() as error:
+            raise errors.CheckpointError(
+                f"{self._destination.target} cannot be written ({error}); make room or"
+                " give access, and convert again: what is complete is kept"
+            ) from error
+
+
+def units_of(destination: Destination) -> list[list[File]]:
+    """The files of each unit."""
+    units: list[list[File]] = []
+    total = 0
+    for file in destination.files:
+        size = _size(file)
+        if not units or total + size > destination.most_unit_bytes:
+            units.append([])
+            total = 0
+        units[-1].append(file)
+        total += size
+    return units
+
+
+def needed_of(unit: Sequence[File]) -> Needed:
+    """The boxes of all files of a unit."""
+    needed: dict[TargetTensor, list[Box]] = {}
+    for file in unit:
+        for target, boxes in file.parts.items():
+            needed.setdefault(target, []).extend(boxes)
+    return needed
+
+
+def _size(file: File) -> int:
+    return sum(
+        box.volume * target.dtype.itemsize
+        for target, boxes in file.parts.items()
+        for box in boxes
+    )
+
+
+def _name(number: int) -> str:
+    return f"{number:05d}.json"
+
+
+def _remove_others(directory: epath.Path, contents: Written) -> None:
+    # Files of attempts that were planned otherwise.
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(parent, name)
+            if os.path.relpath(path, directory) not in contents:
+                storage.remove(path)

@@ -1,0 +1,189 @@
+"""Models that Hugging Face's `from_pretrained` loads, from any source and from runs."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.cli import main
+from elastic_ckpt.core import errors
+from elastic_ckpt.universal.writing import conversion, convert
+from tests.universal.families.environment import TRANSFORMERS
+from tests.universal.safetensors_files import bits, read
+from tests.universal.writing import small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+W = np.arange(24, dtype=np.float32).reshape(6, 4)
+
+
+def model(path, tensors, **config):
+    small_model.write(path, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def exported(path, *options, target="made"):
+    arguments = [path / "source", path / target, "--to", "hf", *options]
+    return main.main(["convert", *map(str, arguments)])
+
+
+def config_of(path):
+    return json.loads((path / "config.json").read_bytes())
+
+
+def test_a_model_is_written_with_all_that_is_beside_its_tensors(tmp_path):
+    model(tmp_path / "source", {"w": W, "n": np.arange(3, dtype=np.int32)}, heads=2)
+    kept = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    kept += ["vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+    for name in [*kept, "tokenizer_of_mine.py", "README.md", "optimizer.pt"]:
+        (tmp_path / "source" / name).write_text(name)
+    assert exported(tmp_path, "--dtype", "bfloat16") == 0
+    made = tmp_path / "made"
+    assert set(os.listdir(made)) == {*kept, "config.json", "model.safetensors"}
+    assert all((made / name).read_text() == name for name in kept)
+    assert config_of(made) == {"heads": 2, "dtype": "bfloat16"}
+    tensors = read(made)
+    assert tensors["w"].dtype.name == "bfloat16"
+    np.testing.assert_array_equal(tensors["w"].astype(np.float32), W)
+    assert tensors["n"].dtype == np.int32
+
+
+def test_the_configuration_has_what_the_values_are(tmp_path):
+    text = {"torch_dtype": "float16", "layers": 1}
+    quantized = {"quant_method": "fp8"}
+    fields = {"torch_dtype": "float16", "text_config": text, "vision_config": {"a": 1}}
+    model(tmp_path / "source", {"w": W}, **fields, quantization_config=quantized)
+    assert exported(tmp_path) == 0
+    assert config_of(tmp_path / "made") == {
+        "torch_dtype": "float32",
+        "text_config": {"torch_dtype": "float32", "layers": 1},
+        "vision_config": {"a": 1},
+    }
+
+
+def test_the_configuration_of_values_that_are_quantized_stays(tmp_path):
+    fields = {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    scale = np.ones(1, np.float32)
+    model(tmp_path / "source", {"w": W.astype(np.int8), "scale": scale}, **fields)
+    assert exported(tmp_path) == 0
+    assert config_of(tmp_path / "made") == fields
+
+
+def test_an_output_that_is_the_embedding_is_left_out(tmp_path, capsys):
+    tensors = {EMBEDDING: W, OUTPUT: W.copy(), "w": W}
+    model(tmp_path / "source", tensors, tie_word_embeddings=True)
+    assert exported(tmp_path) == 0
+    assert read(tmp_path / "made").keys() == {EMBEDDING, "w"}
+    tensors[OUTPUT][-1, -1] += 1
+    small_model.write(tmp_path / "other", tensors)
+    given = [tmp_path / "other", tmp_path / "wrong", "--to", "hf"]
+    config = ["--config", tmp_path / "source"]
+    assert main.main(["convert", *map(str, [*given, *config])]) == 1
+    assert "lm_head.weight differs from model.embed" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_an_output_that_is_missing_is_an_error(tmp_path, capsys):
+    model(tmp_path / "source", {EMBEDDING: W}, tie_word_embeddings=False)
+    assert exported(tmp_path) == 1
+    assert "the output of the model would be random" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_model_of_the_local_cache_is_given_by_its_id(tmp_path, monkeypatch, capsys):
+    small_model.write(tmp_path / "source", {"w": W})
+    assert exported(tmp_path) == 1
+    assert "by --config" in capsys.readouterr().err
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert exported(tmp_path, "--config", "hf://owner/name") == 1
+    assert "is not in the cache of the hub" in capsys.readouterr().err
+    cached, commit = tmp_path / "hub" / "models--owner--name", 40 * "a"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots" / commit).mkdir(parents=True)
+    (cached / "snapshots" / commit / "config.json").write_text('{"a": 1}')
+    assert exported(tmp_path, "--config", "hf://owner/name") == 0
+    assert config_of(tmp_path / "made") == {"a": 1, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16", "complex64", "text"])
+def test_a_dtype_without_floating_point_numbers_is_refused(tmp_path, capsys, dtype):
+    model(tmp_path / "source", {"w": W})
+    assert exported(tmp_path, "--dtype", dtype) == 1
+    assert "give bfloat16" in capsys.readouterr().err
+
+
+LAYOUT = """
+version: 1
+sizes: {kv: {value: config/kv}}
+states:
+  parameter: {from: "{}", to: "params/{}"}
+  first_moment: {from: "first_moment/{}", to: "opt_state/0/mu/{}"}
+rules:
+  - from: {"w": "(kv d) embed"}
+    to: {"w": "embed (d kv)"}
+"""
+
+
+def test_weights_come_back_from_a_run_by_the_layout_that_it_began_with(
+    tmp_path, capsys
+):
+    (tmp_path / "rules.yml").write_text(LAYOUT)
+    state = {
+        "params": {"w": W.reshape(2, 3, 4).transpose(2, 1, 0).reshape(4, 6).copy()},
+        "opt_state": [{"mu": {"w": W.T.copy()}, "count": np.zeros((), np.int32)}],
+        "step": np.array(7, np.int32),
+    }
+    ocp.save_checkpointables(tmp_path / "run" / "7", {"state": state})
+    model(tmp_path / "model", {"w": W}, kv=2)
+    rules = ["--rules", str(tmp_path / "rules.yml"), "--reverse", "--to", "hf"]
+    given = [str(tmp_path / "run" / "7"), str(tmp_path / "made"), *rules]
+    given += ["--config", str(tmp_path / "model")]
+    assert main.main(["convert", *given]) == 1
+    assert "step" in capsys.readouterr().err
+    assert main.main(["convert", *given, "--weights"]) == 0
+    assert bits(read(tmp_path / "made")) == bits({"w": W})
+    # What is left over among the weights is an error as ever.
+    state["params"]["other"] = W
+    ocp.save_checkpointables(tmp_path / "run" / "8", {"state": state})
+    given[:2] = [str(tmp_path / "run" / "8"), str(tmp_path / "wrong")]
+    assert main.main(["convert", *given, "--weights"]) == 1
+    assert "params/other" in capsys.readouterr().err
+
+
+def test_weights_are_those_of_rules(tmp_path):
+    model(tmp_path / "source", {"w": W})
+    given = conversion.Job(
+        source=str(tmp_path / "source"),
+        target=str(tmp_path / "made"),
+        to="hf",
+        only_weights=True,
+    )
+    with pytest.raises(errors.ConfigError, match="give --rules"):
+        convert.convert(given)
+
+
+@pytest.mark.slow(minutes=1)
+def test_transformers_loads_what_comes_back_from_a_run(tmp_path):
+    TRANSFORMERS.set_up()
+    program = "tests.universal.writing.hugging_face_models"
+    TRANSFORMERS.run(program, "write", tmp_path)
+    for name in ("tied", "untied"):
+        source, run = tmp_path / name, tmp_path / f"run_{name}"
+        rules = ["--rules", "hf_llama_to_maxtext", "--size", "interleave=2"]
+        arguments = [str(source), str(run / "start" / "0"), *rules]
+        assert main.main(["convert", *arguments]) == 0
+        weights = ocp.load(run / "start" / "0", checkpointable_name="items")
+        moments = jax.tree.map(np.zeros_like, weights)
+        state = {**weights, "opt_state": {"mu": moments}, "step": np.array(3, np.int32)}
+        ocp.save_checkpointables(run / "steps" / "3", {"items": state})
+        rules += ["--reverse", "--to", "hf", "--config", str(source), "--weights"]
+        for dtype in ("float32", "bfloat16"):
+            made = tmp_path / f"{name}_{dtype}"
+            given = [str(run / "steps" / "3"), str(made), *rules, "--dtype", dtype]
+            assert main.main(["convert", *given]) == 0
+            TRANSFORMERS.run(program, "load", source, made, dtype)

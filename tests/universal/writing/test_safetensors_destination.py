@@ -1,0 +1,218 @@
+"""Conversions to safetensors, of any tensors, after kills, damage, and in buckets."""
+
+import json
+import os
+import pathlib
+import tempfile
+from unittest import mock
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.universal.formats import safetensors_checkpoint, safetensors_file
+from elastic_ckpt.universal.writing import chunks, conversion, convert, writer
+from elastic_ckpt.universal.writing.safetensors_destination import (
+    SafetensorsDestination,
+)
+from tests.universal import safetensors_files
+from tests.universal.safetensors_files import bits, read
+from tests.universal.writing import killed, random_tensors
+
+INDEX = "model.safetensors.index.json"
+
+
+def job(path, target="model", **options):
+    return conversion.Job(
+        source=str(path / "source.safetensors"),
+        target=str(path / target),
+        to="safetensors",
+        **options,
+    )
+
+
+def model(num_tensors=8, size=40, *, sign=1):
+    generator = np.random.default_rng(num_tensors)
+    return {
+        f"layers.{n}.weight": sign * generator.random((size, size), np.float32)
+        for n in range(num_tensors)
+    }
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A model whose tensors are in a file each."""
+    monkeypatch.setattr(SafetensorsDestination, "most_file_bytes", 7000)
+    monkeypatch.setattr(writer.Destination, "most_unit_bytes", 2**12)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
+    tensors = model()
+    safetensors_files.write(tmp_path / "source.safetensors", tensors)
+    return tensors
+
+
+@hypothesis.given(
+    random_tensors.tensors(),
+    st.integers(0, 300),
+    st.sampled_from([1, 16, 2**24]),
+    st.sampled_from([1, 100, 2**28]),
+)
+def test_tensors_come_back_with_their_bits_however_they_are_cut(
+    arrays, most_file_bytes, chunk_bytes, most_unit_bytes
+):
+    with (
+        tempfile.TemporaryDirectory() as parent,
+        mock.patch.object(SafetensorsDestination, "most_file_bytes", most_file_bytes),
+        mock.patch.object(SafetensorsDestination, "most_unit_bytes", most_unit_bytes),
+        mock.patch.object(chunks, "CHUNK_BYTES", chunk_bytes),
+    ):
+        path = pathlib.Path(parent)
+        safetensors_files.write(path / "source.safetensors", arrays)
+        convert.convert(job(path))
+        directory = path / "model"
+        assert bits(read(directory)) == bits(arrays)
+        assert set(os.listdir(parent)) == {"model", "source.safetensors"}
+        checkpoint = safetensors_checkpoint.open_checkpoint(directory)
+        assert {tensor.name for tensor in checkpoint.tensors} == arrays.keys()
+        names = set(os.listdir(directory))
+        if names == {"model.safetensors"}:
+            return
+        index = json.loads((directory / INDEX).read_bytes())
+        assert index["weight_map"].keys() == arrays.keys()
+        size = sum(array.nbytes for array in arrays.values())
+        assert index["metadata"]["total_size"] == size
+        assert names == {INDEX, *index["weight_map"].values()}
+        for name in names - {INDEX}:
+            spans = safetensors_file.read_header(directory / name).spans
+            sizes = [span.stop - span.start for span in spans.values()]
+            # A larger tensor is alone.
+            assert len(sizes) == 1 or sum(sizes) <= most_file_bytes
+            assert all(s.start % s.dtype.itemsize == 0 for s in spans.values())
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 6])
+def test_a_conversion_that_was_killed_continues_with_the_files_that_are_missing(
+    num_records, source, tmp_path, monkeypatch
+):
+    killed.convert(job(tmp_path), num_records)
+    assert not (tmp_path / "model").exists()
+    records = list((tmp_path / "model.written").glob("0*.json"))
+    assert len(records) == num_records
+    written = []
+    write = writer.Writer.write
+
+    def noting(self, attempt, number, *rest):
+        written.append(number)
+        write(self, attempt, number, *rest)
+
+    monkeypatch.setattr(writer.Writer, "write", noting)
+    done = []
+    convert.convert(job(tmp_path), progress=lambda *each: done.append(each))
+    assert len(written) == len(source) - num_records
+    total = sum(array.nbytes for array in source.values())
+    assert done[0] == (num_records * total // len(source), total)
+    assert done[-1] == (total, total)
+    assert bits(read(tmp_path / "model")) == bits(source)
+    assert set(os.listdir(tmp_path)) == {"model", "source.safetensors"}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "record", "source"])
+def test_a_file_that_is_not_as_it_was_written_is_written_again(
+    damage, source, tmp_path
+):
+    begun = writer.Writer(convert.destination_of(conversion.Conversion(job(tmp_path))))
+    attempt = begun.prepare()
+    for number in range(8):
+        begun.write(attempt, number)
+    file = tmp_path / "model.unfinished" / begun.units[2][0].name
+    record = tmp_path / "model.written" / "00002.json"
+    content = bytearray(file.read_bytes())
+    match damage:
+        case "flipped":
+            content[-7] ^= 4
+            file.write_bytes(content)
+        case "cut":
+            file.write_bytes(content[:-7])
+        case "missing":
+            file.unlink()
+        case "record":
+            record.write_bytes(record.read_bytes()[:-9])
+        case "source":
+            source = model(sign=-1)
+            safetensors_files.write(tmp_path / "source.safetensors", source)
+    again = writer.Writer(convert.destination_of(conversion.Conversion(job(tmp_path))))
+    assert (again.prepare() == attempt) is (damage != "source")
+    kept = [again.is_written(attempt, number) for number in range(8)]
+    assert kept == [damage != "source" and number != 2 for number in range(8)]
+    convert.convert(job(tmp_path))
+    assert bits(read(tmp_path / "model")) == bits(source)
+
+
+def test_a_record_of_other_chunks_is_not_kept(source, tmp_path, monkeypatch):
+    killed.convert(job(tmp_path), 3)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**9)
+    done = []
+    convert.convert(job(tmp_path), progress=lambda *each: done.append(each[0]))
+    assert done[0] == 0
+    assert bits(read(tmp_path / "model")) == bits(source)
+
+
+@pytest.mark.usefixtures("source")
+def test_nothing_is_committed_before_all_is_written(tmp_path):
+    begun = writer.Writer(convert.destination_of(conversion.Conversion(job(tmp_path))))
+    attempt = begun.prepare()
+    for number in range(0, 8, 2):
+        begun.write(attempt, number)
+    with pytest.raises(errors.CheckpointError, match="lacks 4 of 8 files"):
+        begun.commit(attempt)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.usefixtures("source")
+def test_an_existing_checkpoint_is_not_replaced(tmp_path):
+    convert.convert(job(tmp_path))
+    with pytest.raises(errors.CheckpointError, match="exists already"):
+        convert.convert(job(tmp_path))
+
+
+def test_tensors_that_cannot_be_written_are_one_error(tmp_path):
+    safetensors_files.write(tmp_path / "source.safetensors", model(1))
+    rules = 'version: 1\nrules:\n  - from: {"layers.0.weight": "a b"}\n    to: {"%s"}\n'
+    layout = tmp_path / "layout.yml"
+    layout.write_text(rules.replace('"%s"', '"__metadata__": "a b"'))
+    given = job(tmp_path, rules=str(layout))
+    with pytest.raises(errors.CheckpointError, match="called __metadata__"):
+        convert.convert(given)
+    layout.write_text(rules.replace('"%s"', '"w": {dims: "a b", dtype: uint4}'))
+    with pytest.raises(errors.ElasticCkptError, match=r"uint4|cannot|no dtype"):
+        convert.convert(given)
+    assert set(os.listdir(tmp_path)) == {"source.safetensors", "layout.yml"}
+
+
+@pytest.mark.parametrize("most_file_bytes", [7000, 10**6])
+@pytest.mark.parametrize(
+    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
+def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
+    bucket, most_file_bytes, source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(SafetensorsDestination, "most_file_bytes", most_file_bytes)
+    url = f"{bucket}/model"
+    given = conversion.Job(
+        source=str(tmp_path / "source.safetensors"), target=url, to="safetensors"
+    )
+    begun = writer.Writer(convert.destination_of(conversion.Conversion(given)))
+    attempt = begun.prepare()
+    begun.write(attempt, 0)
+    done = []
+    convert.convert(given, progress=lambda *each: done.append(each))
+    assert done[0][0] == begun.sizes[0]
+    with pytest.raises(errors.CheckpointError, match="exists already"):
+        convert.convert(given)
+    checkpoint = safetensors_checkpoint.open_checkpoint(url)
+    assert {tensor.name for tensor in checkpoint.tensors} == source.keys()
+    convert.convert(
+        conversion.Job(source=url, target=str(tmp_path / "back"), to="safetensors")
+    )
+    assert bits(read(tmp_path / "back")) == bits(source)
