@@ -16,12 +16,11 @@ import math
 
 import numpy as np
 
-
 _FOUR_BITS = ("float4_e2m1fn", "int4", "uint4")
 
 
 def is_half_a_byte(dtype: np.dtype | None) -> bool:
-    """Whether two elements of a dtype are stored in a byte, the first in its low half."""
+    """Whether a byte has two elements of a dtype, the first in its low half."""
     return dtype is not None and dtype.name in _FOUR_BITS
 
 

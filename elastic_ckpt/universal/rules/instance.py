@@ -55,6 +55,8 @@ class Instance:
       counts: the number of ranks, by axis.
       names: the whole names of the targets, by the number of the pattern.
       kept: the values of the captures that all names have.
+      absent: the errors about targets that are not there, by the number of the pattern;
+        an instance may lack the sources of a target, where names have sums.
     """
 
     relation: Relation
@@ -64,6 +66,7 @@ class Instance:
     counts: Mapping[str, int]
     names: Sequence[NamePattern]
     kept: Kept
+    absent: Mapping[int, str]
 
 
 # A move between rows, by their numbers: the target, sizes, its side, and the sources
@@ -138,9 +141,14 @@ class _Planner:
         system = list(sizes.equations(relation, sides, self._counts))
         self.sizes = sizes.solve(rule, system, shared)
         self._add_clips()
-        for tensor in (*relation.sources, *relation.targets):
-            if not (tensor.role and not self._has_rows(tensor.number)):
+        for tensor in relation.sources:
+            if self._has_rows(tensor.number):
                 sizes.require(rule, tensor.dims.names, self.sizes)
+            elif any(each.has_sum for each in relation.targets):
+                for name in tensor.dims.names:
+                    self.sizes.setdefault(name, 0)
+        for tensor in relation.targets:
+            sizes.require(rule, tensor.dims.names, self.sizes)
         self._strips: dict[object, list[tuple[tuple[int, ...], _Ranges]]] = {}
         if instance.targets is None:
             self._rows = list(self._derived())
@@ -152,7 +160,7 @@ class _Planner:
         copied: list[Copied] = []
         problems: dict[str, list[str]] = {}
         try:
-            for pair in relation.pairs:
+            for pair in self._pairs():
                 join = _Join(self, pair)
                 copied += join.copied()
                 for text, names in join.problems.items():
@@ -169,6 +177,37 @@ class _Planner:
             raise LayoutError(f"{self._rule.text}: {listed}")
         rows = dtypes.with_dtypes(relation, self._instance.sources, self._rows)
         return Plan(copies=copied, fills=fills, targets=list(rows), sizes=self.sizes)
+
+    def _pairs(self) -> list[Pair]:
+        # Without those of an addend of a capture that this instance does not have on
+        # one side, nor on the other.
+        relation, instance = self._relation, self._instance
+        pairs = []
+        for pair in relation.pairs:
+            source = relation.sources[pair.source.tensor]
+            target = relation.targets[pair.target.tensor]
+            if source.has_sum and not self.pieces(pair.source, is_target=False):
+                continue
+            if target.number in instance.absent:
+                raise LayoutError(instance.absent[target.number])
+            if not target.has_sum or self._has_rows(source.number):
+                pairs.append(pair)
+            elif instance.targets is not None and self.pieces(
+                pair.target, is_target=True
+            ):
+                raise LayoutError(
+                    f"{target.place}: nothing makes it: no tensor matches "
+                    f"{source.place}"
+                )
+        if instance.targets is None:
+            terms = [*(pair.target for pair in pairs), *relation.padding]
+            self._rows = [row for row in self._rows if self._is_in(row, terms)]
+        return pairs
+
+    def _is_in(self, row: Row, terms: Sequence[Term]) -> bool:
+        tensor = self._relation.targets[row.tensor]
+        points = self._points(tensor, dict(row.captured)).keys()
+        return any(term.tensor == row.tensor and points <= term.names for term in terms)
 
     def pieces(self, term: Term, *, is_target: bool) -> list[_Piece]:
         """The pieces of a part of the tensors of a side."""

@@ -6,6 +6,7 @@ an unknown key also the nearest one.
 
 from __future__ import annotations
 
+import contextvars
 import difflib
 import math
 import pathlib
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from elastic_ckpt.universal.rules.layout import Layout
 
 _VERSION = 1
+# The layouts that are read, each for the one before.
+_THROUGH: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "through", default=()
+)
 # That of a directory.
 _TREE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _T = TypeVar("_T")
@@ -269,10 +274,15 @@ def _resolved(node: _Node) -> Layout:
 
     text = node.text()
     beside = pathlib.Path(node.file).parent / text
+    given = str(beside.resolve()) if beside.is_file() else text
+    above = _THROUGH.get()
+    if given in above:
+        raise node.error(f"{text} leads through itself")
+    token = _THROUGH.set((*above, given))
     try:
-        return shipped_layouts.resolve(beside if beside.is_file() else text)
-    except RecursionError:
-        raise node.error("it leads through itself") from None
+        return shipped_layouts.resolve(given)
+    finally:
+        _THROUGH.reset(token)
 
 
 def _version(node: _Node) -> int:

@@ -125,7 +125,7 @@ def _through(
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
-    *firsts, last = layout.through
+    *firsts, last = (each.with_sizes(layout.sizes) for each in layout.through)
     made: Matched | None = None
     between = stored
     for each in (*firsts, last):
@@ -173,13 +173,19 @@ class _Owner:
         """The rule, for people."""
         return self.relation.rule.text
 
+    @property
+    def is_optional(self) -> bool:
+        """Whether the checkpoint may lack its tensors."""
+        return self.relation.rule.optional
+
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """The tensors of an instance, by their numbers."""
+    """The tensors of an instance, by their numbers; and targets that are not there."""
 
     sources: list[tuple[_Sketch, int]]
     targets: list[tuple[_Sketch, int]]
+    absent: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
 def _axis_counts(
@@ -250,6 +256,7 @@ class _Matching:
 
     Attributes:
       owners: the rules, each with all of its states.
+      index: the patterns of sources.
       filled: the targets that `fill` of the layout fills.
 
     Raises:
@@ -273,7 +280,7 @@ class _Matching:
             each.name: number for number, each in enumerate(self.given or ())
         }
         self._alone = tuple((axis, 0) for axis, n in self.counts.items() if n == 1)
-        self._index = NameIndex(self._entries(range(len(self.owners))))
+        self.index = NameIndex(self.entries(range(len(self.owners))))
         self._problems: dict[str, list[str]] = collections.defaultdict(list)
         self._unused: set[tuple[int, int]] = set()
         self._add_sources()
@@ -282,9 +289,10 @@ class _Matching:
         self._check_patterns()
         self._check()
 
-    def _entries(
+    def entries(
         self, numbers: Iterable[int], *, of_targets: bool = False
     ) -> Iterator[Entry]:
+        """The patterns of rules, by their numbers."""
         for number in numbers:
             owner = self.owners[number]
             names = owner.targets if of_targets else owner.sources
@@ -304,22 +312,18 @@ class _Matching:
         dropped: dict[str, None] = {}
         quantized: list[str] = []
         leftovers: list[str] = []
-        complete: set[int] | None = None
+        complete: _Complete | None = None
         for number, tensor in enumerate(self.stored):
-            matches = self._index.matches(tensor.name, tensor.kind)
+            matches = self.index.matches(tensor.name, tensor.kind)
             if drops and self._is_dropped(drop_index, tensor, matches):
                 dropped[tensor.name] = None
                 self._unused.update(
                     (each.entry.owner, each.entry.tensor) for each in matches
                 )
                 continue
-            if len(matches) > 1 and all(map(self._is_optional, matches)):
-                # The first that has all of its tensors.
-                complete = self._complete() if complete is None else complete
-                held = [each for each in matches if each.entry.owner in complete]
-                matches = held[:1] or matches
             if len(matches) > 1:
-                matches = name_pattern.most_specific(matches)
+                complete = complete or _Complete(self)
+                matches = complete.chosen(matches)
             if len(matches) > 1:
                 owners = [self.owners[each.entry.owner] for each in matches]
                 self._note_several(tensor.name, owners)
@@ -365,7 +369,10 @@ class _Matching:
                     name = pattern.format(owner.relation.named(kept))
                     target = self._numbers.get(name)
                     if target is None:
-                        absent.append((name, owner.text))
+                        if any(each.has_sum for each in owner.relation.sources):
+                            owner.groups[kept].absent[at] = name
+                        else:
+                            absent.append((name, owner.text))
                         continue
                     tensor = self.given[target]
                     sketch = (at, (), (), tensor.shape, tensor.dtype)
@@ -458,47 +465,15 @@ class _Matching:
 
     def _check_groups(self, owner: _Owner, matched: set[tuple[int, int]]) -> None:
         tensors = owner.relation.sources
+        if any(each.has_sum for each in owner.relation.targets):
+            # An instance may lack an addend, on both sides.
+            return
         needed = {at for at, each in enumerate(tensors) if not each.role}
         for kept, group in owner.groups.items():
             for at in needed - {sketch[0] for sketch, _ in group.sources}:
                 if (0, at) in matched:
                     name = owner.sources[at].format(owner.relation.named(kept))
                     self._note("incomplete", f"{name} ({owner.text})")
-
-    def _complete(self) -> set[int]:
-        # The owners of which each pattern matches a tensor.
-        found = {
-            (match.entry.owner, 0, match.entry.tensor)
-            for tensor in self.stored
-            for match in self._index.matches(tensor.name, tensor.kind)
-        }
-        if self.given is not None:
-            numbers = [
-                number
-                for number, owner in enumerate(self.owners)
-                if owner.relation.rule.optional
-            ]
-            index = NameIndex(self._entries(numbers, of_targets=True))
-            found |= {
-                (match.entry.owner, 1, match.entry.tensor)
-                for tensor in self.given
-                for match in index.matches(tensor.name)
-            }
-        return {
-            number
-            for number, owner in enumerate(self.owners)
-            if all(
-                (number, 0, at) in found or owner.relation.sources[at].role
-                for at in range(len(owner.sources))
-            )
-            and (
-                self.given is None
-                or all((number, 1, at) in found for at in range(len(owner.targets)))
-            )
-        }
-
-    def _is_optional(self, match: Match) -> bool:
-        return self.owners[match.entry.owner].relation.rule.optional
 
     def _group(self, match: Match) -> _Group:
         groups = self.owners[match.entry.owner].groups
@@ -562,6 +537,57 @@ class _Matching:
                 f"or change rules, or list tensors of the checkpoint in `drop`:"
                 f"{''.join(lines)}"
             )
+
+
+class _Complete:
+    """Which of several rules that match a tensor has all of its tensors."""
+
+    def __init__(self, matching: _Matching) -> None:
+        self._owners = matching.owners
+        # The kept captures for which each pattern has a tensor.
+        self._sources: dict[tuple[int, int], set[Kept]] = collections.defaultdict(set)
+        for tensor in matching.stored:
+            for match in matching.index.matches(tensor.name, tensor.kind):
+                place = (match.entry.owner, match.entry.tensor)
+                self._sources[place].add(match.kept)
+        self._targets: set[tuple[int, int]] | None = None
+        if matching.given is not None:
+            index = NameIndex(
+                matching.entries(range(len(self._owners)), of_targets=True)
+            )
+            self._targets = {
+                (match.entry.owner, match.entry.tensor)
+                for tensor in matching.given
+                for match in index.matches(tensor.name)
+            }
+
+    def chosen(self, matches: Sequence[Match]) -> Sequence[Match]:
+        """The matches with the rule that counts; several if they are ambiguous.
+
+        A rule gives way to others for the kept captures for which it lacks a factor of
+        `times` or `plus`, or any tensor if it is optional. Of optional rules alone, the
+        first one counts; otherwise the one that matches fewer names.
+        """
+        held = [each for each in matches if self._is_complete(each)]
+        if all(self._owners[each.entry.owner].is_optional for each in matches):
+            return held[:1] or matches
+        return name_pattern.most_specific(held or matches)
+
+    def _is_complete(self, match: Match) -> bool:
+        number = match.entry.owner
+        owner = self._owners[number]
+        tensors = owner.relation.sources
+        if any(
+            match.kept not in self._sources[number, at]
+            for at, tensor in enumerate(tensors)
+            if tensor.role or owner.is_optional
+        ):
+            return False
+        return (
+            not owner.is_optional
+            or self._targets is None
+            or all((number, at) in self._targets for at in range(len(owner.targets)))
+        )
 
 
 class _Planning:
@@ -663,6 +689,10 @@ class _Planning:
             counts=self._matching.counts,
             names=owner.targets,
             kept=kept,
+            absent={
+                at: f"the target lacks {name}, which its tensors make"
+                for at, name in group.absent.items()
+            },
         )
 
     def _add(self, owner: _Owner, kept: Kept, group: _Group, plan: Plan) -> None:
@@ -766,9 +796,8 @@ def _viewed(
 
 
 def _class_of(group: _Group) -> object:
-    return tuple(
-        tuple(sketch for sketch, _ in side) for side in (group.sources, group.targets)
-    )
+    sides = (group.sources, group.targets)
+    return *(tuple(sketch for sketch, _ in side) for side in sides), *group.absent
 
 
 def _scalar(name: str, number: object) -> TargetTensor:

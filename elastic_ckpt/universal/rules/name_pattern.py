@@ -318,7 +318,7 @@ def _literal(text: str, start: int, stop: int) -> str:
     return literal
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
     """A pattern of an index.
 
@@ -454,6 +454,7 @@ def most_specific(matches: Sequence[Match]) -> list[Match]:
     ]
 
 
+@functools.lru_cache(maxsize=2**12)
 def _has(wide: Entry, narrow: Entry) -> bool:
     # Whether a pattern matches all names of another one.
     sample = narrow.name.sample(narrow.numbers)

@@ -56,6 +56,15 @@ class ParsedTensor:
         dataclasses.field(default_factory=dict)
     )
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether a capture is the index of a sum."""
+        return any(
+            isinstance(node, dims.Sum)
+            for capture in self.coordinates
+            for node in dims.walk(capture.node)
+        )
+
     @functools.cached_property
     def reduced(self) -> frozenset[str]:
         """The names that the other side lacks."""
@@ -321,12 +330,14 @@ class Relation:
         for role, count in _OPERANDS.items():
             of_role = [each for each in held if self.sources[each.tensor].role == role]
             if role == "times":
-                for each in of_role:
-                    if not each.names <= source.names:
-                        raise LayoutError(
-                            f"{self.sources[each.tensor].place}: it has the dims "
-                            f"{_text(each.names - source.names)}, which {place} lacks"
-                        )
+                tensors = {each.tensor: each for each in of_role}
+                of_role = [each for each in of_role if each.names <= source.names]
+                for number in tensors.keys() - {each.tensor for each in of_role}:
+                    lacking = tensors[number].names - source.names
+                    raise LayoutError(
+                        f"{self.sources[number].place}: it has the dims "
+                        f"{_text(lacking)}, which {place} lacks"
+                    )
             elif of_role:
                 shared = [each.names - source.names for each in of_role]
                 if (

@@ -33,12 +33,15 @@ class Equation:
       length: its value.
       ranks: the number of the rank and of all ranks, by axis.
       origin: for messages, `dim 0 of 'embed' ('vocab embed')`.
+      is_least: whether the length may be more: an instance may lack the last addends of
+        a sum.
     """
 
     node: dims.Node
     length: int
     ranks: Mapping[str, tuple[int, int]]
     origin: str
+    is_least: bool = False
 
     @property
     def variables(self) -> frozenset[str]:
@@ -84,7 +87,10 @@ def equations(
                 yield from _shape_equations(tensor, row, ranks)
     for (place, key), (node, number) in numbers.items():
         origin = f"the number of values of {{{key}}} in {place}"
-        yield Equation(node=node, length=number, ranks={}, origin=origin)
+        is_least = any(isinstance(each, dims.Sum) for each in dims.walk(node))
+        yield Equation(
+            node=node, length=number, ranks={}, origin=origin, is_least=is_least
+        )
     for tensor in (*relation.sources, *relation.targets):
         for key, (by, table) in tensor.tables.items():
             origin = f"the index of {key}"
@@ -190,8 +196,8 @@ class _Solver:
 
     def solve(self, shared: Mapping[str, int]) -> dict[str, int]:
         self._run()
-        for name in sorted(shared.keys() & self._unknown()):
-            if name in self._unknown():
+        for name in sorted(shared.keys() & self._wanted()):
+            if name in self._wanted():
                 self._known[name] = Fraction(shared[name])
                 self._run()
         for equation in self._system:
@@ -225,6 +231,16 @@ class _Solver:
         for clip in self._clips.values():
             found |= _variables(clip.node)
         return found - self._known.keys()
+
+    def _wanted(self) -> set[str]:
+        # What is unknown, and the unknown sizes that it is computed of.
+        found = pending = self._unknown()
+        while pending:
+            exprs = (self._rule.sizes.get(name) for name in pending)
+            needed = [size_expression.names(e) for e in exprs if isinstance(e, str)]
+            pending = set().union(*needed) - self._known.keys() - found
+            found = found | pending
+        return found
 
     def _expressions(self) -> bool:
         solved = False
@@ -274,9 +290,12 @@ class _Solver:
 
     def _check(self, equation: Equation) -> None:
         known = self._known
-        is_known = equation.variables <= known.keys()
-        if is_known and self._length(equation) != equation.length:
-            raise self._misfit(equation)
+        if equation.variables <= known.keys():
+            length = self._length(equation)
+            if length < equation.length or (
+                length > equation.length and not equation.is_least
+            ):
+                raise self._misfit(equation)
         for each in dims.walk(equation.node):
             key = str(each)
             if isinstance(each, Clip) and _variables(each.node) <= known.keys():

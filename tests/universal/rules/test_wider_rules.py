@@ -1,4 +1,4 @@
-"""Names that say what is meant, several targets of a source, sums in names, and values."""
+"""Names that say what is meant, copies and repeats, sums in names, and values."""
 
 import json
 
@@ -384,3 +384,79 @@ def test_a_name_that_a_rule_makes_and_the_target_lacks_is_named_with_the_nearest
     text = str(caught.value)
     assert "missing in the target: a/kernels (layout, line 1: rules[0]" in text
     assert "the nearest is 'a/kernel'" in text
+
+
+def test_weights_without_scales_are_those_of_the_general_rule():
+    made_by = layout(
+        rule(
+            {
+                "{name:path}.weight": {
+                    "dims": "(ob o)~ (ib i)~",
+                    "times": {"{name}.weight_scale_inv": "ob ib"},
+                }
+            },
+            {"{name}.weight": {"dims": "(ob o)~ (ib i)~", "dtype": "bfloat16"}},
+        ),
+        rule({"{name:path}": "..."}, {"{name}": "..."}),
+        sizes={"o": 2, "i": 2},
+    )
+    weight = numbered(3, 4).astype(ml_dtypes.float8_e4m3fn)
+    scales = np.full((2, 2), 2, np.float32)
+    others = {"norm.weight": numbered(5), "head.bias": numbered(2, 2, 2)}
+    tensors = {"a.b.weight": weight, "a.b.weight_scale_inv": scales, **others}
+    expected = (weight.astype(np.float32) * 2).astype(ml_dtypes.bfloat16)
+    made = relayout(made_by, tensors)
+    assert_same(made, {"a.b.weight": expected, **others})
+    with pytest.raises(LayoutError, match=r"match no tensor: .*weight'\]"):
+        relayout(made_by, others)
+
+
+def test_an_instance_may_lack_the_layers_of_one_kind():
+    names = {
+        "layers/0/mlp": numbered(2),
+        "layers/1/moe": numbered(3),
+        "layers/2/moe": numbered(3, start=3),
+        **{f"layers/{n}/norm": numbered(4, start=n) for n in range(3)},
+    }
+    made_by = layout(
+        rule(
+            {"layers/{(dense + moe)}/{leaf:path}": "..."},
+            {"dense_layers/{leaf}": "dense ...", "moe_layers/{leaf}": "moe ..."},
+        ),
+        sizes={"dense": 1},
+    )
+    expected = {
+        "dense_layers/mlp": numbered(1, 2),
+        "moe_layers/moe": numbered(2, 3),
+        "dense_layers/norm": numbered(1, 4),
+        "moe_layers/norm": np.stack([numbered(4, start=n) for n in (1, 2)]),
+    }
+    both_ways(made_by, names, expected)
+    lacking = {name: v for name, v in expected.items() if name != "moe_layers/norm"}
+    with pytest.raises(LayoutError, match="the target lacks moe_layers/norm"):
+        relayout(made_by, names, targets=lacking)
+
+
+def test_each_part_of_a_weight_is_multiplied_by_its_part_of_the_scales():
+    made_by = layout(
+        rule(
+            {
+                "w": {
+                    "dims": "(ff (gate + up)) inner",
+                    "times": {"s": "(ff (gate + up))"},
+                }
+            },
+            {
+                "gate": {"dims": "inner ff gate", "dtype": "float32"},
+                "up": {"dims": "inner ff up", "dtype": "float32"},
+            },
+        ),
+        sizes={"gate": 1, "up": 1},
+    )
+    weight, scales = numbered(6, 2).astype(np.int8), numbered(6) + 1
+    product = (weight * scales[:, None]).reshape(3, 2, 2).astype(np.float32)
+    expected = {
+        "gate": product[:, :1].transpose(2, 0, 1),
+        "up": product[:, 1:].transpose(2, 0, 1),
+    }
+    assert_same(relayout(made_by, {"w": weight, "s": scales}), expected)
