@@ -65,8 +65,8 @@ def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
 def fitting(stored: Sequence[StoredTensor]) -> list[str]:
     """The layouts whose names are those of a checkpoint's tensors.
 
-    Shapes are not compared. Layouts that pass on any name, for others to go through, are
-    left out.
+    Shapes are not compared. Layouts that pass on any name, for others to go through,
+    are left out.
 
     Args:
       stored: the tensors of the checkpoint.
