@@ -26,6 +26,8 @@ from tests.universal.families.models import MODELS, QUANTIZED, SEEING, TOKENS
 pytestmark = pytest.mark.slow(minutes=0.7)
 
 HERE = pathlib.Path(__file__).parent
+# The kind of each layer, by what the stack of the kind is called.
+ALL_ALIKE = {"layers": lambda _: True}
 PAGE = ROOT / "configs/layouts/README.md"
 
 
@@ -140,7 +142,7 @@ def test_layers_are_stacked(written, tmp_path, subtests):
             layout = composed(tmp_path, model.layout, "stacked")
             tree = tmp_path / name
             made = converted(written / name, tree, layout)
-            expected = stacked(trees.of(model, stored), {"layers": lambda _: True})
+            expected = stacked(trees.of(model, stored), ALL_ALIKE)
             assert_same(made, expected)
             back = tmp_path / f"{name}_back"
             assert_same(converted(tree, back, layout, is_reversed=True), stored)
@@ -248,13 +250,19 @@ def nested(arrays):
     return tree
 
 
-def test_jax_computes_the_logits_of_transformers(written, subtests):
-    for name in ("llama3", "qwen3_moe"):
-        with subtests.test(name):
+def test_jax_computes_the_logits_of_transformers(written, tmp_path, subtests):
+    trees_of = {
+        "llama3": (MODELS["llama3"].layout, {}),
+        "qwen3_moe": (MODELS["qwen3_moe"].layout, {}),
+        "llama3, stacked": (composed(tmp_path, "hf_llama3", "stacked"), ALL_ALIKE),
+    }
+    for case, (layout, kinds) in trees_of.items():
+        with subtests.test(case):
+            name = case.partition(",")[0]
             model = MODELS[name]
-            stored = safetensors_files.read(written / name)
-            like = nested(trees.of(model, stored))
-            tree = universal.load(written / name, like, layout=model.layout)
+            expected = trees.of(model, safetensors_files.read(written / name))
+            like = nested(stacked(expected, kinds) if kinds else expected)
+            tree = universal.load(written / name, like, layout=layout)
             with jax.default_matmul_precision("highest"):
                 made = forward.logits(tree, model.config, np.array(TOKENS))
             expected = np.load(written / f"{name}.npy")
