@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt import universal
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.writing import convert
 from elastic_ckpt.universal.writing.conversion import Job
@@ -132,6 +133,27 @@ def test_the_last_blocks_of_fp8_are_shorter(tmp_path):
     each = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
     product = (values.astype(np.float32) * each).astype(ml_dtypes.bfloat16)
     assert_same(made, {"a.weight": product, "norm.weight": norm})
+
+
+def test_a_head_of_its_own_is_a_copy_of_the_embedding(written, tmp_path):
+    stored = safetensors_files.read(written / "llama3_tied")
+    layout = composed(tmp_path, "hf_llama3", "untied")
+    made = converted(written / "llama3_tied", tmp_path / "tree", layout)
+    tree = trees.of(MODELS["llama3_tied"], stored)
+    head = np.ascontiguousarray(tree["embed/embedding"].T)
+    assert_same(made, {**tree, "head/kernel": head})
+    back = converted(tmp_path / "tree", tmp_path / "back", layout, is_reversed=True)
+    assert_same(back, stored)
+
+
+def test_a_head_that_was_trained_is_not_left_out(written, tmp_path):
+    stored = safetensors_files.read(written / "llama3")
+    tree = trees.of(MODELS["llama3"], stored)
+    (tmp_path / "tree").mkdir()
+    safetensors_files.write(tmp_path / "tree/model.safetensors", tree)
+    layout = composed(tmp_path, "hf_llama3", "untied")
+    with pytest.raises(errors.CheckpointError, match="embed/embedding.* differ"):
+        converted(tmp_path / "tree", tmp_path / "back", layout, is_reversed=True)
 
 
 def test_layers_are_stacked(written, tmp_path, subtests):
