@@ -36,6 +36,8 @@ def measure(num_tensors: int = 10**6) -> dict[str, report.Figure]:
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(1) as pool:
         match_secs, plan_secs = pool.apply(_measured, (num_tensors,))
+    with spawn.Pool(1) as pool:
+        experts_secs = pool.apply(_experts)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "dcp"
         with spawn.Pool(1) as pool:
@@ -47,6 +49,9 @@ def measure(num_tensors: int = 10**6) -> dict[str, report.Figure]:
         "match_and_plan_secs": report.figure(
             "secs", bound, [match_secs + each for each in plan_secs]
         ),
+        "plan_experts_secs": report.figure(
+            "secs", "at most 10; 60 layers of 256 experts, tp=8", [experts_secs]
+        ),
         "match_secs": report.figure("secs", "no bound", [match_secs]),
         "plan_secs": report.figure("secs", "one host of all, and of 8", plan_secs),
         "open_match_and_plan_dcp_secs": report.figure("secs", bound, [secs]),
@@ -57,6 +62,53 @@ def measure(num_tensors: int = 10**6) -> dict[str, report.Figure]:
             "GiB", "resident memory of the process", [peak_gib]
         ),
     }
+
+
+def _experts() -> float:
+    """Seconds to match and plan a model of experts, saved by 8 ranks of tp."""
+    layers, experts, ranks, embed, width = 60, 256, 8, 64, 32
+    part = width // ranks
+    shapes = {"gate": (part, embed), "up": (part, embed), "down": (embed, part)}
+    dims = {"gate": "ff@tp embed", "up": "ff@tp embed", "down": "embed ff@tp"}
+    tensors = [
+        StoredTensor(
+            name=f"layers.{layer}.experts.{expert}.{name}.weight",
+            dtype=_DTYPE,
+            shape=shape,
+            ranks=(("tp", rank),),
+            fragments=(
+                Fragment(
+                    box=boxes.whole(shape),
+                    file=f"rank-{rank}.bin",
+                    offset=_DTYPE.itemsize * part * embed * number,
+                    strides=(_DTYPE.itemsize * shape[1], _DTYPE.itemsize),
+                ),
+            ),
+        )
+        for rank in range(ranks)
+        for layer in range(layers)
+        for expert in range(experts)
+        for number, (name, shape) in enumerate(shapes.items())
+    ]
+    rules = [
+        {
+            "from": {f"layers.{{layer}}.experts.{{expert}}.{name}.weight": dims[name]},
+            "to": {f"layers/moe/{name}": "layer expert embed ff"},
+        }
+        for name in shapes
+    ]
+    layout = Layout.from_dict({"rules": rules})
+    shape = (layers, experts, embed, width)
+    targets = {
+        name: TargetTensor(name=name, dtype=_DTYPE, shape=shape)
+        for name in (f"layers/moe/{each}" for each in shapes)
+    }
+    host = boxes.Box(start=(0, 0, 0, 0), stop=(layers, experts // ranks, embed, width))
+    began = time.perf_counter()
+    matched = matching.moves(layout, tensors, {"tp": ranks}, targets)
+    needed = {target: [host] for target in targets.values()}
+    load_plan.plan(tensors, matched.moves, matched.fills, needed)
+    return time.perf_counter() - began
 
 
 def _measured(num_tensors: int) -> tuple[float, list[float]]:

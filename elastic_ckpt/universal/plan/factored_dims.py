@@ -59,6 +59,22 @@ def bounds(part: Box, side: Side) -> Box:
     return Box(start=tuple(lowest), stop=tuple(at + 1 for at in highest))
 
 
+def extents(sizes: tuple[int, ...], side: Side) -> tuple[int, ...]:
+    """The lengths of the bounds of all of a move, by dim of the tensor."""
+    return _extents(sizes, side.dims, side.steps, len(side.start))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _extents(
+    sizes: tuple[int, ...], dims: tuple[int, ...], steps: tuple[int, ...], rank: int
+) -> tuple[int, ...]:
+    lengths = [1] * rank
+    for dim, step, size in zip(dims, steps, sizes, strict=True):
+        if dim >= 0:
+            lengths[dim] += step * (size - 1)
+    return tuple(lengths)
+
+
 def index_of(element: Sequence[int], side: Side) -> list[int]:
     """The index in a tensor of an element of the factored dims."""
     index = list(side.start)

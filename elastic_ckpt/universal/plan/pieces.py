@@ -46,7 +46,7 @@ _PLAIN = Arithmetic()
 # Stacks need a few; flat ranges are cut in other ways each, and would fill memory.
 _MOST_CUTS = 2**14
 # With fewer pairs of boxes, all of them are tried.
-_FEW_PAIRS = 64
+_FEW_PAIRS = 256
 _HALVES = np.dtype(np.uint8)
 
 
@@ -206,8 +206,8 @@ class _Cutter:
         self._boxes_of_target = {
             tensor.name: tuple(of_tensor) for tensor, of_tensor in needed.items()
         }
-        # The pieces of moves that were cut, each with the position of its buffer.
-        self._cuts: dict[Any, list[tuple[int, _Piece]]] = {}
+        # The pieces of moves that were cut by a box.
+        self._cuts: dict[Any, list[_Piece]] = {}
         # The number of the form of each kind of piece, and the strides of its buffer.
         self._kinds: dict[Any, tuple[int, tuple[int, ...]]] = {}
         # Tensors whose fragments overlap nowhere, by these.
@@ -249,7 +249,7 @@ class _Cutter:
     ) -> Iterator[tuple[Move, Sequence[int]]]:
         # Each move, with the positions of the needed boxes that it may overlap.
         needed = self._boxes_of_target[target]
-        if len(moves) * len(needed) <= _FEW_PAIRS:
+        if len(needed) == 1 or len(moves) * len(needed) <= _FEW_PAIRS:
             every = range(len(needed))
             yield from ((move, every) for move in moves)
             return
@@ -266,51 +266,70 @@ class _Cutter:
             yield move, positions[ends[number] : ends[number + 1]]
 
     def _cut(self, move: Move, positions: Sequence[int]) -> None:
+        numbers, side = self._of_target[move.target], move.target_side
+        extents = factored_dims.extents(move.sizes, side)
+        for position in positions:
+            number = numbers[position]
+            box = self._buffers[number].box
+            # Moves that differ in their tensors and places alone are cut in one way.
+            inside = True
+            for at, extent, low, high in zip(
+                side.start, extents, box.start, box.stop, strict=True
+            ):
+                if at >= high or at + extent <= low:
+                    break
+                inside = inside and low <= at and at + extent <= high
+            else:
+                self._cut_by_box(move, number, side if not inside else None)
+
+    def _cut_by_box(self, move: Move, number: int, placed: Side | None) -> None:
         (source,) = move.sources
-        tensor, numbers = self._tensors[source.tensor], self._of_target[move.target]
-        needed = self._boxes_of_target[move.target]
-        if len(positions) != len(needed):
-            needed = tuple(needed[position] for position in positions)
-        # Moves that differ in their tensors and files alone are cut in the same way.
+        tensor, side = self._tensors[source.tensor], move.target_side
+        box = self._buffers[number].box
+        start = box.start if placed is None else side.start
         key = (
             move.sizes,
-            source.side,
+            (source.side.start, source.side.dims, source.side.steps),
             source.viewed_as,
-            move.target_side,
+            (start, side.dims, side.steps),
             move.arithmetic,
             tensor.dtype,
-            tuple((fragment.box, fragment.strides) for fragment in tensor.fragments),
-            needed,
+            *(
+                (each.box.start, each.box.stop, each.strides)
+                for each in tensor.fragments
+            ),
+            (box.start, box.stop),
         )
-        cuts = self._cuts.get(key)
-        if cuts is None:
-            every = whole(move.sizes)
+        pieces = self._cuts.get(key)
+        if pieces is None:
+            placed = Side(start=start, dims=side.dims, steps=side.steps)
             parts = [
-                (numbers[position], part)
-                for position in positions
-                for part in factored_dims.inside(
-                    every, move.target_side, self._buffers[numbers[position]].box
-                )
+                (number, part)
+                for part in factored_dims.inside(whole(move.sizes), placed, box)
             ]
-            place = {numbers[position]: n for n, position in enumerate(positions)}
-            cuts = [
-                (place[number], piece)
-                for number, piece in self._pieces(
-                    source, parts, move.target_side, move.arithmetic
-                )
+            pieces = [
+                piece
+                for _, piece in self._pieces(source, parts, placed, move.arithmetic)
             ]
             if len(self._cuts) < _MOST_CUTS:
-                self._cuts[key] = cuts
-        for at, piece in cuts:
-            number = numbers[positions[at]]
+                self._cuts[key] = pieces
+        moved = 0
+        if start is not side.start:
+            strides = row_major(box.shape)
+            moved = sum(
+                (at - first) * stride
+                for at, first, stride in zip(side.start, start, strides, strict=True)
+            )
+        for piece in pieces:
             self._left[number] -= self._volumes[piece.form]
-            self._add(source.tensor, number, piece)
+            self._add(source.tensor, number, piece, moved)
 
-    def _add(self, source: int, buffer: int, piece: _Piece) -> None:
+    def _add(self, source: int, buffer: int, piece: _Piece, moved: int = 0) -> None:
         fragment = self._tensors[source].fragments[piece.fragment]
         file = self._files.setdefault(fragment.file, len(self._files))
         first = fragment.offset + piece.offset
-        self._rows.extend((source, file, first, piece.form, buffer, piece.element))
+        element = piece.element + moved
+        self._rows.extend((source, file, first, piece.form, buffer, element))
 
     def _pieces(
         self,

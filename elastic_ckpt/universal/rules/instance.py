@@ -104,7 +104,7 @@ class Plan:
 _Ranges = dict[str, tuple[int, int, int, int]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
     # A box of coordinates in one or several tensors that have the same elements.
     members: tuple[tuple[int, tuple[int, ...]], ...]  # rows, with the first index
@@ -213,12 +213,14 @@ class _Planner:
         """The pieces of a part of the tensors of a side."""
         relation = self._relation
         tensor = (relation.targets if is_target else relation.sources)[term.tensor]
-        rows = self._rows if is_target else self._instance.sources
-        groups: dict[object, list[tuple[int, Row, dict[str, Any]]]] = {}
+        listed = self._rows if is_target else self._instance.sources
+        rows = [each for each in enumerate(listed) if each[1].tensor == term.tensor]
+        plain = self._plain_pieces(tensor, term, rows)
+        if plain is not None:
+            return plain
+        groups: dict[object, list[_Member]] = {}
         reduced = tensor.reduced
-        for number, row in enumerate(rows):
-            if row.tensor != term.tensor:
-                continue
+        for number, row in rows:
             values: dict[str, Any] = {**dict(row.ranks), **dict(row.captured)}
             key = self._place(tensor, term, values)
             groups.setdefault(key, []).append((number, row, values))
@@ -240,6 +242,46 @@ class _Planner:
                     pieces.append(piece)
                 else:
                     pieces += _exploded(tensor, piece)
+        return pieces
+
+    def _plain_pieces(
+        self, tensor: ParsedTensor, term: Term, rows: Sequence[tuple[int, Row]]
+    ) -> list[_Piece] | None:
+        # The pieces of many rows of different elements, fast; None if they need more.
+        if tensor.tables or tensor.reduced or tensor.dims.axes & tensor.name.names:
+            return None
+        used = tensor.dims.axes | (term.coordinates - term.names)
+        # By all ranks of a row: those that are used, and the pieces without captures.
+        of_ranks: dict[object, tuple[object, list[tuple[Any, _Ranges]]]] = {}
+        pieces: list[_Piece] = []
+        seen = set()
+        for number, row in rows:
+            held = of_ranks.get(row.ranks)
+            if held is None:
+                ranks = {axis: at for axis, at in row.ranks if axis in used}
+                points = {
+                    axis: (at, 1, -1, 0)
+                    for axis, at in ranks.items()
+                    if axis not in tensor.dims.axes
+                }
+                strips = [
+                    (start, points | ranges)
+                    for start, ranges in self._in_dims(tensor, dict(row.ranks))
+                    if ranges.keys() <= term.names
+                ]
+                held = of_ranks[row.ranks] = tuple(sorted(ranks.items())), strips
+            key = row.captured, held[0]
+            if key in seen:
+                return None
+            seen.add(key)
+            captured = self._points(tensor, dict(row.captured))
+            if captured.keys() - term.names:
+                continue
+            for start, ranges in held[1]:
+                if term.names <= captured.keys() | ranges.keys():
+                    pieces.append(
+                        _Piece(((number, start),), captured | ranges, row.name)
+                    )
         return pieces
 
     def _has_rows(self, number: int) -> bool:
@@ -545,39 +587,7 @@ class _Join:
                 return []
             cells, of_target = parts, of_target[first]
             chosen = [*(each[first] for each in chosen), second]
-        copied: list[Copied] = []
-        arithmetic: dict[Reduction, Arithmetic | None] = {}
-        starts, stops = cells.start.tolist(), cells.stop.tolist()
-        for cell, target in enumerate(of_target.tolist()):
-            pieces = [
-                side[numbers[cell]]
-                for side, numbers in zip(self._sides, chosen, strict=True)
-            ]
-            reduction = self._reduction
-            if reduction is Reduction.NONE:
-                reduction = pieces[0].reduction
-            elif any(len(piece.members) > 1 for piece in pieces):
-                pieces = self._flattened(pieces)
-            if reduction not in arithmetic:
-                arithmetic[reduction] = self._planner.arithmetic(
-                    self._pair, reduction, self._operands
-                )
-            copied += self._copies(
-                self._targets[target],
-                pieces,
-                starts[cell],
-                stops[cell],
-                arithmetic[reduction],
-            )
-        return copied
-
-    def _flattened(self, pieces: Sequence[_Piece]) -> list[_Piece]:
-        # Replicas of a compared tensor are compared, too; those of operands are not.
-        if self._reduction is Reduction.EQUAL:
-            return list(pieces)
-        return [
-            dataclasses.replace(piece, members=piece.members[:1]) for piece in pieces
-        ]
+        return list(self._copies(cells, [of_target, *chosen]))
 
     def _check(
         self,
@@ -641,64 +651,152 @@ class _Join:
     def _note(self, text: str, name: str) -> None:
         self.problems.setdefault(text, []).append(name)
 
-    def _copies(
-        self,
-        target: _Piece,
-        sources: Sequence[_Piece],
-        start: Sequence[int],
-        stop: Sequence[int],
-        arithmetic: Arithmetic | None,
-    ) -> Iterator[Copied]:
-        # A factor has a size, and a dim and a step in the target and in each source.
-        pieces = (target, *sources)
-        firsts = [list(piece.members[0][1]) for piece in pieces]
-        factors: list[tuple[int, list[tuple[int, int]]]] = []
-        for name, at, end in zip(self._names, start, stop, strict=True):
-            places = []
-            for first, piece in zip(firsts, pieces, strict=True):
-                low, _, dim, step = piece.ranges.get(name, (at, 0, -1, 0))
-                if dim >= 0:
-                    first[dim] += (at - low) * step
-                places.append((dim, step))
-            if end - at > 1:
-                factors.append((end - at, places))
-        nowhere = [(-1, 0)] * len(sources)
-        for name in sorted(self._repeated):
-            _, count, dim, step = target.ranges[name]
-            if count > 1:
-                factors.append((count, [(dim, step), *nowhere]))
-        for name in self._contracted:
-            places = [(-1, 0)]
-            count = 1
-            for piece in sources:
-                _, held, dim, step = piece.ranges.get(name, (0, 0, -1, 0))
-                places.append((dim, step))
-                count = max(count, held)
-            factors.append((count, places))
-        merged = _merged(factors)
-        factor_sizes = tuple(size for size, _ in merged)
-        moved = [
-            tuple(
-                now - was for now, was in zip(first, piece.members[0][1], strict=True)
-            )
-            for first, piece in zip(firsts, pieces, strict=True)
+    def _copies(self, cells: Boxes, numbers: Sequence[np.ndarray]) -> Iterator[Copied]:
+        # The copies of cells, of which each has a piece of the target and of each side.
+        extra = [*sorted(self._repeated), *self._contracted]
+        sides = [
+            _Columns(pieces, self._names, extra)
+            for pieces in (self._targets, *self._sides)
         ]
-
-        def side(number: int, member: tuple[int, ...]) -> Side:
-            offset = moved[number]
-            return Side(
-                start=tuple(a + b for a, b in zip(member, offset, strict=True)),
-                dims=tuple(places[number][0] for _, places in merged),
-                steps=tuple(places[number][1] for _, places in merged),
-            )
-
-        read = tuple(
-            (row, side(number, member))
-            for number, piece in enumerate(sources, start=1)
-            for row, member in piece.members
+        # Cells of the same places and sizes have the same factors.
+        places = [each.place[n] for each, n in zip(sides, numbers, strict=True)]
+        key = np.column_stack([*places, cells.stop - cells.start])
+        _, firsts, group = np.unique(
+            key, axis=0, return_index=True, return_inverse=True
         )
-        for row, member in target.members:
-            yield row, factor_sizes, side(0, member), read, arithmetic
+        factors = [
+            self._factors(
+                key[first, len(sides) :].tolist(),
+                [side.places[key[first, n]] for n, side in enumerate(sides)],
+            )
+            for first in firsts.tolist()
+        ]
+        starts = [
+            each.starts(n, cells.start) for each, n in zip(sides, numbers, strict=True)
+        ]
+        arithmetic: dict[Reduction, Arithmetic | None] = {}
+        made: dict[object, Side] = {}
+
+        def side(of_group: int, number: int, start: tuple[int, ...]) -> Side:
+            key = of_group, number, start
+            if key not in made:
+                _, dims_of, steps_of = factors[of_group]
+                made[key] = Side(
+                    start=start, dims=dims_of[number], steps=steps_of[number]
+                )
+            return made[key]
+
+        listed = zip(
+            group.reshape(-1).tolist(),
+            *(each.tolist() for each in numbers),
+            *starts,
+            strict=True,
+        )
+        for of_group, *rest in listed:
+            chosen, at = rest[: len(sides)], rest[len(sides) :]
+            pieces = [each.pieces[n] for each, n in zip(sides, chosen, strict=True)]
+            reduction = self._reduction
+            if reduction is Reduction.NONE:
+                reduction = pieces[1].reduction
+            if reduction not in arithmetic:
+                arithmetic[reduction] = self._planner.arithmetic(
+                    self._pair, reduction, self._operands
+                )
+            read = []
+            for number, piece in enumerate(pieces[1:], start=1):
+                start = tuple(at[number])
+                read.append((piece.members[0][0], side(of_group, number, start)))
+                # Replicas of what is compared are compared, those of operands are not.
+                if reduction in (Reduction.PRODUCT, Reduction.LOW_RANK):
+                    continue
+                first = piece.members[0][1]
+                for row, other in piece.members[1:]:
+                    moved = tuple(
+                        a - b + c for a, b, c in zip(start, first, other, strict=True)
+                    )
+                    read.append((row, side(of_group, number, moved)))
+            into = side(of_group, 0, tuple(at[0]))
+            for row, _ in pieces[0].members:
+                yield (
+                    row,
+                    factors[of_group][0],
+                    into,
+                    tuple(read),
+                    arithmetic[reduction],
+                )
+
+    def _factors(
+        self, lengths: Sequence[int], places: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> tuple[
+        tuple[int, ...], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]
+    ]:
+        # The sizes of the factors, and by side their dims and steps.
+        factors = []
+        for number, of_name in enumerate(zip(*places, strict=True)):
+            length = max(count for _, _, count in of_name)
+            if number < len(lengths):
+                length = lengths[number]
+            is_contracted = number >= len(lengths) + len(self._repeated)
+            if length > 1 or is_contracted:
+                factors.append((length, [(dim, step) for dim, step, _ in of_name]))
+        merged = _merged(factors)
+        return (
+            tuple(size for size, _ in merged),
+            tuple(
+                tuple(held[number][0] for _, held in merged)
+                for number in range(len(places))
+            ),
+            tuple(
+                tuple(held[number][1] for _, held in merged)
+                for number in range(len(places))
+            ),
+        )
+
+
+class _Columns:
+    """The pieces of a side, in columns.
+
+    Attributes:
+      pieces: the p pieces.
+      places: the distinct places of factors: by name the dim, the step, and the length
+        of names that are not those of the cells.
+      place: of each piece, by number, int64 `[p]`.
+    """
+
+    def __init__(
+        self, pieces: Sequence[_Piece], names: Sequence[str], extra: Sequence[str]
+    ) -> None:
+        self.pieces = pieces
+        nowhere = (0, 0, -1, 0)
+        numbers: dict[tuple[tuple[int, int, int], ...], int] = {}
+        place, low = [], []
+        for piece in pieces:
+            held = [piece.ranges.get(name, nowhere) for name in names]
+            key = [(dim, step, 0) for _, _, dim, step in held]
+            for name in extra:
+                _, count, dim, step = piece.ranges.get(name, nowhere)
+                key.append((dim, step, count))
+            place.append(numbers.setdefault(tuple(key), len(numbers)))
+            low.append([first for first, _, _, _ in held])
+        self.places = list(numbers)
+        self.place = np.array(place, np.int64)
+        self._low = np.array(low, np.int64).reshape(len(pieces), len(names))
+        first = [piece.members[0][1] for piece in pieces]
+        self._first = np.array(first, np.int64).reshape(
+            len(pieces), len(first[0]) if first else 0
+        )
+
+    def starts(self, numbers: np.ndarray, at: np.ndarray) -> list[list[int]]:
+        """The first index in the tensor of cells that begin `at` these coordinates."""
+        start = self._first[numbers]
+        place = self.place[numbers]
+        moved = at - self._low[numbers]
+        for number, places in enumerate(self.places):
+            chosen = place == number
+            for name, (dim, step, _) in enumerate(places[: at.shape[1]]):
+                if dim >= 0:
+                    start[chosen, dim] += moved[chosen, name] * step
+        return start.tolist()
 
 
 def _axis_counts(

@@ -280,6 +280,9 @@ class _Matching:
             each.name: number for number, each in enumerate(self.given or ())
         }
         self._alone = tuple((axis, 0) for axis, n in self.counts.items() if n == 1)
+        self._with_alone: dict[
+            tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]
+        ] = {}
         self.index = NameIndex(self.entries(range(len(self.owners))))
         self._problems: dict[str, list[str]] = collections.defaultdict(list)
         self._unused: set[tuple[int, int]] = set()
@@ -333,7 +336,7 @@ class _Matching:
                 sketch = (
                     match.entry.tensor,
                     match.captured,
-                    tuple(dict.fromkeys((*tensor.ranks, *self._alone))),
+                    self._ranks(tensor.ranks),
                     *_viewed(tensor, owner.relation.sources[match.entry.tensor]),
                 )
                 self._group(match).sources.append((sketch, number))
@@ -345,6 +348,14 @@ class _Matching:
         for each in dtypes.without_scales(quantized, dropped.keys()):
             self._note("unscaled", each)
         self._note_leftovers("sources", leftovers)
+
+    def _ranks(self, ranks: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+        # With those of axes of one rank.
+        found = self._with_alone.get(ranks)
+        if found is None:
+            found = tuple(dict.fromkeys((*ranks, *self._alone)))
+            self._with_alone[ranks] = found
+        return found
 
     def _is_dropped(
         self, drops: NameIndex, tensor: StoredTensor, matches: Sequence[Match]

@@ -63,7 +63,6 @@ def equations(
       LayoutError: if a tensor has another number of dims.
     """
     seen = set()
-    numbers: dict[tuple[str, str], tuple[dims.Node, int]] = {}
     for tensors, side in zip((relation.sources, relation.targets), sides, strict=True):
         for row in side:
             tensor = tensors[row.tensor]
@@ -74,23 +73,14 @@ def equations(
                     for axis, number in (*row.ranks, *row.captured)
                     if axis in tensor.dims.axes
                 }
-            captured = dict(row.captured)
-            for capture in tensor.coordinates:
-                key = (tensor.place, capture.key)
-                least = int(captured[capture.key]) + 1
-                _, before = numbers.get(key, (None, 0))
-                number = len(capture.choices) or max(before, least)
-                numbers[key] = capture.node, number
             key = (id(tensor), row.shape, tuple(sorted(ranks.items())))
             if key not in seen:
                 seen.add(key)
                 yield from _shape_equations(tensor, row, ranks)
-    for (place, key), (node, number) in numbers.items():
-        origin = f"the number of values of {{{key}}} in {place}"
-        is_least = any(isinstance(each, dims.Sum) for each in dims.walk(node))
-        yield Equation(
-            node=node, length=number, ranks={}, origin=origin, is_least=is_least
-        )
+    for tensors, side in zip((relation.sources, relation.targets), sides, strict=True):
+        for tensor in tensors:
+            captured = [row.captured for row in side if row.tensor == tensor.number]
+            yield from _capture_equations(tensor, captured)
     for tensor in (*relation.sources, *relation.targets):
         for key, (by, table) in tensor.tables.items():
             origin = f"the index of {key}"
@@ -110,6 +100,24 @@ def equations(
                     ranks={},
                     origin=f"the number of ranks of {axis}",
                 )
+
+
+def _capture_equations(
+    tensor: ParsedTensor, captured: Sequence[tuple[tuple[str, int | str], ...]]
+) -> Iterator[Equation]:
+    if not captured:
+        return
+    places = {key: at for at, (key, _) in enumerate(captured[0])}
+    for capture in tensor.coordinates:
+        at = places[capture.key]
+        most = max(int(values[at][1]) for values in captured)
+        yield Equation(
+            node=capture.node,
+            length=len(capture.choices) or most + 1,
+            ranks={},
+            origin=f"the number of values of {{{capture.key}}} in {tensor.place}",
+            is_least=any(isinstance(n, dims.Sum) for n in dims.walk(capture.node)),
+        )
 
 
 def _shape_equations(
