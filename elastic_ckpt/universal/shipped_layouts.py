@@ -89,6 +89,8 @@ def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
 
 def _takes_any_name(layout: Layout) -> bool:
     for rule in layout.rules:
+        if rule.kind is not None:
+            continue
         sources, targets = (
             [name_pattern.parse(tensor.name) for tensor in side]
             for side in (rule.source, rule.target)
