@@ -77,6 +77,26 @@ def test_a_model_becomes_the_tree_that_numpy_makes_and_comes_back(
     TRANSFORMERS.run("tests.universal.families.read_models", written, back)
 
 
+def test_the_layout_of_its_family_fits_a_model_and_its_tree(
+    written, tmp_path, subtests
+):
+    models = {each.layout: name for name, each in MODELS.items()}
+    for layout in shipped_layouts.shipped():
+        if layout not in models:
+            continue
+        with subtests.test(layout):
+            name = models[layout]
+            converted(written / name, tmp_path / name, layout)
+            fitting = [
+                shipped_layouts.fitting(universal.open_checkpoint(path).tensors)
+                for path in (written / name, tmp_path / name)
+            ]
+            assert layout in fitting[0]
+            assert f"{layout} (inverse)" in fitting[1]
+            # Layouts that pass on any name are of no use alone.
+            assert not {"hf_fp8", "untied", "hf_language_model"} & {*fitting[0]}
+
+
 def composed(tmp_path, *names, **sizes):
     """The path of a layout through others."""
     path = tmp_path / f"{'_'.join(names)}.yml"
@@ -152,7 +172,7 @@ def test_a_head_that_was_trained_is_not_left_out(written, tmp_path):
     (tmp_path / "tree").mkdir()
     safetensors_files.write(tmp_path / "tree/model.safetensors", tree)
     layout = composed(tmp_path, "hf_llama3", "untied")
-    with pytest.raises(errors.CheckpointError, match="embed/embedding.* differ"):
+    with pytest.raises(errors.CheckpointError, match=r"embed/embedding.* differ"):
         converted(tmp_path / "tree", tmp_path / "back", layout, is_reversed=True)
 
 
