@@ -18,13 +18,16 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors
 from elastic_ckpt.universal import garbage_collection
 from elastic_ckpt.universal.formats import (
-    dcp_checkpoint,
+    dcp,
     deepspeed,
     deepspeed_universal,
+    gguf,
+    hugging_face,
     megatron,
     orbax_checkpoint,
     ram_checkpoint,
     safetensors_checkpoint,
+    torch_weights,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.stored import Checkpoint
@@ -37,6 +40,8 @@ class _Format:
     # Whether files of these names, which one directory has, are of this format.
     is_format: Callable[[Collection[str]], bool]
     open_checkpoint: Callable[[epath.PathLike], Checkpoint]
+    # Whether a single file is a checkpoint, or leads to one.
+    has_file: bool = False
 
 
 # A directory is of the first that fits.
@@ -48,8 +53,9 @@ _FORMATS = (
     ),
     _Format(
         "PyTorch distributed checkpoints (.metadata)",
-        dcp_checkpoint.is_format,
-        dcp_checkpoint.open_checkpoint,
+        dcp.is_format,
+        dcp.open_checkpoint,
+        has_file=True,
     ),
     _Format(
         "Orbax (_METADATA, _CHECKPOINT_METADATA)",
@@ -65,6 +71,7 @@ _FORMATS = (
         "safetensors (*.safetensors, *.safetensors.index.json)",
         safetensors_checkpoint.is_format,
         safetensors_checkpoint.open_checkpoint,
+        has_file=True,
     ),
     _Format(
         "DeepSpeed universal (zero/*/fp32.pt, latest_universal)",
@@ -76,6 +83,18 @@ _FORMATS = (
         deepspeed.is_format,
         deepspeed.open_checkpoint,
     ),
+    _Format(
+        "Meta (consolidated.*.pth, params.json)",
+        torch_weights.is_meta,
+        torch_weights.open_meta,
+    ),
+    _Format(
+        "PyTorch (pytorch_model.bin, *.bin.index.json, *.pt, *.pth)",
+        torch_weights.is_format,
+        torch_weights.open_checkpoint,
+        has_file=True,
+    ),
+    _Format("GGUF (*.gguf)", gguf.is_format, gguf.open_checkpoint, has_file=True),
 )
 
 
@@ -87,7 +106,9 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         [tensor.name for tensor in checkpoint.tensors]
 
     Args:
-      path: a directory, or the file of a checkpoint of one file, local or in a bucket.
+      path: a directory, or the file of a checkpoint of one file, local or in a bucket;
+        or the id of a model in the local cache of the Hugging Face hub,
+        `hf://org/name` or `hf://org/name@revision`.
 
     Returns:
       The checkpoint, with its `format`, its `tensors`, and its `values`, such as the
@@ -98,17 +119,20 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         no format that can be read.
       ConfigError: if the client of the bucket is not installed.
     """
+    if hugging_face.is_id(str(path)):
+        path = hugging_face.snapshot(str(path))
     bucket_clients.prepare(str(path))
     source = epath.Path(path)
     try:
+        is_file = False
         if source.is_dir():
             names = sorted(each.name for each in source.iterdir())
         elif source.exists():
-            names = [source.name]
+            names, is_file = [source.name], True
         else:
             raise FormatError(f"{path} does not exist; give the path of a checkpoint")
         for each in _FORMATS:
-            if each.is_format(names):
+            if each.is_format(names) and (each.has_file or not is_file):
                 with garbage_collection.paused():
                     checkpoint = each.open_checkpoint(source)
                 _check_names(checkpoint, path)

@@ -9,8 +9,8 @@ together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class StoredTensor:
       shape: in elements.
       fragments: boxes that cover it, each element once; empty if `spec` is there.
       spec: of the TensorStore array that holds it, where its bytes are encoded.
+      view: what is done with each element that is stored: "conj" (the conjugate),
+        "neg" (the negative) or "conj neg"; "" if its values are those that are stored.
     """
 
     name: str
@@ -57,6 +59,21 @@ class StoredTensor:
     kind: str = "parameter"
     fragments: tuple[Fragment, ...] = ()
     spec: Mapping[str, Any] | None = None
+    view: str = ""
+
+
+class Checksum(NamedTuple):
+    """What a format says of a range of a file.
+
+    Attributes:
+      start: the first byte.
+      stop: the byte after the last.
+      digest: a number is a CRC-32, bytes are an XXH3-128.
+    """
+
+    start: int
+    stop: int
+    digest: int | bytes
 
 
 class Checkpoint(Protocol):
@@ -80,6 +97,14 @@ class Checkpoint(Protocol):
     @property
     def values(self) -> Mapping[str, Any]:
         """Numbers and texts beside the tensors, by path: `iteration`, `args/lr`."""
+        ...
+
+    @property
+    def checksums(self) -> Callable[[str], Sequence[Checksum]]:
+        """Finds the ranges of a file of which the format has a checksum.
+
+        It raises FormatError if they cannot be read.
+        """
         ...
 
     def check(self, files: Sequence[str]) -> list[str]:

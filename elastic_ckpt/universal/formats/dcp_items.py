@@ -1,81 +1,151 @@
 """Finds the values of many small files of `torch.save`, each a part of a larger file.
 
 An item of a distributed checkpoint has one tensor: a zip with a pickle and a storage.
-Most pickles are equal, and each is decoded once.
+Items of a model differ in little but their values, so one is parsed and others of its
+size are compared with it: all that was parsed must be equal, but for checksums.
 """
 
 from __future__ import annotations
 
-import binascii
 import dataclasses
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.formats import closed_pickle, torch_names, torch_tensor
-from elastic_ckpt.universal.formats.byte_windows import GAP_BYTES, ByteWindows
-from elastic_ckpt.universal.formats.dcp_metadata import Item
+from elastic_ckpt.universal.formats import (
+    plain_pickle,
+    source_files,
+    stored_zip,
+    torch_file,
+)
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
-from elastic_ckpt.universal.formats.stored_zip import check_crc
-from elastic_ckpt.universal.formats.torch_tensor import Tensor
-from elastic_ckpt.universal.formats.zip_directory import Entry, Read, Zip
-from elastic_ckpt.universal.stored import Fragment
+from elastic_ckpt.universal.formats.stored_zip import Entry
+from elastic_ckpt.universal.stored import Checksum
 
 _WRITER = "PyTorch's distributed checkpoint"
 # The directory of a zip and the header of the storage of a larger item are here.
 _ENDS_BYTES = 8 << 10
 # Smaller items are read whole.
-_MOST_WHOLE_BYTES = 2 * _ENDS_BYTES + GAP_BYTES
+_MOST_WHOLE_BYTES = 2 * _ENDS_BYTES + source_files.GAP_BYTES
 _BATCH_BYTES = 16 << 20
 # The length of a header of safetensors, and its first characters.
 _HEADER_BYTES = 10
 _PREFIX = "archive/"
+_CRC_BYTES = 4
+# Of headers of entries: the first bytes, and where CRC-32 and sizes are.
+_LOCAL, _LOCAL_CRC, _LOCAL_LENGTHS = b"PK\x03\x04", 14, 26
+_CENTRAL, _CENTRAL_CRC, _CENTRAL_BYTES = b"PK\x01\x02", 16, 46
+_SERIALIZATION = f"{_PREFIX}.data/serialization_id"
+
+
+class Item(NamedTuple):
+    """A part of a file: its first byte, and its size."""
+
+    offset: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A box of a tensor, and the item that has it.
+class Located:
+    """The tensor of an item.
 
     Attributes:
-      name: of the tensor.
-      dtype: of the tensor.
-      box: in the tensor.
-      item: a part of a file.
+      dtype: of its elements.
+      shape: in elements.
+      view: see `StoredTensor.view`.
+      offset: of its first element, from the first byte of the item.
+      strides: bytes from an element to the next, by dim.
+      storage: that has its values, from the first byte of the item.
     """
 
-    name: str
     dtype: np.dtype
-    box: Box
-    item: Item
+    shape: tuple[int, ...]
+    view: str
+    offset: int
+    strides: tuple[int, ...]
+    storage: Entry
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ItemZip:
-    # Implements `torch_tensor.Zip`, without reading values.
-    path: str
-    entries: Mapping[str, Entry]
+class _Ends:
+    """The content of an item, or its beginning and its end if it is large."""
 
-    def entry(self, name: str) -> Entry:
-        return self.entries[name]
+    def __init__(self, content: bytes, item: Item) -> None:
+        self.content = content
+        is_whole = item.size <= _MOST_WHOLE_BYTES
+        self._head = content if is_whole else content[:_ENDS_BYTES]
+        self._tail = b"" if is_whole else content[_ENDS_BYTES:]
+        # The first byte of the item that is in the tail.
+        self._tail_start = item.size - len(self._tail)
 
-    def size(self, name: str) -> int | None:
-        entry = self.entries.get(name)
-        return None if entry is None else entry.size
+    def read(self, start: int, size: int) -> bytes:
+        """Bytes of the item; fewer, if the part that has the first ends before."""
+        if start >= self._tail_start:
+            start -= self._tail_start
+            return self._tail[start : start + size]
+        return self._head[start : start + size]
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        del start, stop
-        raise FormatError(f"{self.path} is closed; read {name} by its offset")
+    def in_head(self, start: int) -> int:
+        """The place, which must be in the beginning.
+
+        Raises:
+          ValueError: if it is not.
+        """
+        if start > len(self._head):
+            raise ValueError(f"byte {start} is behind the beginning")
+        return start
+
+
+class _Template:
+    """What items of a size have in common, and the tensor that they have."""
+
+    def __init__(
+        self, ends: _Ends, entries: Mapping[str, Entry], name: str, tensor: Located
+    ) -> None:
+        self.tensor = tensor
+        content = ends.content
+        storage = ends.in_head(entries[name].start)
+        header = content.rindex(_LOCAL, 0, storage)
+        masked = [(header + _LOCAL_CRC, header + _LOCAL_LENGTHS)]
+        self._crc = _central(content, name) + _CENTRAL_CRC
+        for each in (name, _SERIALIZATION):
+            if each in entries:
+                at = _central(content, each) + _CENTRAL_CRC
+                masked.append((at, at + _CRC_BYTES))
+        # Values, and entries of no interest, lie before the directory.
+        masked.append((storage, _central(content, next(iter(entries)))))
+        self._parts = []
+        at = 0
+        for start, stop in sorted(masked):
+            self._parts.append((at, start, content[at:start]))
+            at = stop
+        self._parts.append((at, len(content), content[at:]))
+
+    def fits(self, content: bytes) -> bool:
+        """Whether an item of the same size has the same tensor."""
+        return all(content[a:b] == part for a, b, part in self._parts)
+
+    def crc(self, content: bytes) -> int:
+        """The CRC-32 of the storage of an item that fits."""
+        return int.from_bytes(content[self._crc : self._crc + _CRC_BYTES], "little")
+
+
+def _central(content: bytes, name: str) -> int:
+    # Where the directory has an entry, whose names come behind all others.
+    at = content.rindex(name.encode()) - _CENTRAL_BYTES
+    if content[max(0, at) : at + len(_CENTRAL)] != _CENTRAL:
+        raise ValueError(f"{name} is not found in the directory")
+    return at
 
 
 class ItemFile:
     """A file of items.
 
     Args:
-      directory: of the checkpoint.
-      name: of the file.
+      path: of the file.
       items: all parts of it.
       budget: of the checkpoint.
 
@@ -87,28 +157,25 @@ class ItemFile:
     """
 
     def __init__(
-        self,
-        directory: epath.Path,
-        name: str,
-        items: Sequence[Item],
-        budget: SourceBudget,
+        self, path: epath.Path, items: Sequence[Item], budget: SourceBudget
     ) -> None:
         self._budget = budget
-        self.path = str(directory / name)
-        self._items = sorted(items, key=lambda item: item.offset)
-        self._storages: list[Entry] = []
-        # By their pickles; the files that they name are those of the first.
-        self._tensors: dict[bytes, Tensor] = {}
+        self.path = str(path)
+        # By size of the item.
+        self._templates: dict[int, _Template] = {}
+        # By their pickles.
+        self._rows: dict[bytes, list[Any]] = {}
+        self._checksums: list[tuple[int, int, int]] = []
         try:
-            num_bytes = (directory / name).stat().length
+            num_bytes = path.stat().length
         except FileNotFoundError:
             raise FormatError(
                 f"{self.path} is missing; copy the whole checkpoint"
             ) from None
         end = 0
-        for item in self._items:
+        for item in sorted(items):
             if item.offset < end:
-                with (directory / name).open("rb") as file:
+                with path.open("rb") as file:
                     _check_header(file.read(_HEADER_BYTES), self.path)
                 raise FormatError(f"{self.path} has items that overlap at byte {end}")
             end = item.offset + item.size
@@ -118,92 +185,107 @@ class ItemFile:
                     f" of {item.size} from {item.offset}"
                 )
 
-    def fragments(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Fragment]]:
-        """The places of the values of chunks that are not empty, in the file's order.
+    def located(self, items: Sequence[Item]) -> Iterator[Located]:
+        """The tensors of items, which are ordered by their first bytes.
 
         Raises:
-          FormatError: if an item is no zip of one tensor of that shape and type.
+          FormatError: if an item is no zip of one tensor.
         """
-        ordered = sorted(chunks, key=lambda chunk: chunk.item.offset)
-        batch: list[Chunk] = []
+        batch: list[Item] = []
         size = 0
-        for chunk in ordered:
-            batch.append(chunk)
-            size += min(chunk.item.size, _MOST_WHOLE_BYTES)
+        for item in items:
+            batch.append(item)
+            size += min(item.size, _MOST_WHOLE_BYTES)
             if size >= _BATCH_BYTES:
-                yield from self._located(batch)
+                yield from self._batch(batch)
                 batch, size = [], 0
-        yield from self._located(batch)
+        yield from self._batch(batch)
 
-    def _located(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Fragment]]:
-        spans = [span for chunk in chunks for span in _ends(chunk.item)]
-        windows = ByteWindows(self.path, spans)
-        for chunk in chunks:
-            tensor, entry = self._tensor(windows, chunk)
-            if (tensor.dtype, tensor.shape) != (chunk.dtype, chunk.box.shape):
-                raise FormatError(
-                    f"{self.path} has a tensor {tensor.dtype}{list(tensor.shape)} from"
-                    f" byte {chunk.item.offset}, and {chunk.name} is listed there as"
-                    f" {chunk.dtype}{list(chunk.box.shape)}"
-                )
-            if chunk.box.volume:
-                yield (
-                    chunk,
-                    Fragment(
-                        box=chunk.box,
-                        file=self.path,
-                        offset=entry.start + tensor.entry_offset,
-                        strides=tensor.byte_strides,
-                    ),
-                )
+    def checksums(self) -> Sequence[Checksum]:
+        """The CRC-32 of the storages of all items; none if it was written without."""
+        if not any(crc for _, _, crc in self._checksums):
+            return ()
+        return [Checksum(*each) for each in self._checksums]
 
-    def _tensor(self, windows: ByteWindows, chunk: Chunk) -> tuple[Tensor, Entry]:
-        item = chunk.item
-        place = Zip(begin=item.offset, size=item.size, file=self.path, writer=_WRITER)
-        read = _reader(windows, item)
-        _check_header(read(item.offset, _HEADER_BYTES), self.path)
-        entries = place.entries(read)
+    def _batch(self, items: Sequence[Item]) -> Iterator[Located]:
+        spans = [span for item in items for span in _spans(item)]
+        windows = source_files.ByteWindows(self.path, spans)
+        for item in items:
+            template = self._templates.get(item.size)
+            content = _content(windows, item)
+            if template is not None and template.fits(content):
+                tensor, crc = template.tensor, template.crc(content)
+            else:
+                tensor = self._parsed(item, _Ends(content, item))
+                crc = tensor.storage.crc
+            start = item.offset + tensor.storage.start
+            if tensor.storage.size:
+                self._checksums.append((start, start + tensor.storage.size, crc))
+            yield tensor
+
+    def _parsed(self, item: Item, ends: _Ends) -> Located:
+        place = f"{self.path} (from byte {item.offset})"
+        _check_header(ends.content[:_HEADER_BYTES], self.path)
+        entries = stored_zip.entries(
+            ends.read,
+            begin=0,
+            size=item.size,
+            stored_bytes=item.size,
+            place=place,
+            writer=_WRITER,
+        )
         pickle = entries.get(f"{_PREFIX}data.pkl")
         order = entries.get(f"{_PREFIX}byteorder")
         if pickle is None:
             raise FormatError(f"{place} has no tensor of torch.save")
-        if order is not None and read(order.start, order.size) != b"little":
+        if order is not None and ends.read(order.start, order.size) != b"little":
             raise FormatError(f"{place} is not little-endian, which alone is read")
-        content = read(pickle.start, pickle.size)
-        tensor = self._tensors.get(content)
-        storage = None if tensor is None else entries.get(tensor.entry)
-        if tensor is None or storage is None or storage.size != tensor.entry_bytes:
-            if binascii.crc32(content) != pickle.crc:
-                raise FormatError(f"{place} is damaged: its pickle has another CRC-32")
-            tensor = closed_pickle.decode(
+        content = ends.read(pickle.start, pickle.size)
+        has_crc = any(each.crc for each in entries.values())
+        if has_crc and zlib.crc32(content) != pickle.crc:
+            raise FormatError(f"{place} is damaged: its pickle has another CRC-32")
+        tensor = self._tensor(place, content, entries)
+        located = Located(
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            view=tensor.view,
+            offset=tensor.file_offset,
+            strides=tensor.byte_strides,
+            storage=tensor.entry,
+        )
+        names = [name for name, each in entries.items() if each == tensor.entry]
+        if order is None or order.start < tensor.entry.start:
+            try:
+                self._templates[item.size] = _Template(ends, entries, names[0], located)
+            except ValueError:
+                # Another writer; items like this one are parsed.
+                self._templates.pop(item.size, None)
+        return located
+
+    def _tensor(
+        self, place: str, content: bytes, entries: Mapping[str, Entry]
+    ) -> torch_file.Tensor:
+        row = self._rows.get(content)
+        if row is None:
+            rows: list[Any] = []
+            value = plain_pickle.value(
                 content,
-                file=str(place),
-                names=torch_names.NAMES,
-                persistent=torch_tensor.storages(_ItemZip(self.path, entries), _PREFIX),
+                file=place,
                 budget=self._budget,
+                names=torch_file.NAMES,
+                tensor=lambda each: rows.append(each) or _ROW,
             )
-            if not isinstance(tensor, Tensor):
-                raise FormatError(f"{place} has no tensor, but {chunk.name} is one")
-            storage = entries[tensor.entry]
-            self._tensors[content] = tensor
-        self._storages.append(storage)
-        return tensor, storage
+            if value is not _ROW:
+                raise FormatError(f"{place} has no tensor, but one is listed there")
+            row = self._rows[content] = rows[0]
+        make = torch_file.tensor_of(self.path, entries, _PREFIX, with_views=True)
+        try:
+            return make(row)
+        except ValueError as error:
+            raise FormatError(f"{place} has an invalid tensor ({error})") from None
 
-    def verify(self) -> None:
-        """Compares the CRC-32 of the values of all tensors in the file.
 
-        Raises:
-          FormatError: if one differs.
-        """
-        with epath.Path(self.path).open("rb") as file:
-
-            def read(start: int, size: int) -> bytes:
-                file.seek(start)
-                return file.read(size)
-
-            for entry in self._storages:
-                problem = f"{self.path} is damaged: the tensor from byte {entry.start}"
-                check_crc(read, entry, problem)
+_ROW = object()
 
 
 def _check_header(content: bytes, path: str) -> None:
@@ -215,21 +297,16 @@ def _check_header(content: bytes, path: str) -> None:
         )
 
 
-def _ends(item: Item) -> list[tuple[int, int]]:
+def _content(windows: source_files.ByteWindows, item: Item) -> bytes:
+    if item.size <= _MOST_WHOLE_BYTES:
+        return windows.read(item.offset, item.size)
+    head, tail = (windows.read(a, b - a) for a, b in _spans(item))
+    return head + tail
+
+
+def _spans(item: Item) -> list[tuple[int, int]]:
     # The parts of an item that have all of its headers.
     stop = item.offset + item.size
     if item.size <= _MOST_WHOLE_BYTES:
         return [(item.offset, stop)]
     return [(item.offset, item.offset + _ENDS_BYTES), (stop - _ENDS_BYTES, stop)]
-
-
-def _reader(windows: ByteWindows, item: Item) -> Read:
-    # Takes the bytes of an item from memory.
-    if item.size > _MOST_WHOLE_BYTES:
-        return windows.read
-    content, first = windows.read(item.offset, item.size), item.offset
-
-    def read(start: int, size: int) -> bytes:
-        return content[max(0, start - first) : max(0, start - first + size)]
-
-    return read

@@ -53,7 +53,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         tensors=_tensors(files),
         axes={"tp": files.tp} if files.tp > 1 else {},
         values=_values(files),
-        verify=torch_file.verify,
+        checksums=torch_file.checksums,
     )
 
 

@@ -17,9 +17,8 @@ from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import (
-    bounded_file,
-    file_names,
     plain_values,
+    source_files,
     torch_file,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -92,9 +91,9 @@ def folder_of(path: epath.PathLike, latest: str = LATEST) -> epath.Path:
     pointer = folder / latest
     if not pointer.exists():
         return folder
-    content = bounded_file.read(pointer, most_bytes=bounded_file.MOST_NAME_BYTES)
+    content = source_files.read(pointer, most_bytes=source_files.MOST_NAME_BYTES)
     tag = content.decode("utf-8", "replace").strip()
-    if not file_names.is_plain(tag):
+    if not source_files.is_plain_name(tag):
         raise FormatError(f"{pointer} names {tag!r}, which is no directory beside it")
     if not (folder / tag).exists():
         raise FormatError(f"{pointer} names {tag}, which {folder} does not have")

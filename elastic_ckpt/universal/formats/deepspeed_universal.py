@@ -29,8 +29,7 @@ from elastic_ckpt.universal.formats import (
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
-from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.formats.torch_tensor import Tensor
+from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
 
 LATEST = "latest_universal"
@@ -91,7 +90,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         format="DeepSpeed universal",
         tensors=tensors,
         values=values,
-        verify=torch_file.verify,
+        checksums=torch_file.checksums,
     )
 
 

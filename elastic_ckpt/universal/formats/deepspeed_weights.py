@@ -8,8 +8,7 @@ from typing import Any
 
 from elastic_ckpt.universal.formats import flat_parameters, torch_file, zero_states
 from elastic_ckpt.universal.formats.deepspeed_files import Files
-from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.formats.torch_tensor import Tensor
+from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
 
 # Begins names of parameters that layers share: a pipeline has one in each stage.

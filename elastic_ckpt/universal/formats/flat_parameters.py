@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import flat_ranges
 from elastic_ckpt.universal.formats import coverage
-from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.formats.torch_tensor import Tensor
+from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import Fragment
 from elastic_ckpt.universal.strides import row_major
 

@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from etils import epath
 
 from elastic_ckpt.universal.formats import (
-    bounded_file,
-    dcp_checkpoint,
+    dcp,
     megatron_ranks,
+    source_files,
     state_kinds,
     torch_file,
-    torch_zip,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.stored import StoredTensor
+from elastic_ckpt.universal.stored import Checksum, StoredTensor
 
 LATEST = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
@@ -46,36 +45,37 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     """Opens the directory of an iteration, or one whose file names the latest.
 
     Raises:
-      FormatError: as `dcp_checkpoint.open_checkpoint` and `megatron_ranks`.
+      FormatError: as `dcp.open_checkpoint` and `megatron_ranks`.
     """
     folder = _folder(epath.Path(path))
     if not _is_torch_dist([each.name for each in folder.iterdir()]):
         return megatron_ranks.open_checkpoint(folder)
-    opened = dcp_checkpoint.open_checkpoint(folder)
+    opened = dcp.open_checkpoint(folder)
     common = torch_file.read(folder / _COMMON)
     tensors = [_named(tensor) for tensor in opened.tensors]
 
-    def verify(file: str) -> bool:
-        return torch_file.verify(file) if file == common.path else opened.verify(file)
+    def checksums(file: str) -> Sequence[Checksum]:
+        of_file = torch_file if file == common.path else opened
+        return of_file.checksums(file)
 
     return dataclasses.replace(
         opened,
         format="Megatron torch_dist",
         tensors=[*tensors, *_of_common(common)],
         values=common.values(),
-        verify=verify,
+        checksums=checksums,
     )
 
 
 def _is_torch_dist(names: Collection[str]) -> bool:
-    return _COMMON in names and dcp_checkpoint.is_format(names)
+    return _COMMON in names and dcp.is_format(names)
 
 
 def _folder(path: epath.Path) -> epath.Path:
     pointer = path / LATEST
     if not pointer.exists():
         return path
-    content = bounded_file.read(pointer, most_bytes=bounded_file.MOST_NAME_BYTES)
+    content = source_files.read(pointer, most_bytes=source_files.MOST_NAME_BYTES)
     text = content.decode("utf-8", "replace").strip()
     is_number = text.isascii() and text.isdecimal()
     folder = path / (f"iter_{int(text):07d}" if is_number else text)
@@ -96,7 +96,7 @@ def _named(tensor: StoredTensor) -> StoredTensor:
 
 def _of_common(file: TorchFile) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
-    for keys, tensor in torch_zip.tensors(file.value):
+    for keys, tensor in torch_file.tensors(file.value):
         file.take(sum(len(str(key)) for key in keys))
         tensors.append(
             StoredTensor(

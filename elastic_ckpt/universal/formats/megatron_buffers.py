@@ -18,10 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from elastic_ckpt.universal.formats import flat_parameters, state_kinds
-from elastic_ckpt.universal.formats.byte_windows import ByteWindows
 from elastic_ckpt.universal.formats.flat_parameters import Range
-from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.formats.torch_tensor import Tensor
+from elastic_ckpt.universal.formats.source_files import ByteWindows
+from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
 from elastic_ckpt.universal.strides import row_major
 

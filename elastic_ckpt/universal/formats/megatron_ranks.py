@@ -26,8 +26,7 @@ from elastic_ckpt.universal.formats import (
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
-from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.formats.torch_tensor import Tensor
+from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,9})(?:_(\d{3,9}))?(?:_(\d{3,9}))?")
@@ -90,7 +89,7 @@ def open_checkpoint(folder: epath.Path) -> OpenedCheckpoint:
         tensors=list(tensors.values()),
         axes=axes | ({"vp": len(chunks)} if chunks else {}),
         values=_values(first),
-        verify=torch_file.verify,
+        checksums=torch_file.checksums,
     )
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.universal.formats import state_kinds
-from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.formats.torch_tensor import Tensor
+from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
 
 # Begins the name of a state whose parameter is not known; its number follows.

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import Any
+from typing import IO, Any
 
-from elastic_ckpt.universal.stored import StoredTensor
+from elastic_ckpt.core import digest, storage
+from elastic_ckpt.universal.formats import source_files
+from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.stored import Checksum, StoredTensor
 
 # Files whose checksums are compared at a time: each is read piece by piece.
 _THREADS = 4
+# Pieces of a file of this machine stay in the cache of the processor.
+_PIECE_BYTES, _LOCAL_PIECE_BYTES = 16 << 20, 1 << 20
 
 
-def _without_checksum(file: str) -> bool:
+def _none(file: str) -> Sequence[Checksum]:
     del file
-    return False
+    return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,15 +33,14 @@ class OpenedCheckpoint:
       tensors: a name, its kind and its ranks together occur once.
       axes: the number of ranks by axis.
       values: numbers and texts beside the tensors, by path.
-      verify: compares the checksums of a file; False if the format has none of it. It
-        is called by several threads.
+      checksums: of ranges of a file; it is called by several threads.
     """
 
     format: str
     tensors: Sequence[StoredTensor]
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    verify: Callable[[str], bool] = _without_checksum
+    checksums: Callable[[str], Sequence[Checksum]] = _none
 
     def check(self, files: Sequence[str]) -> list[str]:
         """Compares the checksums that the format has of these files.
@@ -44,12 +49,52 @@ class OpenedCheckpoint:
           Those that have no checksum.
 
         Raises:
-          FormatError: if a file has another checksum.
+          FormatError: if a range of a file has another checksum.
         """
         with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="check") as pool:
-            verified = pool.map(self.verify, files)
+            checked = pool.map(self._check, files)
             return [
                 file
-                for file, is_verified in zip(files, verified, strict=True)
+                for file, is_verified in zip(files, checked, strict=True)
                 if not is_verified
             ]
+
+    def _check(self, file: str) -> bool:
+        listed = self.checksums(file)
+        compare(file, listed)
+        return bool(listed)
+
+
+def compare(file: str, checksums: Sequence[Checksum]) -> None:
+    """Compares a file with checksums that it should have.
+
+    Raises:
+      FormatError: if a range has another one.
+    """
+    if checksums:
+        with source_files.opened(file) as opened:
+            for each in sorted(checksums, key=lambda checksum: checksum.start):
+                _compare(opened, file, each)
+
+
+def _compare(opened: IO[bytes], file: str, checksum: Checksum) -> None:
+    start, stop, expected = checksum
+    piece = _LOCAL_PIECE_BYTES if storage.is_local(file) else _PIECE_BYTES
+    crc, xxh = 0, digest.values_hash()
+    opened.seek(start)
+    for at in range(start, stop, piece):
+        content = opened.read(min(piece, stop - at))
+        if isinstance(expected, int):
+            crc = zlib.crc32(content, crc)
+        else:
+            xxh.update(content)
+    if isinstance(expected, int):
+        kind, found, shown = "CRC-32", f"{crc:08x}", f"{expected:08x}"
+    else:
+        kind, found, shown = "digest", xxh.hexdigest(), expected.hex()
+    if found != shown:
+        raise FormatError(
+            f"{file} is damaged: its bytes {start} to {stop} have the {kind} {found},"
+            f" not {shown}; copy it again from the place that it was written to, or use"
+            " another step"
+        )

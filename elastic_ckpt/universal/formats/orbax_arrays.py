@@ -18,7 +18,7 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.tiers.persistent import ocdbt
-from elastic_ckpt.universal.formats import bounded_json, coverage
+from elastic_ckpt.universal.formats import coverage, source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 _READ_AT_ONCE = 1024
@@ -97,7 +97,7 @@ class ArrayStore:
         place = f"{self.directory}: {name}"
         if read.state != "value":
             raise FormatError(f"{place} is listed, and is not in the store")
-        fields = bounded_json.parse(bytes(read.value), place)
+        fields = source_files.parse_json(bytes(read.value), place)
         dtype = fields.get("data_type" if self.use_zarr3 else "dtype")
         shape = fields.get("shape")
         compression = json.dumps([fields.get("compressor"), fields.get("codecs")])

@@ -16,7 +16,7 @@ from etils import epath
 from elastic_ckpt.core import storage
 from elastic_ckpt.steps.manifest import escaped
 from elastic_ckpt.tiers.persistent.persistent_root import COMMIT_FILE
-from elastic_ckpt.universal.formats import bounded_json
+from elastic_ckpt.universal.formats import source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.stored import StoredTensor
@@ -67,7 +67,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
     # TensorStore takes long to import, and other formats do not need it.
     from elastic_ckpt.universal.formats import orbax_arrays
 
-    fields = bounded_json.read(directory / _TREE, tensors=directory)
+    fields = source_files.read_json(directory / _TREE, tensors=directory)
     try:
         keys = dict(_leaves(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -104,7 +104,7 @@ def _strings(directory: epath.Path, prefix: str) -> dict[str, str]:
     if not path.exists():
         return {}
     texts: dict[str, str] = {}
-    pending: list[tuple[str, Any]] = [(prefix, bounded_json.read(path))]
+    pending: list[tuple[str, Any]] = [(prefix, source_files.read_json(path))]
     while pending:
         at, node = pending.pop()
         if isinstance(node, dict):
@@ -118,7 +118,9 @@ def _strings(directory: epath.Path, prefix: str) -> dict[str, str]:
 
 def _custom_metadata(directory: epath.Path) -> Iterator[tuple[str, Any]]:
     path = directory / _STEP
-    fields = bounded_json.read(path).get("custom_metadata") if path.exists() else None
+    fields = (
+        source_files.read_json(path).get("custom_metadata") if path.exists() else None
+    )
     if isinstance(fields, dict):
         for key, value in fields.items():
             yield f"custom_metadata/{escaped(key)}", value

@@ -12,13 +12,12 @@ import collections
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import digest, errors
+from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout, manifest, manifest_file, search
 from elastic_ckpt.steps.manifest import Contents, Leaf
@@ -29,7 +28,7 @@ from elastic_ckpt.tiers.ram.ram_disk import RamDisk
 from elastic_ckpt.universal.formats import saved_leaf
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.stored import StoredTensor
+from elastic_ckpt.universal.stored import Checksum, StoredTensor
 
 _TEXT = "text "
 
@@ -70,7 +69,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         format="elastic_ckpt RAM disk",
         tensors=list(parts.tensors()),
         values=values,
-        verify=parts.verify,
+        checksums=parts.checksums,
     )
 
 
@@ -135,23 +134,16 @@ class _Parts:
         self._chunks[file].append((leaf, fragment))
         return fragment.box, file, fragment.offset
 
-    def verify(self, file: str) -> bool:
-        """Compares the digests of the chunks in a file; False if it has none.
-
-        Raises:
-          FormatError: if one differs.
-        """
-        for leaf, fragment in self._chunks.get(file, ()):
-            size = layout.num_bytes(fragment.box, leaf.dtype)
-            with open(file, "rb") as opened:
-                opened.seek(fragment.offset)
-                content = np.frombuffer(opened.read(size), np.uint8)
-            if digest.values_digest(content) != fragment.digest:
-                raise FormatError(
-                    f"{file} is damaged: {leaf.path}{fragment.box} has another digest;"
-                    " use another step"
-                )
-        return file in self._chunks
+    def checksums(self, file: str) -> Sequence[Checksum]:
+        """The digests of the chunks in a file."""
+        return [
+            Checksum(
+                fragment.offset,
+                fragment.offset + layout.num_bytes(fragment.box, leaf.dtype),
+                fragment.digest,
+            )
+            for leaf, fragment in self._chunks.get(file, ())
+        ]
 
 
 def _check_file(file: str, fragment: manifest.Fragment) -> None:

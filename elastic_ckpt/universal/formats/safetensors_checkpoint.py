@@ -3,27 +3,24 @@
 A directory may have an index, `model.safetensors.index.json`, that lists the file of
 each tensor. PyTorch's distributed checkpoints write files without an index, of which
 each has parts of tensors: `DCP_SHARDING_INFO` in its header has the first element of
-each part. Safetensors files have no checksums. Beside them, Hugging Face has the sizes
-of the model in `config.json`; they are values, `config/num_key_value_heads`.
+each part. Safetensors files have no checksums.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import (
-    bounded_json,
     coverage,
-    file_names,
-    plain_values,
+    hugging_face,
     safetensors_file,
+    source_files,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
@@ -32,7 +29,6 @@ from elastic_ckpt.universal.stored import Fragment, StoredTensor
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-_CONFIG = "config.json"
 _SHARDING = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _VERSIONS = ("1.0",)
@@ -51,74 +47,31 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         another directory, or parts of a tensor overlap or are missing.
     """
     source = epath.Path(path)
-    listed: Mapping[str, str] = {}
     values: dict[str, Any] = {}
-    if source.is_dir():
-        index = _index(source)
-    else:
-        index = source if source.name.endswith(INDEX_SUFFIX) else None
+    folder = source if source.is_dir() else source.parent
+    index = hugging_face.find_index(source, INDEX_SUFFIX, "model")
+    listed: Mapping[str, Sequence[str]] = {}
     if index is not None:
-        listed, values = _read_index(index)
-        files = [index.parent / name for name in sorted(set(listed.values()))]
+        listed, values = hugging_face.read_index(index)
     elif source.is_dir():
-        files = sorted(each for each in source.iterdir() if each.suffix == SUFFIX)
+        names = sorted(each.name for each in source.iterdir())
+        listed = {name: () for name in names if name.endswith(SUFFIX)}
     else:
-        files = [source]
-    headers = {str(file): safetensors_file.read_header(file) for file in files}
-    for name, file_name in listed.items():
-        file = str(files[0].parent / file_name)
-        if name not in headers[file].spans:
-            raise FormatError(f"{file} lacks {name}, which {index} lists there")
-    for header in headers.values():
+        listed = {source.name: ()}
+    headers: dict[str, Header] = {}
+    for name, tensors in listed.items():
+        file = str(folder / name)
+        header = headers[file] = safetensors_file.read_header(file)
+        for tensor in tensors:
+            if tensor not in header.spans:
+                raise FormatError(f"{file} lacks {tensor}, which {index} lists there")
         values |= {k: v for k, v in header.metadata.items() if k != _SHARDING}
-    values |= _config(files[0].parent / _CONFIG)
+    values |= hugging_face.config_values(folder / hugging_face.CONFIG)
     if any(_SHARDING in header.metadata for header in headers.values()):
-        name, tensors = "safetensors shards of PyTorch DCP", _shards(headers)
+        name, made = "safetensors shards of PyTorch DCP", _shards(headers)
     else:
-        name, tensors = "safetensors", _tensors(headers)
-    return OpenedCheckpoint(format=name, tensors=tensors, values=values)
-
-
-def _config(path: epath.Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    config = {"config": bounded_json.read(path)}
-    return plain_values.flatten(config, file=str(path))
-
-
-def _index(directory: epath.Path) -> epath.Path | None:
-    # Its index; of several, the usual one is taken.
-    names = [
-        each.name for each in directory.iterdir() if each.name.endswith(INDEX_SUFFIX)
-    ]
-    usual = f"model{INDEX_SUFFIX}"
-    if len(names) > 1 and usual not in names:
-        raise FormatError(
-            f"{directory} has several indices ({errors.first_of(sorted(names))}); give"
-            " the path of one of them"
-        )
-    if not names:
-        return None
-    return directory / (usual if usual in names else names[0])
-
-
-def _read_index(index: epath.Path) -> tuple[dict[str, str], dict[str, Any]]:
-    # The file of each tensor; numbers and texts.
-    fields = bounded_json.read(index, tensors=index.parent)
-    weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError(f"{index} has no weight_map")
-    for name, file in weight_map.items():
-        if not file_names.is_plain(file):
-            raise FormatError(
-                f"{index} lists {name} in {file!r}, which is no file beside it"
-            )
-    kept = metadata if isinstance(metadata, dict) else {}
-    return weight_map, {
-        key: value
-        for key, value in kept.items()
-        if isinstance(value, str | int | float)
-    }
+        name, made = "safetensors", _tensors(headers)
+    return OpenedCheckpoint(format=name, tensors=made, values=values)
 
 
 def _tensors(headers: Mapping[str, Header]) -> list[StoredTensor]:
@@ -189,7 +142,7 @@ def _starts(header: Header, file: str) -> dict[str, tuple[int, ...]]:
     place = f"{_SHARDING} in the header of {file}"
     encoded = header.metadata.get(_SHARDING, json.dumps({}))
     starts = {}
-    for name, fields in bounded_json.parse(
+    for name, fields in source_files.parse_json(
         encoded.encode(errors="surrogatepass"), place
     ).items():
         offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import bounded_json, coverage, source_file
+from elastic_ckpt.universal.formats import coverage, source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_HEADER_BYTES = 100 << 20
@@ -94,7 +94,7 @@ def read_header(path: epath.PathLike) -> Header:
     Raises:
       FormatError: if it is no such file, or is cut short.
     """
-    with source_file.opened(path) as file:
+    with source_files.opened(path) as file:
         return _header(file, str(path))
 
 
@@ -110,7 +110,7 @@ def read(
     Raises:
       FormatError: if it is no such file, is cut short, or lacks one of the names.
     """
-    with source_file.opened(path) as file:
+    with source_files.opened(path) as file:
         spans = _header(file, str(path)).spans
         chosen = spans.keys() if names is None else list(names)
         arrays = {}
@@ -133,7 +133,7 @@ def _header(file: IO[bytes], path: str) -> Header:
             f"{path} is no safetensors file, or is cut short: its header would"
             f" have {size} bytes, and the file has {total}"
         )
-    fields = bounded_json.parse(file.read(size), f"the header of {path}")
+    fields = source_files.parse_json(file.read(size), f"the header of {path}")
     metadata = fields.pop("__metadata__", None) or {}
     try:
         texts = {key: str(text) for key, text in metadata.items()}
@@ -160,7 +160,12 @@ def _header(file: IO[bytes], path: str) -> Header:
 
 
 def _span(field: dict[str, Any], begin: int, place: str) -> Span:
-    dtype = _DTYPES[field["dtype"]]
+    dtype = _DTYPES.get(field["dtype"])
+    if dtype is None:
+        raise FormatError(
+            f"{place[:1000]} has the dtype {field['dtype']!r:.60}, which is not read;"
+            f" those that are: {', '.join(_DTYPES)}"
+        )
     shape = coverage.checked_shape(field["shape"], place)
     start, stop = field["data_offsets"]
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in (start, stop)):

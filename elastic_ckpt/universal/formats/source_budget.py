@@ -7,22 +7,19 @@ itself, so limits grow with the bytes that its files have on disk.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import threading
-from collections.abc import Generator, Iterator
 
 from elastic_ckpt.universal.formats.format_error import FormatError
 
-# So many opcodes take less than 1 GiB, and about ten seconds.
-MOST_OPERATIONS = 4_000_000
-# The metadata of an empty tensor have so many for each opcode that they take.
-_BYTES_PER_OPERATION = 4
+# Of the process that decodes pickles; the metadata of 1e6 empty tensors take 3e9 bytes
+# and 10 seconds, of 1.6e9 on disk.
+MOST_SECS = 8
+_BYTES_PER_SEC = 50_000_000
+MOST_MEMORY_BYTES = 1 << 29
+_MEMORY_PER_BYTE = 3
 # Names, values, ranges and fragments that readers make of what was decoded.
 MOST_BYTES = 1 << 28
 _BYTES_PER_BYTE = 2
-# Opcodes that a thread gets at a time.
-_SLICE = 1 << 16
 
 
 class SourceBudget:
@@ -33,13 +30,13 @@ class SourceBudget:
 
     Attributes:
       stored_bytes: with those that were added.
+      secs: of a processor, that decoding pickles took.
     """
 
     def __init__(self, stored_bytes: int = 0) -> None:
-        # Generators that end may be collected while it is held.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self.stored_bytes = stored_bytes
-        self._operations = 0
+        self.secs = 0.0
         self._bytes = 0
 
     def add_file(self, stored_bytes: int) -> None:
@@ -47,9 +44,25 @@ class SourceBudget:
         with self._lock:
             self.stored_bytes += stored_bytes
 
-    def operations(self) -> Iterator[None]:
-        """Yields once for each opcode that may be decoded."""
-        return itertools.chain.from_iterable(self._slices())
+    @property
+    def memory_bytes(self) -> int:
+        """The most that decoding a pickle may take."""
+        return max(MOST_MEMORY_BYTES, self.stored_bytes * _MEMORY_PER_BYTE)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that is made of what was decoded."""
+        return max(MOST_BYTES, self.stored_bytes // _BYTES_PER_BYTE)
+
+    @property
+    def most_secs(self) -> float:
+        """The seconds of a processor that decoding all pickles may take."""
+        return max(MOST_SECS, self.stored_bytes / _BYTES_PER_SEC)
+
+    def spend(self, secs: float) -> None:
+        """Counts seconds of a processor."""
+        with self._lock:
+            self.secs += secs
 
     def take(self, num_bytes: int, place: str) -> None:
         """Counts memory.
@@ -63,25 +76,8 @@ class SourceBudget:
         """
         with self._lock:
             self._bytes += num_bytes
-            most = max(MOST_BYTES, self.stored_bytes // _BYTES_PER_BYTE)
-            if self._bytes > most:
+            if self._bytes > self.most_bytes:
                 raise FormatError(
-                    f"{place} has values that take over {most} bytes, with those of"
-                    " the files beside it; it was made to exhaust memory"
+                    f"{place} has values that take over {self.most_bytes} bytes, with"
+                    " those of the files beside it; it was made to exhaust memory"
                 )
-
-    def _slices(self) -> Generator[Iterator[None], None, None]:
-        while size := self._taken():
-            slice_ = itertools.repeat(None, size)
-            try:
-                yield slice_
-            finally:
-                with self._lock:
-                    self._operations -= operator.length_hint(slice_)
-
-    def _taken(self) -> int:
-        with self._lock:
-            most = max(MOST_OPERATIONS, self.stored_bytes // _BYTES_PER_OPERATION)
-            size = min(_SLICE, most - self._operations)
-            self._operations += size
-            return size

@@ -1,146 +1,149 @@
-"""Zips whose entries are uncompressed, read at their offsets, with their CRC-32.
+"""The entries of zips whose content is as it is: where they lie, and their CRC-32.
 
-Entries must lie inside the file and may not overlap, so a small file cannot stand for
-much memory.
+Entries must be uncompressed, lie inside the zip and not overlap, so a small file cannot
+stand for much memory. A zip may be a part of a larger file.
 """
 
 from __future__ import annotations
 
-import binascii
+import dataclasses
+import itertools
+import struct
+import zipfile
 from collections.abc import Callable
-from typing import IO
+from typing import IO, cast
 
-from etils import epath
-
-from elastic_ckpt.core import storage
-from elastic_ckpt.universal.formats import source_file
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.zip_directory import Entry, Zip
 
-# Those of a file of this machine stay in the cache of the processor.
-_CHUNK_BYTES = 16 << 20
-_LOCAL_CHUNK_BYTES = 1 << 20
+# Bytes `start` to `start + size` of a file; fewer if it ends before.
+Read = Callable[[int, int], bytes]
+
+# A directory of more bytes may take a quarter of those of its file.
+_MOST_DIRECTORY_BYTES = 16 << 20
+_LOCAL = struct.Struct("<4s22xHH")
+_PROBLEMS = (
+    *(zipfile.BadZipFile, struct.error, ValueError, OverflowError),
+    *(NotImplementedError, UnicodeError, IndexError, KeyError, EOFError),
+)
 
 
-class StoredZip:
-    """A zip that is open for reading.
-
-    Args:
-      path: local, or in a bucket.
-      writer: the program that should have written it, for messages.
-      span: the first byte of the zip and its size; None if it is the whole file.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of a zip.
 
     Attributes:
-      path: as a text.
-      num_bytes: the size of the file.
-      stored_bytes: of the zip, without holes of the file.
+      start: the first byte of its content in the file.
+      size: of its content.
+      crc: its CRC-32.
+    """
+
+    start: int
+    size: int
+    crc: int
+
+
+def entries(
+    read: Read, *, begin: int, size: int, stored_bytes: int, place: str, writer: str
+) -> dict[str, Entry]:
+    """The entries of a zip by name, in the order of its directory.
+
+    Args:
+      read: bytes of the file.
+      begin: the first byte of the zip.
+      size: of the zip.
+      stored_bytes: of it, without holes of the file.
+      place: the file, and the part of it, for messages.
+      writer: the program that should have written it, for messages.
 
     Raises:
       FormatError: if it is no zip, is cut short, or has other entries than these.
     """
-
-    def __init__(
-        self,
-        path: epath.PathLike,
-        *,
-        writer: str,
-        span: tuple[int, int] | None = None,
-    ) -> None:
-        self.path = str(path)
-        self._file: IO[bytes] = source_file.opened(path)
-        self._verified: set[str] = set()
-        try:
-            self.num_bytes = self._file.seek(0, 2)
-            begin, size = span or (0, self.num_bytes)
-            self.stored_bytes = min(
-                size, source_file.num_stored_bytes(path, self.num_bytes)
-            )
-            place = Zip(begin=begin, size=size, file=self.path, writer=writer)
-            self._entries = place.entries(self._read_headers)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def names(self) -> list[str]:
-        """The names of the entries, in the file's order."""
-        return list(self._entries)
-
-    def size(self, name: str) -> int | None:
-        """The bytes of an entry; None if there is none."""
-        entry = self._entries.get(name)
-        return None if entry is None else entry.size
-
-    def entry(self, name: str) -> Entry:
-        """The place of an entry, which the zip must have."""
-        return self._entries[name]
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes `start` to `stop` of an entry, all of which must have its CRC-32.
-
-        Raises:
-          FormatError: if there is no such entry, it is damaged, or the file was closed.
-        """
-        entry = self._entries.get(name)
-        if entry is None:
-            raise FormatError(f"{self.path} has no entry {name}; it is no whole file")
-        if self._file.closed:
-            raise FormatError(f"{self.path} is closed; read its tensors before")
-        if name not in self._verified:
-            is_local = storage.is_local(self.path)
-            check_crc(
-                self._read,
-                entry,
-                f"{self.path} is damaged: {name}",
-                chunk_bytes=_LOCAL_CHUNK_BYTES if is_local else _CHUNK_BYTES,
-            )
-            self._verified.add(name)
-        stop = entry.size if stop is None else stop
-        return self._read(entry.start + start, stop - start)
-
-    def _read(self, start: int, size: int) -> bytes:
-        content = self._read_some(start, size)
-        if len(content) != size:
-            raise FormatError(f"{self.path} was cut short while it was read")
-        return content
-
-    def _read_headers(self, start: int, size: int) -> bytes:
-        if size > self.stored_bytes:
-            raise FormatError(f"{self.path} has a directory in a hole of the file")
-        return self._read_some(start, size)
-
-    def _read_some(self, start: int, size: int) -> bytes:
-        self._file.seek(start)
-        return self._file.read(size)
-
-
-def check_crc(
-    read: Callable[[int, int], bytes],
-    entry: Entry,
-    problem: str,
-    *,
-    chunk_bytes: int = _CHUNK_BYTES,
-) -> None:
-    """Reads an entry piece by piece, and compares its CRC-32.
-
-    Args:
-      read: bytes of the file, from an offset, as many as a number.
-      entry: of the zip.
-      problem: the beginning of a message, which names the file and the entry.
-      chunk_bytes: of a piece.
-
-    Raises:
-      FormatError: if it differs.
-    """
-    crc = 0
-    for at in range(0, entry.size, chunk_bytes):
-        size = min(chunk_bytes, entry.size - at)
-        crc = binascii.crc32(read(entry.start + at, size), crc)
-    if crc != entry.crc:
+    most = min(stored_bytes, max(_MOST_DIRECTORY_BYTES, stored_bytes // 4))
+    window = _Window(read, begin, size, most)
+    try:
+        # Nothing is decompressed: only the directory is read.
+        archive = zipfile.ZipFile(cast(IO[bytes], window))
+        infos, end = archive.infolist(), archive.start_dir
+    except _PROBLEMS as error:
         raise FormatError(
-            f"{problem} has the CRC-32 {crc:08x}, not {entry.crc:08x}; copy it again"
-            " from the place that it was written to"
-        )
+            f"{place} is no file of {writer}, or is cut short ({error}); files from"
+            " before PyTorch 1.6 are no zips: load them with torch and save them anew"
+        ) from None
+    held: dict[str, Entry] = {}
+    for info in infos:
+        name = info.orig_filename
+        is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
+        if not is_plain or info.compress_size != info.file_size:
+            raise FormatError(
+                f"{place} has the entry {name[:200]}, which is compressed or encrypted;"
+                f" {writer} writes neither: it was packed anew"
+            )
+        if name in held:
+            raise FormatError(f"{place} has the entry {name[:200]} twice")
+        is_before = 0 <= info.header_offset < end
+        start = _content(read, begin, info) if is_before else None
+        if start is None:
+            raise FormatError(f"{place} has no entry where {name[:200]} should be")
+        if start + info.file_size > begin + end:
+            raise FormatError(
+                f"{place} has the entry {name[:200]} of {info.file_size} bytes from"
+                f" {start}, which is not inside the {end} bytes before its directory"
+            )
+        held[name] = Entry(start, info.file_size, info.CRC)
+    spans = sorted((each.start, each.start + each.size) for each in held.values())
+    for (_, stop), (start, _) in itertools.pairwise(spans):
+        if start < stop:
+            raise FormatError(f"{place} has entries that overlap at byte {start}")
+    return held
+
+
+def _content(read: Read, begin: int, info: zipfile.ZipInfo) -> int | None:
+    # The first byte of an entry's content, which a header of its name is before.
+    at = begin + info.header_offset
+    header = read(at, _LOCAL.size)
+    if len(header) < _LOCAL.size:
+        return None
+    magic, name_bytes, extra_bytes = _LOCAL.unpack(header)
+    is_utf8 = info.flag_bits & 0x800
+    try:
+        name = info.orig_filename.encode("utf-8" if is_utf8 else "cp437")
+    except UnicodeEncodeError:
+        return None
+    if magic != b"PK\x03\x04" or name_bytes != len(name):
+        return None
+    if read(at + _LOCAL.size, name_bytes) != name:
+        return None
+    return at + _LOCAL.size + name_bytes + extra_bytes
+
+
+class _Window:
+    """A part of a file, as a file that `zipfile` reads."""
+
+    def __init__(self, read: Read, begin: int, size: int, most: int) -> None:
+        self._read = read
+        self._begin = begin
+        self._size = size
+        self._most = most
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = (0, self._at, self._size)[whence] + offset
+        if at < 0:
+            raise ValueError("it has a place before its beginning")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        if size > self._most:
+            raise ValueError(f"its directory would have {size} bytes")
+        size = left if size < 0 else min(size, left)
+        content = self._read(self._begin + self._at, size)
+        self._at += len(content)
+        return content

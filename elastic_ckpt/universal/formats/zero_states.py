@@ -21,8 +21,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import coverage, state_kinds
 from elastic_ckpt.universal.formats.deepspeed_files import Files
 from elastic_ckpt.universal.formats.flat_parameters import Range
-from elastic_ckpt.universal.formats.torch_file import TorchFile
-from elastic_ckpt.universal.formats.torch_tensor import Tensor
+from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 
 # The name of a parameter of an expert, whose number it has.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)

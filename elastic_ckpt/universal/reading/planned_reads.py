@@ -9,6 +9,7 @@ from absl import logging
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
@@ -57,10 +58,18 @@ class PlannedReads:
             needed of it; None if they are files and objects.
 
         Raises:
-          CheckpointError: if an element is filled by no source or by two.
+          CheckpointError: if an element is filled by no source or by two; FormatError
+            if a tensor is stored as a view of other values.
         """
         names = {tensor.name for tensor in needed}
         used = sorted({move.source for move in moves if move.target in names})
+        for tensor in (checkpoint.tensors[number] for number in used):
+            if tensor.view:
+                raise FormatError(
+                    f"{tensor.name} of the {checkpoint.format} checkpoint has its"
+                    f" {tensor.view} bit set, and is not read; call resolve_conj() and"
+                    " resolve_neg() before it is saved"
+                )
         encoded = EncodedArrays(checkpoint.tensors, used)
 
         def limits(file: str) -> Limits:

@@ -304,7 +304,7 @@ def _one_by_one(
     for index in range(size):
         starts = [start_1, start_2]
         starts[side] += index * step
-        for part in _in_dim(*left, *starts, length):
+        for part in _in_dim(left[0], left[1], starts[0], starts[1], length):
             part.offsets[side][factor] = index
             yield part
 

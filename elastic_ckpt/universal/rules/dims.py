@@ -125,7 +125,9 @@ class Dims:
             if self.name_sets.count(names) > 1:
                 raise LayoutError(
                     f"the parts of a sum in {text!r} have the same names, "
-                    f"{' '.join(sorted(names)) or '1'}; name them differently"
+                    f"{' '.join(sorted(names)) or '1'}; name them differently, or put "
+                    "a name of size 1 before each, as in (k kv + v kv) with "
+                    "`sizes: {k: 1, v: 1}`, and in the dims of the other side, (k kv)"
                 )
         self.names = frozenset(itertools.chain(*lists))
         self.axes = frozenset(axis for node in self.nodes for axis in _axes(node))

@@ -50,7 +50,11 @@ def with_dtypes(
     for pair in relation.pairs:
         tensor = pair.source.tensor
         viewed_as = relation.sources[tensor].pattern.viewed_as
-        found = {row.dtype for row in sources if row.tensor == tensor} - {None}
+        found: set[np.dtype] = {
+            row.dtype
+            for row in sources
+            if row.tensor == tensor and row.dtype is not None
+        }
         if viewed_as is not None:
             found = {np.dtype(viewed_as)}
         operands = {each.tensor for each in pair.operands}

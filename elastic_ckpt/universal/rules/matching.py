@@ -454,7 +454,9 @@ class _Matching:
             for at, tensor in enumerate(relation.sources):
                 is_used = any((number, at) in self._unused for number in numbers)
                 if (0, at) not in matched and not tensor.role and not is_used:
-                    near = self._nearest(owners[0].sources[at].text, names)
+                    near = self._with_path(owners[0], at, names) or self._nearest(
+                        owners[0].sources[at].text, names
+                    )
                     self._note("unmatched", tensor.place + near)
             for at, tensor in enumerate(relation.targets):
                 held = (1, at) in matched or not any(owner.groups for owner in owners)
@@ -519,6 +521,16 @@ class _Matching:
         is_dropped = any(number == owner for number, _ in self._unused)
         is_empty = is_dropped and not self.owners[owner].groups
         return ", whose tensors `drop` lists" if is_empty else ""
+
+    def _with_path(self, owner: _Owner, at: int, names: Iterable[str]) -> str:
+        # A remedy if captures that take any text would match.
+        pattern, numbers = owner.sources[at], owner.relation.numbers
+        texts = {c.key for c in pattern.captures if not c.is_number(numbers)}
+        wide = pattern.with_forms(dict.fromkeys(texts, "path")).expression(numbers)
+        found = next(filter(wide.fullmatch, names), None) if texts else None
+        if found is None:
+            return ""
+        return f", {found!r} has dots: write {{{min(texts)}:path}}"
 
     def _nearest(self, name: str, names: Iterable[str]) -> str:
         few = list(dict.fromkeys(names))[:_MOST_COMPARED]

@@ -19,9 +19,9 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import digest, errors, host_memory, staged_file
-from elastic_ckpt.universal.formats import torch_names
+from elastic_ckpt.universal.formats import torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.torch_tensor import DTYPES
+from elastic_ckpt.universal.formats.torch_file import DTYPES
 from elastic_ckpt.universal.strides import row_major
 from elastic_ckpt.universal.writing import direct_io
 
@@ -146,7 +146,7 @@ class _Pickler:
     def __init__(self) -> None:
         self.arrays: list[np.ndarray] = []
         self._storages = {
-            DTYPES[dtype]: name for name, dtype in torch_names.STORAGES.items()
+            DTYPES[dtype]: name for name, dtype in torch_file.STORAGES.items()
         }
 
     def pickled(self, value: Any) -> bytes:

@@ -6,32 +6,33 @@ import inspect
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
+from elastic_ckpt.integrations import forgather
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats import (
-    bounded_json,
-    closed_pickle,
-    dcp_checkpoint,
+    dcp,
     deepspeed,
     deepspeed_universal,
-    forgather,
     megatron,
     opened,
+    plain_pickle,
     safetensors_file,
-    torch_zip,
+    source_files,
+    torch_file,
 )
 from tests.universal.formats import process_limits
 
 READERS = [
     (opening, "open_checkpoint"),
-    (dcp_checkpoint, "open_checkpoint"),
+    (dcp, "open_checkpoint"),
     (deepspeed, "open_checkpoint"),
     (deepspeed_universal, "open_checkpoint"),
     (megatron, "open_checkpoint"),
-    (bounded_json, "parse"),
-    (closed_pickle, "decode"),
+    (source_files, "parse_json"),
+    (plain_pickle, "value"),
     (safetensors_file, "read"),
     (safetensors_file, "read_header"),
-    (torch_zip, "read"),
+    (torch_file, "read"),
+    (torch_file, "read_arrays"),
     (opened.OpenedCheckpoint, "check"),
     *(
         (forgather.Checkpoint, name)

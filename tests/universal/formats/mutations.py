@@ -3,8 +3,8 @@
 import binascii
 import random
 
+from elastic_ckpt.universal.formats import stored_zip
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.formats.stored_zip import StoredZip
 
 # Numbers at which sizes and signs change.
 _EDGES = (0, 1, 0x7F, 0x80, 0xFF)
@@ -48,14 +48,18 @@ def mutated_pickle(path, rng: random.Random) -> bytes:
       FormatError: if it holds none.
     """
     content = bytearray(path.read_bytes())
-    file = StoredZip(path, writer="a test")
-    try:
-        names = [name for name in file.names() if name.endswith("data.pkl")]
-        if not names:
-            raise FormatError(f"{path} has no pickle")
-        entry = file.entry(names[0])
-    finally:
-        file.close()
+    entries = stored_zip.entries(
+        lambda start, size: bytes(content[start : start + size]),
+        begin=0,
+        size=len(content),
+        stored_bytes=len(content),
+        place=str(path),
+        writer="a test",
+    )
+    pickles = [entries[name] for name in entries if name.endswith("data.pkl")]
+    if not pickles:
+        raise FormatError(f"{path} has no pickle")
+    entry = pickles[0]
     pickled = bytes(content[entry.start : entry.start + entry.size])
     changed = mutated(pickled, rng)[: entry.size].ljust(entry.size, b".")
     content[entry.start : entry.start + entry.size] = changed

@@ -11,8 +11,8 @@ from orbax.checkpoint import v1
 import elastic_ckpt as ec
 from elastic_ckpt.core import boxes
 from elastic_ckpt.core.errors import CheckpointError
+from elastic_ckpt.integrations.forgather import Checkpoint
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats.forgather import Checkpoint
 from elastic_ckpt.universal.moves import Move, Side, Source, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer

@@ -228,7 +228,7 @@ def test_code_in_the_file_of_a_rank_is_not_run(ranks, tmp_path):
     touched = tmp_path / "touched"
     path = ranks / "iter_0000002" / "mp_rank_00_001" / "model_optim_rng.pt"
     torch_files.write(path, torch_files.Named("os", "system", f"touch {touched}"))
-    with pytest.raises(FormatError, match=r"os\.system") as error:
+    with pytest.raises(FormatError, match="has no dict at its top") as error:
         megatron.open_checkpoint(ranks)
     assert str(path) in str(error.value)
     assert not touched.exists()

@@ -12,7 +12,7 @@ from orbax.checkpoint import v1
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import bounded_json
+from elastic_ckpt.universal.formats import source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.reading.encoded_arrays import EncodedArrays
 from tests.universal.formats.fragment_values import values_of
@@ -160,9 +160,9 @@ def test_a_step_without_a_pytree_is_refused(tmp_path):
 
 
 def test_a_list_of_many_arrays_is_as_large_as_their_bytes_allow(tmp_path, monkeypatch):
-    monkeypatch.setattr(bounded_json, "MOST_BYTES", 1000)
-    monkeypatch.setattr(bounded_json, "MOST_VALUES", 100)
-    monkeypatch.setattr(bounded_json, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(source_files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(source_files, "MOST_VALUES", 100)
+    monkeypatch.setattr(source_files, "_SMALL_BYTES", 100)
     values = np.random.default_rng(0).random((10, 1000))
     save_v1(tmp_path / "x", {f"w{number}": each for number, each in enumerate(values)})
     assert len(opening.open_checkpoint(tmp_path / "x").tensors) == 10

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from elastic_ckpt.universal.formats import closed_pickle
+from elastic_ckpt.universal.formats import safetensors_file
 from tests.universal.formats import process_limits
 from tests.universal.formats.process_limits import TooLongError
 
@@ -47,10 +47,13 @@ def test_a_function_of_c_that_does_not_return_ends_the_process_and_is_named():
     assert "in test_of_a_reader" in ended.stderr
 
 
-def test_readers_are_limited(monkeypatch):
+def test_readers_are_limited(monkeypatch, tmp_path):
     monkeypatch.setattr(process_limits, "MOST_BYTES", 1 << 20)
     # A large value is no part of the memory that this process has.
-    size = 64 << 20
-    content = b"\x80\x04B" + size.to_bytes(4, "little") + bytes(size) + b"."
+    path, size = tmp_path / "x.safetensors", 64 << 20
+    header = f'{{"w":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}}}'
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + size)
     with pytest.raises(MemoryError):
-        closed_pickle.decode(content, file="x.pkl", names={})
+        safetensors_file.read(path)

@@ -460,3 +460,24 @@ def test_each_part_of_a_weight_is_multiplied_by_its_part_of_the_scales():
         "up": product[:, 1:].transpose(2, 0, 1),
     }
     assert_same(relayout(made_by, {"w": weight, "s": scales}), expected)
+
+
+def test_a_text_with_dots_needs_path_and_the_error_says_so():
+    rules = rule({"{n}.weight": "x"}, {"{n}/w": "x"})
+    tensors = {"a.b.weight": numbered(2)}
+    with pytest.raises(LayoutError, match=r"'a\.b\.weight' has dots: write \{n:path\}"):
+        relayout(layout(rules), tensors)
+    rules = rule({"{n:path}.weight": "x"}, {"{n}/w": "x"})
+    assert_same(relayout(layout(rules), tensors), {"a.b/w": numbered(2)})
+
+
+def test_equal_parts_of_a_sum_are_told_apart_by_names_of_size_1():
+    tensors = {"kv": numbered(2 * 3, 4)}
+    with pytest.raises(LayoutError, match=r"as in \(k kv \+ v kv\)"):
+        layout(rule({"kv": "(kv + kv) embed"}, {"k": "kv embed", "v": "kv embed"}))
+    made_by = layout(
+        rule({"kv": "(k kv + v kv) embed"}, {"k": "(k kv) embed", "v": "(v kv) embed"}),
+        sizes={"k": 1, "v": 1},
+    )
+    first, second = np.split(tensors["kv"], 2)
+    both_ways(made_by, tensors, {"k": first, "v": second})

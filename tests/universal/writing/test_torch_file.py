@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import torch_file as reading
-from elastic_ckpt.universal.formats import torch_zip
 from elastic_ckpt.universal.writing import direct_io, torch_file
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int64, np.int32)
@@ -36,7 +35,7 @@ def test_arrays_of_every_dtype_are_read_bit_equal(tmp_path, dtype, shape):
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     path = tmp_path / "a.pt"
     torch_file.write(path, {"param": array, "transposed": array.T})
-    value = torch_zip.read(path)
+    value = reading.read_arrays(path)
     assert value["param"].dtype == array.dtype
     assert value["param"].shape == array.shape
     assert value["param"].tobytes() == array.tobytes()
@@ -47,7 +46,7 @@ def test_arrays_of_every_dtype_are_read_bit_equal(tmp_path, dtype, shape):
 @given(value=PLAIN)
 def test_plain_values_are_read_equal(tmp_path, value):
     torch_file.write(tmp_path / "a.pt", value)
-    assert torch_zip.read(tmp_path / "a.pt") == value
+    assert reading.read_arrays(tmp_path / "a.pt") == value
 
 
 def test_storages_are_aligned_and_files_deterministic(tmp_path):
@@ -74,7 +73,7 @@ def test_long_storages_are_written_bit_equal(tmp_path):
     # Longer than a system call, and not of whole blocks; the last is short.
     arrays = [np.arange(size, dtype=np.int32) for size in (2**21 + 777, 2**15 + 1, 3)]
     torch_file.write(tmp_path / "a.pt", {"a": arrays, "empty": np.zeros(0, np.int8)})
-    value = torch_zip.read(tmp_path / "a.pt")
+    value = reading.read_arrays(tmp_path / "a.pt")
     for read, array in zip(value["a"], arrays, strict=True):
         assert read.tobytes() == array.tobytes()
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:

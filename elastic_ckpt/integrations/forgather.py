@@ -31,10 +31,10 @@ from etils import epath
 from elastic_ckpt.checkpoint.components import sharing
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import (
-    bounded_json,
-    file_names,
+    hugging_face,
     safetensors_file,
-    torch_zip,
+    source_files,
+    torch_file,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
@@ -117,7 +117,7 @@ class Checkpoint:
             if not files and not any(name in names for name in (*_INDEXES, *_SINGLE)):
                 raise FormatError(f"{path} has no file of a checkpoint of Forgather")
             return cls(path=directory, world_size=None, components=_inferred(files))
-        fields = bounded_json.read(directory / MANIFEST)
+        fields = source_files.read_json(directory / MANIFEST)
         try:
             world_size = fields["world_size"]
             listed = [
@@ -148,7 +148,7 @@ class Checkpoint:
                 f" {sorted(component.files)}; `states` reads them, and a function of"
                 " yours makes one of them"
             )
-        return torch_zip.read(self.path / component.files[0])
+        return torch_file.read_arrays(self.path / component.files[0])
 
     def states(self, key: str) -> dict[int, Any]:
         """The states of a component, by the rank that saved each.
@@ -158,7 +158,7 @@ class Checkpoint:
         """
         budget = SourceBudget()
         return {
-            rank: torch_zip.read(self.path / file, budget)
+            rank: torch_file.read_arrays(self.path / file, budget)
             for rank, file in self._held(key).files.items()
         }
 
@@ -217,7 +217,7 @@ class Checkpoint:
           FormatError: if it cannot be read.
         """
         path = self.path / METADATA
-        return torch_zip.read(path) if path.exists() else {}
+        return torch_file.read_arrays(path) if path.exists() else {}
 
     def _values(self, key: str, component: ec_components.Component) -> Any:
         held, now = self._held(key), component.present()
@@ -229,7 +229,7 @@ class Checkpoint:
             key,
             pattern,
             now.names if is_same else files,
-            read=lambda place: torch_zip.read(self.path / files[place], budget),
+            read=lambda place: torch_file.read_arrays(self.path / files[place], budget),
         )
 
     def _held(self, key: str) -> Component:
@@ -241,14 +241,7 @@ class Checkpoint:
         return self.components[key]
 
     def _sharded_weights(self, index: epath.Path) -> dict[str, np.ndarray]:
-        weight_map = bounded_json.read(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise FormatError(f"{index} has no weight_map")
-        shards: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            if not file_names.is_plain(file):
-                raise FormatError(f"{index} names the file {file!r}, outside of it")
-            shards.setdefault(file, []).append(name)
+        shards, _ = hugging_face.read_index(index)
         weights: dict[str, np.ndarray] = {}
         budget = SourceBudget()
         for file, names in shards.items():
@@ -270,7 +263,7 @@ def _weights_of(
         raise FormatError(f"{path} is missing; copy the whole checkpoint")
     if path.suffix == ".safetensors":
         return safetensors_file.read(path)
-    held = torch_zip.read(path, budget)
+    held = torch_file.read_arrays(path, budget)
     if not isinstance(held, dict) or not all(
         isinstance(array, np.ndarray) for array in held.values()
     ):

@@ -1,0 +1,160 @@
+"""Opens weights that PyTorch saved: any state dict, shards of one, and Meta's files.
+
+`pytorch_model.bin`, or a file `.pt`, `.pth` or `.bin`, has a state dict. Nested dicts
+and lists are joined by dots: a training checkpoint has `model.layers.0.weight` and
+`optimizer.state.0.exp_avg`, with its numbers and texts as values. Shards are listed by
+`pytorch_model.bin.index.json`, and a `config.json` beside them is among the values.
+
+Meta's `consolidated.00.pth`, `consolidated.01.pth` are those of model-parallel ranks,
+the axis `tp`. The values of `params.json` beside them are `config/dim` and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.universal.formats import hugging_face, torch_file
+from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
+from elastic_ckpt.universal.formats.torch_file import TorchFile
+from elastic_ckpt.universal.stored import StoredTensor
+
+SUFFIXES = (".bin", ".pt", ".pth")
+INDEX_SUFFIX = ".bin.index.json"
+_USUAL = "pytorch_model"
+_META = re.compile(r"consolidated\.(\d{2,4})\.pth")
+_PARAMS = "params.json"
+# A name, beside the keys that it is made of.
+_NAME_BYTES = 100
+
+
+def is_format(names: Collection[str]) -> bool:
+    """Whether files of these names, in one directory, are such a checkpoint."""
+    return any(name.endswith((*SUFFIXES, INDEX_SUFFIX)) for name in names)
+
+
+def is_meta(names: Collection[str]) -> bool:
+    """Whether files of these names, in one directory, are Meta's."""
+    return any(map(_META.fullmatch, names))
+
+
+def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
+    """Opens a file, an index, or a directory that has one of them.
+
+    Raises:
+      FormatError: if a file is missing, damaged or no state dict, an index leads to
+        another directory or does not fit its files, or a tensor is there twice.
+    """
+    source = epath.Path(path)
+    folder = source if source.is_dir() else source.parent
+    index = hugging_face.find_index(source, INDEX_SUFFIX, _USUAL)
+    listed: Mapping[str, list[str]] = {}
+    values: dict[str, Any] = {}
+    if index is not None:
+        listed, values = hugging_face.read_index(index)
+    else:
+        listed = {_only_file(source) if source.is_dir() else source.name: []}
+    files = torch_file.read_all(
+        {name: folder / name for name in listed}, SourceBudget(), with_views=True
+    )
+    tensors: dict[str, StoredTensor] = {}
+    for name, file in files.items():
+        for tensor in _tensors(file):
+            if tensors.setdefault(tensor.name, tensor) is not tensor:
+                raise file.error(f"has {tensor.name}, and so has another file or dict")
+        lacking = [each for each in listed[name] if each not in tensors]
+        if lacking:
+            raise file.error(f"lacks {lacking[0]}, which {index} lists there")
+        values |= file.values()
+    if not tensors:
+        raise FormatError(f"{path} has no tensors; it is no state dict")
+    values |= hugging_face.config_values(folder / hugging_face.CONFIG)
+    return OpenedCheckpoint(
+        format="PyTorch",
+        tensors=list(tensors.values()),
+        values=values,
+        checksums=torch_file.checksums,
+    )
+
+
+def open_meta(path: epath.PathLike) -> OpenedCheckpoint:
+    """Opens a directory of Meta's files.
+
+    Raises:
+      FormatError: if the file of a rank is missing, damaged or no state dict, or ranks
+        have tensors of different names.
+    """
+    folder = epath.Path(path)
+    matches = filter(None, (_META.fullmatch(each.name) for each in folder.iterdir()))
+    names = {int(match[1]): match[0] for match in matches}
+    for rank in range(max(names)):
+        if rank not in names:
+            raise FormatError(
+                f"{folder} lacks consolidated.{rank:02}.pth, and has that of a later"
+                " rank; copy it from where the others are from"
+            )
+    files = torch_file.read_all(
+        {rank: folder / names[rank] for rank in sorted(names)},
+        SourceBudget(),
+        with_views=True,
+    )
+    tensors: list[StoredTensor] = []
+    for rank, file in files.items():
+        ranks = (("tp", rank),) if len(files) > 1 else ()
+        held = {tensor.name: tensor for tensor in _tensors(file, ranks)}
+        other = {each.name for each in tensors[: len(held)]}
+        if not held or (other and other != held.keys()):
+            raise file.error(
+                "has no tensors, or others than the file of rank 0"
+                f" ({errors.first_of(sorted(held.keys() ^ other))})"
+            )
+        tensors += held.values()
+    values = hugging_face.config_values(folder / _PARAMS)
+    return OpenedCheckpoint(
+        format="Meta consolidated",
+        tensors=tensors,
+        axes={"tp": len(files)} if len(files) > 1 else {},
+        values=values | hugging_face.config_values(folder / hugging_face.CONFIG),
+        checksums=torch_file.checksums,
+    )
+
+
+def _only_file(folder: epath.Path) -> str:
+    names = sorted(each.name for each in folder.iterdir())
+    if f"{_USUAL}.bin" in names:
+        return f"{_USUAL}.bin"
+    # transformers' Trainer saves its arguments beside weights.
+    files = [
+        name
+        for name in names
+        if name.endswith(SUFFIXES) and name != "training_args.bin"
+    ]
+    if len(files) != 1:
+        raise FormatError(
+            f"{folder} has {len(files)} files of PyTorch"
+            f" ({errors.first_of(files) or 'no state dict'}) and no index of them; give"
+            " the path of one file"
+        )
+    return files[0]
+
+
+def _tensors(
+    file: TorchFile, ranks: tuple[tuple[str, int], ...] = ()
+) -> Iterator[StoredTensor]:
+    for keys, tensor in torch_file.tensors(file.value):
+        parts = list(map(str, keys))
+        file.take(_NAME_BYTES + sum(map(len, parts)))
+        yield StoredTensor(
+            name=".".join(parts),
+            ranks=ranks,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            fragments=file.fragment(tensor),
+            view=tensor.view,
+        )

@@ -1,0 +1,402 @@
+"""What a checkpoint has, by patterns of names; and a first draft of a layout.
+
+Tensors whose names differ in numbers alone, and which have one shape and dtype, are a
+*family*. A draft pairs the families of a checkpoint with those of a tree: by the words
+of their names, and by shapes that hold the same elements in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.rules import name_pattern
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.stored import StoredTensor
+
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+# Words that programs have for one thing.
+_SYNONYMS = {
+    word: words[0]
+    for words in (
+        ("query", "q"),
+        ("key", "k"),
+        ("value", "v"),
+        ("out", "o", "output"),
+        ("attention", "attn", "self"),
+        ("mlp", "ffn", "feed", "forward", "ff"),
+        ("norm", "layernorm", "ln", "layer_norm", "rmsnorm"),
+        ("embed", "embedding", "embeddings", "wte", "emb", "embedder", "tok"),
+        ("head", "lm", "logits"),
+        ("layer", "layers", "h", "blocks", "block"),
+        ("expert", "experts", "moe"),
+        ("gate", "wi0", "w1"),
+        ("down", "wo", "w2"),
+        ("up", "wi1", "w3"),
+        ("router", "gating"),
+    )
+    for word in words
+}
+# Words that say nothing about a tensor.
+_EMPTY_WORDS = {"weight", "kernel", "w", "model", "params", "proj", "projection"}
+_LEAST_LIKENESS = 0.2
+_MOST_DIMS = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Tensors whose names differ in numbers alone.
+
+    Attributes:
+      parts: of their names, between the numbers.
+      numbers: the values that occur, by place in the name.
+      names: all names.
+      shape: of each.
+      dtype: of each.
+      kind: of each, see `StoredTensor`.
+    """
+
+    parts: tuple[str, ...]
+    numbers: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: str = "parameter"
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all values."""
+        return len(self.names) * math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def text(self) -> str:
+        """The names, as `layers.{0-31}.weight`."""
+        return self._joined([f"{{{_ranges(each)}}}" for each in self.numbers])
+
+    def pattern(self, captures: Sequence[str]) -> str:
+        """A name pattern with these captures."""
+        return self._joined([f"{{{name}}}" for name in captures], is_pattern=True)
+
+    def _joined(self, between: Sequence[str], *, is_pattern: bool = False) -> str:
+        parts = self.parts
+        if is_pattern:
+            parts = tuple(map(name_pattern.pattern_of, parts))
+        return parts[0] + "".join(
+            a + b for a, b in zip(between, parts[1:], strict=True)
+        )
+
+
+def families(tensors: Sequence[StoredTensor | TargetTensor]) -> list[Family]:
+    """The families of tensors, in the order of their first ones."""
+    groups: dict[object, list[str]] = {}
+    for tensor in tensors:
+        key = (
+            tuple(_NUMBER.split(tensor.name)),
+            tensor.shape,
+            tensor.dtype,
+            getattr(tensor, "kind", "parameter"),
+        )
+        groups.setdefault(key, []).append(tensor.name)
+    found = []
+    for (parts, shape, dtype, kind), names in groups.items():  # type: ignore[misc]
+        columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
+        found.append(
+            Family(
+                parts=parts,
+                numbers=tuple(tuple(sorted(set(column))) for column in columns),
+                names=tuple(dict.fromkeys(names)),
+                shape=shape,
+                dtype=dtype,
+                kind=kind,
+            )
+        )
+    return found
+
+
+def tree(path: str) -> dict[str, TargetTensor]:
+    """The tensors of a tree that a draft leads to.
+
+    Args:
+      path: of a checkpoint of any format that is read, or of a JSON file of shapes by
+        name, `{"embed/kernel": [8, 4]}`.
+
+    Raises:
+      LayoutError: if the JSON file has something else.
+      FormatError: as `open_checkpoint`.
+    """
+    if not path.endswith(".json"):
+        tensors = opening.open_checkpoint(path).tensors
+        return {
+            each.name: TargetTensor(name=each.name, dtype=each.dtype, shape=each.shape)
+            for each in tensors
+        }
+    try:
+        shapes = json.loads(epath.Path(path).read_text())
+        return {
+            name: TargetTensor(
+                name=name, dtype=np.dtype(np.float32), shape=tuple(map(int, shape))
+            )
+            for name, shape in shapes.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise LayoutError(
+            f"{path}: no JSON of shapes by name, such as"
+            f' {{"embed/kernel": [8, 4]}}: {error}'
+        ) from None
+
+
+def draft(stored: Sequence[StoredTensor], targets: Mapping[str, TargetTensor]) -> str:
+    """A layout file from tensors to targets, with what has to be checked or written.
+
+    Args:
+      stored: the tensors of the checkpoint.
+      targets: the tensors of the tree.
+    """
+    sources, wanted = families(stored), families(list(targets.values()))
+    pairs: list[tuple[float, int, int, str]] = []
+    for at, source in enumerate(sources):
+        for to, target in enumerate(wanted):
+            likeness = _likeness(source, target)
+            rule = _rule(source, target)
+            if rule is not None and likeness >= _LEAST_LIKENESS:
+                pairs.append((likeness, at, to, rule))
+    taken: set[int] = set()
+    made: dict[int, str] = {}
+    for _, at, to, rule in sorted(pairs, key=lambda each: (-each[0], each[1:3])):
+        if at not in made and to not in taken:
+            made[at] = rule
+            taken.add(to)
+    left = [each for to, each in enumerate(wanted) if to not in taken]
+    lines = ["version: 1", "rules:"]
+    for at, source in enumerate(sources):
+        if at in made:
+            lines.append(made[at])
+            continue
+        fused = _fused(source, left)
+        if fused is None:
+            lines.append(f"  # No leaf fits {_described(source)}")
+            continue
+        rule, parts = fused
+        lines.append(rule)
+        left = [each for each in left if each not in parts]
+    lines += [f"  # No tensor fits {_described(each)}" for each in left]
+    return "\n".join(lines) + "\n"
+
+
+def _described(family: Family) -> str:
+    return f"{family.text} {list(family.shape)} {family.dtype.name}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        listed = [number for _, number in run]
+        runs.append(f"{listed[0]}-{listed[-1]}" if len(listed) > 1 else str(listed[0]))
+    return ",".join(runs)
+
+
+def _words(family: Family) -> set[str]:
+    words = [word.lower() for part in family.parts for word in _WORD.findall(part)]
+    return {_SYNONYMS.get(word, word) for word in words} - _EMPTY_WORDS
+
+
+def _likeness(source: Family, target: Family) -> float:
+    one, other = _words(source), _words(target)
+    return len(one & other) / max(1, len(one | other))
+
+
+def _rule(source: Family, target: Family) -> str | None:
+    # The rule of two families; None if their shapes have other elements.
+    kept: dict[int, int] = {}
+    for at, numbers in enumerate(source.numbers):
+        for to, others in enumerate(target.numbers):
+            if numbers == others and to not in kept.values() and at not in kept:
+                kept[at] = to
+    names = [f"n{at}" for at in range(len(source.numbers))]
+    stacked = [at for at in range(len(source.numbers)) if at not in kept]
+    unstacked = [to for to in range(len(target.numbers)) if to not in kept.values()]
+    counts = [len(source.numbers[at]) for at in stacked]
+    to_counts = [len(target.numbers[to]) for to in unstacked]
+    if any(
+        numbers[at] != tuple(range(len(numbers[at])))
+        for numbers, places in ((source.numbers, stacked), (target.numbers, unstacked))
+        for at in places
+    ):
+        return None
+    regrouped = _regrouped([*counts, *source.shape], [*to_counts, *target.shape])
+    if regrouped is None:
+        return None
+    from_dims, to_dims, sizes = regrouped
+    for at, dim in zip(stacked, from_dims, strict=False):
+        names[at] = dim
+    to_names = {to: names[at] for at, to in kept.items()}
+    to_names |= dict(zip(unstacked, to_dims, strict=False))
+    return _written(
+        {source.pattern(names): from_dims[len(counts) :]},
+        {
+            target.pattern([to_names[to] for to in range(len(target.numbers))]):
+                to_dims[len(to_counts) :]
+        },
+        sizes,
+        _note(source.shape, target.shape),
+    )  # fmt: skip
+
+
+def _fused(
+    source: Family, left: Sequence[Family]
+) -> tuple[str, Sequence[Family]] | None:
+    # A rule of a matrix that has the rows, or columns, of several leaves.
+    if len(source.shape) > 2 or not source.shape:
+        return None
+    for count in (3, 2):
+        for parts in itertools.combinations(left, count):
+            if any(part.numbers != source.numbers for part in parts):
+                continue
+            for dim in range(len(source.shape)):
+                rest = source.shape[:dim] + source.shape[dim + 1 :]
+                lengths = [
+                    math.prod(part.shape) // max(1, math.prod(rest)) for part in parts
+                ]
+                if sum(lengths) != source.shape[dim]:
+                    continue
+                listed = [
+                    _regrouped([length, *rest], list(part.shape), prefix=f"p{n}")
+                    for n, (length, part) in enumerate(zip(lengths, parts, strict=True))
+                ]
+                if any(each is None for each in listed):
+                    continue
+                names = [f"n{at}" for at in range(len(source.numbers))]
+                others = listed[0][0][1:]  # type: ignore[index]
+                addends = [
+                    each[0][0].strip("()") for each in listed if each is not None
+                ]
+                dims = [f"({' + '.join(addends)})", *others]
+                if dim:
+                    dims = [*others, dims[0]]
+                to = {
+                    part.pattern(names): [
+                        _renamed(name, each[0][1:], others) for name in each[1]
+                    ]
+                    for part, each in zip(parts, listed, strict=True)
+                    if each is not None
+                }
+                sizes = {k: v for each in listed if each for k, v in each[2].items()}
+                sizes |= {
+                    addend: length
+                    for addend, length in zip(addends, lengths, strict=True)
+                    if " " not in addend
+                }
+                note = "check the order of the parts"
+                return _written({source.pattern(names): dims}, to, sizes, note), parts
+    return None
+
+
+def _renamed(text: str, names: Sequence[str], others: Sequence[str]) -> str:
+    for name, other in zip(names, others, strict=True):
+        text = re.sub(rf"\b{name}\b", other, text)
+    return text
+
+
+def _regrouped(
+    source: Sequence[int], target: Sequence[int], prefix: str = ""
+) -> tuple[list[str], list[str], dict[str, int]] | None:
+    # The dims of both sides, in the order of the source with the fewest exchanges.
+    if math.prod(source) != math.prod(target) or len(source) > _MOST_DIMS:
+        return None
+    best: tuple[tuple[int, int], list[tuple[int, int, int]], Sequence[int]] | None
+    best = None
+    for order in itertools.permutations(range(len(source))):
+        factors = _common([source[dim] for dim in order], target)
+        if factors is None:
+            continue
+        exchanges = sum(a > b for a, b in itertools.combinations(order, 2))
+        cost = (len(factors), exchanges)
+        if best is None or cost < best[0]:
+            best = cost, factors, order
+    if best is None:
+        return None
+    _, factors, order = best
+    names: list[str] = []
+    for size, _, _ in factors:
+        name = f"{prefix}d{size}"
+        names.append(name + "abcdefgh"[sum(n.startswith(name) for n in names)] * (
+            sum(s == size for s, _, _ in factors) > 1))  # fmt: skip
+    from_dims = [""] * len(source)
+    for dim, original in enumerate(order):
+        from_dims[original] = _product(
+            [n for n, (_, at, _) in zip(names, factors, strict=True) if at == dim]
+        )
+    to_dims = [
+        _product([n for n, (_, _, to) in zip(names, factors, strict=True) if to == dim])
+        for dim in range(len(target))
+    ]
+    split = [each for each in (*from_dims, *to_dims) if " " in each]
+    sizes = {
+        name: size
+        for name, (size, _, _) in zip(names, factors, strict=True)
+        if any(name in each for each in split)
+    }
+    return from_dims, to_dims, sizes
+
+
+def _common(
+    one: Sequence[int], other: Sequence[int]
+) -> list[tuple[int, int, int]] | None:
+    # The factors that both have in row-major order: their size, and the dim of either.
+    factors = []
+    left, right = list(one), list(other)
+    at = to = 0
+    while at < len(left) or to < len(right):
+        a = left[at] if at < len(left) else 1
+        b = right[to] if to < len(right) else 1
+        size = min(a, b)
+        if a == 1 or b == 1:
+            size = 1
+            at, to = at + (a == 1 and at < len(left)), to + (b == 1 and to < len(right))
+            continue
+        if a % size or b % size:
+            return None
+        factors.append((size, at, to))
+        left[at], right[to] = a // size, b // size
+        at, to = at + (left[at] == 1), to + (right[to] == 1)
+    return factors
+
+
+def _product(names: Sequence[str]) -> str:
+    return f"({' '.join(names)})" if len(names) > 1 else (*names, "1")[0]
+
+
+def _note(source: Sequence[int], target: Sequence[int]) -> str:
+    if len(source) > 1 and len(set(source)) == 1 and len(target) == len(source):
+        return "square: is it transposed?"
+    return ""
+
+
+def _written(
+    source: Mapping[str, Sequence[str]],
+    target: Mapping[str, Sequence[str]],
+    sizes: Mapping[str, int],
+    note: str,
+) -> str:
+    def side(tensors: Mapping[str, Sequence[str]]) -> Iterator[str]:
+        for name, dims in tensors.items():
+            yield f"{json.dumps(name)}: {json.dumps(' '.join(dims))}"
+
+    lines = [f"  - from: {{{', '.join(side(source))}}}"]
+    if note:
+        lines[0] += f"  # {note}"
+    lines.append(f"    to: {{{', '.join(side(target))}}}")
+    if sizes:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        lines.append(f"    sizes: {{{listed}}}")
+    return "\n".join(lines)

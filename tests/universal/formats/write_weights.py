@@ -1,0 +1,180 @@
+"""Writes samples of weights that PyTorch and llama.cpp's package save.
+
+pip install torch==2.13.0 gguf==0.19.0 numpy
+OMP_NUM_THREADS=1 python write_weights.py data/weights
+
+single/      pytorch_model.bin and config.json, as transformers wrote them
+sharded/     the same in two files with an index
+meta/        consolidated.*.pth of two model-parallel ranks, and params.json
+training.pt  a model, its optimizer, and objects of classes that readers do not have
+no_crc.pt    the model without checksums
+lazy.pt      tensors whose conj or neg bit is set
+plain.gguf   every type that is not quantized, and metadata of every kind
+quantized.gguf
+expected.npz the values; bfloat16 as int16
+"""
+
+import argparse
+import collections
+import dataclasses
+import enum
+import io
+import json
+import pathlib
+import sys
+
+import gguf
+import numpy as np
+import torch
+
+
+class CudaGraphScope(enum.Enum):
+    """An enumeration that readers do not have, as Megatron's of this name."""
+
+    ATTENTION = 2
+
+
+@dataclasses.dataclass
+class Settings:
+    """A class that readers do not have."""
+
+    rate: float
+    names: list
+
+
+def _model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(6, 4),
+        torch.nn.Linear(4, 3, bias=False),
+        torch.nn.LayerNorm(3, dtype=torch.bfloat16),
+    )
+    return model
+
+
+def _array(tensor):
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy().copy()
+
+
+def _sharded(folder, state, config):
+    folder.mkdir()
+    names = list(state)
+    weight_map = {}
+    for number, part in enumerate((names[:2], names[2:]), 1):
+        file = f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save({name: state[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(tensor.nbytes for tensor in state.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(config)
+
+
+def _meta(folder):
+    folder.mkdir()
+    wq = torch.arange(32, dtype=torch.bfloat16).reshape(8, 4)
+    norm = torch.arange(4, dtype=torch.bfloat16)
+    for rank, part in enumerate(wq.chunk(2)):
+        content = {"layers.0.attention.wq.weight": part.clone(), "norm.weight": norm}
+        torch.save(content, folder / f"consolidated.{rank:02}.pth")
+    params = {"dim": 4, "n_heads": 2, "norm_eps": 1e-5}
+    (folder / "params.json").write_text(json.dumps(params))
+
+
+def _training(path, model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model[1](model[0](torch.tensor([1, 2]))).sum().backward()
+    optimizer.step()
+    extra = io.BytesIO(b"state of another program")
+    content = {
+        "model": {**model.state_dict(), "1._extra_state": extra},
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "args": argparse.Namespace(lr=0.1, dtype=torch.bfloat16, scope="x"),
+        "scope": CudaGraphScope.ATTENTION,
+        "settings": Settings(0.5, ["a"]),
+        "counts": collections.defaultdict(list, {"seen": [1, 2]}),
+        "device": torch.device("cuda", 1),
+        "version": torch.__version__,
+        "path": pathlib.PosixPath("/data/x"),
+        "activation": torch.nn.functional.gelu,
+        "scalar": np.float64(2.5),
+        "rng": torch.get_rng_state()[:8].clone(),
+    }
+    torch.save(content, path)
+
+
+def _gguf(folder):
+    values = np.arange(6).reshape(2, 3)
+    writer = gguf.GGUFWriter(folder / "plain.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_uint8("kinds.uint8", 1)
+    writer.add_int8("kinds.int8", -1)
+    writer.add_uint16("kinds.uint16", 2)
+    writer.add_int16("kinds.int16", -2)
+    writer.add_int32("kinds.int32", -3)
+    writer.add_uint64("kinds.uint64", 2**40)
+    writer.add_int64("kinds.int64", -(2**40))
+    writer.add_float32("kinds.float32", 0.5)
+    writer.add_float64("kinds.float64", 0.25)
+    writer.add_bool("kinds.bool", True)
+    writer.add_token_list(["a", "bé", "c"])
+    writer.add_token_scores([0.5, 1.5, 2.5])
+    for name in ("float32", "float16", "float64", "int8", "int16", "int32", "int64"):
+        writer.add_tensor(f"{name}.weight", values.astype(name))
+    bfloat16 = torch.tensor(values, dtype=torch.bfloat16).view(torch.int16).numpy()
+    writer.add_tensor(
+        "bfloat16.weight", bfloat16, raw_dtype=gguf.GGMLQuantizationType.BF16
+    )
+    writer.add_tensor("vector", np.arange(5, dtype=np.float32))
+    _write(writer)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(folder / "quantized.gguf", "llama")
+    packed = gguf.quants.quantize(np.ones((2, 32), np.float32), kind)
+    writer.add_tensor("blk.0.attn_q.weight", packed, raw_dtype=kind)
+    _write(writer)
+
+
+def _write(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main(directory):
+    """Writes all samples."""
+    folder = pathlib.Path(directory)
+    folder.mkdir(parents=True)
+    model = _model()
+    state = model.state_dict()
+    expected = {name: _array(tensor) for name, tensor in state.items()}
+    config = json.dumps({"hidden_size": 4, "architectures": ["X"]})
+    (folder / "single").mkdir()
+    torch.save(state, folder / "single" / "pytorch_model.bin")
+    (folder / "single" / "config.json").write_text(config)
+    _sharded(folder / "sharded", state, config)
+    _meta(folder / "meta")
+    torch.serialization.set_crc32_options(False)
+    torch.save(state, folder / "no_crc.pt")
+    torch.serialization.set_crc32_options(True)
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    lazy = {
+        "conj": x.conj(),
+        # A storage may have one type in a file.
+        "neg": x.clone().conj().imag,
+        "both": torch._neg_view(x.conj()),
+        "plain": x,
+    }
+    torch.save(lazy, folder / "lazy.pt")
+    expected |= {name: _array(tensor) for name, tensor in lazy.items()}
+    np.savez_compressed(folder / "expected.npz", **expected)
+    _training(folder / "training.pt", model)
+    _gguf(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
