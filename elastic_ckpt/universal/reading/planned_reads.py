@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from absl import logging
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import allgather, errors
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.formats import opened
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan import load_plan
@@ -20,6 +21,7 @@ from elastic_ckpt.universal.reading.byte_source import (
     RemoteFiles,
 )
 from elastic_ckpt.universal.reading.encoded_arrays import LIMITS, EncodedArrays
+from elastic_ckpt.universal.reading.read_checks import ReadChecks
 from elastic_ckpt.universal.stored import Checkpoint
 
 
@@ -97,19 +99,22 @@ class PlannedReads:
             for file in self.plan.files
         }
 
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Compares the checksums that the format has of the files.
+    def checks(self, checkpoint: Checkpoint) -> ReadChecks | None:
+        """The checksums that the format has of the files; None if it has none.
+
+        All hosts of this world call it, and share what has to be read for them.
 
         Raises:
-          FormatError: if a file has another checksum.
+          FormatError: if checksums cannot be read, or a digest differs.
         """
-        files = self.files
-        unverified = checkpoint.check(files)
-        if unverified:
+        if self.source is not None or checkpoint.checksums is opened.no_checksums:
+            return None
+        checks = ReadChecks(checkpoint, self.plan, self.files, allgather.shared())
+        if checks.unverified:
             logging.info(
-                "%s has no checksums of %d of the %d files that are read: %s",
+                "%s has no checksums of %d of the files that are read: %s",
                 checkpoint.format,
-                len(unverified),
-                len(files),
-                errors.first_of(unverified),
+                len(checks.unverified),
+                errors.first_of(checks.unverified),
             )
+        return checks

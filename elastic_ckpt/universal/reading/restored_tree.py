@@ -123,15 +123,24 @@ def read_leaves(
         {each.tensor: each.leaf.boxes for each in leaves},
         source=source,
     )
-    planned.check(checkpoint)
+    checks = planned.checks(checkpoint)
     leaf_of = [leaf for leaf in leaves for _ in leaf.leaf.boxes]
     transfer = Transfer(
         planned.plan,
         planned.sources().__getitem__,
         budget_bytes=budget_bytes,
         is_staged=lambda number: leaf_of[number].is_staged,
+        note=None if checks is None else checks.note,
     )
-    return _made(leaves, planned.plan, transfer)
+    try:
+        made = _made(leaves, planned.plan, transfer)
+    except BaseException as error:
+        if checks is not None:
+            checks.fail(error)
+        raise
+    if checks is not None:
+        checks.finish()
+    return made
 
 
 def _made(

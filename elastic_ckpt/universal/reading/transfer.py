@@ -47,6 +47,8 @@ class Transfer:
       is_staged: whether a buffer is given up once its values are on a device, so that
         its bytes are in flight until then.
       allocate: see `BufferMemory`.
+      note: called with each range of a file that was read: its path, its first byte,
+        and the memory that has it.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Transfer:
         budget_bytes: int,
         is_staged: Callable[[int], bool],
         allocate: Callable[[int], np.ndarray] = host_memory.allocate,
+        note: Callable[[str, int, Sequence[np.ndarray]], None] | None = None,
     ) -> None:
         self._plan = plan
+        self._note = note
         self._num_targets = plan.num_targets
         self._sources = [source_of(file) for file in plan.files]
         self._memory = BufferMemory(plan, allocate=allocate)
@@ -237,6 +241,8 @@ class Transfer:
                 f" {start + expected}, but the file ends after {start + count}; it is"
                 " cut short, restore it from a copy"
             )
+        if self._note is not None:
+            self._note(file, start, parts)
 
     def _tensor_at(self, span: int, offset: int) -> str:
         # The name of the stored tensor of a span that has bytes behind `offset`.
