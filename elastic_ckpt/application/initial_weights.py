@@ -49,17 +49,18 @@ def load(model: schema.ModelSection, wanted: Any, emit: events.Emit) -> Any:
       CheckpointError: if the checkpoint cannot be read, or is of another model.
     """
     began_secs = time.monotonic()
-    bucket_clients.prepare(model.init_from)
+    path = str(opening.resolved(model.init_from))
+    bucket_clients.prepare(path)
     # Another run may be saving there, and removes its old steps.
-    with leases.leased_if_ours(model.init_from):
+    with leases.leased_if_ours(path):
         if not model.init_from_layout:
-            state = _of_same_leaves(model.init_from, wanted)
+            state = _of_same_leaves(path, wanted)
         elif model.init_from_optimizer:
             layout = shipped_layouts.resolve(model.init_from_layout)
-            state = _with_counts(model.init_from, wanted, layout)
+            state = _with_counts(path, wanted, layout)
         else:
             layout = shipped_layouts.resolve(model.init_from_layout).weights()
-            state = loading.load(model.init_from, wanted, layout=layout)
+            state = loading.load(path, wanted, layout=layout)
     emit(
         "weights_loaded",
         path=model.init_from,

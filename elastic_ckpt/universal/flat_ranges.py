@@ -31,23 +31,21 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not shape:
         return [Box(start=(), stop=())]
     row = math.prod(shape[1:])
-    first, after = divmod(start, row)
-    last, before = divmod(stop, row)
-    if first == last:
-        return [_in_row(first, box) for box in boxes_of_range(shape[1:], after, before)]
-    boxes = []
-    if after:
-        rest = boxes_of_range(shape[1:], after, row)
-        boxes += [_in_row(first, box) for box in rest]
-        first += 1
-    if first < last:
+    # Whole rows lie between the rest of the first and the begin of the last.
+    head = min(-(-start // row) * row, stop)
+    tail = max(stop // row * row, head)
+    boxes = _in_row(shape, start, head)
+    if head < tail:
+        first, last = (head // row, tail // row)
         whole = (0,) * (len(shape) - 1)
         boxes.append(Box(start=(first, *whole), stop=(last, *shape[1:])))
-    if before:
-        begin = boxes_of_range(shape[1:], 0, before)
-        boxes += [_in_row(last, box) for box in begin]
-    return boxes
+    return boxes + _in_row(shape, tail, stop)
 
 
-def _in_row(row: int, box: Box) -> Box:
-    return Box(start=(row, *box.start), stop=(row + 1, *box.stop))
+def _in_row(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    row = math.prod(shape[1:])
+    at, first = divmod(start, row)
+    return [
+        Box(start=(at, *box.start), stop=(at + 1, *box.stop))
+        for box in boxes_of_range(shape[1:], first, first + stop - start)
+    ]

@@ -119,8 +119,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         no format that can be read.
       ConfigError: if the client of the bucket is not installed.
     """
-    if hugging_face.is_id(str(path)):
-        path = hugging_face.snapshot(str(path))
+    path = resolved(path)
     bucket_clients.prepare(str(path))
     source = epath.Path(path)
     try:
@@ -144,6 +143,16 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         f" {errors.first_of(names) or 'no files'}; looked for were"
         f" {'; '.join(each.files for each in _FORMATS)}"
     )
+
+
+def resolved(path: epath.PathLike) -> epath.PathLike:
+    """The path; that in the hub's cache, if it is the id of a model.
+
+    Raises:
+      FormatError: if the cache does not have the model.
+    """
+    is_id = hugging_face.is_id(str(path))
+    return hugging_face.snapshot(str(path)) if is_id else path
 
 
 def _check_names(checkpoint: Checkpoint, path: epath.PathLike) -> None:

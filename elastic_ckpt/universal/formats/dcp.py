@@ -297,14 +297,17 @@ def _boxes(metadata: _Metadata, place: str, budget: SourceBudget) -> list[Box]:
 def _files(
     directory: epath.Path, metadata: _Metadata, budget: SourceBudget
 ) -> dict[str, ItemFile]:
-    items: dict[str, list[Item]] = collections.defaultdict(list)
-    for file, offset, size in metadata.chunks[:, _FILE:].tolist():
-        items[metadata.files[file]].append(Item(offset, size))
+    values: dict[str, list[Item]] = collections.defaultdict(list)
     for name, item in metadata.values.values():
-        items[name].append(item)
-    return {
-        name: ItemFile(directory / name, parts, budget) for name, parts in items.items()
-    }
+        values[name].append(item)
+    files = {}
+    for number, name in enumerate(metadata.files):
+        of_chunks = metadata.chunks[metadata.chunks[:, _FILE] == number, _OFFSET:]
+        of_values = np.array(values[name], np.int64).reshape(-1, 2)
+        items = np.concatenate([of_chunks, of_values])
+        if len(items):
+            files[name] = ItemFile(directory / name, items, budget)
+    return files
 
 
 def _fragments(
@@ -312,7 +315,7 @@ def _fragments(
 ) -> list[tuple[list[Fragment], str]]:
     # Of each tensor, with its view.
     held: list[list[Fragment]] = [[] for _ in metadata.tensors]
-    views: list[set[str]] = [set() for _ in metadata.tensors]
+    views: list[str | None] = [None] * len(held)
     listed = list(metadata.tensors.items())
     rows = metadata.chunks
     for number, name in enumerate(metadata.files):
@@ -339,7 +342,12 @@ def _fragments(
                     f" byte {item.offset}, and {known} is listed there as"
                     f" {dtype}{list(box.shape)}"
                 )
-            views[tensor].add(found.view)
+            if views[tensor] not in (None, found.view):
+                raise FormatError(
+                    f"{file.path}: {known} has parts with and without the conj or neg"
+                    " bit; call resolve_conj() and resolve_neg() before it is saved"
+                )
+            views[tensor] = found.view
             if 0 not in found.shape:
                 offset = item.offset + found.offset
                 held[tensor].append(
@@ -347,16 +355,7 @@ def _fragments(
                         box=box, file=file.path, offset=offset, strides=found.strides
                     )
                 )
-    for (name, _), kinds in zip(listed, views, strict=True):
-        if len(kinds) > 1:
-            raise FormatError(
-                f"{name} has parts with and without the conj or neg bit; call"
-                " resolve_conj() and resolve_neg() before it is saved"
-            )
-    return [
-        (fragments, "".join(kinds))
-        for fragments, kinds in zip(held, views, strict=True)
-    ]
+    return [(each, view or "") for each, view in zip(held, views, strict=True)]
 
 
 class _StateNames:

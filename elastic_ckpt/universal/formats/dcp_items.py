@@ -146,7 +146,7 @@ class ItemFile:
 
     Args:
       path: of the file.
-      items: all parts of it.
+      items: all parts of it, the first byte and the size of each, int64 `[n, 2]`.
       budget: of the checkpoint.
 
     Attributes:
@@ -157,7 +157,7 @@ class ItemFile:
     """
 
     def __init__(
-        self, path: epath.Path, items: Sequence[Item], budget: SourceBudget
+        self, path: epath.Path, items: np.ndarray, budget: SourceBudget
     ) -> None:
         self._budget = budget
         self.path = str(path)
@@ -172,18 +172,22 @@ class ItemFile:
             raise FormatError(
                 f"{self.path} is missing; copy the whole checkpoint"
             ) from None
-        end = 0
-        for item in sorted(items):
-            if item.offset < end:
-                with path.open("rb") as file:
-                    _check_header(file.read(_HEADER_BYTES), self.path)
-                raise FormatError(f"{self.path} has items that overlap at byte {end}")
-            end = item.offset + item.size
-            if end > num_bytes:
-                raise FormatError(
-                    f"{self.path} is cut short: it has {num_bytes} bytes, and an item"
-                    f" of {item.size} from {item.offset}"
-                )
+        # Sums of large numbers are no numbers from 0 up.
+        ends = items.sum(axis=1)
+        outside = np.flatnonzero((ends > num_bytes) | (ends < 0))
+        if len(outside):
+            offset, size = items[outside[0]].tolist()
+            raise FormatError(
+                f"{self.path} is cut short: it has {num_bytes} bytes, and an item of"
+                f" {size} from {offset}"
+            )
+        order = np.lexsort((items[:, 1], items[:, 0]))
+        overlaps = np.flatnonzero(items[order[1:], 0] < ends[order[:-1]])
+        if len(overlaps):
+            with path.open("rb") as file:
+                _check_header(file.read(_HEADER_BYTES), self.path)
+            at = ends[order[overlaps[0]]]
+            raise FormatError(f"{self.path} has items that overlap at byte {at}")
 
     def located(self, items: Sequence[Item]) -> Iterator[Located]:
         """The tensors of items, which are ordered by their first bytes.

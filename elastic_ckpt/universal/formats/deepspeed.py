@@ -1,5 +1,11 @@
 """Opens checkpoints of DeepSpeed: ZeRO stages 0 to 3, pipelines, experts.
 
+DeepSpeed numbers the ranks of a model (`mp_rank_XX`) through stages and tensor-parallel
+ranks, the latter first. Each of them has one file of the model, and one of optimizer
+states for each data-parallel rank (`zero_pp_rank_DD`). With ZeRO-3, each data-parallel
+rank has a file of the model, too. Layers of a pipeline and experts have files of their
+own.
+
 A tensor has the name of its parameter. Weights of the model are of kind `parameter`,
 optimizer states `master`, `first_moment`, `second_moment` and `step`, buffers `buffer`.
 Tensor-parallel ranks are the axis `tp`. Data-parallel ranks are no axis: their ranges
@@ -11,120 +17,417 @@ DeepSpeed's description of the layout is in `values["universal_checkpoint_info"]
 of patterns of names, sizes of parts, and affine maps, as nested dicts and lists.
 
 With stage 0 and an optimizer of PyTorch, states are numbered, not named. They get the
-names of parameters where these follow, see `numbered_states` and `expert_states`.
+names of parameters where these follow, see `optimizer_states`. Experts have a file of
+states for each expert-parallel rank, with those of all parameters of the rank: of
+parameters that all ranks share, the first file's are taken. Groups of experts are
+marked by `moe`; each rank has as many experts of a layer, in the order of their
+numbers.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import (
-    deepspeed_files,
-    deepspeed_weights,
-    expert_states,
-    flat_parameters,
-    numbered_states,
+    optimizer_states,
     plain_values,
+    source_files,
     torch_file,
-    zero_states,
+    zero,
 )
-from elastic_ckpt.universal.formats.deepspeed_files import Files
+from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.formats.zero_states import State
+from elastic_ckpt.universal.formats.optimizer_states import Group, Shape
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
+from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
 
-is_format = deepspeed_files.is_format
+LATEST = "latest"
+INFO = "universal_checkpoint_info"
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+# By what they hold.
+_FILES = {
+    "model": _MODEL,
+    "layer": _LAYER,
+    "optimizer": re.compile(
+        r"(?:(?:bf16|fp16)_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
+    ),
+    "expert": re.compile(
+        r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt"
+    ),
+    "expert optimizer": re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
+}
+# In the file of a model: tensors, and what describes them.
+_STRUCTURE = (
+    *("module", "optimizer", "param_shapes", "buffer_names", INFO),
+    *("frozen_param_shapes", "frozen_param_fragments"),
+)
+# Begins names of parameters that layers share: a pipeline has one in each stage.
+_TIED = "tied_modules."
+_EXPERT_GROUP = re.compile(r"ep_size_(\d{1,9})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """The files of a rank of the model.
+
+    Attributes:
+      tp: its number among the tensor-parallel ranks.
+      model: the file of the model; the first data-parallel rank's, if all have one.
+      shards: by data-parallel rank, files of ZeRO-3's models.
+      optimizers: by data-parallel rank.
+      layers: of a pipeline, with their numbers; the first stage has those of all.
+      peers: files of the models of all stages, of the same tensor-parallel rank.
+      experts: ordered by layer and number.
+      expert_optimizers: by expert-parallel rank, without ZeRO.
+    """
+
+    tp: int
+    model: TorchFile
+    shards: list[TorchFile]
+    optimizers: list[TorchFile]
+    layers: list[tuple[int, TorchFile]]
+    peers: list[TorchFile]
+    experts: list[TorchFile]
+    expert_optimizers: dict[int, TorchFile]
+
+
+def is_format(names: Collection[str]) -> bool:
+    """Whether a directory of these names holds such files, or leads to them."""
+    return LATEST in names or any(
+        pattern.fullmatch(name) for pattern in (_MODEL, _LAYER) for name in names
+    )
+
+
+def folder_of(path: epath.PathLike, latest: str = LATEST) -> epath.Path:
+    """The directory of files: `path`, or that which its file `latest` names.
+
+    Raises:
+      FormatError: if it names none.
+    """
+    folder = epath.Path(path)
+    pointer = folder / latest
+    if not pointer.exists():
+        return folder
+    content = source_files.read(pointer, most_bytes=source_files.MOST_NAME_BYTES)
+    tag = content.decode("utf-8", "replace").strip()
+    if not source_files.is_plain_name(tag):
+        raise FormatError(f"{pointer} names {tag!r}, which is no directory beside it")
+    if not (folder / tag).exists():
+        raise FormatError(f"{pointer} names {tag}, which {folder} does not have")
+    return folder / tag
+
+
+def model_values(model: TorchFile) -> dict[str, Any]:
+    """The numbers and texts in the file of a model, see `Checkpoint.values`."""
+    values = model.values(without=_STRUCTURE)
+    info = model.at(INFO)
+    if isinstance(info, dict):
+        values[INFO] = plain_values.plain(info)
+    return values
 
 
 def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     """Opens the directory of a step, or one whose file `latest` names it.
 
     Raises:
-      FormatError: if a file is missing or damaged, contradicts another, or has names
-        outside of `inert_names`.
+      FormatError: if a file is missing or damaged, or contradicts another.
     """
-    files = deepspeed_files.read(deepspeed_files.folder_of(path))
-    return OpenedCheckpoint(
-        format=f"DeepSpeed ZeRO-{_stage(files)}",
-        tensors=_tensors(files),
-        axes={"tp": files.tp} if files.tp > 1 else {},
-        values=_values(files),
-        checksums=torch_file.checksums,
-    )
-
-
-def _stage(files: Files) -> int:
-    if not files.optimizers:
-        return 0
-    # Optimizers of bfloat16 parameters do not state it.
-    stage = files.optimizers[0, 0].at("optimizer_state_dict", "zero_stage")
-    return stage if type(stage) is int else 1
-
-
-def _values(files: Files) -> dict[str, Any]:
-    values = deepspeed_files.model_values(files.models[0])
-    if files.optimizers:
-        file = files.optimizers[0, 0]
+    tp, ranks = _ranks(folder_of(path))
+    values, stage = model_values(ranks[0].model), 0
+    for file in ranks[0].optimizers[:1]:
+        # Optimizers of bfloat16 parameters do not state it.
+        stated = file.at("optimizer_state_dict", "zero_stage")
+        stage = stated if type(stated) is int else 1
         flat = plain_values.flatten(
             file.at("optimizer_state_dict"),
             file=file.path,
             without=("param_slice_mappings",),
             budget=file.budget,
         )
-        values |= {f"optimizer/{path}": value for path, value in flat.items()}
-    return values
+        values |= {f"optimizer/{key}": value for key, value in flat.items()}
+    return OpenedCheckpoint(
+        format=f"DeepSpeed ZeRO-{stage}",
+        tensors=_tensors(ranks, {"tp": tp} if tp > 1 else {}),
+        axes={"tp": tp} if tp > 1 else {},
+        values=values,
+        checksums=torch_file.checksums,
+    )
 
 
-def _tensors(files: Files) -> list[StoredTensor]:
+def _tensors(ranks: Sequence[_Rank], axes: Mapping[str, int]) -> list[StoredTensor]:
     held: dict[tuple[str, str, int], StoredTensor] = {}
-    for rank in sorted(files.models):
-        tp, _ = files.coordinates(rank)
-        for tensor in _of_rank(files, rank, (("tp", tp),) if files.tp > 1 else ()):
-            first = held.setdefault((tensor.name, tensor.kind, tp), tensor)
-            is_tied = tensor.name.startswith(deepspeed_weights.TIED)
+    for rank in ranks:
+        coordinates = tuple((axis, rank.tp) for axis in axes)
+        weights = list(_weights(rank))
+        for each in itertools.chain(weights, _states(rank, weights)):
+            tensor = dataclasses.replace(each, ranks=coordinates) if axes else each
+            first = held.setdefault((tensor.name, tensor.kind, rank.tp), tensor)
+            is_tied = tensor.name.startswith(_TIED)
             if first is not tensor and not (is_tied and first.shape == tensor.shape):
-                raise files.models[rank].error(
+                raise rank.model.error(
                     f"and another stage both have {tensor.name}; only tied parameters"
                     " are in several stages"
                 )
     return list(held.values())
 
 
-def _of_rank(
-    files: Files, rank: int, ranks: tuple[tuple[str, int], ...]
-) -> Iterator[StoredTensor]:
-    weights = list(deepspeed_weights.weights(files, rank))
-    for each in [*weights, *_states(files, rank, weights)]:
-        yield dataclasses.replace(each, ranks=ranks) if ranks else each
-
-
-def _states(
-    files: Files, rank: int, weights: Sequence[StoredTensor]
-) -> Iterator[StoredTensor]:
-    parameters = [each for each in weights if each.kind == "parameter"]
-    if files.optimizers:
-        yield from map(_stored, zero_states.states(files, rank))
-    elif files.expert_optimizers:
-        yield from expert_states.states(files, rank, parameters)
-    elif files.models[rank].at("optimizer") is not None:
-        file = files.models[rank]
-        yield from numbered_states.states(file, parameters, ("optimizer",))
-
-
-def _stored(state: State) -> StoredTensor:
-    flat = state.ranges[0].flat if state.ranges else None
-    if flat is not None and not flat.shape:
-        fragments = state.ranges[0].file.fragment(flat)
-    else:
-        fragments = flat_parameters.fragments(state.shape, state.ranges, state.name)
-    return StoredTensor(
-        name=state.name,
-        kind=state.kind,
-        dtype=state.dtype,
-        shape=state.shape,
-        fragments=fragments,
+def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
+    # The number of tensor-parallel ranks, and all ranks of the model.
+    by_kind = _read(folder)
+    models = {rank: f for (dp, rank), f in by_kind["model"].items() if dp < 1}
+    if not models:
+        raise FormatError(f"{folder} has no files mp_rank_*_model_states.pt")
+    tp, pp = _degrees(models, by_kind["layer"])
+    # By rank of the model and data-parallel rank.
+    shards = {(rank, dp): f for (dp, rank), f in by_kind["model"].items() if dp >= 0}
+    optimizers = {(rank, dp): f for (dp, rank), f in by_kind["optimizer"].items()}
+    first, dps = models[min(models)], [dp for dp, _ in by_kind["optimizer"]]
+    stated = first.at("dp_world_size") if dps else 1
+    dp = max([stated if type(stated) is int else 1, *(each + 1 for each in dps)])
+    missing = [f"mp_rank_{rank:02d}" for rank in range(tp * pp) if rank not in models]
+    absent = (
+        f"zero_pp_rank_{each}_mp_rank_{rank:02d}"
+        for held in (optimizers, shards)
+        if held
+        for rank in range(tp * pp)
+        for each in range(dp)
+        if (rank, each) not in held
     )
+    missing += itertools.islice(absent, errors.MOST_NAMED + 1)
+    if missing:
+        raise FormatError(
+            f"{folder} lacks the files of {errors.first_of(missing)}; copy them from"
+            " the machines that saved them"
+        )
+    experts = _experts(folder, by_kind["expert"], tp)
+    expert_optimizers: dict[int, dict[int, TorchFile]] = collections.defaultdict(dict)
+    for (ep, rank), file in by_kind["expert optimizer"].items():
+        expert_optimizers[rank][ep] = file
+    layers: dict[int, list[tuple[int, TorchFile]]] = collections.defaultdict(list)
+    for (layer, rank), file in sorted(by_kind["layer"].items()):
+        layers[rank].append((layer, file))
+    return tp, [
+        _Rank(
+            tp=rank % tp,
+            model=models[rank],
+            shards=[shards[rank, each] for each in range(dp)] if shards else [],
+            optimizers=[optimizers[rank, n] for n in range(dp)] if optimizers else [],
+            layers=layers[rank] if rank < tp else [],
+            peers=[models[each] for each in range(rank % tp, tp * pp, tp)],
+            experts=experts[rank],
+            expert_optimizers=expert_optimizers[rank],
+        )
+        for rank in range(tp * pp)
+    ]
+
+
+def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
+    # By what they hold, and the numbers in their names; -1 where these lack one.
+    paths: dict[tuple[str, tuple[int, ...]], epath.Path] = {}
+    for path in sorted(folder.iterdir()):
+        for kind, pattern in _FILES.items():
+            if match := pattern.fullmatch(path.name):
+                absent = 0 if kind == "layer" else -1
+                numbers = (absent if n is None else int(n[:9]) for n in match.groups())
+                first = paths.setdefault((kind, tuple(numbers)), path)
+                if first is not path:
+                    raise FormatError(
+                        f"{path} and {first.name} are of the same rank; remove that of"
+                        " another save"
+                    )
+    files = torch_file.read_all(paths, SourceBudget())
+    return {
+        kind: {key: file for (each, key), file in files.items() if each == kind}
+        for kind in _FILES
+    }
+
+
+def _degrees(
+    models: Mapping[int, TorchFile], layers: Collection[tuple[int, ...]]
+) -> tuple[int, int]:
+    # The numbers of tensor-parallel ranks and stages.
+    file = models[min(models)]
+    stated = file.at("checkpoint_parallel_dimensions")
+    tp = 1 + max(rank for _, rank in layers) if layers else len(models)
+    pp = len(models) // tp
+    if isinstance(stated, dict):
+        tp, pp = (stated.get(f"{axis}_degree") for axis in ("tp", "pp"))
+    if type(tp) is not int or type(pp) is not int or not 0 < tp * pp == len(models):
+        raise file.error(
+            f"states {str(tp)[:9]} tensor-parallel ranks and {str(pp)[:9]} stages,"
+            f" and there are files of {len(models)} ranks of the model"
+        )
+    return tp, pp
+
+
+def _experts(
+    folder: epath.Path, files: Mapping[tuple[int, ...], TorchFile], tp: int
+) -> dict[int, list[TorchFile]]:
+    # By rank of the model.
+    experts: dict[int, list[TorchFile]] = collections.defaultdict(list)
+    for (_, _, rank), file in sorted(files.items()):
+        experts[rank].append(file)
+    held = collections.Counter((n, expert, rank // tp) for n, expert, rank in files)
+    for (layer, expert, _), count in held.items():
+        if count != tp:
+            raise FormatError(
+                f"{folder} has the expert {expert} of layer {layer} in files of"
+                f" {count} of {tp} tensor-parallel ranks: files are missing, or ranks"
+                " have different experts, which are not read; save with"
+                " enable_expert_tensor_parallelism"
+            )
+    return experts
+
+
+def _weights(rank: _Rank) -> Iterator[StoredTensor]:
+    # Layers count as of the first stage.
+    file, buffers = rank.model, _buffers(rank.model)
+    for name, tensor in torch_file.tensors_of(file.at("module")):
+        # ZeRO-3 leaves empty tensors in place of those that it divides.
+        if not (rank.shards and tensor.shape == (0,) and name not in buffers):
+            yield _weight(file, name, tensor, buffers)
+    if rank.shards:
+        yield from _frozen(rank.shards)
+    yield from _of_layers(rank)
+    for expert in rank.experts:
+        for name, tensor in torch_file.tensors_of(expert.value):
+            yield _weight(expert, name, tensor)
+
+
+def _buffers(file: TorchFile) -> set[str]:
+    names = file.at("buffer_names")
+    listed = names if isinstance(names, list) else []
+    return {name for name in listed if isinstance(name, str)}
+
+
+def _weight(
+    file: TorchFile, name: str, tensor: Tensor, buffers: Collection[str] = ()
+) -> StoredTensor:
+    kind = "buffer" if name in buffers else "parameter"
+    return optimizer_states.stored(file, name, kind, tensor)
+
+
+def _frozen(shards: Sequence[TorchFile]) -> Iterator[StoredTensor]:
+    # Parameters that are not trained: no optimizer has them.
+    shapes = shards[0].at("frozen_param_shapes")
+    named = zero.named_shapes(shards[0], shapes) if isinstance(shapes, dict) else {}
+    shards[0].take(zero.RANGE_BYTES * len(named) * len(shards))
+    for name, shape in named.items():
+        ranges, numel = [], math.prod(shape)
+        for dp, file in enumerate(shards):
+            flat = file.dict_at("frozen_param_fragments").get(name)
+            if not isinstance(flat, Tensor):
+                raise file.error(f"lacks its part of {name}")
+            part = dp, len(shards)
+            ranges.append(zero.equal_part(file, flat, start=0, numel=numel, part=part))
+        yield optimizer_states.of_ranges(name, "parameter", shape, ranges)
+
+
+def _of_layers(rank: _Rank) -> Iterator[StoredTensor]:
+    shapes: dict[str, Shape] = {}
+    buffers: set[str] = set()
+    for model in rank.peers if rank.layers else ():
+        buffers |= _buffers(model)
+        if model.at("param_shapes") is not None:
+            for group in zero.shapes_of(model):
+                shapes |= group
+    tied = {name: each for name, each in shapes.items() if name.startswith(_TIED)}
+    seen: set[str] = set()
+    for layer, file in rank.layers:
+        for key, tensor in torch_file.tensors_of(file.value):
+            name = f"{layer}.{key}"
+            if name not in shapes and name not in buffers:
+                shape = tensor.shape
+                fit = [t for t in tied if t.endswith(f".{key}") and tied[t] == shape]
+                name = fit[0] if len(fit) == 1 else name
+            # Each of the layers that share a parameter has it.
+            if name not in seen:
+                seen.add(name)
+                yield _weight(file, name, tensor, buffers)
+
+
+def _states(rank: _Rank, weights: Sequence[StoredTensor]) -> Iterator[StoredTensor]:
+    parameters = [each for each in weights if each.kind == "parameter"]
+    if rank.optimizers:
+        yield from zero.states(rank.model, rank.optimizers)
+    elif rank.expert_optimizers:
+        yield from _states_with_experts(rank.expert_optimizers, parameters)
+    elif rank.model.at("optimizer") is not None:
+        yield from optimizer_states.numbered(rank.model, parameters)
+
+
+def _states_with_experts(
+    held: Mapping[int, TorchFile], weights: Sequence[StoredTensor]
+) -> Iterator[StoredTensor]:
+    for file in held.values():
+        _check_size(file, set(held))
+    shared = [each for each in weights if not zero.EXPERT.fullmatch(each.name)]
+    yield from optimizer_states.numbered(
+        held[0], shared, is_chosen=lambda group: not _is_of_experts(group)
+    )
+    for ep, file in held.items():
+        parameters = _experts_of(file, weights, (ep, len(held)))
+        for state in optimizer_states.numbered(
+            file, parameters, is_chosen=_is_of_experts
+        ):
+            if state.name.startswith(optimizer_states.UNNAMED):
+                raise file.error(
+                    "has states of experts, and several groups with parameters of shape"
+                    f" {list(state.shape)}, so which they are of is not known; save"
+                    " with ZeRO stage 1"
+                )
+            yield state
+
+
+def _is_of_experts(group: Group) -> bool:
+    return group.get("moe") is True
+
+
+def _check_size(file: TorchFile, ranks: set[int]) -> None:
+    # Groups are named after the number of ranks that experts are spread over.
+    inner = optimizer_states.inner_keys(file)
+    groups = file.list_at(*inner, "param_groups")
+    names = [group.get("name") for group in groups if isinstance(group, dict)]
+    matches = [_EXPERT_GROUP.fullmatch(name) for name in names if isinstance(name, str)]
+    for size in [int(match[1]) for match in matches if match] or [len(ranks)]:
+        if len(ranks) != size or ranks != set(range(size)):
+            raise file.error(
+                f"has experts of {size} expert-parallel ranks, and there are files"
+                f" expp_rank_* of {sorted(ranks)[:9]}; copy all, or save layers of"
+                " several such numbers with ZeRO stage 1"
+            )
+
+
+def _experts_of(
+    file: TorchFile, weights: Sequence[StoredTensor], part: tuple[int, int]
+) -> list[StoredTensor]:
+    # The parameters of the experts of one of the ranks, in the order of the model.
+    number, count = part
+    matches = ((each, zero.EXPERT.fullmatch(each.name)) for each in weights)
+    # By layer; files of earlier versions have one expert of all layers.
+    layers: dict[str, list[tuple[int, StoredTensor]]] = collections.defaultdict(list)
+    for each, match in matches:
+        if match:
+            layers[match[1]].append((int(match[2]), each))
+    parameters = []
+    for layer, experts in layers.items():
+        size = 1 + max(expert for expert, _ in experts)
+        if size % count:
+            raise file.error(
+                f"is one of {count}, which do not divide the {size} experts of {layer}"
+            )
+        experts.sort(key=lambda pair: pair[0])
+        per_rank = size // count
+        parameters += [each for n, each in experts if n // per_rank == number]
+    return parameters

@@ -393,7 +393,10 @@ def _metadata(content: bytes, most_bytes: int) -> tuple[Any, list[Any]]:
     listed, the columns have their numbers.
     """
     fields = _state(_loaded(content))
-    stored, entries = fields["storage_data"], fields["state_dict_metadata"]
+    fields = fields if isinstance(fields, dict) else {}
+    stored, entries = map(fields.get, ("storage_data", "state_dict_metadata"))
+    if not isinstance(stored, dict) or not isinstance(entries, dict):
+        raise Refused("is no metadata of a distributed checkpoint (it lists no items)")
     shapes, files, dtypes = _Shapes(), _Numbers(), _Numbers()
     whole = shapes[None]
     columns = [array.array("q") for _ in range(8)]

@@ -301,7 +301,12 @@ def checksums(path: str) -> Sequence[Checksum]:
       FormatError: if it is no file of torch.save.
     """
     with source_files.opened(path) as file:
-        return checksums_of(_Zip(file, path, None).entries.values())
+        entries = [
+            each for each in _Zip(file, path, None).entries.values() if each.size
+        ]
+    if not any(each.crc for each in entries):
+        return ()
+    return [Checksum(each.start, each.start + each.size, each.crc) for each in entries]
 
 
 def verify(path: str) -> bool:
@@ -313,14 +318,6 @@ def verify(path: str) -> bool:
     listed = checksums(path)
     opened.compare(path, listed)
     return bool(listed)
-
-
-def checksums_of(entries: Iterable[Entry]) -> Sequence[Checksum]:
-    """The CRC-32 of the entries of a zip; none if it was written without."""
-    listed = [each for each in entries if each.size]
-    if not any(each.crc for each in listed):
-        return ()
-    return [Checksum(each.start, each.start + each.size, each.crc) for each in listed]
 
 
 def tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:

@@ -293,7 +293,7 @@ class _Cutter:
             source.viewed_as,
             (start, side.dims, side.steps),
             move.arithmetic,
-            tensor.dtype,
+            (tensor.dtype, tensor.view),
             *(
                 (each.box.start, each.box.stop, each.strides)
                 for each in tensor.fragments
@@ -361,6 +361,7 @@ class _Cutter:
                         box.shape,
                         dtype,
                         arithmetic,
+                        tensor.view,
                     )
                 )
                 index = factored_dims.index_of(piece.start, source.side)
@@ -422,7 +423,8 @@ class _Cutter:
     def _kind(self, kind: tuple[Any, ...]) -> tuple[int, tuple[int, ...]]:
         found = self._kinds.get(kind)
         if found is None:
-            sizes, dims, steps, strides, to_dims, to_steps, shape, dtype, done = kind
+            sizes, dims, steps, strides, to_dims, to_steps, shape, *rest = kind
+            dtype, done, view = rest
             arithmetic = done or _PLAIN
             into = row_major(shape)
             form = spans.normalized(
@@ -433,6 +435,7 @@ class _Cutter:
                     dtype=dtype,
                     scale=arithmetic.scale,
                     shift=arithmetic.shift,
+                    view=view,
                 )
             )
             number = self._forms.setdefault(form, len(self._forms))

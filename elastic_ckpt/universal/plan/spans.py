@@ -30,6 +30,7 @@ class Form:
       dtype: of the elements in the file.
       scale: factor of the values.
       shift: added after scaling.
+      view: of the stored tensor, see `StoredTensor`.
     """
 
     sizes: tuple[int, ...]
@@ -38,6 +39,7 @@ class Form:
     dtype: np.dtype
     scale: float = 1.0
     shift: float = 0.0
+    view: str = ""
 
     @property
     def volume(self) -> int:
@@ -59,6 +61,7 @@ class Form:
             and self.buffer_strides == (1,) * len(self.sizes)
             and self.scale == 1
             and self.shift == 0
+            and not self.view
         )
 
 

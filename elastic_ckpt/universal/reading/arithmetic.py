@@ -27,6 +27,13 @@ def scaled(values: np.ndarray, scale: float, shift: float) -> np.ndarray:
     return result
 
 
+def viewed(values: np.ndarray, view: str) -> np.ndarray:
+    """The values of a view of a stored tensor, see `StoredTensor`."""
+    if "conj" in view:
+        values = np.conjugate(values)
+    return -values if "neg" in view else values
+
+
 def reduced(
     region: Region, layers: Sequence[np.ndarray], tensors: Sequence[StoredTensor]
 ) -> np.ndarray:

@@ -72,6 +72,7 @@ class BufferMemory:
         strides = [stride * dtype.itemsize for stride in form.buffer_strides]
         offset = element * dtype.itemsize
         into = np.ndarray(form.sizes, dtype, memory.data, offset, strides)
+        values = arithmetic.viewed(values, form.view)
         strided_copy.copy(into, arithmetic.scaled(values, form.scale, form.shift))
 
     def completed(self, volumes: Mapping[int, int]) -> tuple[list[int], int]:

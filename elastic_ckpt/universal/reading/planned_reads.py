@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from absl import logging
 
-from elastic_ckpt.core import allgather, errors
+from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import opened
-from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
@@ -60,19 +59,16 @@ class PlannedReads:
             needed of it; None if they are files and objects.
 
         Raises:
-          CheckpointError: if an element is filled by no source or by two; FormatError
-            if a tensor is stored as a view of other values.
+          CheckpointError: if an element is filled by no source or by two.
         """
         names = {tensor.name for tensor in needed}
-        used = sorted({move.source for move in moves if move.target in names})
-        for tensor in (checkpoint.tensors[number] for number in used):
-            if tensor.view:
-                raise FormatError(
-                    f"{tensor.name} of the {checkpoint.format} checkpoint has its"
-                    f" {tensor.view} bit set, and is not read; call resolve_conj() and"
-                    " resolve_neg() before it is saved"
-                )
-        encoded = EncodedArrays(checkpoint.tensors, used)
+        used = {
+            source.tensor
+            for move in moves
+            if move.target in names
+            for source in move.sources
+        }
+        encoded = EncodedArrays(checkpoint.tensors, sorted(used))
 
         def limits(file: str) -> Limits:
             in_one = source is not None or file in encoded
@@ -109,6 +105,9 @@ class PlannedReads:
         """
         if self.source is not None or checkpoint.checksums is opened.no_checksums:
             return None
+        # The import of JAX takes seconds, which conversions do not need.
+        from elastic_ckpt.core import allgather
+
         checks = ReadChecks(checkpoint, self.plan, self.files, allgather.shared())
         if checks.unverified:
             logging.info(

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import functools
 import itertools
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.core.allgather import Allgather
+from elastic_ckpt.core.storage import Json
 from elastic_ckpt.universal.formats import opened, source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
@@ -32,6 +34,9 @@ _KIND = "universal_reads"
 _TIMEOUT_SECS = 1800.0
 _PIECE_BYTES = 1 << 24
 _POLYNOMIAL = 0xEDB88320
+
+if TYPE_CHECKING:
+    from elastic_ckpt.core.allgather import Allgather
 
 # A range of bytes: the first, and the one after the last.
 _Range = tuple[int, int]
@@ -74,16 +79,15 @@ class ReadChecks:
         self._starts: dict[str, list[int]] = {}
         self._gaps: dict[str, list[_Range]] = collections.defaultdict(list)
         self._crcs: dict[str, dict[int, int]] = collections.defaultdict(dict)
-        mine: dict[str, list[_Range]] = {}
-        try:
-            for file, spans in self._spans(set(files)).items():
-                mine[file] = self._needed(checkpoint, file, spans)
-        except errors.ElasticCkptError as error:
-            self.fail(error)
-            raise
-        everyone = self._gathered({"ranges": mine})
+        spans = self._spans(set(files))
+        everyone = self._agreed(
+            lambda: {
+                file: self._needed(checkpoint, file, of_file)
+                for file, of_file in spans.items()
+            }
+        )
         for file, entries in self._entries.items():
-            ranges = [each["ranges"].get(file, ()) for each in everyone]
+            ranges = [each.get(file, ()) for each in everyone]
             self._divide(file, entries, ranges)
 
     def note(self, file: str, start: int, parts: Sequence[np.ndarray]) -> None:
@@ -100,7 +104,7 @@ class ReadChecks:
                 low = max(0, at - offset)
                 high = min(part.nbytes, segments[at] - offset)
                 if low < high:
-                    crc = zlib.crc32(part[low:high], crc)
+                    crc = zlib.crc32(part[low:high].data, crc)
                 offset += part.nbytes
             with self._lock:
                 self._crcs[file][at] = crc
@@ -110,28 +114,13 @@ class ReadChecks:
 
         Raises:
           FormatError: if an entry has another one, on every host that read some of it.
-          RunError: if another host has failed.
+          RunError: if another host has failed, with its message.
         """
-        try:
-            for file, gaps in self._gaps.items():
-                with source_files.opened(file) as content:
-                    for start, stop in gaps:
-                        content.seek(start)
-                        crc = 0
-                        for at in range(start, stop, _PIECE_BYTES):
-                            piece = content.read(min(_PIECE_BYTES, stop - at))
-                            crc = zlib.crc32(piece, crc)
-                        self._crcs[file][start] = crc
-        except BaseException as error:
-            self.fail(error)
-            raise
-        everyone = self._gathered(
-            {"crcs": {file: sorted(held.items()) for file, held in self._crcs.items()}}
-        )
+        everyone = self._agreed(self._all_crcs)
         for file, entries in self._entries.items():
             found: dict[int, int] = {}
             for each in everyone:
-                for at, crc in each["crcs"].get(file, ()):
+                for at, crc in each.get(file, ()):
                     if found.setdefault(at, crc) != crc:
                         stop = self._segments[file].get(at, at)
                         raise _damaged(file, at, stop, "different bytes on two hosts")
@@ -140,20 +129,35 @@ class ReadChecks:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this host ends with an error."""
-        if self._allgather.num_hosts > 1:
-            self._allgather.gather(
-                _KIND, {"failed": str(error)[:500]}, timeout_secs=_TIMEOUT_SECS
-            )
 
-    def _gathered(self, value: dict) -> list[dict]:
-        everyone = self._allgather.gather(_KIND, value, timeout_secs=_TIMEOUT_SECS)
-        for host, each in enumerate(everyone):
-            if "failed" in each:
-                raise errors.RunError(
-                    f"host {host} could not read its part of the checkpoint:"
-                    f" {each['failed']}"
-                )
-        return everyone
+        def part() -> Json:
+            raise errors.CheckpointError(str(error)) from error
+
+        with contextlib.suppress(errors.ElasticCkptError):
+            self._agreed(part)
+
+    def _agreed(self, part: Callable[[], Json]) -> list[Any]:
+        # The import of JAX takes seconds, which conversions do not need.
+        from elastic_ckpt.core import allgather
+
+        return allgather.agreed(
+            self._allgather, _KIND, part, timeout_secs=_TIMEOUT_SECS
+        )
+
+    def _all_crcs(self) -> Json:
+        for file, gaps in self._gaps.items():
+            with source_files.opened(file) as content:
+                for start, stop in gaps:
+                    content.seek(start)
+                    crc = 0
+                    for at in range(start, stop, _PIECE_BYTES):
+                        piece = content.read(min(_PIECE_BYTES, stop - at))
+                        crc = zlib.crc32(piece, crc)
+                    self._crcs[file][start] = crc
+        return {
+            file: [list(each) for each in held.items()]
+            for file, held in self._crcs.items()
+        }
 
     def _spans(self, files: set[str]) -> dict[str, list[_Range]]:
         spans = self._plan.spans
@@ -167,7 +171,7 @@ class ReadChecks:
 
     def _needed(
         self, checkpoint: Checkpoint, file: str, spans: list[_Range]
-    ) -> list[_Range]:
+    ) -> list[list[int]]:
         # The parts of entries that this host reads, ascending.
         listed = sorted(checkpoint.checksums(file))
         if not listed:
@@ -196,10 +200,14 @@ class ReadChecks:
         opened.compare(file, whole)
         self._entries[file] = entries
         # The bounds of this host's spans are those of segments, too.
-        return _cut(needed, sorted({end for span in spans for end in span}))
+        ends = sorted({end for span in spans for end in span})
+        return [[start, stop] for start, stop in _cut(needed, ends)]
 
     def _divide(
-        self, file: str, entries: Sequence[Checksum], ranges: Sequence[Sequence[_Range]]
+        self,
+        file: str,
+        entries: Sequence[Checksum],
+        ranges: Sequence[Sequence[Sequence[int]]],
     ) -> None:
         bounds = sorted({end for of_host in ranges for span in of_host for end in span})
         segments = self._segments[file] = {}

@@ -316,7 +316,9 @@ def _request_bytes(
         )
     if not len(spans):
         return taken
-    computed = [form.scale != 1 or form.shift != 0 for form in spans.forms]
+    computed = [
+        (form.scale, form.shift, form.view) != (1, 0, "") for form in spans.forms
+    ]
     scaled = np.logical_or.reduceat(
         np.array(computed, bool)[spans.form], spans.first_copy[:-1]
     )

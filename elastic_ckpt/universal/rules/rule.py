@@ -19,7 +19,11 @@ Size = float | str | CheckpointValue | Choice
 
 # The powers of a parameter's scale, by the kind of state. A gradient is divided by the
 # scale; the second moment is that of a squared gradient.
-POWERS = {"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2}
+POWERS = {
+    **{"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2},
+    # Of Muon, and of SGD.
+    "momentum_buffer": -1,
+}
 # The kinds of state that are shifted, and padded with the values of the rule.
 SHIFTED = ("parameter", "master")
 # In the other direction, a copy is compared with the tensor that it is one of, or left.

@@ -1,9 +1,13 @@
 """A DeepSpeed checkpoint is loaded by its own description, as DeepSpeed converts it."""
 
+import itertools
+
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_ckpt import universal
 from elastic_ckpt.universal import opening
@@ -183,6 +187,27 @@ def test_moments_of_a_scaled_map_take_inverse_powers():
     assert arrays["second_moment/w"].tolist() == (3 * shard * 0.25).tolist()
 
 
+def test_the_momentum_of_a_scaled_map_takes_the_inverse_scale():
+    shard = relayout.numbered(3)
+    piece = block([3], [0, [1]], [0, [1]], [0, 1], scale=0.5)
+    info = affine((3,), [(3,), (3,)], [piece], [piece])
+    arrays = merged({"w": [shard, shard]}, info, kinds=("momentum_buffer",))
+    assert arrays["momentum_buffer/w"].tolist() == (shard * 0.5).tolist()
+
+
+@pytest.mark.parametrize("sample", ["zero1_muon_dp2", "zero2_offload_muon_dp2"])
+def test_the_momentum_of_muon_is_loaded_by_the_description(samples, sample):
+    tensors = opening.open_checkpoint(samples(sample)).tensors
+    held = [each for each in tensors if each.kind == "momentum_buffer"]
+    like = {t.name: jax.ShapeDtypeStruct(t.shape, np.float32) for t in held}
+    state = universal.load(samples(sample), {"momentum_buffer": like})
+    for name, array in state["momentum_buffer"].items():
+        known = kv.known("momentum_buffer", name, array.shape)
+        if sample != "zero1_muon_dp2":
+            known = known.astype(ml_dtypes.bfloat16).astype(np.float32)
+        assert np.asarray(array).tobytes() == known.tobytes(), name
+
+
 def test_a_map_that_replicates_some_blocks_and_reorders_others_is_followed():
     whole = relayout.numbered(7, 2)
     # Rows 0 to 3 are gathered by twos, in another order; 4 to 6 are in both.
@@ -195,6 +220,52 @@ def test_a_map_that_replicates_some_blocks_and_reorders_others_is_followed():
     second = [rows(1, 1, 0, 1), rows(1, 3, 1, 1), rows(3, 4, 2, 0, 1)]
     info = affine((7, 2), [(5, 2), (5, 2)], first, second)
     assert (merged(shards, info)["master/w"] == whole).all()
+
+
+@st.composite
+def cuts(draw):
+    """Segments along a dim, and the ranks that have each, in an order of their own."""
+    ranks = draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    subsets = st.sets(st.integers(0, ranks - 1), min_size=1)
+    holders = [draw(subsets) for _ in lengths]
+    ends = list(itertools.accumulate(lengths, initial=0))
+    segments = list(itertools.pairwise(ends))
+    held = [
+        draw(
+            st.permutations(
+                [each for each, h in zip(segments, holders, strict=True) if rank in h]
+            )
+        )
+        for rank in range(ranks)
+    ]
+    return ends[-1], held, draw(st.integers(0, 1)), draw(st.booleans())
+
+
+@settings(max_examples=300)
+@given(cuts())
+def test_shards_of_any_parts_along_a_dim_are_joined(made):
+    length, held, dim, has_padding = made
+    whole = relayout.numbered(*((length, 2) if dim == 0 else (2, length)))
+    shards, pieces = [], []
+    for segments in held:
+        parts = [np.take(whole, range(*each), axis=dim) for each in segments]
+        parts = parts or [np.take(whole, [], axis=dim)]
+        shards.append(np.concatenate(parts, axis=dim))
+        strides = [[each.shape[1], 1] for each in (whole, shards[-1])]
+        listed, at = [], 0
+        for (start, _), part in zip(segments, parts, strict=False):
+            source, dest = (
+                (n * s[dim], s) for n, s in zip((start, at), strides, strict=True)
+            )
+            listed.append(block(list(part.shape), list(source), list(dest), []))
+            at += part.shape[dim]
+        pieces.append(listed)
+    info = affine(whole.shape, [each.shape for each in shards], *pieces)
+    if has_padding and dim == 0 and length > 1:
+        info |= {"vocabulary_parameter_patterns": ["w"], "original_vocab_size": 1}
+        whole = whole[:1]
+    assert (merged({"w": shards}, info)["master/w"] == whole).all()
 
 
 def whole_piece(**parts):
@@ -212,16 +283,23 @@ def whole_piece(**parts):
         ({"tp_replicated_parameter_patterns": 1}, "is no list"),
         ({"tp_replicated_parameter_patterns": [1]}, "no text"),
         ({"tp_replicated_parameter_patterns": ["w", ".*"]}, "both match"),
+        ({"tp_replicated_parameter_patterns": ["w", "w"]}, "both match"),
         ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "not describe"),
         ({"vocabulary_parameter_patterns": ["w"]}, "original_vocab_size is None"),
         ({"parameter_with_sub_params": [{"patterns": ["w"]}]}, "is no list"),
-        (affine((4, 2), [(2, 2)] * 2, [whole_piece()], []), "rank 1 has 0"),
-        (affine((2, 2), [(2, 2)] * 2, [whole_piece()], []), "rank 1 has 0"),
+        (affine((4, 2), [(2, 2)] * 2, [whole_piece()], []), "no rank has 2"),
+        (affine((2, 2), [(2, 2)] * 2, [whole_piece()], []), r"parts of \[2, 0\]"),
         (affine((4, 2), [(2, 2)] * 2, *[[whole_piece()]] * 2), "no rank has 2"),
-        (affine((4, 2), [(2, 2)], [whole_piece()]), "malformed"),
-        (affine((4, 2), [(3, 2)] * 2, [], []), "of shape"),
-        (affine((4, 2), [(2, 2)] * 2, [whole_piece(shape=[2, 1])], []), "rank 0 has 2"),
-        (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[9, [2, 1]])], []), "outside"),
+        (affine((4, 2), [(2, 2)], [whole_piece()]), r"\[\(2, 2\)\] are stated"),
+        (affine((4, 2), [(3, 2)] * 2, [], []), r"\(3, 2\)\] are stated"),
+        (
+            affine((4, 2), [(2, 2)] * 2, [whole_piece(shape=[2, 1])], []),
+            "cuts the dims",
+        ),
+        (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[9, [2, 1]])], []), "index 9"),
+        (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[2, [2, 1]])], []), "outside"),
+        (affine((4, 2), [(2, 2)] * 2, [], [{}]), "malformed"),
+        (affine((4, 2), [(2, 2)] * 2, [whole_piece()] * 2, []), "rank 0 has 0 twice"),
         (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[0, [1, 2]])], []), "no box"),
         (
             affine(

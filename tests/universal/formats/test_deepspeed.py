@@ -7,6 +7,7 @@ values that were put into its models and optimizers.
 import os
 import re
 import shutil
+import struct
 import sys
 
 import ml_dtypes
@@ -64,7 +65,8 @@ def trained(sample):
         first, last = "tied_modules.embed", f"{count + 1}"
     names = {f"{first}.words.weight", *(f"{last}.{leaf}" for leaf in kv.FINAL)}
     names |= {f"{block}.{leaf}" for block in blocks for leaf in kv.BLOCK}
-    if "pp2" not in sample and sample[:5] in ("zero0", "zero1"):
+    is_whole = "pp2" not in sample and sample[:5] in ("zero0", "zero1")
+    if is_whole or "muon" in sample:
         names.add("frozen")
     if "ep2" in sample:
         moe = [f"{block}.moe.deepspeed_moe" for block in blocks]
@@ -236,7 +238,15 @@ def test_files_of_two_saves_are_refused(copied):
 
 
 def by_hand(
-    folder, *, mapping=None, shape=(2, 2), flat=None, counts=(1,), base=None, more=()
+    folder,
+    *,
+    mapping=None,
+    shape=(2, 2),
+    flat=None,
+    counts=(1,),
+    base=None,
+    more=(),
+    stated=(),
 ):
     """A checkpoint of one parameter `w` of ZeRO-1 and one rank."""
     flat = flat or torch_files.tensor(shape=(4,), strides=(1,))
@@ -247,9 +257,12 @@ def by_hand(
         "base_optimizer_state": base or {"state": {}},
         "param_slice_mappings": [mapping or {"w": {"start": 0, "numel": 4}}],
         "partition_count": list(counts),
+        **dict(stated),
     }
     path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch_files.write(path, {"optimizer_state_dict": optimizer, **dict(more)})
+    entries = {"data/0": struct.pack("<4f", 1, 2, 3, 4), "data/1": bytes(24)}
+    value = {"optimizer_state_dict": optimizer, **dict(more)}
+    torch_files.write(path, value, entries=entries)
     return deepspeed.open_checkpoint(folder)
 
 
@@ -258,31 +271,147 @@ def test_a_checkpoint_by_hand_is_read(tmp_path):
     assert stored_values.read(tensor).tolist() == [[1, 2], [3, 4]]
 
 
-MOMENTUM = {"momentum_buffer": torch_files.tensor(shape=(4,), strides=(1,))}
+# The momentum is of whole parameters on each rank, then divided like the masters.
+WHOLE_MUON = ("zero1_muon_dp2", "zero2_muon_dp4")
+MUON = (
+    *WHOLE_MUON,
+    *("zero1_bf16_muon_dp2", "zero2_offload_muon_dp2", "zero3_muon_dp2"),
+)
+
+
+def check_muon(checkpoint, names, *, momentum_dtype, of_16_bits):
+    """Whether matrices have the known momentum, and all others Adam's moments."""
+    by_key = stored_values.by_key(checkpoint)
+    shapes = {name: kv.full_shape(name, (3, 5)) for name in names}
+    matrices = {n for n, shape in shapes.items() if len(shape) > 1 and "embed" not in n}
+    compared = set()
+    for (name, kind, _), tensor in by_key.items():
+        state = {**STATE_OF, "momentum_buffer": "momentum_buffer"}.get(kind)
+        if state and name in names:
+            array = kv.of_rank(state, name, shapes[name], 0, 1)
+            if kind == "momentum_buffer":
+                # Gradients have the type of the weights.
+                of_weights = ml_dtypes.bfloat16 if of_16_bits else np.float32
+                array = array.astype(of_weights).astype(momentum_dtype)
+            read = stored_values.read(tensor)
+            assert (read.dtype, read.shape) == (array.dtype, array.shape), (name, kind)
+            assert read.tobytes() == array.tobytes(), (name, kind)
+            compared.add((name, kind))
+    assert {each for each in compared if each[1] != "master"} == {
+        *((name, "momentum_buffer") for name in matrices),
+        *(
+            (name, kind)
+            for name in shapes.keys() - matrices
+            for kind in ("first_moment", "second_moment")
+        ),
+    }
+    return {name for name, kind in compared if kind == "master"}
+
+
+@pytest.mark.parametrize("sample", MUON)
+def test_the_momentum_of_muon_is_read_bit_equal(samples, sample):
+    checkpoint = deepspeed.open_checkpoint(samples(sample))
+    assert checkpoint.format == f"DeepSpeed ZeRO-{sample[4]}"
+    is_16_bit = sample in ("zero2_muon_dp4", "zero3_muon_dp2")
+    masters = check_muon(
+        checkpoint,
+        trained(sample),
+        momentum_dtype=ml_dtypes.bfloat16 if is_16_bit else np.float32,
+        of_16_bits=sample != "zero1_muon_dp2",
+    )
+    assert masters == trained(sample)
+
+
+def test_the_momentum_of_muon_is_numbered_without_zero(samples):
+    checkpoint = deepspeed.open_checkpoint(samples("zero0_muon_dp2"))
+    # Adam has the embedding, which has the shape of these matrices.
+    unknown = {"embed.words.weight"} | {f"layers.{n}.gate_up.weight" for n in range(4)}
+    names = trained("zero0_muon_dp2") - unknown
+    check_muon(checkpoint, names, momentum_dtype=np.float32, of_16_bits=False)
+    states = [each for each in checkpoint.tensors if each.name.startswith("optimizer/")]
+    assert {each.shape for each in states} == {(16, 8), ()}
+
+
+@pytest.mark.parametrize("sample", MUON)
+def test_momentum_that_ranks_share_is_that_of_the_first(samples, sample):
+    is_whole = sample in WHOLE_MUON
+    files_of = {}
+    for tensor in deepspeed.open_checkpoint(samples(sample)).tensors:
+        files = {os.path.basename(each.file) for each in tensor.fragments}
+        files_of.setdefault(tensor.kind, {})[tensor.name] = sorted(files)
+    shared = {name: held for name, held in files_of["master"].items() if len(held) > 1}
+    shared = {
+        name: shared[name] for name in shared if name in files_of["momentum_buffer"]
+    }
+    assert shared
+    for name, held in shared.items():
+        assert files_of["momentum_buffer"][name] == held[: 1 if is_whole else None]
+
+
+def momentum(elements):
+    """A momentum of this number of elements."""
+    key = "0" if elements == 4 else "1"
+    flat = torch_files.tensor((elements,), (1,), key=key, elements=elements)
+    return {"momentum_buffer": flat}
+
+
+def muon(elements, **settings):
+    groups = [{"use_muon": True, **settings}]
+    return {"state": {0: momentum(elements)}, "param_groups": groups}
+
+
+OF_STAGE, PADDED = {"zero_stage": 2}, {"zero_stage": 2, "group_paddings": [2]}
+WHOLE = {"whole_param_optimizer_states": [["momentum_buffer"]]}
+PARTS = {"whole_param_optimizer_states": [[]]}
+OFFLOADED = {
+    "ds_config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+}
+OF_CONFIG = {"ds_config": {"optimizer": {"type": "Muon"}}}
 
 
 @pytest.mark.parametrize(
-    ("base", "more"),
+    "parts",
     [
-        ({"state": {0: MOMENTUM}, "param_groups": [{"use_muon": True}]}, {}),
+        {"base": muon(6), "stated": OF_STAGE},
+        {"base": muon(6), "stated": PADDED},
+        # Of BF16_Optimizer.
+        {"base": muon(6)},
+        {"base": muon(6), "stated": OF_STAGE, "more": OFFLOADED},
+        {"base": muon(6), "stated": {**WHOLE, "group_paddings": [2]}},
+        {"base": muon(6), "stated": {**PARTS, **OF_STAGE}},
         # With the option `elastic_checkpoint`.
-        ([MOMENTUM], {"ds_config": {"optimizer": {"type": "Muon"}}}),
+        {"base": [momentum(6)], "stated": OF_STAGE, "more": OF_CONFIG},
     ],
 )
-def test_the_momentum_of_muon_is_refused_by_name(tmp_path, base, more):
-    with pytest.raises(FormatError, match="momentum_buffer of Muon in group 0"):
-        by_hand(tmp_path, base=base, more=more)
+def test_momentum_of_muon_of_another_size_is_refused(tmp_path, parts):
+    with pytest.raises(FormatError, match=r"of Muon in group 0 of shape \[6\]"):
+        by_hand(tmp_path, **parts)
     for optimizer in tmp_path.glob("*_optim_states.pt"):
         optimizer.unlink()
     assert deepspeed.open_checkpoint(tmp_path).format == "DeepSpeed ZeRO-0"
 
 
-def test_other_momentum_is_read(tmp_path):
-    states = {"state": {0: MOMENTUM}}
-    for groups in ([{"use_muon": False}], [{"lr": 0.1}]):
-        opened = by_hand(tmp_path, base={**states, "param_groups": groups})
-        (momentum,) = (t for t in opened.tensors if t.kind == "momentum_buffer")
-        assert stored_values.read(momentum).tolist() == [[1, 2], [3, 4]]
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"base": muon(4), "stated": OF_STAGE},
+        {"base": muon(4), "stated": WHOLE, "more": OFFLOADED},
+        {"base": [momentum(4)], "stated": OF_STAGE, "more": OF_CONFIG},
+        {"base": muon(4, use_muon=False)},
+        {"base": {"state": {0: momentum(4)}, "param_groups": [{"lr": 0.1}]}},
+    ],
+)
+def test_momentum_of_the_size_of_its_parameter_is_read(tmp_path, parts):
+    opened = by_hand(tmp_path, **parts)
+    (read,) = (each for each in opened.tensors if each.kind == "momentum_buffer")
+    assert stored_values.read(read).tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("parts", [{"stated": PARTS}, {"more": OFFLOADED}])
+def test_momentum_in_parts_may_be_padded(tmp_path, parts):
+    stated = {**PADDED, **parts.get("stated", {})}
+    opened = by_hand(tmp_path, base=muon(6), **{**parts, "stated": stated})
+    assert "momentum_buffer" in {each.kind for each in opened.tensors}
 
 
 @pytest.mark.parametrize(
@@ -364,7 +493,7 @@ def test_code_in_an_optimizer_file_is_not_run(copied, tmp_path):
         "optimizer_state_dict": torch_files.Named("os", "system", f"touch {touched}")
     }
     torch_files.write(folder / FLAT, value)
-    with pytest.raises(FormatError, match=rf"{FLAT} has no list optimizer_state_dict"):
+    with pytest.raises(FormatError, match=f"{FLAT} has no states of group 0"):
         deepspeed.open_checkpoint(folder)
     assert not touched.exists()
 

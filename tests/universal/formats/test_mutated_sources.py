@@ -25,13 +25,14 @@ from tests.universal.formats.source_contents import (
 SAMPLES = [
     *("dcp", "dcp_hf", "safetensors", "orbax", "ram"),
     *("deepspeed/zero0_dp2", "deepspeed/zero0_bf16_dp2", "deepspeed/zero1_dp2"),
+    *("deepspeed/zero1_muon_dp2", "deepspeed/zero2_offload_muon_dp2"),
     *("deepspeed/zero1_tp2_pp2_dp2", "deepspeed/zero1_ep2_dp4", "deepspeed/zero3_dp4"),
     *("deepspeed/zero1_tp2_pp2_dp2_universal", "deepspeed/zero3_dp4_universal"),
     *("megatron/torch_dist_ep2", "megatron/torch_dist_tp2_pp2"),
     *("megatron/mp_rank_pp2_vp2", "forgather/pipeline-2x2", "forgather/single"),
-    "forgather/without_manifest",
+    *("forgather/without_manifest", "weights/sharded", "weights/meta"),
 ]
-ZIPS = (".pt", ".distcp", ".bin")
+ZIPS = (".pt", ".pth", ".distcp", ".bin")
 
 
 def changed_tensors(path, file, content, changed):

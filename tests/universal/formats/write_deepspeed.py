@@ -57,6 +57,14 @@ SAMPLES = {
     "zero1_tp2_ep2_dp2": (4, 1, 2, 1, 2, "bf16"),
     "zero0_ep2_dp2": (2, 0, 1, 1, 2, "fp32"),
     "zero0_bf16_ep2_dp2": (2, 0, 1, 1, 2, "bf16"),
+    # Muon for matrices, Adam for the rest. The momentum has the layout of the masters
+    # under BF16_Optimizer and offload, and its own under the others.
+    "zero1_muon_dp2": (2, 1, 1, 1, 0, "fp32"),
+    "zero2_muon_dp4": (4, 2, 1, 1, 0, "bf16"),
+    "zero1_bf16_muon_dp2": (2, 1, 1, 1, 0, "bf16"),
+    "zero2_offload_muon_dp2": (2, 2, 1, 1, 0, "bf16"),
+    "zero0_muon_dp2": (2, 0, 1, 1, 0, "fp32"),
+    "zero3_muon_dp2": (2, 3, 1, 1, 0, "bf16"),
     # The model of `llama_values`.
     "llama_zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
     "llama_zero1_dp2": (2, 1, 1, 1, 0, "bf16"),
@@ -82,7 +90,11 @@ class Part(nn.Module):
     """Parameters, with a function that uses them all."""
 
     def forward(self):
-        return sum(parameter.mean() for parameter in self.parameters())
+        gradients = dict(self.named_buffers(recurse=False))
+        return sum(
+            (each * gradients[f"gradient_{name}"]).sum() if gradients else each.mean()
+            for name, each in self.named_parameters(recurse=not gradients)
+        )
 
 
 class Layer(nn.Module):
@@ -139,6 +151,25 @@ class Model(nn.Module):
         return (self.final(hidden) + self.frozen.sum()).float().square().mean()
 
 
+class MuonModel(Model):
+    """A model whose gradients are the known momentum: Muon sets it, without decay."""
+
+    def __init__(self):
+        super().__init__(0, frozen=False)
+        for name, parameter in list(self.named_parameters()):
+            path, _, leaf = name.rpartition(".")
+            shape = kv.full_shape(name, tuple(parameter.shape))
+            gradient = kv.of_rank("momentum_buffer", name, shape, 0, 1)
+            self.get_submodule(path).register_buffer(
+                f"gradient_{leaf}", torch.from_numpy(gradient), persistent=False
+            )
+
+    def forward(self, tokens):
+        # ZeRO-3 gathers the parameters of a module for its own function.
+        parts = [each() for each in self.modules() if isinstance(each, Part)]
+        return (sum(parts) + Part.forward(self) + self.embed(tokens).sum()).float()
+
+
 def logits(module, hidden):
     return hidden @ module.words.weight.T
 
@@ -180,17 +211,28 @@ def groups(model, ep):
     return split_params_into_different_moe_groups_for_optimizer(split) if ep else split
 
 
-def config(stage, dtype, processes):
+def config(sample):
+    processes, stage, _, _, _, dtype = SAMPLES[sample]
     # By default, ZeRO-3 leaves small parameters whole.
     threshold = {"stage3_param_persistence_threshold": 0} if processes == 4 else {}
-    optimizer = {"lr": 0.01, "torch_adam": True}
+    if "offload" in sample:
+        threshold["offload_optimizer"] = {"device": "cpu"}
+    kind, optimizer = "Adam", {"lr": 0.01, "torch_adam": True}
+    if "muon" in sample:
+        kind, optimizer["momentum"] = "Muon", 0.0
+        # ZeRO-3 refuses it with Muon.
+        threshold["reduce_scatter"] = stage < 3
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "Adam", "params": optimizer},
+        "optimizer": {"type": kind, "params": optimizer},
         "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {"stage": stage, **threshold},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **({"gradient_clipping": 0.0} if "muon" in sample else {}),
+        # With float32, stage 1 is that of BF16_Optimizer.
+        "data_types": {"grad_accum_dtype": "fp32"} if "bf16_muon" in sample else {},
     }
 
 
@@ -226,20 +268,22 @@ def set_value(engine, parameter, values):
         parameter.data.copy_(values["fp32"])
     if not parameter.requires_grad:
         return
+    is_of_muon = getattr(parameter, "use_muon", False)
+    moments = () if is_of_muon else ("exp_avg", "exp_avg_sq")
     if engine.zero_optimization_stage() == 0:
         master = master_of(engine.optimizer, parameter)
         master.data.copy_(values["fp32"])
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in moments:
             engine.optimizer.state[master][key].copy_(values[key])
         return
     if hasattr(parameter, "ds_id"):
         parts = {key: own_part(values[key], group) for key in kv.STATES}
         safe_set_local_fp32_param(parameter, parts["fp32"])
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in moments:
             safe_set_local_optimizer_state(parameter, parts[key], key)
         return
     safe_set_full_fp32_param(parameter, values["fp32"])
-    for key in ("exp_avg", "exp_avg_sq"):
+    for key in moments:
         safe_set_full_optimizer_state(parameter, values[key], key)
 
 
@@ -311,7 +355,7 @@ def universal_info(tp, model):
 
 
 def write(folder, sample):
-    processes, stage, tp, pp, ep, dtype = SAMPLES[sample]
+    processes, stage, tp, pp, ep, _ = SAMPLES[sample]
     deepspeed.init_distributed("gloo")
     assert torch.distributed.get_world_size() == processes
     torch.manual_seed(0)
@@ -320,12 +364,14 @@ def write(folder, sample):
     mpu = PipelineParallelGrid(topology) if tp > 1 and not piped else None
     if sample.startswith("llama"):
         model = llama_module.Llama()
+    elif "muon" in sample:
+        model = MuonModel()
     else:
         model = pipeline(topology, tp) if piped else Model(ep, stage > 1, tp)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups(model, ep),
-        config=config(stage, dtype, processes),
+        config=config(sample),
         mpu=mpu,
     )
     tokens = torch.arange(5)[None]
