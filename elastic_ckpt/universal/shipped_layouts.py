@@ -10,7 +10,7 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from elastic_ckpt.universal.rules import matching
+from elastic_ckpt.universal.rules import matching, name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.stored import StoredTensor
@@ -65,7 +65,8 @@ def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
 def fitting(stored: Sequence[StoredTensor]) -> list[str]:
     """The layouts whose names are those of a checkpoint's tensors.
 
-    Shapes are not compared.
+    Shapes are not compared. Layouts that pass on any name, for others to go through,
+    are left out.
 
     Args:
       stored: the tensors of the checkpoint.
@@ -80,9 +81,32 @@ def fitting(stored: Sequence[StoredTensor]) -> list[str]:
 def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
     try:
         # Layouts whose sources are those of ranks have no inverse.
-        return matching.fits_names(resolve(name), stored)
+        layout = resolve(name)
+        return not _takes_any_name(layout) and matching.fits_names(layout, stored)
     except LayoutError:
         return False
+
+
+def _takes_any_name(layout: Layout) -> bool:
+    for rule in layout.rules:
+        if rule.kind is not None:
+            continue
+        sources, targets = (
+            [name_pattern.parse(tensor.name) for tensor in side]
+            for side in (rule.source, rule.target)
+        )
+        # The form of a capture is written in one of its names.
+        paths = {
+            capture.key
+            for pattern in (*sources, *targets)
+            for capture in pattern.captures
+            if capture.form == "path"
+        }
+        for pattern in sources:
+            keys = {capture.key for capture in pattern.captures}
+            if not pattern.literal and keys <= paths:
+                return True
+    return False
 
 
 @functools.cache

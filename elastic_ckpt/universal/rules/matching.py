@@ -113,7 +113,7 @@ def fits_names(layout: Layout, stored: Sequence[StoredTensor]) -> bool:
     try:
         if layout.through:
             return fits_names(layout.through[0], stored)
-        _Matching(layout, stored, {}, None)
+        _Matching(layout, stored, {}, None, suggests=False)
     except LayoutError:
         return False
     return True
@@ -254,6 +254,9 @@ def _dropped_names(layout: Layout) -> Iterator[Entry]:
 class _Matching:
     """The tensors of each rule and instance.
 
+    Args:
+      suggests: whether errors name what is nearest, which takes time.
+
     Attributes:
       owners: the rules, each with all of its states.
       index: the patterns of sources.
@@ -269,8 +272,11 @@ class _Matching:
         stored: Sequence[StoredTensor],
         axes: Mapping[str, int],
         targets: Mapping[str, TargetTensor] | None,
+        *,
+        suggests: bool = True,
     ) -> None:
         self.layout = layout
+        self._suggests = suggests
         self.stored = stored
         self.counts = _axis_counts(layout, stored, axes)
         self.given = None if targets is None else list(targets.values())
@@ -402,7 +408,7 @@ class _Matching:
             else:
                 leftovers.append(tensor.name)
         for name, rule in absent:
-            near = self._nearest(name, leftovers)
+            near = self._nearest("absent", name, leftovers)
             self._note("absent", f"{name} ({rule}{near})")
         self._note_leftovers("targets", leftovers)
 
@@ -455,14 +461,15 @@ class _Matching:
                 is_used = any((number, at) in self._unused for number in numbers)
                 if (0, at) not in matched and not tensor.role and not is_used:
                     near = self._with_path(owners[0], at, names) or self._nearest(
-                        owners[0].sources[at].text, names
+                        "unmatched", owners[0].sources[at].text, names
                     )
                     self._note("unmatched", tensor.place + near)
             for at, tensor in enumerate(relation.targets):
                 held = (1, at) in matched or not any(owner.groups for owner in owners)
                 is_open = _open_captures(tensor.name, relation)
                 if self.given is not None and not held and is_open:
-                    near = self._nearest(owners[0].targets[at].text, self._numbers)
+                    text = owners[0].targets[at].text
+                    near = self._nearest("unmatched", text, self._numbers)
                     self._note("unmatched", tensor.place + near)
             for owner in owners:
                 self._check_groups(owner, matched)
@@ -512,7 +519,7 @@ class _Matching:
         }
         for name in dict.fromkeys(names):
             near: list[str] = []
-            if len(self._problems[side]) <= errors.MOST_NAMED:
+            if self._is_listed(side):
                 near = difflib.get_close_matches(name, patterns, n=1, cutoff=0.0)
             shown = f" (nearest: {near[0]!r}, {patterns[near[0]]})" if near else ""
             self._note(side, name + shown)
@@ -524,6 +531,8 @@ class _Matching:
 
     def _with_path(self, owner: _Owner, at: int, names: Iterable[str]) -> str:
         # A remedy if captures that take any text would match.
+        if not self._is_listed("unmatched"):
+            return ""
         pattern, numbers = owner.sources[at], owner.relation.numbers
         texts = {c.key for c in pattern.captures if not c.is_number(numbers)}
         wide = pattern.with_forms(dict.fromkeys(texts, "path")).expression(numbers)
@@ -532,8 +541,17 @@ class _Matching:
             return ""
         return f", {found!r} has dots: write {{{min(texts)}:path}}"
 
-    def _nearest(self, name: str, names: Iterable[str]) -> str:
-        few = list(dict.fromkeys(names))[:_MOST_COMPARED]
+    def _is_listed(self, problem: str) -> bool:
+        # Whether the error lists the next tensor with the problem.
+        return self._suggests and len(self._problems[problem]) <= errors.MOST_NAMED
+
+    def _nearest(self, problem: str, name: str, names: Iterable[str]) -> str:
+        if not self._is_listed(problem):
+            return ""
+        few = list(dict.fromkeys(names))
+        if len(few) > _MOST_COMPARED:
+            few = list({name_pattern.skeleton(each): each for each in few}.values())
+            few = few[:_MOST_COMPARED]
         near = difflib.get_close_matches(name, few, n=1, cutoff=0.5)
         return f", the nearest is {near[0]!r}" if near else ""
 

@@ -274,6 +274,8 @@ class _Solver:
                 at_0, at_1 = (self._length(equation, {name: n}) for n in (0, 1))
                 if at_0 != at_1:
                     size = (equation.length - at_0) / (at_1 - at_0)
+                    if equation.is_least:
+                        size = Fraction(math.ceil(size))
                     self._known[name] = size
                     solved = True
                     if size.denominator != 1 or size < 0:

@@ -8,17 +8,28 @@ import jax.numpy as jnp
 
 
 def logits(tree, config, tokens):
-    """The logits [batch, length, vocab] of `tokens` [batch, length]."""
+    """The logits [batch, length, vocab] of `tokens` [batch, length].
+
+    Layers are branches by their numbers, or stacked.
+    """
     hidden = tree["embed"]["embedding"][tokens]
-    for number in range(config["num_hidden_layers"]):
-        layer = tree["layers"][str(number)]
-        hidden += _attention(layer, config, _norm(hidden, layer["attention_norm"]))
-        normed = _norm(hidden, layer["mlp_norm"])
-        if "moe" in layer:
-            hidden += _experts(layer["moe"], config, normed)
-        else:
-            hidden += _mlp(layer["mlp"], normed)
+    layers = tree["layers"]
+    if "0" in layers:
+        for number in range(config["num_hidden_layers"]):
+            hidden = _block(layers[str(number)], config, hidden)
+    else:
+        hidden, _ = jax.lax.scan(
+            lambda hidden, layer: (_block(layer, config, hidden), None), hidden, layers
+        )
     return _norm(hidden, tree["final_norm"]) @ tree["head"]["kernel"]
+
+
+def _block(layer, config, hidden):
+    hidden += _attention(layer, config, _norm(hidden, layer["attention_norm"]))
+    normed = _norm(hidden, layer["mlp_norm"])
+    if "moe" in layer:
+        return hidden + _experts(layer["moe"], config, normed)
+    return hidden + _mlp(layer["mlp"], normed)
 
 
 def _norm(hidden, norm):

@@ -251,6 +251,15 @@ SEEING = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "mistral3_vision": Model(
+        architecture="Mistral3ForConditionalGeneration",
+        layout="hf_llama3",
+        config={
+            "text_config": {**MODELS["mistral"].config, "model_type": "mistral"},
+            "vision_config": {**VISION, "model_type": "pixtral"},
+            "tie_word_embeddings": False,
+        },
+    ),
     "llama4_vision": Model(
         architecture="Llama4ForConditionalGeneration",
         layout="hf_llama4",

@@ -9,10 +9,12 @@ import re
 import shutil
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from elastic_ckpt import universal
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.writing import convert
 from elastic_ckpt.universal.writing.conversion import Job
@@ -22,9 +24,11 @@ from tests.universal.families import forward, trees
 from tests.universal.families.environment import TRANSFORMERS
 from tests.universal.families.models import MODELS, QUANTIZED, SEEING, TOKENS
 
-pytestmark = pytest.mark.slow(minutes=0.7)
+pytestmark = pytest.mark.slow(minutes=1)
 
 HERE = pathlib.Path(__file__).parent
+# The kind of each layer, by what the stack of the kind is called.
+ALL_ALIKE = {"layers": lambda _: True}
 PAGE = ROOT / "configs/layouts/README.md"
 
 
@@ -73,6 +77,26 @@ def test_a_model_becomes_the_tree_that_numpy_makes_and_comes_back(
     TRANSFORMERS.run("tests.universal.families.read_models", written, back)
 
 
+def test_the_layout_of_its_family_fits_a_model_and_its_tree(
+    written, tmp_path, subtests
+):
+    models = {each.layout: name for name, each in MODELS.items()}
+    for layout in shipped_layouts.shipped():
+        if layout not in models:
+            continue
+        with subtests.test(layout):
+            name = models[layout]
+            converted(written / name, tmp_path / name, layout)
+            fitting = [
+                shipped_layouts.fitting(universal.open_checkpoint(path).tensors)
+                for path in (written / name, tmp_path / name)
+            ]
+            assert layout in fitting[0]
+            assert f"{layout} (inverse)" in fitting[1]
+            # Layouts that pass on any name are of no use alone.
+            assert not {"hf_fp8", "untied", "hf_language_model"} & {*fitting[0]}
+
+
 def composed(tmp_path, *names, **sizes):
     """The path of a layout through others."""
     path = tmp_path / f"{'_'.join(names)}.yml"
@@ -108,11 +132,48 @@ def test_quantized_weights_are_those_that_transformers_makes_of_them(
                 layout = composed(tmp_path, "hf_fp8", layout)
             tree = tmp_path / "tree" / name
             converted(written / name, tree, layout)
-            converted(tree, back / name, model.layout, is_reversed=True)
+            converted(tree, back / name, layout, is_reversed=True)
             config = json.loads((written / name / "config.json").read_text())
             del config["quantization_config"]
             (back / name / "config.json").write_text(json.dumps(config))
     TRANSFORMERS.run("tests.universal.families.read_models", written, back)
+
+
+def test_the_last_blocks_of_fp8_are_shorter(tmp_path):
+    # As DeepSeek's 576 rows of latent key and value, which Transformers refuses.
+    rng = np.random.default_rng(0)
+    rows, columns = 300, 192
+    values = rng.normal(size=(rows, columns)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.normal(size=(3, 2)).astype(np.float32)
+    norm = rng.normal(size=rows).astype(np.float32)
+    (tmp_path / "source").mkdir()
+    tensors = {"a.weight": values, "a.weight_scale_inv": scales, "norm.weight": norm}
+    safetensors_files.write(tmp_path / "source/model.safetensors", tensors)
+    made = converted(tmp_path / "source", tmp_path / "made", "hf_fp8")
+    each = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+    product = (values.astype(np.float32) * each).astype(ml_dtypes.bfloat16)
+    assert_same(made, {"a.weight": product, "norm.weight": norm})
+
+
+def test_a_head_of_its_own_is_a_copy_of_the_embedding(written, tmp_path):
+    stored = safetensors_files.read(written / "llama3_tied")
+    layout = composed(tmp_path, "hf_llama3", "untied")
+    made = converted(written / "llama3_tied", tmp_path / "tree", layout)
+    tree = trees.of(MODELS["llama3_tied"], stored)
+    head = np.ascontiguousarray(tree["embed/embedding"].T)
+    assert_same(made, {**tree, "head/kernel": head})
+    back = converted(tmp_path / "tree", tmp_path / "back", layout, is_reversed=True)
+    assert_same(back, stored)
+
+
+def test_a_head_that_was_trained_is_not_left_out(written, tmp_path):
+    stored = safetensors_files.read(written / "llama3")
+    tree = trees.of(MODELS["llama3"], stored)
+    (tmp_path / "tree").mkdir()
+    safetensors_files.write(tmp_path / "tree/model.safetensors", tree)
+    layout = composed(tmp_path, "hf_llama3", "untied")
+    with pytest.raises(errors.CheckpointError, match=r"embed/embedding.* differ"):
+        converted(tmp_path / "tree", tmp_path / "back", layout, is_reversed=True)
 
 
 def test_layers_are_stacked(written, tmp_path, subtests):
@@ -123,7 +184,7 @@ def test_layers_are_stacked(written, tmp_path, subtests):
             layout = composed(tmp_path, model.layout, "stacked")
             tree = tmp_path / name
             made = converted(written / name, tree, layout)
-            expected = stacked(trees.of(model, stored), {"layers": lambda _: True})
+            expected = stacked(trees.of(model, stored), ALL_ALIKE)
             assert_same(made, expected)
             back = tmp_path / f"{name}_back"
             assert_same(converted(tree, back, layout, is_reversed=True), stored)
@@ -231,13 +292,19 @@ def nested(arrays):
     return tree
 
 
-def test_jax_computes_the_logits_of_transformers(written, subtests):
-    for name in ("llama3", "qwen3_moe"):
-        with subtests.test(name):
+def test_jax_computes_the_logits_of_transformers(written, tmp_path, subtests):
+    trees_of = {
+        "llama3": (MODELS["llama3"].layout, {}),
+        "qwen3_moe": (MODELS["qwen3_moe"].layout, {}),
+        "llama3, stacked": (composed(tmp_path, "hf_llama3", "stacked"), ALL_ALIKE),
+    }
+    for case, (layout, kinds) in trees_of.items():
+        with subtests.test(case):
+            name = case.partition(",")[0]
             model = MODELS[name]
-            stored = safetensors_files.read(written / name)
-            like = nested(trees.of(model, stored))
-            tree = universal.load(written / name, like, layout=model.layout)
+            expected = trees.of(model, safetensors_files.read(written / name))
+            like = nested(stacked(expected, kinds) if kinds else expected)
+            tree = universal.load(written / name, like, layout=layout)
             with jax.default_matmul_precision("highest"):
                 made = forward.logits(tree, model.config, np.array(TOKENS))
             expected = np.load(written / f"{name}.npy")

@@ -434,6 +434,7 @@ def _vit(make):
 _TREES = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _llama,
+    "Mistral3ForConditionalGeneration": _llama,
     "MixtralForCausalLM": _mixtral,
     "Qwen2ForCausalLM": _qwen,
     "Qwen3ForCausalLM": _qwen,
