@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent import futures
 from typing import Any
 
@@ -230,11 +230,14 @@ class _Host:
         self._world = world
         self.host, self.num_hosts = number, len(world.values)
 
-    def gather(self, kind: str, value: Any, *, timeout_secs: float) -> Sequence[Any]:
+    def gather(self, kind: str, value: Any, *, timeout_secs: float) -> list[Any]:
         """See `allgather.Allgather`."""
         del kind, timeout_secs
         return self._world.gathered(self.host, value)
 
-    def run(self, kind: str, part: Any, *, timeout_secs: float) -> Sequence[Any]:
+    def run(
+        self, kind: str, part: Any, *, order: Any = "together", timeout_secs: float
+    ) -> list[Any]:
         """See `allgather.Allgather`."""
+        del order
         return self.gather(kind, part(), timeout_secs=timeout_secs)
