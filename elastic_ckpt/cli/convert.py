@@ -14,10 +14,10 @@ import time
 from typing import TYPE_CHECKING
 
 from elastic_ckpt.cli import progress_line
-from elastic_ckpt.core import option_numbers
+from elastic_ckpt.core import errors, option_numbers
 
 if TYPE_CHECKING:
-    from elastic_ckpt.universal.writing.summary import Summary
+    from elastic_ckpt.universal.writing.summary import RuleUse, Summary
 
 _LOG_SECS = 10.0
 _LISTED = 20
@@ -31,8 +31,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="DST",
+        nargs="?",
         help="the checkpoint to write: DIRECTORY/<step> for Orbax, or the directory of"
         " safetensors files or of a universal checkpoint of DeepSpeed",
+    )
+    looks = parser.add_mutually_exclusive_group()
+    looks.add_argument(
+        "--list",
+        action="store_true",
+        help="show the tensors of SRC by patterns of names, and write nothing",
+    )
+    looks.add_argument(
+        "--draft",
+        metavar="TREE",
+        help="print a first layout from SRC to the tensors of TREE, which is another"
+        " checkpoint, or a JSON file of shapes by name",
+    )
+    looks.add_argument(
+        "--check",
+        metavar="TREE",
+        nargs="?",
+        const="",
+        help="show what --rules makes of SRC, or what is missing and the nearest rule;"
+        " TREE as above, by default what the rules make",
     )
     parser.add_argument(
         "--rules",
@@ -92,6 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, or shows the plan."""
+    if arguments.list or arguments.draft or arguments.check is not None:
+        return _look(arguments)
+    if arguments.target is None:
+        raise errors.ConfigError(
+            "the checkpoint to write is missing: give DST after SRC, or --list, --draft"
+            " or --check to look at SRC"
+        )
     from elastic_ckpt.universal.writing import convert, summary
     from elastic_ckpt.universal.writing.conversion import Conversion, Job
 
@@ -138,17 +166,71 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _look(arguments: argparse.Namespace) -> int:
+    from elastic_ckpt.universal import opening, survey
+    from elastic_ckpt.universal.rules import matching
+    from elastic_ckpt.universal.writing import summary
+    from elastic_ckpt.universal.writing.conversion import Job, given_layout
+
+    checkpoint = opening.open_checkpoint(arguments.source)
+    if arguments.list:
+        found = survey.families(checkpoint.tensors)
+        rows = [
+            {
+                "names": each.text,
+                "tensors": len(each.names),
+                "shape": list(each.shape),
+                "dtype": each.dtype.name,
+                "kind": each.kind,
+                "num_bytes": each.num_bytes,
+            }
+            for each in found
+        ]
+        listed = [
+            f"{each.text}  {list(each.shape)} {each.dtype.name}"
+            + f" ({each.kind})" * (each.kind != "parameter")
+            + f"  {len(each.names):,} tensors, {each.num_bytes:,} bytes"
+            for each in found
+        ]
+    elif arguments.draft:
+        text = survey.draft(checkpoint.tensors, survey.tree(arguments.draft))
+        rows, listed = [{"layout": text}], [text.rstrip()]
+    else:
+        if arguments.rules is None:
+            raise errors.ConfigError("--check looks at a layout: give --rules")
+        job = Job(
+            source=arguments.source,
+            target="",
+            rules=arguments.rules,
+            sizes=dict(arguments.size),
+            is_reversed=arguments.reverse,
+            config=arguments.config,
+            only_weights=arguments.weights,
+        )
+        layout = given_layout(job, checkpoint)
+        tree = survey.tree(arguments.check) if arguments.check else None
+        matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
+        uses = summary.rule_uses(matched)
+        rows = [dataclasses.asdict(each) for each in uses]
+        listed = [f"{layout.place} fits:", *map(_described, uses)]
+    print(json.dumps(rows, indent=2) if arguments.json else "\n".join(listed))
+    return 0
+
+
+def _described(use: RuleUse) -> str:
+    return (
+        f"  {use.rule}: {use.sources:,} tensors to {use.targets:,},"
+        f" {use.num_bytes:,} bytes"
+    )
+
+
 def describe(plan: Summary) -> str:
     """The plan as text."""
     lines = [
         f"{plan.format}: {plan.sources:,} tensors",
         f"to write: {plan.targets:,} tensors, {plan.num_bytes:,} bytes",
     ]
-    lines += [
-        f"  {each.rule}: {each.sources:,} tensors to {each.targets:,},"
-        f" {each.num_bytes:,} bytes"
-        for each in plan.rules
-    ]
+    lines += map(_described, plan.rules)
     if plan.fills:
         lines.append(f"  padding: {plan.fills:,} boxes, {plan.filled_bytes:,} bytes")
     over = plan.read_bytes / plan.needed_bytes if plan.needed_bytes else 1

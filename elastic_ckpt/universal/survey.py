@@ -24,7 +24,7 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.stored import StoredTensor
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+_WORD = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+|[0-9]+")
 # Words that programs have for one thing.
 _SYNONYMS = {
     word: words[0]
@@ -32,7 +32,7 @@ _SYNONYMS = {
         ("query", "q"),
         ("key", "k"),
         ("value", "v"),
-        ("out", "o", "output"),
+        ("out", "o", "output", "proj", "projection"),
         ("attention", "attn", "self"),
         ("mlp", "ffn", "feed", "forward", "ff"),
         ("norm", "layernorm", "ln", "layer_norm", "rmsnorm"),
@@ -41,15 +41,17 @@ _SYNONYMS = {
         ("layer", "layers", "h", "blocks", "block"),
         ("expert", "experts", "moe"),
         ("gate", "wi0", "w1"),
-        ("down", "wo", "w2"),
-        ("up", "wi1", "w3"),
+        ("down", "wo", "w2", "fc2"),
+        ("up", "wi1", "w3", "fc1"),
         ("router", "gating"),
     )
     for word in words
 }
-# Words that say nothing about a tensor.
-_EMPTY_WORDS = {"weight", "kernel", "w", "model", "params", "proj", "projection"}
-_LEAST_LIKENESS = 0.2
+# Words that say nothing about a tensor, and words of many of them.
+_EMPTY_WORDS = {"weight", "kernel", "w", "model", "params"}
+_COMMON_WORDS = {"layer", "attention", "mlp", "out"}
+_SEVERAL_WORDS = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}
+_LEAST_LIKENESS = 0.25
 _MOST_DIMS = 6
 
 
@@ -176,6 +178,7 @@ def draft(stored: Sequence[StoredTensor], targets: Mapping[str, TargetTensor]) -
         if at not in made and to not in taken:
             made[at] = rule
             taken.add(to)
+    _pair_by_shape(sources, wanted, made, taken)
     left = [each for to, each in enumerate(wanted) if to not in taken]
     lines = ["version: 1", "rules:"]
     for at, source in enumerate(sources):
@@ -193,6 +196,28 @@ def draft(stored: Sequence[StoredTensor], targets: Mapping[str, TargetTensor]) -
     return "\n".join(lines) + "\n"
 
 
+def _pair_by_shape(
+    sources: Sequence[Family],
+    wanted: Sequence[Family],
+    made: dict[int, str],
+    taken: set[int],
+) -> None:
+    # Pairs those that are left over and fit nothing else.
+    fitting = [
+        (at, to, rule)
+        for at, source in enumerate(sources)
+        for to, target in enumerate(wanted)
+        if at not in made and to not in taken
+        if (rule := _rule(source, target)) is not None
+    ]
+    for at, to, rule in fitting:
+        if sum(at == other for other, _, _ in fitting) == 1 and (
+            sum(to == other for _, other, _ in fitting) == 1
+        ):
+            made[at] = f"  # By its shape alone:\n{rule}"
+            taken.add(to)
+
+
 def _described(family: Family) -> str:
     return f"{family.text} {list(family.shape)} {family.dtype.name}"
 
@@ -206,13 +231,16 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _words(family: Family) -> set[str]:
-    words = [word.lower() for part in family.parts for word in _WORD.findall(part)]
+    found = [word.lower() for part in family.parts for word in _WORD.findall(part)]
+    words = [each for word in found for each in _SEVERAL_WORDS.get(word, (word,))]
     return {_SYNONYMS.get(word, word) for word in words} - _EMPTY_WORDS
 
 
 def _likeness(source: Family, target: Family) -> float:
     one, other = _words(source), _words(target)
-    return len(one & other) / max(1, len(one | other))
+    weights = {word: 0.3 if word in _COMMON_WORDS else 1 for word in one | other}
+    shared = sum(weights[word] for word in one & other)
+    return shared / max(1, sum(weights.values()))
 
 
 def _rule(source: Family, target: Family) -> str | None:
@@ -258,53 +286,64 @@ def _fused(
     # A rule of a matrix that has the rows, or columns, of several leaves.
     if len(source.shape) > 2 or not source.shape:
         return None
+    words = _words(source)
+    order = sorted(left, key=lambda each: -len(words & _words(each)))
     for count in (3, 2):
-        for parts in itertools.combinations(left, count):
-            if any(part.numbers != source.numbers for part in parts):
-                continue
+        for parts in itertools.combinations(order, count):
             for dim in range(len(source.shape)):
-                rest = source.shape[:dim] + source.shape[dim + 1 :]
-                lengths = [
-                    math.prod(part.shape) // max(1, math.prod(rest)) for part in parts
-                ]
-                if sum(lengths) != source.shape[dim]:
-                    continue
-                listed = [
-                    _regrouped([length, *rest], list(part.shape), prefix=f"p{n}")
-                    for n, (length, part) in enumerate(zip(lengths, parts, strict=True))
-                ]
-                if any(each is None for each in listed):
-                    continue
-                names = [f"n{at}" for at in range(len(source.numbers))]
-                others = listed[0][0][1:]  # type: ignore[index]
-                addends = [
-                    each[0][0].strip("()") for each in listed if each is not None
-                ]
-                dims = [f"({' + '.join(addends)})", *others]
-                if dim:
-                    dims = [*others, dims[0]]
-                to = {
-                    part.pattern(names): [
-                        _renamed(name, each[0][1:], others) for name in each[1]
-                    ]
-                    for part, each in zip(parts, listed, strict=True)
-                    if each is not None
-                }
-                sizes = {k: v for each in listed if each for k, v in each[2].items()}
-                sizes |= {
-                    addend: length
-                    for addend, length in zip(addends, lengths, strict=True)
-                    if " " not in addend
-                }
-                note = "check the order of the parts"
-                return _written({source.pattern(names): dims}, to, sizes, note), parts
+                rule = _fused_along(dim, source, parts)
+                if rule is not None:
+                    return rule, parts
     return None
 
 
+def _fused_along(dim: int, source: Family, parts: Sequence[Family]) -> str | None:
+    # Leaves have the numbers of the matrix in their names, or are stacks of them.
+    is_stacked = all(not part.numbers for part in parts) and len(source.numbers) == 1
+    if not is_stacked and any(part.numbers != source.numbers for part in parts):
+        return None
+    stack = [len(source.numbers[0])] if is_stacked else []
+    rest = source.shape[:dim] + source.shape[dim + 1 :]
+    each_row = max(1, math.prod([*stack, *rest]))
+    lengths = [math.prod(part.shape) // each_row for part in parts]
+    if sum(lengths) != source.shape[dim]:
+        return None
+    listed = [
+        _regrouped([*stack, length, *rest], list(part.shape), prefix=f"p{n}")
+        for n, (length, part) in enumerate(zip(lengths, parts, strict=True))
+    ]
+    if any(each is None for each in listed):
+        return None
+    made = [each for each in listed if each is not None]
+    at = len(stack)
+    shared = [*made[0][0][:at], *made[0][0][at + 1 :]]
+    addends = [from_dims[at].strip("()") for from_dims, _, _ in made]
+    others = [[*held[:at], *held[at + 1 :]] for held, _, _ in made]
+    if len({re.sub(r"\w+", "", " ".join(each)) for each in others}) > 1:
+        return None
+    dims = [f"({' + '.join(addends)})", *shared[at:]]
+    dims = dims[1:] + dims[:1] if dim else dims
+    names = shared[:at] if is_stacked else [f"n{n}" for n in range(len(source.numbers))]
+    to: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for part, (from_dims, to_dims, held), length, addend in zip(
+        parts, made, lengths, addends, strict=True
+    ):
+        others = [*from_dims[:at], *from_dims[at + 1 :]]
+        to[part.pattern(names if part.numbers else [])] = [
+            _renamed(each, others, shared) for each in to_dims
+        ]
+        sizes |= {_renamed(name, others, shared): size for name, size in held.items()}
+        if " " not in addend:
+            sizes[addend] = length
+    note = "check the order of the parts"
+    return _written({source.pattern(names): dims}, to, sizes, note)
+
+
 def _renamed(text: str, names: Sequence[str], others: Sequence[str]) -> str:
-    for name, other in zip(names, others, strict=True):
-        text = re.sub(rf"\b{name}\b", other, text)
-    return text
+    words, new = (re.findall(r"\w+", " ".join(each)) for each in (names, others))
+    replaced = dict(zip(words, new, strict=False))
+    return re.sub(r"\w+", lambda found: replaced.get(found[0], found[0]), text)
 
 
 def _regrouped(

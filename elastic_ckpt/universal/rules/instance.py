@@ -182,6 +182,16 @@ class _Planner:
         # Without those of an addend of a capture that this instance does not have on
         # one side, nor on the other.
         relation, instance = self._relation, self._instance
+        for term, is_target in relation.absent:
+            tensor = (relation.targets if is_target else relation.sources)[term.tensor]
+            if (instance.targets is not None or not is_target) and (
+                pieces := self.pieces(term, is_target=is_target)
+            ):
+                named = " ".join(sorted(term.names & tensor.name.names))
+                raise LayoutError(
+                    f"{tensor.place}: {pieces[0].name!r} has {named}, which the other "
+                    "side lacks"
+                )
         pairs = []
         for pair in relation.pairs:
             source = relation.sources[pair.source.tensor]

@@ -136,6 +136,8 @@ class Relation:
       kept: the captures that all names have; each of their values is independent.
       pairs: the parts that belong together.
       padding: the parts of target tensors that have no source.
+      absent: parts that no tensor may have, and whether they are of targets: addends of
+        a name that the other side lacks.
       has_rest: whether it has dims that are not named, and `with_rest` is called first.
     """
 
@@ -214,7 +216,7 @@ class Relation:
             for at, ranks in ((0, self._axes), (1, ()))
         )
         if self.has_rest:
-            self.pairs, self.padding = [], []
+            self.pairs, self.padding, self.absent = [], [], []
         else:
             self.pairs, self.padding = self._paired()
 
@@ -276,6 +278,7 @@ class Relation:
 
     def _paired(self) -> tuple[list[Pair], list[Term]]:
         axes = self._axes
+        self.absent: list[tuple[Term, bool]] = []
         sources = list(self._terms(self.sources, self.targets))
         targets = list(self._terms(self.targets, self.sources))
         operands = [each for each in sources if self.sources[each.tensor].role]
@@ -284,6 +287,9 @@ class Relation:
         pairs = []
         for source in sources:
             fitting = [each for each in targets if self._fits(source, each)]
+            if not fitting and self._is_absent(source, sources, targets):
+                self.absent.append((source, False))
+                continue
             if bool(fitting) == bool(source.coordinates & pad):
                 raise self._misfit(source, self.sources, self.targets, fitting)
             if axes is not None and len(self._originals(fitting, self.targets)) > 1:
@@ -292,7 +298,10 @@ class Relation:
         for target in targets:
             fitting = [each for each in sources if self._fits(each, target)]
             originals = self._originals(fitting, self.sources)
-            if not fitting and target.coordinates & pad:
+            is_absent = self._is_absent(target, targets, sources, is_target=True)
+            if not fitting and is_absent:
+                self.absent.append((target, True))
+            elif not fitting and target.coordinates & pad:
                 padding.append(target)
             elif not fitting or (axes is not None and len(originals) > 1):
                 raise self._misfit(target, self.targets, self.sources, fitting)
@@ -315,6 +324,26 @@ class Relation:
                     )
                 )
         return pairs, padding
+
+    def _is_absent(
+        self,
+        term: Term,
+        of_side: Sequence[Term],
+        others: Sequence[Term],
+        *,
+        is_target: bool = False,
+    ) -> bool:
+        # Whether a part is an addend of a name that no tensor has on this side, since
+        # the other side has another addend alone.
+        tensors = self.targets if is_target else self.sources
+        if not tensors[term.tensor].has_sum or term.coordinates & self.rule.pad.keys():
+            return False
+        same = [each for each in of_side if each.tensor == term.tensor]
+        return any(
+            self._fits(other, each) if is_target else self._fits(each, other)
+            for each in same
+            for other in others
+        )
 
     def _originals(
         self, terms: Sequence[Term], tensors: Sequence[ParsedTensor]

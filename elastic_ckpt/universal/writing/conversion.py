@@ -86,17 +86,10 @@ class Conversion:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        given = _given(job)
         dtype = None if job.dtype is None else _floating(job.dtype)
+        _check_options(job)
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
-        if given is not None:
-            values = dict(self.checkpoint.values)
-            if job.config is not None:
-                path = config_directory(job.config) / hugging_face.CONFIG
-                values |= hugging_face.config_values(path)
-            given = given.with_values(values)
-            if job.only_weights:
-                given = _of_weights(given, self.checkpoint.tensors)
+        given = None if job.rules is None else given_layout(job, self.checkpoint)
         # A layout that is not given follows from the source.
         self._rules = "" if given is None else repr(given)
         of_optimizer = job.to == "deepspeed"
@@ -151,18 +144,18 @@ class Conversion:
     @functools.cached_property
     def files(self) -> list[str]:
         """The files whose bytes are read, ordered."""
-        tensors = self.checkpoint.tensors
-        used = {move.source for move in self.matched.moves}
-        return sorted(
-            {each.file for number in used for each in tensors[number].fragments}
-        )
+        return sorted({each.file for tensor in self._used for each in tensor.fragments})
+
+    @functools.cached_property
+    def _used(self) -> list[StoredTensor]:
+        moves = self.matched.moves
+        used = {source.tensor for move in moves for source in move.sources}
+        return [self.checkpoint.tensors[number] for number in sorted(used)]
 
     @functools.cached_property
     def identity(self) -> str:
         """A digest of the rules, and of the names, sizes and times of what is read."""
-        tensors = self.checkpoint.tensors
-        used = {move.source for move in self.matched.moves}
-        specs = {json.dumps(tensors[n].spec, sort_keys=True) for n in used}
+        specs = {json.dumps(each.spec, sort_keys=True) for each in self._used}
         files: list[storage.Json] = [_described(file) for file in self.files]
         return digest.json_digest(
             {
@@ -217,16 +210,32 @@ def config_directory(model: str) -> epath.Path:
     return path
 
 
-def _given(job: Job) -> Layout | None:
-    if job.rules is None:
-        if job.sizes or job.is_reversed or job.only_weights:
-            raise errors.ConfigError(
-                "sizes, the reverse direction and the choice of weights are those of"
-                " rules; give --rules"
-            )
-        return None
+def _check_options(job: Job) -> None:
+    if job.rules is not None:
+        shipped_layouts.resolve(job.rules)
+    elif job.sizes or job.is_reversed or job.only_weights:
+        raise errors.ConfigError(
+            "sizes, the reverse direction and the choice of weights are those of"
+            " rules; give --rules"
+        )
+
+
+def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
+    """The layout of a job that names one, with the values of a checkpoint.
+
+    Raises:
+      LayoutError: if the layout cannot be read, or has other sizes.
+      ConfigError: if `config` is no model.
+    """
+    assert job.rules is not None
     layout = shipped_layouts.resolve(job.rules).with_sizes(job.sizes)
-    return layout.inverse() if job.is_reversed else layout
+    layout = layout.inverse() if job.is_reversed else layout
+    values = dict(checkpoint.values)
+    if job.config is not None:
+        path = config_directory(job.config) / hugging_face.CONFIG
+        values |= hugging_face.config_values(path)
+    layout = layout.with_values(values)
+    return _of_weights(layout, checkpoint.tensors) if job.only_weights else layout
 
 
 def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:

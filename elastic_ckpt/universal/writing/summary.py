@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.rules.matching import Matched
 from elastic_ckpt.universal.writing import writer
 from elastic_ckpt.universal.writing.conversion import Conversion
 from elastic_ckpt.universal.writing.writer import Destination
@@ -89,7 +90,7 @@ def summary(conversion: Conversion, destination: Destination) -> Summary:
         sources=len(conversion.checkpoint.tensors),
         targets=len(conversion.targets),
         num_bytes=conversion.num_bytes,
-        rules=_rules(conversion),
+        rules=rule_uses(conversion.matched),
         units=len(reads),
         needed_bytes=sum(each.needed_bytes for each in reads),
         read_bytes=sum(each.read_bytes for each in reads),
@@ -100,8 +101,8 @@ def summary(conversion: Conversion, destination: Destination) -> Summary:
     )
 
 
-def _rules(conversion: Conversion) -> list[RuleUse]:
-    matched = conversion.matched
+def rule_uses(matched: Matched) -> list[RuleUse]:
+    """What each rule of a layout makes, in the order of the layout."""
     uses: dict[str, list[slice]] = collections.defaultdict(list)
     begin = 0
     for rule, stop in matched.rules:
@@ -113,7 +114,7 @@ def _rules(conversion: Conversion) -> list[RuleUse]:
         listed.append(
             RuleUse(
                 rule=rule,
-                sources=len({move.source for move in moves}),
+                sources=len({each.tensor for move in moves for each in move.sources}),
                 targets=len({move.target for move in moves}),
                 num_bytes=sum(
                     math.prod(move.sizes) * matched.targets[move.target].dtype.itemsize

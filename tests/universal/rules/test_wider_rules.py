@@ -481,3 +481,16 @@ def test_equal_parts_of_a_sum_are_told_apart_by_names_of_size_1():
     )
     first, second = np.split(tensors["kv"], 2)
     both_ways(made_by, tensors, {"k": first, "v": second})
+
+
+def test_names_of_one_kind_of_layers_count_from_where_it_begins():
+    layers = {f"layers.{n}.w": numbered(2, start=10 * n) for n in (2, 3, 4)}
+    made_by = layout(
+        rule({"layers.{(dense + moe)}.w": "x"}, {"moe/w": "moe x"}), sizes={"dense": 2}
+    )
+    expected = {"moe/w": np.stack(list(layers.values()))}
+    assert_same(relayout(made_by, layers), expected)
+    assert_same(relayout(made_by, layers, targets=expected), expected)
+    assert_same(relayout(made_by.inverse(), expected), layers)
+    with pytest.raises(LayoutError, match=r"layers\.1\.w' has dense, which the other"):
+        relayout(made_by, {**layers, "layers.1.w": numbered(2)})
