@@ -364,7 +364,7 @@ def test_code_in_an_optimizer_file_is_not_run(copied, tmp_path):
         "optimizer_state_dict": torch_files.Named("os", "system", f"touch {touched}")
     }
     torch_files.write(folder / FLAT, value)
-    with pytest.raises(FormatError, match=rf"{FLAT} has no list optimizer_state_dict"):
+    with pytest.raises(FormatError, match=rf"{FLAT} has no "):
         deepspeed.open_checkpoint(folder)
     assert not touched.exists()
 
