@@ -8,7 +8,6 @@ kind comes first, as in `deepspeed_layout`: `first_moment/1.mlp.weight`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
@@ -24,6 +23,12 @@ from elastic_ckpt.universal.stored import Checkpoint
 _WEIGHTS = "parameter"
 # As DeepSpeed's own conversion, which has frozen weights and buffers among them.
 _MASTERS = ("master", _WEIGHTS, "buffer")
+# Each tensor becomes that of its name.
+SAME_NAMES = Rule(
+    source=side({"{name:path}": "..."}),
+    target=side({"{name:path}": "..."}),
+    place="the layout of the same names",
+)
 
 
 def layout(checkpoint: Checkpoint, *, of_optimizer: bool = False) -> Layout:
@@ -69,34 +74,10 @@ def _same_names(checkpoint: Checkpoint) -> Layout:
     kinds = sorted({tensor.kind for tensor in tensors})
     states = {kind: _state(kind) for kind in kinds}
     return Layout(
-        rules=tuple(_rules(checkpoint)),
+        rules=(SAME_NAMES,),
         states=ONLY_PARAMETERS if kinds == [_WEIGHTS] else states,
         place="the layout of the same names",
     )
-
-
-def _rules(checkpoint: Checkpoint) -> Iterator[Rule]:
-    # The kinds of each name, by their number of dims.
-    named: dict[str, dict[int, list[str]]] = {}
-    for tensor in checkpoint.tensors:
-        kinds = named.setdefault(tensor.name, {})
-        kinds.setdefault(len(tensor.shape), []).append(tensor.kind)
-    by_template: dict[str, list[str]] = {}
-    for name in named:
-        by_template.setdefault(described_layout.template(name), []).append(name)
-    for template, names in by_template.items():
-        first = _sorted(named[names[0]])
-        alike = all(_sorted(named[name]) == first for name in names)
-        for name in names[:1] if alike else names:
-            for num_dims, kinds in _sorted(named[name]):
-                dims = " ".join(f"d{dim}" for dim in range(num_dims))
-                pattern = template if alike else name_pattern.pattern_of(name)
-                tensors = side({pattern: dims})
-                yield Rule(source=tensors, target=tensors, states=kinds)
-
-
-def _sorted(kinds: dict[int, list[str]]) -> list[tuple[int, tuple[str, ...]]]:
-    return [(dims, tuple(sorted(each))) for dims, each in sorted(kinds.items())]
 
 
 def _of_optimizer(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.checkpoint.host import trees
+from elastic_ckpt.universal.default_layout import SAME_NAMES
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.rule import Rule, side
 from elastic_ckpt.universal.stored import StoredTensor
 
 
@@ -29,11 +29,6 @@ def layout_of(
     wanted = {name: str(list(each.shape)) for name, each in targets.items()}
     present = {name: shapes[name] for name in wanted.keys() & shapes.keys()}
     trees.check_same_model(path, present, wanted)
-    rules = []
-    for name, target in targets.items():
-        dims = " ".join(f"dim{number}" for number in range(len(target.shape)))
-        tensors = side({name_pattern.pattern_of(name): dims})
-        rules.append(Rule(source=tensors, target=tensors))
     dropped = (each.name for each in stored if each.name not in targets)
     drop = tuple(map(name_pattern.glob_of, dropped))
-    return Layout(rules=tuple(rules), drop=drop, place=path)
+    return Layout(rules=(SAME_NAMES,), drop=drop, place=path)
