@@ -346,13 +346,12 @@ class _Planner:
     def _points(self, tensor: ParsedTensor, values: Mapping[str, Any]) -> _Ranges:
         # The coordinates that captures have.
         points: _Ranges = {}
-        scope = self._scope({})
         for capture in tensor.coordinates:
             at = int(values[capture.key])
             if isinstance(capture.node, dims.Name):
                 points[capture.node.name] = (at, 1, -1, 0)
                 continue
-            (strip,) = dims.cut(capture.node, at, at + 1, scope)
+            (strip,) = dims.cut(capture.node, at, at + 1, self._scope({}))
             for name, (first, count, _) in strip.ranges.items():
                 points[name] = (first, count, -1, 0)
         return points
@@ -579,14 +578,19 @@ class _Join:
 
     def copied(self) -> list[Copied]:
         """The copies, while `problems` is empty."""
-        cells = _boxes(self._targets, self._names)
+        extra = [*sorted(self._repeated), *self._contracted]
+        columns = [
+            _Columns(pieces, self._names, extra)
+            for pieces in (self._targets, *self._sides)
+        ]
+        cells = columns[0].boxes(None)
         if not len(cells):
             return []
         of_target = np.arange(len(self._targets))
         chosen: list[np.ndarray] = []
         for number, side in enumerate(self._sides):
             is_operand = number > len(self._pair.compared)
-            held = _boxes(side, self._names, cells)
+            held = columns[1 + number].boxes(cells)
             first, second = box_join.overlaps(cells, held)
             parts = Boxes(
                 start=np.maximum(cells.start[first], held.start[second]),
@@ -597,7 +601,7 @@ class _Join:
                 return []
             cells, of_target = parts, of_target[first]
             chosen = [*(each[first] for each in chosen), second]
-        return list(self._copies(cells, [of_target, *chosen]))
+        return list(self._copies(columns, cells, [of_target, *chosen]))
 
     def _check(
         self,
@@ -620,7 +624,7 @@ class _Join:
             name = self._targets[int(of_target[number])].name
             self._note("elements that no tensor fills", f"{name} ({gap})")
         twice = np.flatnonzero(filled > cells.volumes)
-        if not len(twice) and not len(missing) and len(held) > 1:
+        if not len(twice) and not len(missing) and not _are_apart(held):
             one, other = box_join.overlaps(held, held)
             overlapping = np.unique(one[one != other])
             twice = first[np.isin(second, overlapping)]
@@ -661,13 +665,10 @@ class _Join:
     def _note(self, text: str, name: str) -> None:
         self.problems.setdefault(text, []).append(name)
 
-    def _copies(self, cells: Boxes, numbers: Sequence[np.ndarray]) -> Iterator[Copied]:
+    def _copies(
+        self, sides: Sequence[_Columns], cells: Boxes, numbers: Sequence[np.ndarray]
+    ) -> Iterator[Copied]:
         # The copies of cells, of which each has a piece of the target and of each side.
-        extra = [*sorted(self._repeated), *self._contracted]
-        sides = [
-            _Columns(pieces, self._names, extra)
-            for pieces in (self._targets, *self._sides)
-        ]
         # Cells of the same places and sizes have the same factors.
         places = [each.place[n] for each, n in zip(sides, numbers, strict=True)]
         key = np.column_stack([*places, cells.stop - cells.start])
@@ -777,24 +778,38 @@ class _Columns:
         self, pieces: Sequence[_Piece], names: Sequence[str], extra: Sequence[str]
     ) -> None:
         self.pieces = pieces
-        nowhere = (0, 0, -1, 0)
-        numbers: dict[tuple[tuple[int, int, int], ...], int] = {}
-        place, low = [], []
         for piece in pieces:
-            held = [piece.ranges.get(name, nowhere) for name in names]
-            key = [(dim, step, 0) for _, _, dim, step in held]
-            for name in extra:
-                _, count, dim, step = piece.ranges.get(name, nowhere)
-                key.append((dim, step, count))
-            place.append(numbers.setdefault(tuple(key), len(numbers)))
-            low.append([first for first, _, _, _ in held])
-        self.places = list(numbers)
-        self.place = np.array(place, np.int64)
-        self._low = np.array(low, np.int64).reshape(len(pieces), len(names))
+            if piece.volume > _MOST_VOLUME:
+                raise LayoutError(f"{piece.name!r} has more elements than are counted")
+        every, nowhere = [*names, *extra], (0, -1, -1, 0)
+        held = np.array(
+            [[piece.ranges.get(name, nowhere) for name in every] for piece in pieces],
+            np.int64,
+        ).reshape(len(pieces), len(every), 4)
+        self._low, self._count = held[:, : len(names), 0], held[:, : len(names), 1]
+        places = held[:, :, [2, 3, 1]]
+        places[:, : len(names), 2] = 0
+        self.place = np.zeros(len(pieces), np.int64)
+        self.places = [()] if pieces else []
+        if pieces and every:
+            distinct, place = np.unique(
+                places.reshape(len(pieces), -1), axis=0, return_inverse=True
+            )
+            self.place = place.reshape(-1)
+            rows = distinct.reshape(len(distinct), len(every), 3).tolist()
+            self.places = [tuple(map(tuple, row)) for row in rows]
         first = [piece.members[0][1] for piece in pieces]
         self._first = np.array(first, np.int64).reshape(
             len(pieces), len(first[0]) if first else 0
         )
+
+    def boxes(self, cells: Boxes | None) -> Boxes:
+        """The pieces as boxes; those without a coordinate have all of it of `cells`."""
+        stop = self._low + self._count
+        if cells is not None and len(cells):
+            everywhere = self._count < 0
+            stop = np.where(everywhere, cells.stop.max(axis=0), stop)
+        return Boxes(start=self._low, stop=stop)
 
     def starts(self, numbers: np.ndarray, at: np.ndarray) -> list[list[int]]:
         """The first index in the tensor of cells that begin `at` these coordinates."""
@@ -1008,26 +1023,19 @@ def _check_unscaled(planner: _Planner, pair: Pair, term: Term) -> None:
                 )
 
 
-def _boxes(
-    pieces: Sequence[_Piece], names: Sequence[str], cells: Boxes | None = None
-) -> Boxes:
-    # A piece without a coordinate is the same along it, and has all that `cells` have.
-    most = np.zeros(len(names), np.int64) if cells is None else cells.stop.max(axis=0)
-    everywhere = [
-        (name, (0, int(end), -1, 0)) for name, end in zip(names, most, strict=True)
-    ]
-    listed = [
-        [piece.ranges.get(name, whole) for name, whole in everywhere]
-        for piece in pieces
-    ]
-    shape = (len(pieces), len(names))
-    for piece in pieces:
-        if piece.volume > _MOST_VOLUME:
-            raise LayoutError(f"{piece.name!r} has more elements than can be counted")
-    start = np.array([[at for at, _, _, _ in each] for each in listed], np.int64)
-    count = np.array([[n for _, n, _, _ in each] for each in listed], np.int64)
-    start, count = start.reshape(shape), count.reshape(shape)
-    return Boxes(start=start, stop=start + count)
+def _are_apart(held: Boxes) -> bool:
+    # Whether boxes are the cells of a grid, and no two are the same one. Others may be
+    # apart, too.
+    columns = []
+    for dim in range(held.rank):
+        ends = np.column_stack([held.start[:, dim], held.stop[:, dim]])
+        distinct, number = np.unique(ends, axis=0, return_inverse=True)
+        if (distinct[1:, 0] < distinct[:-1, 1]).any():
+            return False
+        columns.append(number.reshape(-1))
+    if not columns:
+        return len(held) < 2
+    return len(np.unique(np.column_stack(columns), axis=0)) == len(held)
 
 
 def _boxes_of(
