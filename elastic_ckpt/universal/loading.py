@@ -8,7 +8,7 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.universal import opening, shipped_layouts
+from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
@@ -35,7 +35,8 @@ def load(
         of numbers. The keys to a leaf, joined by "/", are its name in the layout.
       layout: how the tensors of the checkpoint (`from`) relate to these leaves (`to`):
         a `Layout`, the path of a YAML file, or the name of a layout that comes with the
-        package. None is for checkpoints of DeepSpeed that describe their own layout.
+        package. None is for checkpoints of DeepSpeed, which describe their own layout,
+        and for those whose tensors have the names of the leaves.
       budget_bytes: the most bytes in flight, whatever the size of the model.
 
     Returns:
@@ -52,7 +53,11 @@ def load(
     leaves = restored_tree.target_leaves(abstract_state)
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
     if rules is None:
-        rules = described_layout.layout(checkpoint, targets)
+        rules = (
+            described_layout.layout(checkpoint, targets)
+            if checkpoint.format.startswith(described_layout.FORMAT)
+            else default_layout.layout(checkpoint)
+        )
     rules = rules.with_values(checkpoint.values)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
     made = restored_tree.read_leaves(

@@ -7,6 +7,7 @@ of their names, and by shapes that hold the same elements in another order.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -111,11 +112,19 @@ def families(tensors: Sequence[StoredTensor | TargetTensor]) -> list[Family]:
         groups.setdefault(key, []).append(tensor.name)
     found = []
     for (parts, shape, dtype, kind), names in groups.items():  # type: ignore[misc]
-        columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
+        columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+        kept, numbers = [parts[0]], []
+        for column, part in zip(columns, parts[1:], strict=False):
+            if len(set(column)) == 1:
+                # The only number is a part of the name.
+                kept[-1] += column[0] + part
+            else:
+                kept.append(part)
+                numbers.append(tuple(sorted(set(map(int, column)))))
         found.append(
             Family(
-                parts=parts,
-                numbers=tuple(tuple(sorted(set(column))) for column in columns),
+                parts=tuple(kept),
+                numbers=tuple(numbers),
                 names=tuple(dict.fromkeys(names)),
                 shape=shape,
                 dtype=dtype,
@@ -130,10 +139,11 @@ def tree(path: str) -> dict[str, TargetTensor]:
 
     Args:
       path: of a checkpoint of any format that is read, or of a JSON file of shapes by
-        name, `{"embed/kernel": [8, 4]}`.
+        name, `{"embed/kernel": [8, 4]}`, which have float32, or `{"shape": [8, 4],
+        "dtype": "bfloat16"}`.
 
     Raises:
-      LayoutError: if the JSON file has something else.
+      LayoutError: if the JSON file is missing, or has something else.
       FormatError: as `open_checkpoint`.
     """
     if not path.endswith(".json"):
@@ -143,17 +153,20 @@ def tree(path: str) -> dict[str, TargetTensor]:
             for each in tensors
         }
     try:
-        shapes = json.loads(epath.Path(path).read_text())
-        return {
-            name: TargetTensor(
-                name=name, dtype=np.dtype(np.float32), shape=tuple(map(int, shape))
-            )
-            for name, shape in shapes.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        listed = json.loads(epath.Path(path).read_text())
+        made = {}
+        for name, given in listed.items():
+            each = given if isinstance(given, dict) else {"shape": given}
+            dtype = np.dtype(each.get("dtype", np.float32))
+            shape = tuple(map(int, each["shape"]))
+            made[name] = TargetTensor(name=name, dtype=dtype, shape=shape)
+        return made
+    except OSError as error:
+        raise LayoutError(f"{path} cannot be read ({error}); check the path") from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise LayoutError(
-            f"{path}: no JSON of shapes by name, such as"
-            f' {{"embed/kernel": [8, 4]}}: {error}'
+            f'{path} is no JSON of shapes by name, such as {{"embed/kernel": [8, 4],'
+            f' "head": {{"shape": [4], "dtype": "bfloat16"}}}}: {error}'
         ) from None
 
 
@@ -207,12 +220,14 @@ def _pair_by_shape(
         (at, to, rule)
         for at, source in enumerate(sources)
         for to, target in enumerate(wanted)
-        if at not in made and to not in taken
         if (rule := _rule(source, target)) is not None
     ]
     for at, to, rule in fitting:
-        if sum(at == other for other, _, _ in fitting) == 1 and (
-            sum(to == other for _, other, _ in fitting) == 1
+        if (
+            at not in made
+            and to not in taken
+            and sum(at == other for other, _, _ in fitting) == 1
+            and (sum(to == other for _, other, _ in fitting) == 1)
         ):
             made[at] = f"  # By its shape alone:\n{rule}"
             taken.add(to)
@@ -255,20 +270,21 @@ def _rule(source: Family, target: Family) -> str | None:
     unstacked = [to for to in range(len(target.numbers)) if to not in kept.values()]
     counts = [len(source.numbers[at]) for at in stacked]
     to_counts = [len(target.numbers[to]) for to in unstacked]
-    if any(
-        numbers[at] != tuple(range(len(numbers[at])))
-        for numbers, places in ((source.numbers, stacked), (target.numbers, unstacked))
-        for at in places
-    ):
+    places = [
+        *(source.numbers[at] for at in stacked),
+        *(target.numbers[to] for to in unstacked),
+    ]
+    if any(each[-1] - each[0] + 1 != len(each) for each in places):
         return None
     regrouped = _regrouped([*counts, *source.shape], [*to_counts, *target.shape])
     if regrouped is None:
         return None
-    from_dims, to_dims, sizes = regrouped
+    from_dims, to_dims, sizes, ways = regrouped
     for at, dim in zip(stacked, from_dims, strict=False):
-        names[at] = dim
+        names[at] = _counted(dim, source.numbers[at])
     to_names = {to: names[at] for at, to in kept.items()}
-    to_names |= dict(zip(unstacked, to_dims, strict=False))
+    for to, dim in zip(unstacked, to_dims, strict=False):
+        to_names[to] = _counted(dim, target.numbers[to])
     return _written(
         {source.pattern(names): from_dims[len(counts) :]},
         {
@@ -276,8 +292,13 @@ def _rule(source: Family, target: Family) -> str | None:
                 to_dims[len(to_counts) :]
         },
         sizes,
-        _note(source.shape, target.shape),
+        f"{ways} orders of dims fit: check which is which" * (ways > 1),
     )  # fmt: skip
+
+
+def _counted(dim: str, numbers: Sequence[int]) -> str:
+    # The capture of a dim whose numbers may begin after 0.
+    return f"{dim}+{numbers[0]}" if numbers[0] else dim
 
 
 def _fused(
@@ -290,6 +311,8 @@ def _fused(
     order = sorted(left, key=lambda each: -len(words & _words(each)))
     for count in (3, 2):
         for parts in itertools.combinations(order, count):
+            if not all(words & _words(part) for part in parts):
+                continue
             for dim in range(len(source.shape)):
                 rule = _fused_along(dim, source, parts)
                 if rule is not None:
@@ -317,8 +340,8 @@ def _fused_along(dim: int, source: Family, parts: Sequence[Family]) -> str | Non
     made = [each for each in listed if each is not None]
     at = len(stack)
     shared = [*made[0][0][:at], *made[0][0][at + 1 :]]
-    addends = [from_dims[at].strip("()") for from_dims, _, _ in made]
-    others = [[*held[:at], *held[at + 1 :]] for held, _, _ in made]
+    addends = [from_dims[at].strip("()") for from_dims, _, _, _ in made]
+    others = [[*held[:at], *held[at + 1 :]] for held, _, _, _ in made]
     if len({re.sub(r"\w+", "", " ".join(each)) for each in others}) > 1:
         return None
     dims = [f"({' + '.join(addends)})", *shared[at:]]
@@ -326,7 +349,7 @@ def _fused_along(dim: int, source: Family, parts: Sequence[Family]) -> str | Non
     names = shared[:at] if is_stacked else [f"n{n}" for n in range(len(source.numbers))]
     to: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    for part, (from_dims, to_dims, held), length, addend in zip(
+    for part, (from_dims, to_dims, held, _), length, addend in zip(
         parts, made, lengths, addends, strict=True
     ):
         others = [*from_dims[:at], *from_dims[at + 1 :]]
@@ -337,6 +360,8 @@ def _fused_along(dim: int, source: Family, parts: Sequence[Family]) -> str | Non
         if " " not in addend:
             sizes[addend] = length
     note = "check the order of the parts"
+    if max(ways for _, _, _, ways in made) > 1:
+        note += ", and of their dims"
     return _written({source.pattern(names): dims}, to, sizes, note)
 
 
@@ -348,18 +373,21 @@ def _renamed(text: str, names: Sequence[str], others: Sequence[str]) -> str:
 
 def _regrouped(
     source: Sequence[int], target: Sequence[int], prefix: str = ""
-) -> tuple[list[str], list[str], dict[str, int]] | None:
-    # The dims of both sides, in the order of the source with the fewest exchanges.
+) -> tuple[list[str], list[str], dict[str, int], int] | None:
+    # The dims of both sides, in the order of the source with the fewest exchanges, the
+    # sizes that shapes do not tell, and the number of orders that fit as well.
     if math.prod(source) != math.prod(target) or len(source) > _MOST_DIMS:
         return None
     best: tuple[tuple[int, int], list[tuple[int, int, int]], Sequence[int]] | None
     best = None
+    found = collections.Counter[int]()
     for order in itertools.permutations(range(len(source))):
         factors = _common([source[dim] for dim in order], target)
         if factors is None:
             continue
         exchanges = sum(a > b for a, b in itertools.combinations(order, 2))
         cost = (len(factors), exchanges)
+        found[len(factors)] += 1
         if best is None or cost < best[0]:
             best = cost, factors, order
     if best is None:
@@ -385,7 +413,7 @@ def _regrouped(
         for name, (size, _, _) in zip(names, factors, strict=True)
         if any(name in each for each in split)
     }
-    return from_dims, to_dims, sizes
+    return from_dims, to_dims, sizes, found[len(factors)]
 
 
 def _common(
@@ -413,12 +441,6 @@ def _common(
 
 def _product(names: Sequence[str]) -> str:
     return f"({' '.join(names)})" if len(names) > 1 else (*names, "1")[0]
-
-
-def _note(source: Sequence[int], target: Sequence[int]) -> str:
-    if len(source) > 1 and len(set(source)) == 1 and len(target) == len(source):
-        return "square: is it transposed?"
-    return ""
 
 
 def _written(

@@ -76,7 +76,7 @@ def test_a_draft_stacks_splits_and_transposes():
 def test_a_draft_fuses_parts_of_other_names_and_says_what_to_check():
     tensors = {"fc1.weight": numbered(2 * FF, EMBED)}
     gate, up = np.split(tensors["fc1.weight"], 2)
-    expected = {"a/left": gate.T.copy(), "a/right": up.T.copy()}
+    expected = {"fc1/left": gate.T.copy(), "fc1/right": up.T.copy()}
     listed = stored([saved(k, v) for k, v in tensors.items()])
     text = survey.draft(listed, targets_like(expected))
     assert "# check the order of the parts" in text

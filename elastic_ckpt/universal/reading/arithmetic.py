@@ -123,7 +123,8 @@ def _check_equal(
             f"{tensor.name} of {_rank(tensor)} and {other.name} of {_rank(other)}"
             f" differ at {index}: {layers[0][element]} and {layer[element]}; the layout"
             " requires that they are equal. Use `mean` if ranks have been averaged,"
-            " `unchecked` to read one of them, or another step"
+            " `unchecked` to read one of them, `copy: unchecked` for a copy of another"
+            " tensor, or another step"
         )
 
 

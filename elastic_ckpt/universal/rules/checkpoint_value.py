@@ -41,6 +41,12 @@ class CheckpointValue:
         """
         for path in self.paths:
             value = values.get(path)
+            if value is None:
+                # Lists of numbers are one value: `config/block_size/0` is the first.
+                above, _, at = path.rpartition("/")
+                held = values.get(above)
+                if isinstance(held, list) and at.isdecimal() and int(at) < len(held):
+                    value = held[int(at)]
             if isinstance(value, str) and value.isascii() and value.isdecimal():
                 # The metadata of safetensors are texts.
                 value = int(value) if len(value) <= _MOST_DIGITS else value

@@ -276,6 +276,16 @@ def names_of(node: Node) -> frozenset[str]:
     return frozenset(each.name for each in walk(node) if isinstance(each, Name))
 
 
+def last_row(node: Node) -> Node:
+    """What a clipped product can lack the most elements of: an index of its first."""
+    return Product(node.factors[1:]) if isinstance(node, Product) else node
+
+
+def name_sets(node: Node) -> list[frozenset[str]]:
+    """The names of each choice of addends in `node`."""
+    return list(map(frozenset, _name_lists(node)))
+
+
 def _name_lists(node: Node) -> Sequence[tuple[str, ...]]:
     # The names of each choice of addends, as often as they occur.
     if isinstance(node, Name):

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.relation import Relation, Row
+from elastic_ckpt.universal.rules.relation import ParsedTensor, Relation, Row
 
 # A cast from one to another needs to be written.
 _CATEGORIES = (np.bool_, np.integer, np.floating, np.complexfloating)
@@ -25,7 +25,8 @@ _LIMITS_OF = {np.integer: ml_dtypes.iinfo, np.floating: ml_dtypes.finfo}
 _DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
 # What stands after the last dot, or after the name of the weight.
 _SCALE = re.compile(
-    r"(?P<weight>.*?)[._](?:scales?|scales?_inv|scb|absmax|zero_points?|q?zeros)",
+    r"(?P<weight>.*?)[._]"
+    r"(?:q?scales?(?:_inv|_[0-9])?|scb|absmax|zero_points?|q?zeros)",
     re.IGNORECASE | re.DOTALL,
 )
 _PACKED = (np.dtype(np.int32), np.dtype(np.uint32))
@@ -58,12 +59,28 @@ def with_dtypes(
         if viewed_as is not None:
             found = {np.dtype(viewed_as)}
         operands = {each.tensor for each in pair.operands}
+        for row in sources:
+            if row.tensor in operands:
+                _check_operand(relation.sources[row.tensor], row)
         if any(row.tensor in operands for row in sources):
             found = {_DEQUANTIZED if may_be_quantized(d) else d for d in found}
         held[pair.target.tensor].update(found)
     for row in targets:
         dtype = _dtype(relation, row, held[row.tensor])
         yield dataclasses.replace(row, dtype=dtype)
+
+
+def _check_operand(tensor: ParsedTensor, row: Row) -> None:
+    # Scales of integers are mostly exponents.
+    pattern = tensor.pattern
+    dtype = np.dtype(pattern.viewed_as) if pattern.viewed_as else row.dtype
+    is_cast = pattern.dtype is not None
+    if dtype is not None and _category(dtype) is not np.floating and not is_cast:
+        raise LayoutError(
+            f"{tensor.place}: {row.name!r} is of {dtype}; write `as: float8_e8m0fnu` "
+            "if its bytes are exponents, as those of MXFP4 are, or `dtype: float32` if "
+            "its integers are factors"
+        )
 
 
 def may_be_quantized(dtype: np.dtype) -> bool:

@@ -139,7 +139,17 @@ class _Planner:
         sides = [list(instance.sources), list(instance.targets or ())]
         self._counts = _axis_counts(relation, sides, instance.counts)
         system = list(sizes.equations(relation, sides, self._counts))
-        self.sizes = sizes.solve(rule, system, shared)
+        clips = [
+            clip
+            for tensor in (*relation.sources, *relation.targets)
+            for clip in tensor.clips()
+        ]
+        self.sizes = sizes.solve(rule, system, shared, clips)
+        for tensor in (*relation.sources, *relation.targets):
+            named = {name for each in tensor.coordinates for name in each.names}
+            for name in named | tensor.dims.names:
+                if name not in self.sizes and name in (shared or {}):
+                    self.sizes[name] = (shared or {})[name]
         self._add_clips()
         for tensor in relation.sources:
             if self._has_rows(tensor.number):
@@ -397,23 +407,17 @@ class _Planner:
 
     def _add_clips(self) -> None:
         # The lengths of clipped products of derived targets: as many as sources have.
-        sources = [
-            each
-            for tensor in self._relation.sources
-            for node in (*tensor.dims.nodes, *(c.node for c in tensor.coordinates))
-            for each in dims.walk(node)
-            if isinstance(each, Clip) and str(each) in self.sizes
-        ]
+        held: dict[frozenset[str], int] = {}
+        for tensor in self._relation.sources:
+            for clip in tensor.clips():
+                if str(clip) in self.sizes:
+                    for names in dims.name_sets(clip.node):
+                        held.setdefault(names, self._num_of(clip, names))
         for tensor in self._relation.targets:
-            for node in (*tensor.dims.nodes, *(c.node for c in tensor.coordinates)):
-                for clip in dims.walk(node):
-                    if isinstance(clip, Clip) and str(clip) not in self.sizes:
-                        names = dims.names_of(clip.node)
-                        for each in sources:
-                            if names <= dims.names_of(each.node):
-                                count = self._num_of(each, names)
-                                self.sizes[str(clip)] = count
-                                break
+            for clip in tensor.clips():
+                counts = [held.get(names) for names in dims.name_sets(clip.node)]
+                if str(clip) not in self.sizes and any(n is not None for n in counts):
+                    self.sizes[str(clip)] = sum(n or 0 for n in counts)
 
     def _num_of(self, clip: Clip, names: frozenset[str]) -> int:
         # The elements of the clipped product that have these coordinates.
@@ -437,6 +441,13 @@ class _Planner:
                 if capture.key in tensor.dims.axes
             ]
             captures = [*tensor.coordinates, *axes]
+            texts = tensor.name.names - tensor.dims.axes - {*relation.kept}
+            texts -= {name for each in captures for name in each.names}
+            if texts:
+                raise LayoutError(
+                    f"{tensor.place}: nothing tells the texts of {{{min(texts)}}}; "
+                    "write `only: forward`, and another rule with `only: inverse`"
+                )
             counts = [self._num_values(tensor, each, known) for each in captures]
             if math.prod(counts) > MOST_NAMES:
                 raise LayoutError(
@@ -472,9 +483,10 @@ class _Planner:
         try:
             return int(dims.length(capture.node, Scope(sizes=known)))
         except KeyError:
+            names = ", ".join(sorted(capture.names - known.keys()))
             raise sizes.UnknownSizeError(
                 f"{tensor.place}: the number of values of {{{capture.key}}} is not "
-                f"known; give it in `sizes`"
+                f"known; give {names or 'its rows'} in `sizes`"
             ) from None
 
     def _is_in_tables(self, tensor: ParsedTensor, values: Mapping[str, int]) -> bool:

@@ -459,9 +459,15 @@ class _Matching:
             numbers = [self.owners.index(owner) for owner in owners]
             for at, tensor in enumerate(relation.sources):
                 is_used = any((number, at) in self._unused for number in numbers)
+                may_lack = any(owner.groups for owner in owners) and any(
+                    each.has_sum for each in relation.targets
+                )
+                is_used = is_used or may_lack
                 if (0, at) not in matched and not tensor.role and not is_used:
-                    near = self._with_path(owners[0], at, names) or self._nearest(
-                        "unmatched", owners[0].sources[at].text, names
+                    near = (
+                        self._taken(owners[0], at, names)
+                        or self._with_path(owners[0], at, names)
+                        or self._nearest("unmatched", owners[0].sources[at].text, names)
                     )
                     self._note("unmatched", tensor.place + near)
             for at, tensor in enumerate(relation.targets):
@@ -529,17 +535,41 @@ class _Matching:
         is_empty = is_dropped and not self.owners[owner].groups
         return ", whose tensors `drop` lists" if is_empty else ""
 
+    def _taken(self, owner: _Owner, at: int, names: Sequence[str]) -> str:
+        # The rule that has what a pattern matches.
+        matches = owner.sources[at].expression(owner.relation.numbers).fullmatch
+        found = next(filter(matches, names), None)
+        for other in self.owners if found else ():
+            if any(
+                self.stored[number].name == found
+                for group in other.groups.values()
+                for _, number in group.sources
+            ):
+                return f", {found!r} is in {other.text}"
+        return ""
+
     def _with_path(self, owner: _Owner, at: int, names: Iterable[str]) -> str:
         # A remedy if captures that take any text would match.
         if not self._is_listed("unmatched"):
             return ""
         pattern, numbers = owner.sources[at], owner.relation.numbers
-        texts = {c.key for c in pattern.captures if not c.is_number(numbers)}
+        texts = {
+            each.key
+            for each in pattern.captures
+            if not each.is_number(numbers) and not each.form
+        }
         wide = pattern.with_forms(dict.fromkeys(texts, "path")).expression(numbers)
         found = next(filter(wide.fullmatch, names), None) if texts else None
-        if found is None:
+        if found is not None:
+            return f", {found!r} has dots: write {{{min(texts)}:path}}"
+        dims_of = {c.key for c in pattern.captures if not c.is_always_number} - texts
+        found = next(filter(pattern.expression(()).fullmatch, names), None)
+        if found is None or not dims_of:
             return ""
-        return f", {found!r} has dots: write {{{min(texts)}:path}}"
+        return (
+            f", {found!r} has a text for {min(dims_of)}, which is a dim: list its "
+            f"texts in their order, {{{min(dims_of)}:one|other}}"
+        )
 
     def _is_listed(self, problem: str) -> bool:
         # Whether the error lists the next tensor with the problem.

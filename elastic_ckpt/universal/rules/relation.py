@@ -36,6 +36,7 @@ class ParsedTensor:
       name: its name pattern.
       dims: its dims expression.
       place: for messages.
+      is_target: whether it is a tensor of the target.
       main: the number of the tensor whose values it changes; None if it is no operand.
       role: the option of the tensor `main` that lists it.
       coordinates: the captures that are coordinates, as they occur in the name.
@@ -48,6 +49,7 @@ class ParsedTensor:
     name: NamePattern
     dims: Dims
     place: str
+    is_target: bool = False
     main: int | None = None
     role: str = ""
     coordinates: tuple[Capture, ...] = ()
@@ -64,6 +66,16 @@ class ParsedTensor:
             for capture in self.coordinates
             for node in dims.walk(capture.node)
         )
+
+    def clips(self) -> list[dims.Clip]:
+        """The clipped products of its dims and captures."""
+        nodes = (*self.dims.nodes, *(each.node for each in self.coordinates))
+        return [
+            each
+            for node in nodes
+            for each in dims.walk(node)
+            if isinstance(each, dims.Clip)
+        ]
 
     @functools.cached_property
     def reduced(self) -> frozenset[str]:
@@ -365,7 +377,9 @@ class Relation:
                     lacking = tensors[number].names - source.names
                     raise LayoutError(
                         f"{self.sources[number].place}: it has the dims "
-                        f"{_text(lacking)}, which {place} lacks"
+                        f"{_text(lacking)}, which {place} lacks; where a dim has both "
+                        "blocks of scales and heads or parts, multiply in a layout of "
+                        "its own, and lead `through` both"
                     )
             elif of_role:
                 shared = [each.names - source.names for each in of_role]
@@ -454,6 +468,7 @@ def _parsed_tensor(
             name=name_pattern.parse(pattern.name),
             dims=dims.parse(pattern.dims),
             place=place,
+            is_target=key == "to",
         )
         size_expression.names(pattern.scale)
         size_expression.names(pattern.shift)
@@ -518,6 +533,14 @@ def _with_used_tables(rule: Rule, sides: Sequence[Sequence[ParsedTensor]]) -> Ru
 def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:
     reduced = {name for tensor in written for name in tensor.reduced}
     numbers = {*rule.index, *(reduced & rule.sizes.keys())}
+    # The values of a text that only names of targets have are not known.
+    numbers |= {
+        capture.key
+        for tensor in written
+        if tensor.is_target
+        for capture in tensor.name.captures
+        if capture.key in tensor.reduced and capture.form != "path"
+    }
     for index in rule.index.values():
         numbers.update(index.by)
     for tensor in written:

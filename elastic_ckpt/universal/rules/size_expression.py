@@ -23,6 +23,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Pow: lambda base, exponent: math.pow(base, exponent),
 }
+
+
+class NoValueError(LayoutError):
+    """Arithmetic has no value for these sizes."""
+
+
 _ROUNDED = ("bfloat16", "float16", "float32")
 _MAX_LENGTH = 200
 
@@ -58,9 +64,9 @@ def result(expression: str | float, sizes: Mapping[str, float]) -> float:
     try:
         number = _result(_parse(expression), sizes)
     except (ArithmeticError, ValueError) as error:
-        raise LayoutError(f"{expression!r} has no value: {error}") from None
+        raise NoValueError(f"{expression!r} has no value: {error}") from None
     if isinstance(number, complex) or not math.isfinite(number):
-        raise LayoutError(f"{expression!r} has no value: {number}")
+        raise NoValueError(f"{expression!r} has no value: {number}")
     return number
 
 

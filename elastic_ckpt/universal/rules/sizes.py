@@ -8,8 +8,9 @@ unknown gives it, until nothing changes. All equations have to hold at the end.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 
 from elastic_ckpt.universal.rules import dims, size_expression
@@ -138,6 +139,7 @@ def solve(
     rule: Rule,
     system: Sequence[Equation],
     shared: Mapping[str, int] | None = None,
+    clips: Iterable[Clip] = (),
 ) -> dict[str, int]:
     """The sizes of the names in equations.
 
@@ -145,12 +147,13 @@ def solve(
       rule: with the sizes and widths that are given.
       system: in the order in which equations are preferred; messages name the others.
       shared: sizes that other rules have, for names that remain unknown.
+      clips: the clipped products of all tensors.
 
     Raises:
       LayoutError: names the dims whose sizes do not fit or remain unknown;
         UnknownSizeError if they remain unknown.
     """
-    return _Solver(rule, system).solve(shared or {})
+    return _Solver(rule, system, clips).solve(shared or {})
 
 
 def require(rule: Rule, names: Iterable[str], sizes: Mapping[str, int]) -> None:
@@ -184,7 +187,10 @@ def _missing(rule: Rule, unknown: Iterable[str]) -> str:
 
 
 class _Solver:
-    def __init__(self, rule: Rule, system: Sequence[Equation]) -> None:
+    def __init__(
+        self, rule: Rule, system: Sequence[Equation], clips: Iterable[Clip]
+    ) -> None:
+        self._wide = [dims.names_of(clip.node) for clip in clips]
         self._rule = rule
         self._system = system
         self._pending = list(system)
@@ -210,6 +216,7 @@ class _Solver:
                 self._run()
         for equation in self._system:
             self._check(equation)
+        self._check_expressions()
         unknown = self._unknown()
         if unknown:
             origins = [
@@ -231,7 +238,12 @@ class _Solver:
         return {name: int(size) for name, size in self._known.items()}
 
     def _run(self) -> None:
-        while self._expressions() or self._step() or self._clipped():
+        while (
+            self._expressions()
+            or self._step()
+            or self._clipped()
+            or self._step(is_computed=True)
+        ):
             pass
 
     def _unknown(self) -> set[str]:
@@ -251,36 +263,90 @@ class _Solver:
         return found
 
     def _expressions(self) -> bool:
-        solved = False
-        for name, size in self._rule.sizes.items():
-            if isinstance(size, str) and name not in self._known:
-                needed = size_expression.names(size)
-                if needed <= self._known.keys():
-                    numbers = {each: float(self._known[each]) for each in needed}
-                    number = size_expression.result(size, numbers)
-                    self._known[name] = Fraction(number)
-                    solved = True
-        return solved
+        computed = self._computed({})
+        self._known |= computed
+        return bool(computed)
 
-    def _step(self) -> bool:
-        # Solves the equations that have one unknown, and takes them out.
+    def _check_expressions(self) -> None:
+        for name, size in self._rule.sizes.items():
+            if isinstance(size, str) and size_expression.names(size) <= (
+                self._known.keys()
+            ):
+                numbers = {each: float(n) for each, n in self._known.items()}
+                number = size_expression.result(size, numbers)
+                if Fraction(number) != self._known.get(name, number):
+                    raise LayoutError(
+                        f"{self._rule.text}: `sizes` has {name}: {size}, which is "
+                        f"{number:g}, but the shapes make it {self._known[name]}"
+                    )
+
+    def _step(self, *, is_computed: bool = False) -> bool:
+        # Solves the equations that have one unknown, or also several that are computed
+        # of one, and takes them out.
         solved = False
         for equation in list(self._pending):
             unknown = equation.variables - self._known.keys()
-            if len(unknown) > 1:
+            bases = self._bases(unknown) if is_computed else unknown
+            if len(bases) > 1 or (unknown and not bases):
                 continue
             self._pending.remove(equation)
-            for name in unknown:
-                at_0, at_1 = (self._length(equation, {name: n}) for n in (0, 1))
-                if at_0 != at_1:
-                    size = (equation.length - at_0) / (at_1 - at_0)
-                    if equation.is_least:
-                        size = Fraction(math.ceil(size))
+            for name in bases:
+                size = self._solved(equation, name, num_lengths=2 + is_computed)
+                if size is not None:
                     self._known[name] = size
                     solved = True
                     if size.denominator != 1 or size < 0:
                         raise self._misfit(equation, without=name)
         return solved
+
+    def _bases(self, unknown: Set[str]) -> set[str]:
+        # What unknown sizes are computed of, where the rule computes them.
+        bases: set[str] = set()
+        pending, seen = list(unknown), set(unknown)
+        while pending:
+            name = pending.pop()
+            size = self._rule.sizes.get(name)
+            if not isinstance(size, str):
+                bases.add(name)
+                continue
+            needed = size_expression.names(size) - self._known.keys() - seen
+            seen |= needed
+            pending += needed
+        return bases
+
+    def _solved(
+        self, equation: Equation, name: str, *, num_lengths: int
+    ) -> Fraction | None:
+        # The size of a name with which the equation holds; None if it does not tell.
+        try:
+            lengths = [
+                self._length(equation, self._computed({name: Fraction(n)}))
+                for n in range(1, num_lengths + 1)
+            ]
+        except (KeyError, size_expression.NoValueError):
+            return None
+        steps = {after - before for before, after in itertools.pairwise(lengths)}
+        step = steps.pop()
+        if steps or not step:
+            return None
+        size = 1 + (equation.length - lengths[0]) / step
+        return Fraction(math.ceil(size)) if equation.is_least else size
+
+    def _computed(self, sizes: dict[str, Fraction]) -> dict[str, Fraction]:
+        # With the sizes that the rule computes of these, and of those that are known.
+        is_more = True
+        while is_more:
+            is_more = False
+            known = {**self._known, **sizes}
+            for name, size in self._rule.sizes.items():
+                if isinstance(size, str) and name not in known:
+                    needed = size_expression.names(size)
+                    if needed <= known.keys():
+                        numbers = {each: float(known[each]) for each in needed}
+                        number = size_expression.result(size, numbers)
+                        sizes = {**sizes, name: Fraction(number)}
+                        is_more = True
+        return sizes
 
     def _clipped(self) -> bool:
         # The number of rows of a clipped product, of which the last may be cut short.
@@ -310,10 +376,17 @@ class _Solver:
             key = str(each)
             if isinstance(each, Clip) and _variables(each.node) <= known.keys():
                 most = dims.length(each.node, Scope(sizes=known))
-                if known.get(key, 0) > most:
+                row = dims.length(dims.last_row(each.node), Scope(sizes=known))
+                # A part of a clipped sum can lack its part of the last row.
+                is_part = any(dims.names_of(each.node) < wide for wide in self._wide)
+                least = most - row + (not is_part) if most else most
+                held = known.get(key, most)
+                if not least <= held <= most:
+                    names = sorted(dims.names_of(each.node))
+                    made = ", ".join(f"{name}={known[name]}" for name in names)
                     raise LayoutError(
-                        f"{self._rule.text}: {equation.origin}: {key} has "
-                        f"{known[key]}, and at most {most}"
+                        f"{self._rule.text}: {equation.origin}: {key} is {held}, and "
+                        f"{made} make {least} to {most}"
                     )
 
     def _misfit(self, equation: Equation, *, without: str | None = None) -> LayoutError:
@@ -330,7 +403,7 @@ class _Solver:
         )
 
     def _length(
-        self, equation: Equation, given: Mapping[str, int] | None = None
+        self, equation: Equation, given: Mapping[str, Fraction] | None = None
     ) -> Fraction:
         scope = Scope(
             sizes={**self._known, **(given or {})},

@@ -494,3 +494,126 @@ def test_names_of_one_kind_of_layers_count_from_where_it_begins():
     assert_same(relayout(made_by.inverse(), expected), layers)
     with pytest.raises(LayoutError, match=r"layers\.1\.w' has dense, which the other"):
         relayout(made_by, {**layers, "layers.1.w": numbered(2)})
+
+
+@pytest.mark.parametrize(
+    ("size", "fits"), [(2, False), (3, True), (4, True), (5, False)]
+)
+def test_a_size_of_blocks_that_the_scales_contradict_is_refused(size, fits):
+    tensors = {
+        "w": numbered(7).astype(ml_dtypes.float8_e4m3fn),
+        "s": numbered({2: 3, 3: 3, 4: 2, 5: 3}[size]),
+    }
+    made_by = layout(
+        rule({"w": {"dims": "(b i)~", "times": {"s": "b"}}}, {"w": "(b i)~"}),
+        sizes={"i": size},
+    )
+    if fits:
+        assert list(relayout(made_by, tensors)) == ["w"]
+    else:
+        with pytest.raises(LayoutError, match=rf"i={size}|shape"):
+            relayout(made_by, tensors)
+
+
+def test_scales_of_integers_need_a_word():
+    weight = numbered(4).astype(ml_dtypes.float8_e4m3fn)
+    tensors = {"w": weight, "w_scale": np.array([3], np.uint8)}
+
+    def made_by(**options):
+        scales = {"w_scale": {"dims": "1", **options}}
+        of_target = {"dims": "x", "dtype": "float32"}
+        return layout(rule({"w": {"dims": "x", "times": scales}}, {"w": of_target}))
+
+    with pytest.raises(LayoutError, match=r"uint8; write `as: float8_e8m0fnu`"):
+        relayout(made_by(), tensors)
+    values = weight.astype(np.float32)
+    factors = relayout(made_by(dtype="float32"), tensors)
+    assert_same(factors, {"w": values * 3})
+    exponents = relayout(made_by(**{"as": "float8_e8m0fnu"}), tensors)
+    assert_same(exponents, {"w": values * np.float32(2.0**-124)})
+
+
+def test_a_shape_tells_a_size_and_what_is_computed_of_it():
+    gate, up = numbered(3, 2), numbered(3, 2, start=50)
+    made_by = layout(
+        rule(
+            {"gate_up": "(gate + up) x"},
+            {"gate": "x gate", "up": "x up"},
+            sizes={"up": "gate"},
+        )
+    )
+    expected = {"gate": gate.T, "up": up.T}
+    both_ways(made_by, {"gate_up": np.concatenate([gate, up])}, expected)
+
+
+@pytest.mark.parametrize("size", ["2 * a", "a // 2", "2 ** a", "a * a"])
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_shapes_tell_whether_a_computed_size_is_right(size, names):
+    made_by = layout(
+        rule({f"w{x}": x for x in names}, {"t": "(a + b)"}, sizes={"b": size})
+    )
+    right = eval(size, {}, {"a": 8})
+    tensors = {"wa": numbered(8), "wb": numbered(right)}
+    expected = {"t": np.concatenate([*tensors.values()])}
+    assert_same(relayout(made_by, tensors), expected)
+    with pytest.raises(LayoutError, match=r"dim 0 of '.*' is \d+, |which is \d"):
+        relayout(made_by, {"wa": numbered(8), "wb": numbered(right + 1)})
+
+
+@pytest.mark.parametrize("count", [5, 8, 12])
+def test_layers_of_two_kinds_come_back_without_a_tree(count):
+    layers = layers_of_two_kinds(count)
+    made_by = layout(
+        rule(
+            {"layers.{(block (local + global))~}.w": "x"},
+            {"local": "(block local)~ x", "global": "(block global)~ x"},
+        ),
+        sizes={"local": 3, "global": 1},
+    )
+    made = relayout(made_by, layers)
+    assert_same(relayout(made_by.inverse(), made), layers)
+
+
+def test_a_name_is_repeated_for_each_value_of_a_size():
+    made_by = layout(
+        rule(
+            {"w": "x"},
+            {"expert.{e}.w": {"dims": "x", "replicated": ["e"]}},
+            sizes={"e": 3},
+        )
+    )
+    expected = {f"expert.{n}.w": numbered(4) for n in range(3)}
+    both_ways(made_by, {"w": numbered(4)}, expected, e=3)
+    unknown = layout(
+        rule({"w": "x"}, {"expert.{e}.w": {"dims": "x", "replicated": ["e"]}})
+    )
+    with pytest.raises(LayoutError, match=r"number of values of \{e\} .* `sizes`"):
+        relayout(unknown, {"w": numbered(4)})
+
+
+def test_a_name_takes_the_size_of_another_rule():
+    tensors = {"router": numbered(3, 2), "shared": numbered(4)}
+    made_by = layout(
+        rule({"router": "e x"}, {"router": "x e"}),
+        rule({"shared": "y"}, {"e.{e}.w": {"dims": "y", "replicated": ["e"]}}),
+    )
+    expected = {"router": tensors["router"].T}
+    expected |= {f"e.{n}.w": tensors["shared"] for n in range(3)}
+    both_ways(made_by, tensors, expected)
+
+
+def test_a_pattern_whose_tensors_another_rule_has_names_that_rule():
+    made_by = layout(
+        rule({"{n}.w": "x"}, {"{n}/k": "x"}), rule({"a.w": "x"}, {"a/special": "x"})
+    )
+    with pytest.raises(LayoutError, match=r"\[0\].*'a\.w' is in .*\[1\]"):
+        relayout(made_by, {"a.w": numbered(2)})
+
+
+def test_texts_where_a_dim_is_meant_get_the_remedy():
+    tensors = {"q.w": numbered(2), "k.w": numbered(2)}
+    stacked = layout(rule({"{x}.w": "n"}, {"w": "x n"}))
+    with pytest.raises(LayoutError, match=r"has a text for x, .* \{x:one\|other\}"):
+        relayout(stacked, tensors)
+    listed = layout(rule({"{x:q|k}.w": "n"}, {"w": "x n"}))
+    assert_same(relayout(listed, tensors), {"w": np.stack([*tensors.values()])})
