@@ -32,7 +32,7 @@ class Reduction(enum.Enum):
     EQUAL = "equal"
     MEAN = "mean"
     SUM = "sum"
-    # The first times the second, which may be the same along some dims.
+    # The first times the others, which may be the same along some dims.
     PRODUCT = "product"
     # The first plus the product of the second and the third, which are matrices.
     LOW_RANK = "low_rank"
@@ -60,7 +60,7 @@ class Arithmetic:
 
     Attributes:
       reduction: of the sources.
-      factor: of the second source of a product, or of the product of matrices.
+      factor: of a product, or of the product of matrices.
       scale: factor of what the sources are reduced to.
       shift: added after scaling.
     """

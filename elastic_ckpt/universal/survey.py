@@ -22,6 +22,7 @@ from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.relation import DTYPES
 from elastic_ckpt.universal.stored import StoredTensor
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
@@ -54,6 +55,8 @@ _COMMON_WORDS = {"layer", "attention", "mlp", "out"}
 _SEVERAL_WORDS = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}
 _LEAST_LIKENESS = 0.25
 _MOST_DIMS = 6
+# The leaves that may be parts of a fused one.
+_MOST_FUSED = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +86,9 @@ class Family:
 
     @property
     def text(self) -> str:
-        """The names, as `layers.{0-31}.weight`."""
-        return self._joined([f"{{{_ranges(each)}}}" for each in self.numbers])
+        """The names, as `layers.{0-31}.weight`; without control characters."""
+        text = self._joined([f"{{{_ranges(each)}}}" for each in self.numbers])
+        return text if text.isprintable() else ascii(text)
 
     def pattern(self, captures: Sequence[str]) -> str:
         """A name pattern with these captures."""
@@ -157,13 +161,22 @@ def tree(path: str) -> dict[str, TargetTensor]:
         made = {}
         for name, given in listed.items():
             each = given if isinstance(given, dict) else {"shape": given}
-            dtype = np.dtype(each.get("dtype", np.float32))
-            shape = tuple(map(int, each["shape"]))
-            made[name] = TargetTensor(name=name, dtype=dtype, shape=shape)
+            dtype, shape = each.get("dtype", "float32"), each["shape"]
+            if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
+                raise ValueError(f"{name!r} has {given!r}")
+            made[name] = TargetTensor(
+                name=name, dtype=np.dtype(dtype), shape=tuple(shape)
+            )
         return made
     except OSError as error:
         raise LayoutError(f"{path} cannot be read ({error}); check the path") from None
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+    ) as error:
         raise LayoutError(
             f'{path} is no JSON of shapes by name, such as {{"embed/kernel": [8, 4],'
             f' "head": {{"shape": [4], "dtype": "bfloat16"}}}}: {error}'
@@ -308,7 +321,7 @@ def _fused(
     if len(source.shape) > 2 or not source.shape:
         return None
     words = _words(source)
-    order = sorted(left, key=lambda each: -len(words & _words(each)))
+    order = sorted(left, key=lambda each: -len(words & _words(each)))[:_MOST_FUSED]
     for count in (3, 2):
         for parts in itertools.combinations(order, count):
             if not all(words & _words(part) for part in parts):
@@ -376,7 +389,9 @@ def _regrouped(
 ) -> tuple[list[str], list[str], dict[str, int], int] | None:
     # The dims of both sides, in the order of the source with the fewest exchanges, the
     # sizes that shapes do not tell, and the number of orders that fit as well.
-    if math.prod(source) != math.prod(target) or len(source) > _MOST_DIMS:
+    if math.prod(source) != math.prod(target) or not math.prod(source):
+        return None
+    if max(len(source), len(target)) > _MOST_DIMS:
         return None
     best: tuple[tuple[int, int], list[tuple[int, int, int]], Sequence[int]] | None
     best = None

@@ -3,9 +3,11 @@
 import json
 
 import numpy as np
+import pytest
 
 from elastic_ckpt.universal import survey
 from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.universal.rules.relayout import (
     assert_same,
     numbered,
@@ -88,6 +90,37 @@ def test_what_has_no_partner_is_a_comment():
     text = survey.draft(listed, targets_like({"a/w": numbered(3), "b": numbered(5)}))
     assert "# No leaf fits rope [4] float32" in text
     assert "# No tensor fits b [5] float32" in text
+
+
+def test_names_do_not_write_rules():
+    name = "x\n  - from: {evil: a}\n    to: {k: a}\n  #"
+    text = survey.draft(stored([saved(name, numbered(3))]), {})
+    assert text.count("\n") == 3
+    assert "from:" not in text.replace("# No leaf fits", "").splitlines()[-1][:6]
+
+
+def test_shapes_that_have_nothing_in_common_have_no_rule():
+    listed = stored([saved("a.w", numbered(0, 3)), saved("b.w", numbered(1024))])
+    targets = {"a/w": numbered(0, 3), "b/w": numbered(*[2] * 10)}
+    text = survey.draft(listed, targets_like(targets))
+    assert text.count("# No leaf fits") == text.count("# No tensor fits") == 2
+
+
+def test_many_families_without_partners_are_comments():
+    # It took minutes where all triples were tried.
+    listed = [saved(f"a{chr(97 + n % 26)}{n}x.w", numbered(3, 5)) for n in range(200)]
+    targets = {f"b{n}y/w": numbered(7, n + 1) for n in range(200)}
+    text = survey.draft(stored(listed), targets_like(targets))
+    assert text.count("# No leaf fits") == text.count("# No tensor fits") == 200
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": "12"}', '{"a": [1.7]}', '{"a": [-3]}', '{"a": [1e400]}', "[" * 9999]
+)
+def test_shapes_that_are_none_are_refused(tmp_path, text):
+    (tmp_path / "tree.json").write_text(text)
+    with pytest.raises(LayoutError, match="is no JSON of shapes by name"):
+        survey.tree(str(tmp_path / "tree.json"))
 
 
 def test_a_tree_is_a_file_of_shapes(tmp_path):

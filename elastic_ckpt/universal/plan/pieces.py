@@ -42,6 +42,8 @@ from elastic_ckpt.universal.strides import row_major
 
 # The most bytes of a layer of a region; a budget has room for hundreds.
 _REGION_BYTES = 2**20
+# The same of all layers of a region.
+_LAYERS_BYTES = 2**26
 _PLAIN = Arithmetic()
 # Stacks need a few; flat ranges are cut in other ways each, and would fill memory.
 _MOST_CUTS = 2**14
@@ -210,8 +212,11 @@ class _Cutter:
         self._cuts: dict[Any, list[_Piece]] = {}
         # The number of the form of each kind of piece, and the strides of its buffer.
         self._kinds: dict[Any, tuple[int, tuple[int, ...]]] = {}
-        # Tensors whose fragments overlap nowhere, by these.
-        self._apart: set[Any] = set()
+        # The number of each way in which tensors are cut into fragments, which overlap
+        # nowhere: by these, and by tensor. The boxes of each.
+        self._fragmentations: dict[Any, int] = {}
+        self._fragmentation_of: dict[int, int] = {}
+        self._held: list[Boxes] = []
         self._rows = array.array("q")
 
     def cut(self, moves: Iterable[Move], fills: Iterable[Fill]) -> Pieces:
@@ -294,10 +299,7 @@ class _Cutter:
             (start, side.dims, side.steps),
             move.arithmetic,
             (tensor.dtype, tensor.view),
-            *(
-                (each.box.start, each.box.stop, each.strides)
-                for each in tensor.fragments
-            ),
+            self._fragmentation(source.tensor),
             (box.start, box.stop),
         )
         pieces = self._cuts.get(key)
@@ -340,12 +342,12 @@ class _Cutter:
     ) -> Iterator[tuple[int, _Piece]]:
         # The pieces of parts of a source, each of which goes to one buffer.
         tensor = self._tensors[source.tensor]
-        self._check_apart(tensor)
+        held = self._held[self._fragmentation(source.tensor)]
         volumes = [0] * len(parts)
         dtype = source.viewed_as or tensor.dtype
         if is_half_a_byte(source.viewed_as):
             dtype = _HALVES
-        for at, number in self._fragments(source.side, parts, tensor):
+        for at, number in self._fragments(source.side, parts, tensor, held):
             buffer, part = parts[at]
             box, fragment = self._buffers[buffer].box, tensor.fragments[number]
             for piece in factored_dims.inside(part, source.side, fragment.box):
@@ -380,7 +382,11 @@ class _Cutter:
                 raise self._misfit(tensor, volume, part.volume, self._buffers[buffer])
 
     def _fragments(
-        self, side: Side, parts: Sequence[tuple[int, Box]], tensor: StoredTensor
+        self,
+        side: Side,
+        parts: Sequence[tuple[int, Box]],
+        tensor: StoredTensor,
+        held: Boxes,
     ) -> Iterator[tuple[int, int]]:
         # The pairs of parts and fragments that may overlap, by number.
         if len(parts) * len(tensor.fragments) <= _FEW_PAIRS:
@@ -390,26 +396,37 @@ class _Cutter:
             return
         rank = len(tensor.shape)
         bounds = [factored_dims.bounds(part, side) for _, part in parts]
-        held = [fragment.box for fragment in tensor.fragments]
-        first, second = box_join.overlaps(
-            Boxes.from_boxes(bounds, rank=rank), Boxes.from_boxes(held, rank=rank)
-        )
+        first, second = box_join.overlaps(Boxes.from_boxes(bounds, rank=rank), held)
         yield from zip(first.tolist(), second.tolist(), strict=True)
 
-    def _check_apart(self, tensor: StoredTensor) -> None:
-        if len(tensor.fragments) < 2:
+    def _fragmentation(self, source: int) -> int:
+        # The number of the way in which a tensor is cut into fragments.
+        number = self._fragmentation_of.get(source)
+        if number is None:
+            tensor = self._tensors[source]
+            key = (
+                len(tensor.shape),
+                *(
+                    (each.box.start, each.box.stop, each.strides)
+                    for each in tensor.fragments
+                ),
+            )
+            number = self._fragmentations.setdefault(key, len(self._held))
+            self._fragmentation_of[source] = number
+            if number == len(self._held):
+                held = [fragment.box for fragment in tensor.fragments]
+                self._held.append(Boxes.from_boxes(held, rank=len(tensor.shape)))
+                self._check_apart(tensor, self._held[-1])
+        return number
+
+    def _check_apart(self, tensor: StoredTensor, held: Boxes) -> None:
+        if len(held) < 2:
             return
-        key = tuple(fragment.box for fragment in tensor.fragments)
-        if key in self._apart:
-            return
-        held = Boxes.from_boxes(key, rank=len(tensor.shape))
         if len(box_join.overlaps(held, held)[0]) > np.count_nonzero(held.volumes):
             raise errors.CheckpointError(
                 f"{tensor.name} {dict(tensor.ranks) or ''}: the files hold some of its"
                 " elements twice; the checkpoint is damaged, use another step"
             )
-        if len(self._apart) < _MOST_CUTS:
-            self._apart.add(key)
 
     def _misfit(
         self, tensor: StoredTensor, held: int, needed: int, buffer: Buffer
@@ -451,8 +468,9 @@ class _Cutter:
         tensor = self._tensors[source.tensor]
         tensor_strides = row_major(tensor.shape, tensor.dtype.itemsize)
         strides = _advances(source.side.dims, source.side.steps, tensor_strides)
+        region_bytes = min(_REGION_BYTES, _LAYERS_BYTES // len(packed))
         limits = Limits(
-            gap_bytes=2**62, span_bytes=max(tensor.dtype.itemsize, _REGION_BYTES)
+            gap_bytes=2**62, span_bytes=max(tensor.dtype.itemsize, region_bytes)
         )
         # Factors that a region has whole: those of products of matrices, and of bytes.
         kept = {factor for factor, dim in enumerate(move.target_side.dims) if dim < 0}

@@ -11,6 +11,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal.moves import Arithmetic, Reduction
 from elastic_ckpt.universal.plan import factored_dims
 from elastic_ckpt.universal.plan.pieces import Region
+from elastic_ckpt.universal.rules import dtypes
 from elastic_ckpt.universal.stored import StoredTensor
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -20,11 +21,68 @@ def scaled(values: np.ndarray, scale: float, shift: float) -> np.ndarray:
     """`values * scale + shift`, in float32 at least; `values` itself if that is all."""
     if scale == 1 and shift == 0:
         return values
+    _check_exact(values)
     with np.errstate(all="ignore"):
         result = values.astype(_wide(values.dtype))
         result *= scale
         result += shift
     return result
+
+
+def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
+    """Checks that integers, flags and reals remain what they are as another dtype.
+
+    Args:
+      values: that are cast.
+      dtype: that they are cast to. Reals are rounded to those of fewer bits.
+      name: of the target, for the error.
+
+    Raises:
+      CheckpointError: if a value is not one of the dtype.
+    """
+    if values.dtype == dtype or not values.size:
+        return
+    wrong = _differing(values, dtype)
+    if wrong is not None and wrong.any():
+        found = values[np.unravel_index(int(np.argmax(wrong)), wrong.shape)]
+        raise errors.CheckpointError(
+            f"{name}: {found} is no {dtype.name}; give the target another dtype"
+        )
+
+
+def _differing(values: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
+    # Which values are none of a dtype; None if all are.
+    if values.dtype.kind == "c":
+        return values.imag != 0 if dtype.kind != "c" else None
+    if dtype.kind == "b":
+        return (values != 0) & (values != 1)
+    if not dtypes.is_integer(dtype):
+        return None
+    limits = ml_dtypes.iinfo(dtype)
+    least, most = int(limits.min), int(limits.max)
+    if values.dtype.kind in "biu":
+        if values.dtype.kind == "b" or np.can_cast(values.dtype, dtype):
+            return None
+        return (values < least) | (values > most)
+    if values.dtype == object:
+        return np.array([not least <= n <= most for n in values.flat]).reshape(
+            values.shape
+        )
+    with np.errstate(all="ignore"):
+        wide = values.astype(_wide(values.dtype))
+        # The most of 64 bits is no float; the number after it is.
+        return ~((wide >= least) & (wide < most + 1) & (np.floor(wide) == wide))
+
+
+def _check_exact(values: np.ndarray) -> None:
+    # That float64, in which integers of 64 bits are scaled, has them.
+    if values.dtype.kind in "iu" and values.dtype.itemsize == 8 and values.size:
+        most = max(abs(int(values.min())), int(values.max()))
+        if most > 2**53:
+            raise errors.CheckpointError(
+                f"{most} cannot be scaled or averaged without rounding it; read these "
+                "integers as they are"
+            )
 
 
 def viewed(values: np.ndarray, view: str) -> np.ndarray:
@@ -65,9 +123,17 @@ def reduced(
 def _combined(
     region: Region, arithmetic: Arithmetic, layers: Sequence[np.ndarray]
 ) -> np.ndarray:
+    if arithmetic.reduction is Reduction.SUM and layers[0].dtype.kind in "iu":
+        # Python's integers where a sum may have more than 64 bits.
+        wide = np.dtype(object if layers[0].dtype.itemsize == 8 else np.int64)
+        return np.sum([layer.astype(wide) for layer in layers], axis=0)
+    for layer in layers:
+        _check_exact(layer)
     total = layers[0].astype(_wide(layers[0].dtype))
     if arithmetic.reduction is Reduction.PRODUCT:
-        return total * layers[1].astype(_wide(layers[1].dtype)) * arithmetic.factor
+        for layer in layers[1:]:
+            total = total * layer.astype(_wide(layer.dtype))
+        return total * arithmetic.factor
     if arithmetic.reduction is Reduction.LOW_RANK:
         # Element by element, so that the result is the same in any cut.
         (shared,) = (

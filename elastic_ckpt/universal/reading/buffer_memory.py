@@ -73,7 +73,10 @@ class BufferMemory:
         offset = element * dtype.itemsize
         into = np.ndarray(form.sizes, dtype, memory.data, offset, strides)
         values = arithmetic.viewed(values, form.view)
-        strided_copy.copy(into, arithmetic.scaled(values, form.scale, form.shift))
+        values = arithmetic.scaled(values, form.scale, form.shift)
+        name = self._plan.buffers[number].tensor.name
+        arithmetic.check_cast(values, dtype, name)
+        strided_copy.copy(into, values)
 
     def completed(self, volumes: Mapping[int, int]) -> tuple[list[int], int]:
         """Notes elements that were copied, and reduces regions that are complete.

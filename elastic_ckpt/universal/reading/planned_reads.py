@@ -14,6 +14,7 @@ from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
 from elastic_ckpt.universal.plan.spans import Limits
+from elastic_ckpt.universal.reading import read_checks
 from elastic_ckpt.universal.reading.byte_source import (
     ByteSource,
     LocalFiles,
@@ -103,7 +104,7 @@ class PlannedReads:
         Raises:
           FormatError: if checksums cannot be read, or a digest differs.
         """
-        if self.source is not None or checkpoint.checksums is opened.no_checksums:
+        if not _are_checked(checkpoint, self.source):
             return None
         # The import of JAX takes seconds, which conversions do not need.
         from elastic_ckpt.core import allgather
@@ -117,3 +118,17 @@ class PlannedReads:
                 errors.first_of(checks.unverified),
             )
         return checks
+
+
+def fail(
+    checkpoint: Checkpoint, error: BaseException, *, source: ByteSource | None = None
+) -> None:
+    """Tells the other hosts, which wait in `checks`, that this one has no plan."""
+    if _are_checked(checkpoint, source):
+        from elastic_ckpt.core import allgather
+
+        read_checks.fail(allgather.shared(), error)
+
+
+def _are_checked(checkpoint: Checkpoint, source: ByteSource | None) -> bool:
+    return source is None and checkpoint.checksums is not opened.no_checksums

@@ -129,20 +129,10 @@ class ReadChecks:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this host ends with an error."""
-
-        def part() -> Json:
-            raise errors.CheckpointError(str(error)) from error
-
-        with contextlib.suppress(errors.ElasticCkptError):
-            self._agreed(part)
+        fail(self._allgather, error)
 
     def _agreed(self, part: Callable[[], Json]) -> list[Any]:
-        # The import of JAX takes seconds, which conversions do not need.
-        from elastic_ckpt.core import allgather
-
-        return allgather.agreed(
-            self._allgather, _KIND, part, timeout_secs=_TIMEOUT_SECS
-        )
+        return _agreed(self._allgather, part)
 
     def _all_crcs(self) -> Json:
         for file, gaps in self._gaps.items():
@@ -239,6 +229,23 @@ class ReadChecks:
         if crc != entry.digest:
             found = f"the CRC-32 {crc:08x}, not {entry.digest:08x}"
             raise _damaged(file, entry.start, entry.stop, found)
+
+
+def fail(allgather: Allgather, error: BaseException) -> None:
+    """Tells the hosts that make `ReadChecks` or finish them that this one failed."""
+
+    def part() -> Json:
+        raise errors.CheckpointError(str(error)) from error
+
+    with contextlib.suppress(errors.ElasticCkptError):
+        _agreed(allgather, part)
+
+
+def _agreed(hosts: Allgather, part: Callable[[], Json]) -> list[Any]:
+    # The import of JAX takes seconds, which conversions do not need.
+    from elastic_ckpt.core import allgather
+
+    return allgather.agreed(hosts, _KIND, part, timeout_secs=_TIMEOUT_SECS)
 
 
 def _damaged(file: str, start: int, stop: int, found: str) -> FormatError:

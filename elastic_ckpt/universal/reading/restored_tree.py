@@ -18,6 +18,7 @@ from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
+from elastic_ckpt.universal.reading import planned_reads
 from elastic_ckpt.universal.reading.byte_source import ByteSource
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer
@@ -116,23 +117,22 @@ def read_leaves(
         cannot be read, or sources that should be equal differ; FormatError if a file
         ends too early or has another checksum.
     """
-    planned = PlannedReads.of_boxes(
-        checkpoint,
-        moves,
-        fills,
-        {each.tensor: each.leaf.boxes for each in leaves},
-        source=source,
-    )
+    needed = {each.tensor: each.leaf.boxes for each in leaves}
+    try:
+        planned = PlannedReads.of_boxes(checkpoint, moves, fills, needed, source=source)
+    except BaseException as error:
+        planned_reads.fail(checkpoint, error, source=source)
+        raise
     checks = planned.checks(checkpoint)
     leaf_of = [leaf for leaf in leaves for _ in leaf.leaf.boxes]
-    transfer = Transfer(
-        planned.plan,
-        planned.sources().__getitem__,
-        budget_bytes=budget_bytes,
-        is_staged=lambda number: leaf_of[number].is_staged,
-        note=None if checks is None else checks.note,
-    )
     try:
+        transfer = Transfer(
+            planned.plan,
+            planned.sources().__getitem__,
+            budget_bytes=budget_bytes,
+            is_staged=lambda number: leaf_of[number].is_staged,
+            note=None if checks is None else checks.note,
+        )
         made = _made(leaves, planned.plan, transfer)
     except BaseException as error:
         if checks is not None:

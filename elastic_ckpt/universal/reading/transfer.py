@@ -190,11 +190,15 @@ class Transfer:
         whole = self._sources[file].range_of(self._plan.files[file], start, stop)
         if whole != (start, stop):
             return False
+        read = sum(spans.forms[spans.form[copy]].extent for copy in copies)
+        # Each gap has its own memory: its bytes are checked, too.
+        gaps = scratch.memory(stop - start - read)
         parts, at = [], start
         for copy in copies:
             form, first = spans.forms[spans.form[copy]], int(spans.source[copy])
             if first > at:
-                parts.append(scratch.memory(first - at))
+                parts.append(gaps[: first - at])
+                gaps = gaps[first - at :]
             memory = self._memory.bytes_of(int(spans.buffer[copy]))
             place = int(spans.element[copy]) * form.dtype.itemsize
             parts.append(memory[place : place + form.extent])
@@ -302,8 +306,12 @@ def _request_bytes(
 ) -> np.ndarray:
     # The memory that each span takes beside the buffers, int64 `[s]`.
     spans = plan.spans
+    if not len(spans):
+        return np.zeros(0, np.int64)
     sizes = spans.stop - spans.start
-    taken = np.where(is_direct, 0, sizes)
+    extents = np.array([form.extent for form in spans.forms], np.int64)[spans.form]
+    gaps = sizes - np.add.reduceat(extents, spans.first_copy[:-1])
+    taken = np.where(is_direct, gaps, sizes)
     is_local = np.array([isinstance(each, LocalFiles) for each in sources], bool)
     for span in np.flatnonzero(~is_local[spans.file]).tolist():
         number = int(spans.file[span])
@@ -314,8 +322,6 @@ def _request_bytes(
         taken[span] = source.request_bytes(
             file, int(sizes[span]), is_direct=bool(is_direct[span]) and read == planned
         )
-    if not len(spans):
-        return taken
     computed = [
         (form.scale, form.shift, form.view) != (1, 0, "") for form in spans.forms
     ]

@@ -76,6 +76,16 @@ def composed(
     for rule, end in second.rules:
         for move in second.moves[begin:end]:
             tensors = [between[source.tensor] for source in move.sources]
+            if any(source.viewed_as is not None for source in move.sources):
+                raise LayoutError(
+                    f"{rule}: `as` is for the bytes of a file; write it in the first "
+                    "layout of `through`"
+                )
+            if any(fills[tensor.name] for tensor in tensors) and len(tensors) > 1:
+                raise LayoutError(
+                    f"{move.target}: the layout before pads what it is reduced of; "
+                    "reduce it there"
+                )
             if len(tensors) > 1:
                 made += _reduced(move, tensors, into)
                 continue
@@ -153,10 +163,12 @@ def _filled(fill: Fill, move: Move, shape: tuple[int, ...]) -> Iterator[Fill]:
     side = Side(start=fill.start, dims=dims, steps=(1,) * len(sizes))
     value = fill.value * arithmetic.scale + arithmetic.shift
     for part in _parts(side, sizes, move, shape):
-        target = _moved(
-            move.target_side, part.offsets[1], [t for _, _, t in part.factors]
-        )
+        repeated = [f for f, dim in enumerate(move.source_side.dims) if dim < 0]
+        advances = [two for _, _, two in part.factors]
+        advances += [(factor, 1) for factor in repeated]
+        target = _moved(move.target_side, part.offsets[1], advances)
         counts = [size for size, _, _ in part.factors]
+        counts += [move.sizes[factor] for factor in repeated]
         rows = itertools.product(
             *(range(n) if step != 1 else (None,) for n, step in
               zip(counts, target.steps, strict=True))

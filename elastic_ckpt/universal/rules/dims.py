@@ -12,6 +12,7 @@ in the same grammar: a tensor is the strip of one index of its capture.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -26,6 +27,8 @@ _TOKEN = re.compile(
 )
 # Deeper nesting is a mistake, and would exhaust Python's stack.
 _MAX_DEPTH = 32
+# Of the choices of an addend of each sum.
+_MOST_PARTS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,10 +112,7 @@ class Dims:
     def __init__(self, text: str, nodes: Sequence[Node]) -> None:
         self.text = text
         self.nodes = tuple(nodes)
-        lists = [
-            tuple(itertools.chain(*names))
-            for names in itertools.product(*map(_name_lists, self.nodes))
-        ]
+        lists = _chosen(self.nodes)
         for names in lists:
             for name in names:
                 if names.count(name) > 1:
@@ -121,8 +121,8 @@ class Dims:
                         " name"
                     )
         self.name_sets = list(map(frozenset, lists))
-        for names in self.name_sets:
-            if self.name_sets.count(names) > 1:
+        for names, count in collections.Counter(self.name_sets).items():
+            if count > 1:
                 raise LayoutError(
                     f"the parts of a sum in {text!r} have the same names, "
                     f"{' '.join(sorted(names)) or '1'}; name them differently, or put "
@@ -142,7 +142,8 @@ class Dims:
         if not self.has_rest:
             return self
         at = self.nodes.index(Rest())
-        rest = [Name(f"dim{n}") for n in range(num_dims - len(self.nodes) + 1)]
+        # No name that can be written.
+        rest = [Name(f"...{n}") for n in range(num_dims - len(self.nodes) + 1)]
         return Dims(self.text, [*self.nodes[:at], *rest, *self.nodes[at + 1 :]])
 
 
@@ -190,7 +191,11 @@ class _Parser:
         else:
             node = Name(token)
         while self.peek() in ("@", "~"):
-            if self._next("")[0] == "@":
+            sign, column = self._next("")
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise self._error(column, "signs are nested too deeply")
+            if sign == "@":
                 node = Shard(node, self._axes())
             elif isinstance(node, Product) and node.factors:
                 node = Clip(node)
@@ -292,8 +297,16 @@ def _name_lists(node: Node) -> Sequence[tuple[str, ...]]:
         return [(node.name,)]
     if isinstance(node, Sum):
         return [names for addend in node.addends for names in _name_lists(addend)]
-    choices = itertools.product(*map(_name_lists, children(node)))
-    return [tuple(itertools.chain(*names)) for names in choices]
+    return _chosen(children(node))
+
+
+def _chosen(nodes: Sequence[Node]) -> list[tuple[str, ...]]:
+    # The names of each choice of addends in all of these.
+    lists = list(map(_name_lists, nodes))
+    if math.prod(map(len, lists)) > _MOST_PARTS:
+        text = " ".join(map(str, nodes))
+        raise LayoutError(f"{text!r} has sums of over {_MOST_PARTS} parts in all")
+    return [tuple(itertools.chain(*names)) for names in itertools.product(*lists)]
 
 
 def _axes(node: Node) -> Iterator[str]:

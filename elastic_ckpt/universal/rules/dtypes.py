@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 
@@ -26,7 +27,7 @@ _DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
 # What stands after the last dot, or after the name of the weight.
 _SCALE = re.compile(
     r"(?P<weight>.*?)[._]"
-    r"(?:q?scales?(?:_inv|_[0-9])?|scb|absmax|zero_points?|q?zeros)",
+    r"(?:(?:global_)?q?scales?(?:_inv|_[0-9])?|scb|absmax|zero_points?|q?zeros)",
     re.IGNORECASE | re.DOTALL,
 )
 _PACKED = (np.dtype(np.int32), np.dtype(np.uint32))
@@ -86,6 +87,22 @@ def _check_operand(tensor: ParsedTensor, row: Row) -> None:
 def may_be_quantized(dtype: np.dtype) -> bool:
     """Whether weights of this dtype may need scales: one byte each, or packed."""
     return (dtype.itemsize == 1 and dtype != np.bool_) or dtype in _PACKED
+
+
+def is_integer(dtype: np.dtype) -> bool:
+    """Whether the elements of a dtype are integers, of any number of bits."""
+    return _category(dtype) is np.integer
+
+
+def can_be(number: float, dtype: np.dtype) -> bool:
+    """Whether an element of a dtype can have the value of a number, rounded at most."""
+    if dtype.kind == "b":
+        return number in (0, 1)
+    if not is_integer(dtype):
+        return True
+    limits = ml_dtypes.iinfo(dtype)
+    is_whole = math.isfinite(number) and float(number).is_integer()
+    return is_whole and int(limits.min) <= number <= int(limits.max)
 
 
 def without_scales(used: Sequence[str], dropped: Collection[str]) -> Iterator[str]:

@@ -152,7 +152,7 @@ class _Planner:
                     self.sizes[name] = (shared or {})[name]
         self._add_clips()
         for tensor in relation.sources:
-            if self._has_rows(tensor.number):
+            if self.has_rows(tensor.number):
                 sizes.require(rule, tensor.dims.names, self.sizes)
             elif any(each.has_sum for each in relation.targets):
                 for name in tensor.dims.names:
@@ -207,22 +207,30 @@ class _Planner:
             source = relation.sources[pair.source.tensor]
             target = relation.targets[pair.target.tensor]
             if source.has_sum and not self.pieces(pair.source, is_target=False):
+                self._check_empty(pair)
                 continue
             if target.number in instance.absent:
                 raise LayoutError(instance.absent[target.number])
-            if not target.has_sum or self._has_rows(source.number):
+            if not target.has_sum or self.has_rows(source.number):
                 pairs.append(pair)
-            elif instance.targets is not None and self.pieces(
-                pair.target, is_target=True
-            ):
-                raise LayoutError(
-                    f"{target.place}: nothing makes it: no tensor matches "
-                    f"{source.place}"
-                )
+            else:
+                self._check_empty(pair)
         if instance.targets is None:
             terms = [*(pair.target for pair in pairs), *relation.padding]
             self._rows = [row for row in self._rows if self._is_in(row, terms)]
         return pairs
+
+    def _check_empty(self, pair: Pair) -> None:
+        # That the target has nothing of a pair without sources.
+        if self._instance.targets is None:
+            return
+        for piece in self.pieces(pair.target, is_target=True):
+            if piece.volume:
+                place = self._relation.sources[pair.source.tensor].place
+                raise LayoutError(
+                    f"{self._relation.targets[pair.target.tensor].place}: nothing "
+                    f"makes {piece.name!r}: no tensor matches {place}"
+                )
 
     def _is_in(self, row: Row, terms: Sequence[Term]) -> bool:
         tensor = self._relation.targets[row.tensor]
@@ -244,11 +252,14 @@ class _Planner:
             values: dict[str, Any] = {**dict(row.ranks), **dict(row.captured)}
             key = self._place(tensor, term, values)
             groups.setdefault(key, []).append((number, row, values))
+        read = [
+            _members(tensor, term, members, is_target=is_target)
+            for members in groups.values()
+        ]
         if tensor.pattern.mean or tensor.pattern.sum:
-            _check_complete(tensor, list(groups.values()), self._counts)
+            _check_complete(tensor, read, {**self.sizes, **self._counts})
         pieces: list[_Piece] = []
-        for members in groups.values():
-            chosen = _members(tensor, term, members, self._counts)
+        for chosen in read:
             _, row, values = chosen[0]
             reduction = _reduction(tensor, len(chosen))
             for start, ranges in self._cut(tensor, term, row, values):
@@ -304,7 +315,8 @@ class _Planner:
                     )
         return pieces
 
-    def _has_rows(self, number: int) -> bool:
+    def has_rows(self, number: int) -> bool:
+        """Whether the instance has sources of a pattern."""
         return any(row.tensor == number for row in self._instance.sources)
 
     def _place(
@@ -464,7 +476,13 @@ class _Planner:
                 if not self._is_in_tables(tensor, values):
                     continue
                 scope = self._scope(self._ranks(tensor, values))
-                lengths = [dims.length(node, scope) for node in tensor.dims.nodes]
+                try:
+                    lengths = [dims.length(node, scope) for node in tensor.dims.nodes]
+                except KeyError as error:
+                    raise sizes.UnknownSizeError(
+                        f"{tensor.place}: nothing tells the length of {error.args[0]}; "
+                        "write the product without `~`, or give the shapes of targets"
+                    ) from None
                 yield Row(
                     tensor=tensor.number,
                     name=instance.names[tensor.number].format({**named, **values}),
@@ -479,7 +497,7 @@ class _Planner:
     ) -> int:
         for by, table in tensor.tables.values():
             if capture.key in by:
-                return 1 + max(at[by.index(capture.key)] for at in table)
+                return 1 + max((at[by.index(capture.key)] for at in table), default=-1)
         try:
             return int(dims.length(capture.node, Scope(sizes=known)))
         except KeyError:
@@ -564,8 +582,10 @@ class _Join:
         self._names = sorted(pair.target.coordinates - self._repeated)
         self._targets = planner.pieces(pair.target, is_target=True)
         self._sides: list[list[_Piece]] = []
-        for term in (pair.source, *pair.compared):
+        compared = [t for t in pair.compared if planner.has_rows(t.tensor)]
+        for term in (pair.source, *compared):
             self._sides.append(planner.pieces(term, is_target=False))
+        self._num_compared = len(compared)
         operands = []
         for term in pair.operands:
             pieces = planner.pieces(term, is_target=False)
@@ -576,17 +596,38 @@ class _Join:
                 _check_unscaled(planner, pair, term)
         self._operands = operands
         roles = {relation.sources[each.tensor].role for each in operands}
-        if len(roles) > 1 or (roles and pair.compared):
+        if len(roles) > 1 or (roles and compared):
             raise LayoutError(
                 f"{target.place}: `times`, `plus` and copies that are compared cannot "
                 "be combined"
             )
-        self._reduction = Reduction.EQUAL if pair.compared else Reduction.NONE
+        self._reduction = Reduction.EQUAL if compared else Reduction.NONE
         if roles:
             is_product = roles == {"times"}
             self._reduction = Reduction.PRODUCT if is_product else Reduction.LOW_RANK
+        if roles == {"plus"} and len(operands) != len(pair.operands):
+            (lacking,) = (each for each in pair.operands if each not in operands)
+            raise LayoutError(
+                f"{relation.sources[lacking.tensor].place}: no tensor matches it, but "
+                "the other matrix of `plus` is there; use the whole checkpoint"
+            )
+        if self._reduction is not Reduction.NONE:
+            for pieces in self._sides:
+                self._check_alone(pieces, is_compared=not roles)
         contracted = [each.names - pair.source.names for each in operands]
         self._contracted = sorted(frozenset().union(*contracted))
+
+    def _check_alone(self, pieces: Sequence[_Piece], *, is_compared: bool) -> None:
+        # Replicas are compared with copies, but not before they are multiplied.
+        for piece in pieces:
+            if piece.reduction is not Reduction.NONE and not (
+                is_compared and piece.reduction is Reduction.EQUAL
+            ):
+                raise LayoutError(
+                    f"{piece.name!r} is there {len(piece.members)} times, which are "
+                    "not compared where `times` or `plus` change it; list what they "
+                    "differ in under `unchecked`"
+                )
 
     def copied(self) -> list[Copied]:
         """The copies, while `problems` is empty."""
@@ -597,11 +638,14 @@ class _Join:
         ]
         cells = columns[0].boxes(None)
         if not len(cells):
+            for piece in itertools.chain(*self._sides[: 1 + self._num_compared]):
+                if piece.volume:
+                    self._note("tensors that the target lacks", piece.name)
             return []
         of_target = np.arange(len(self._targets))
         chosen: list[np.ndarray] = []
         for number, side in enumerate(self._sides):
-            is_operand = number > len(self._pair.compared)
+            is_operand = number > self._num_compared
             held = columns[1 + number].boxes(cells)
             first, second = box_join.overlaps(cells, held)
             parts = Boxes(
@@ -647,6 +691,11 @@ class _Join:
         if is_operand or self.problems:
             return
         used = np.zeros(len(side), np.int64)
+        if self._repeated:
+            # The same elements may be in several targets.
+            every = np.column_stack([second, parts.start, parts.stop])
+            distinct = np.unique(every, axis=0, return_index=True)[1]
+            second, volumes = second[distinct], volumes[distinct]
         np.add.at(used, second, volumes)
         for number in np.flatnonzero(used < held.volumes).tolist():
             volume = int(held.volumes[number])
@@ -729,9 +778,6 @@ class _Join:
             for number, piece in enumerate(pieces[1:], start=1):
                 start = tuple(at[number])
                 read.append((piece.members[0][0], side(of_group, number, start)))
-                # Replicas of what is compared are compared, those of operands are not.
-                if reduction in (Reduction.PRODUCT, Reduction.LOW_RANK):
-                    continue
                 first = piece.members[0][1]
                 for row, other in piece.members[1:]:
                     moved = tuple(
@@ -857,10 +903,11 @@ def _members(
     tensor: ParsedTensor,
     term: Term,
     members: list[_Member],
-    counts: Mapping[str, int],
+    *,
+    is_target: bool,
 ) -> list[_Member]:
-    # The rows of several with the same elements that are read, the first one first.
-    del counts
+    # The rows of several with the same elements that are read, the first one first; or
+    # all that are written.
     if len(members) == 1:
         return members
     pattern = tensor.pattern
@@ -871,14 +918,16 @@ def _members(
     first = members[0]
     kept = [first]
     for other in members[1:]:
-        if all(other[2].get(n) == first[2].get(n) for n in pattern.unchecked):
+        if is_target or all(
+            other[2].get(n) == first[2].get(n) for n in pattern.unchecked
+        ):
             kept.append(other)
     if len(kept) > 1 and not pattern.reduced:
         raise LayoutError(
             f"{tensor.place}: {first[1].name!r} and {members[1][1].name!r} have the "
             f"same coordinates"
         )
-    if len(kept) > 1 and len({row.dtype for _, row, _ in members}) > 1:
+    if not is_target and len(kept) > 1 and len({r.dtype for _, r, _ in members}) > 1:
         raise LayoutError(
             f"{tensor.place}: {first[1].name!r} has several dtypes over "
             f"{', '.join(pattern.reduced)}; only tensors of one dtype are compared"
@@ -931,7 +980,7 @@ def _check_complete(
     ]
     union = set(itertools.chain(*vectors))
     expected = math.prod(
-        counts.get(name, 1) if name in counts else len({each[at] for each in union})
+        counts[name] if name in counts else _num_values(each[at] for each in union)
         for at, name in enumerate(names)
         if any(each[at] is not None for each in union)
     )
@@ -941,6 +990,13 @@ def _check_complete(
                 f"{tensor.place}: {members[0][1].name!r} is there {len(present)} "
                 f"times of {expected} over {', '.join(names)}; a mean or sum needs all"
             )
+
+
+def _num_values(values: Iterable[int | str | None]) -> int:
+    # Of a capture: numbers count from 0.
+    distinct = set(values)
+    numbers = [int(text) for text in map(str, distinct) if text.isdecimal()]
+    return max(numbers) + 1 if len(numbers) == len(distinct) else len(distinct)
 
 
 def _exploded(tensor: ParsedTensor, piece: _Piece) -> list[_Piece]:

@@ -176,19 +176,33 @@ class Layout:
     def with_sizes(self, sizes: Mapping[str, Size]) -> Layout:
         """The layout with other sizes of dims, which replace those of the same names.
 
-        A size that a rule has of its own stays.
+        A number or arithmetic that a rule has of its own stays.
 
         Raises:
           LayoutError: if the layout lists sizes to choose from, and one is not listed.
         """
         if not sizes:
             return self
-        for name, size in sizes.items():
-            asked = self.sizes.get(name)
-            if isinstance(asked, Choice):
-                asked.check(name, size)
+        for each in (self, *self.rules):
+            for name in sizes.keys() & each.sizes.keys():
+                asked = each.sizes[name]
+                if isinstance(asked, Choice):
+                    asked.check(name, sizes[name])
+        rules = [
+            dataclasses.replace(
+                rule,
+                sizes={
+                    name: sizes.get(name, size)
+                    if isinstance(size, Choice | CheckpointValue)
+                    else size
+                    for name, size in rule.sizes.items()
+                },
+            )
+            for rule in self.rules
+        ]
         return dataclasses.replace(
             self,
+            rules=tuple(rules),
             sizes={**self.sizes, **sizes},
             through=tuple(each.with_sizes(sizes) for each in self.through),
         )
@@ -300,7 +314,11 @@ class Layout:
                 tensor = dataclasses.replace(
                     tensor, unchecked=(*tensor.unchecked, *added)
                 )
-        return tensor
+        times, plus = (
+            tuple(self._with_defaults(each, rule) for each in operands)
+            for operands in (tensor.times, tensor.plus)
+        )
+        return dataclasses.replace(tensor, times=times, plus=plus)
 
 
 def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -196,7 +196,16 @@ def read(text: str, *, file: str) -> dict[str, Any]:
         raise LayoutError(f"{file}: this file is not valid YAML: {error}") from None
     if document is None:
         raise LayoutError(f"{file}: the layout is empty; start with `version: 1`")
-    return _read(_Node(document, file, ""))
+    return _checked(document, file)
+
+
+def _checked(document: yaml.Node, file: str) -> dict[str, Any]:
+    try:
+        return _read(_Node(document, file, ""))
+    except RecursionError:
+        raise LayoutError(
+            f"{file}: its values are nested too deeply, or contain themselves"
+        ) from None
 
 
 def read_values(fields: Mapping[str, Any], *, name: str) -> dict[str, Any]:
@@ -211,7 +220,7 @@ def read_values(fields: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         raise LayoutError(
             f"{name}: not a mapping of texts, numbers, lists and mappings: {error}"
         ) from None
-    return _read(_Node(document, name, ""))
+    return _checked(document, name)
 
 
 class _Values(yaml.representer.SafeRepresenter):
@@ -315,12 +324,19 @@ def _filling(node: _Node) -> float | CheckpointValue:
 
 def _value(node: _Node) -> CheckpointValue:
     paths = lambda n: n.list(_Node.text) if n.is_list else (n.text(),)  # noqa: E731
-    fields = node.fields({"value": paths, "default": _Node.number})
+    fields = node.fields({"value": paths, "default": _finite})
     if not fields.get("value"):
         raise node.error("`value` is missing: a path in the checkpoint, or several")
     return CheckpointValue(
         paths=fields["value"], default=fields.get("default"), place=node.place
     )
+
+
+def _finite(node: _Node) -> float:
+    number = node.number()
+    if not math.isfinite(number):
+        raise node.error(f"expected a finite number, not {number}")
+    return number
 
 
 def _widths(node: _Node) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -44,7 +44,7 @@ from elastic_ckpt.universal.rules.name_pattern import (
     NamePattern,
 )
 from elastic_ckpt.universal.rules.relation import Kept, ParsedTensor, Relation, Row
-from elastic_ckpt.universal.rules.rule import DIRECTIONS
+from elastic_ckpt.universal.rules.rule import DIRECTIONS, TensorPattern
 from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import StoredTensor
 
@@ -54,6 +54,8 @@ MOST_DERIVED = 1 << 20
 _AXES = ("dp", "ep", "pp", "tp", "vp")
 # The most names among which the nearest one is searched.
 _MOST_COMPARED = 2000
+# Of a name: some patterns take the square of their number.
+_MOST_CHARACTERS = 2**12
 
 # A tensor without its name: the number of its pattern, captures, ranks, shape, dtype.
 _Sketch = tuple[
@@ -101,11 +103,13 @@ def moves(
       LayoutError: if the layout does not fit; one error lists all that is left over.
     """
     with garbage_collection.paused():
-        layout.check_choices()
         if layout.through:
             return _through(layout, stored, axes, targets)
+        layout.check_choices()
         matching = _Matching(layout, stored, axes, targets)
-        return _Planning(matching).matched()
+        made = _Planning(matching).matched()
+        _check_halves(made.moves, stored)
+        return made
 
 
 def fits_names(layout: Layout, stored: Sequence[StoredTensor]) -> bool:
@@ -125,7 +129,12 @@ def _through(
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
-    *firsts, last = (each.with_sizes(layout.sizes) for each in layout.through)
+    first, *others = (each.with_sizes(layout.sizes) for each in layout.through)
+    first = dataclasses.replace(
+        first, fill_inverse={**first.fill_inverse, **layout.fill_inverse}
+    )
+    *firsts, last = first, *others
+    last = dataclasses.replace(last, fill={**last.fill, **layout.fill})
     made: Matched | None = None
     between = stored
     for each in (*firsts, last):
@@ -147,7 +156,30 @@ def _through(
             for name, target in following.targets.items()
         ]
     assert made is not None
+    _check_halves(made.moves, stored)
     return made
+
+
+def _check_halves(moves: Iterable[Move], stored: Sequence[StoredTensor]) -> None:
+    # Elements of half a byte are read as whole bytes along the last dim.
+    for move in moves:
+        for source in move.sources:
+            if not is_half_a_byte(source.viewed_as):
+                continue
+            tensor, side = stored[source.tensor], source.side
+            last = len(tensor.shape) - 1
+            steps = [
+                step for dim, step in zip(side.dims, side.steps, strict=True)
+                if dim == last
+            ]  # fmt: skip
+            odd = [step for step in steps if step % 2]
+            if odd != [1] or side.start[last] % 2:
+                raise LayoutError(
+                    f"{tensor.name}, which becomes {move.target}: elements of half a "
+                    "byte are read two at a time, and the dims of the rule separate "
+                    "them; convert the checkpoint to another dtype with dims as they "
+                    "are stored, and apply this layout to the result"
+                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -255,7 +287,7 @@ class _Matching:
     """The tensors of each rule and instance.
 
     Args:
-      suggests: whether errors name what is nearest, which takes time.
+      suggests: whether errors name all problems and what is nearest, which takes time.
 
     Attributes:
       owners: the rules, each with all of its states.
@@ -323,6 +355,12 @@ class _Matching:
         leftovers: list[str] = []
         complete: _Complete | None = None
         for number, tensor in enumerate(self.stored):
+            if len(tensor.name) > _MOST_CHARACTERS:
+                raise LayoutError(
+                    f"the checkpoint has a tensor whose name has {len(tensor.name)} "
+                    f"characters, {tensor.name[:60]!r}..., and names of up to "
+                    f"{_MOST_CHARACTERS} are matched"
+                )
             matches = self.index.matches(tensor.name, tensor.kind)
             if drops and self._is_dropped(drop_index, tensor, matches):
                 dropped[tensor.name] = None
@@ -332,7 +370,9 @@ class _Matching:
                 continue
             if len(matches) > 1:
                 complete = complete or _Complete(self)
-                matches = complete.chosen(matches)
+                fitting, matches = matches, complete.chosen(matches)
+                if dtypes.may_be_quantized(tensor.dtype):
+                    self._check_scaled(tensor.name, fitting, matches)
             if len(matches) > 1:
                 owners = [self.owners[each.entry.owner] for each in matches]
                 self._note_several(tensor.name, owners)
@@ -351,9 +391,24 @@ class _Matching:
             elif tensor.name not in self.layout.fill_inverse:
                 text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
                 leftovers.append(tensor.name + text)
+                if not self._suggests:
+                    break
         for each in dtypes.without_scales(quantized, dropped.keys()):
             self._note("unscaled", each)
         self._note_leftovers("sources", leftovers)
+
+    def _check_scaled(
+        self, name: str, fitting: Sequence[Match], chosen: Sequence[Match]
+    ) -> None:
+        # A weight of few bits does not take a rule that reads it without its scales.
+        def scales(match: Match) -> Sequence[TensorPattern]:
+            relation = self.owners[match.entry.owner].relation
+            return relation.sources[match.entry.tensor].pattern.times
+
+        for match in fitting:
+            if scales(match) and chosen and not any(map(scales, chosen)):
+                owner = self.owners[match.entry.owner]
+                self._note("without scales", f"{name} ({owner.text})")
 
     def _ranks(self, ranks: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
         # With those of axes of one rank.
@@ -494,12 +549,21 @@ class _Matching:
         if any(each.has_sum for each in owner.relation.targets):
             # An instance may lack an addend, on both sides.
             return
-        needed = {at for at, each in enumerate(tensors) if not each.role}
+        number = self.owners.index(owner)
+        needed = {
+            at
+            for at, each in enumerate(tensors)
+            # What is dropped is not compared.
+            if not each.role
+            and not (each.pattern.copy and (number, at) in self._unused)
+        }
         for kept, group in owner.groups.items():
             for at in needed - {sketch[0] for sketch, _ in group.sources}:
-                if (0, at) in matched:
+                is_dropped = (number, at) in self._unused
+                if (0, at) in matched or is_dropped:
                     name = owner.sources[at].format(owner.relation.named(kept))
-                    self._note("incomplete", f"{name} ({owner.text})")
+                    dropped = ", `drop` lists it" * is_dropped
+                    self._note("incomplete", f"{name} ({owner.text}{dropped})")
 
     def _group(self, match: Match) -> _Group:
         groups = self.owners[match.entry.owner].groups
@@ -509,6 +573,8 @@ class _Matching:
         return group
 
     def _note(self, problem: str, text: str) -> None:
+        if not self._suggests:
+            raise LayoutError(text)
         self._problems[problem].append(text)
 
     def _note_several(self, name: str, owners: Sequence[_Owner]) -> None:
@@ -593,6 +659,8 @@ class _Matching:
             "unmatched": "patterns match no tensor",
             "incomplete": "tensors are missing beside others of their rules",
             "absent": "tensors are made by rules, and missing in the target",
+            "without scales": "quantized tensors lack the scales that a rule has for "
+            "them; use the whole checkpoint",
             "unscaled": "quantized tensors would be loaded without their scales, which "
             "`drop` leaves out; multiply by these with `times`, or dequantize the "
             "checkpoint before",
@@ -791,6 +859,10 @@ class _Planning:
                 )
             )
         for target, start, stop, value in plan.fills:
+            dtype = plan.targets[target].dtype
+            if dtype is not None and not dtypes.can_be(value, dtype):
+                problem = f"{owner.text}: {names[target]} is of {dtype}, which cannot "
+                self._problems[f"{problem}have {value:g} of `pad`"] = None
             fill = Fill(target=names[target], start=start, stop=stop, value=value)
             self._fills.append(fill)
 
@@ -831,10 +903,7 @@ class _Planning:
             number = layout.fill[target.name]
             if isinstance(number, CheckpointValue):
                 raise LayoutError(f"{number.missing}; give a number, or a `default`")
-            integers = np.iinfo(target.dtype) if target.dtype.kind in "iu" else None
-            if integers and not (
-                float(number).is_integer() and integers.min <= number <= integers.max
-            ):
+            if not dtypes.can_be(number, target.dtype):
                 raise LayoutError(
                     f"{layout.place}: {target.name} is of {target.dtype}, which cannot "
                     f"have {number} of `fill`"

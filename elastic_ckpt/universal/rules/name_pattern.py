@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from elastic_ckpt.universal.rules import dims
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -104,13 +105,13 @@ class Capture:
         number = int(text) - self.offset
         return None if number < 0 else number
 
-    def sample(self, is_number: bool) -> str:
-        """One of its texts, which only captures that take as much match, too."""
+    def samples(self, is_number: bool) -> Sequence[str]:
+        """Some of its texts, which only captures that take as much match, too."""
         if self.choices:
-            return self.choices[0]
+            return self.choices
         if is_number:
-            return "7" * max(1, int(self.form or 0)) if self.form.isdigit() else "7"
-        return "\0/\0.\0" if self.form in ("path", _ANY) else "\0"
+            return ("7" * max(1, int(self.form)) if self.form.isdigit() else "7",)
+        return ("\0/\0.\0" if self.form in ("path", _ANY) else "\0",)
 
     def group(self, *, is_number: bool) -> str:
         """The group of a regular expression that matches its texts."""
@@ -171,12 +172,16 @@ class NamePattern:
         )
         return NamePattern(text=self.text, parts=parts)
 
-    def sample(self, numbers: Collection[str]) -> str:
-        """A name that matches, with texts in its captures that no layout writes."""
-        return "".join(
-            part if isinstance(part, str) else part.sample(part.is_number(numbers))
+    def samples(self, numbers: Collection[str]) -> Iterator[str]:
+        """Names that match, with texts in captures that no layout writes.
+
+        A pattern that matches them all matches all names of this one.
+        """
+        texts = [
+            (part,) if isinstance(part, str) else part.samples(part.is_number(numbers))
             for part in self.parts
-        )
+        ]
+        return map("".join, itertools.product(*texts))
 
     def expression(self, numbers: Collection[str]) -> re.Pattern[str]:
         """A regular expression with a group for each capture.
@@ -457,8 +462,8 @@ def most_specific(matches: Sequence[Match]) -> list[Match]:
 @functools.lru_cache(maxsize=2**12)
 def _has(wide: Entry, narrow: Entry) -> bool:
     # Whether a pattern matches all names of another one.
-    sample = narrow.name.sample(narrow.numbers)
-    return wide.name.expression(wide.numbers).fullmatch(sample) is not None
+    matches = wide.name.expression(wide.numbers).fullmatch
+    return all(map(matches, narrow.name.samples(narrow.numbers)))
 
 
 def _by_kind(readers: Sequence[_Reader], kind: str | None) -> list[list[_Reader]]:

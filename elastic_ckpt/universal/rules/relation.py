@@ -10,6 +10,7 @@ coordinates.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -22,6 +23,15 @@ from elastic_ckpt.universal.rules.name_pattern import Capture, NamePattern
 from elastic_ckpt.universal.rules.rule import COPIES, Rule, TensorPattern
 
 _OPERANDS = {"times": 1, "plus": 2}
+# What elements can be of.
+DTYPES = (
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (4, 8, 16, 32, 64)),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    *("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn",
+)
 # The values of the captures that all names of a rule have.
 Kept = tuple[int | str, ...]
 
@@ -318,21 +328,28 @@ class Relation:
             elif not fitting or (axes is not None and len(originals) > 1):
                 raise self._misfit(target, self.targets, self.sources, fitting)
             elif axes is not None:
+                ranks = target.coordinates - originals[0].coordinates
                 source = dataclasses.replace(
                     originals[0], coordinates=target.coordinates
                 )
-                compared = (
+                compared = [
                     dataclasses.replace(each, coordinates=target.coordinates)
                     for each in fitting
                     if each != originals[0]
                     and self.sources[each.tensor].pattern.copy == COPIES[0]
+                ]
+                for each in compared:
+                    self._check_comparable(source, each)
+                of_source = (
+                    dataclasses.replace(each, coordinates=each.coordinates | ranks)
+                    for each in self._operands(source, operands)
                 )
                 pairs.append(
                     Pair(
                         source=source,
                         target=target,
                         compared=tuple(compared),
-                        operands=tuple(self._operands(source, operands)),
+                        operands=tuple(of_source),
                     )
                 )
         return pairs, padding
@@ -364,6 +381,17 @@ class Relation:
         return [each for each in terms if not tensors[each.tensor].pattern.copy] or (
             terms[:1]
         )
+
+    def _check_comparable(self, source: Term, copy: Term) -> None:
+        tensor, other = self.sources[copy.tensor], self.sources[source.tensor]
+        for option in ("scale", "shift", "viewed_as"):
+            if getattr(tensor.pattern, option) != getattr(other.pattern, option):
+                named = {"viewed_as": "as"}.get(option, option)
+                raise LayoutError(
+                    f"{tensor.place}: it has another `{named}` than "
+                    f"{other.name.text!r}, with which it is compared in this "
+                    "direction; write `copy: unchecked`"
+                )
 
     def _operands(self, source: Term, operands: Sequence[Term]) -> Iterator[Term]:
         place = self.sources[source.tensor].place
@@ -453,6 +481,11 @@ def _parsed(rule: Rule, key: str) -> Iterator[ParsedTensor]:
         number += 1
     for pattern, main, role in later:
         parsed = _parsed_tensor(rule, key, pattern, number)
+        for option in ("shift", "mean", "sum", "copy", "times", "plus"):
+            if getattr(pattern, option):
+                raise LayoutError(
+                    f"{parsed.place}: a tensor of `{role}` has no `{option}`"
+                )
         yield dataclasses.replace(parsed, main=main, role=role)
         number += 1
 
@@ -491,6 +524,12 @@ def _check_options(tensor: ParsedTensor) -> None:
             f"{place}: choose one of `replicated`, `mean` and `sum`; list the other "
             f"captures and rank axes in `unchecked`"
         )
+    for option in ("mean", "sum"):
+        if getattr(pattern, option) and (pattern.copy or pattern.times or pattern.plus):
+            raise LayoutError(
+                f"{place}: `{option}` cannot be combined with `times`, `plus` and "
+                "`copy`; convert the checkpoint twice, with a layout for each"
+            )
     for name in pattern.reduced:
         if pattern.reduced.count(name) > 1:
             raise LayoutError(f"{place}: {name} is listed twice")
@@ -506,12 +545,11 @@ def _check_options(tensor: ParsedTensor) -> None:
     if both:
         raise LayoutError(f"{place}: {min(both)} is both a capture and a dim")
     for dtype in (pattern.dtype, pattern.viewed_as):
-        try:
-            np.dtype(dtype or "bool")
-        except TypeError:
+        if dtype is not None and dtype not in DTYPES:
+            near = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.0)[0]
             raise LayoutError(
-                f"{place}: {dtype!r} is no dtype; write float32, bfloat16, ..."
-            ) from None
+                f"{place}: {dtype!r} is no dtype of elements; the nearest is {near!r}"
+            )
     if pattern.copy and pattern.copy not in COPIES:
         raise LayoutError(f"{place}: `copy` is {' or '.join(COPIES)}")
 

@@ -91,6 +91,8 @@ class Index:
     values: tuple[int | tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        if not self.table():
+            raise LayoutError("an index has one number at least")
         nested = {isinstance(entry, tuple) for entry in self.values}
         if not 1 <= len(self.by) <= 2 or nested != {len(self.by) == 2}:
             raise LayoutError(

@@ -16,6 +16,7 @@ Memory: as other conversions, or for each thread the largest parameter.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,6 +71,15 @@ class DeepSpeedDestination(Destination):
                 f"{len(lacking)} parameters have no {_MASTER}/<parameter>"
                 f" ({errors.first_of(lacking)}), from which DeepSpeed restores weights;"
                 " add them to the layout"
+            )
+        places = collections.Counter(
+            self._name(*_parts(each)) for each in conversion.targets
+        )
+        (path, count), *_ = places.most_common(1)
+        if count > 1:
+            raise errors.CheckpointError(
+                f"{count} targets have the file {path} of DeepSpeed; {_KEYS} are the"
+                " names of its files by kind, rename or drop others"
             )
         self._step = self._step_of_source()
         self._tag = f"global_step{self._step}"
@@ -145,15 +155,25 @@ class DeepSpeedDestination(Destination):
         yield deepspeed_universal.LATEST, self._tag.encode()
 
     def _path(self, kind: str, parameter: str) -> str:
-        return f"{self._tag}/zero/{parameter}/{_KEYS.get(kind, kind)}.pt"
+        return f"{self._tag}/zero/{self._name(kind, parameter)}"
+
+    def _name(self, kind: str, parameter: str) -> str:
+        return f"{parameter}/{_KEYS.get(kind, kind)}.pt"
 
     def _step_of_source(self) -> int:
         conversion = self.conversion
         for target in conversion.targets:
             if _parts(target)[0] == _STEP:
                 needed = {target: [boxes.whole(target.shape)]}
-                ((_, _, values),) = conversion.read(needed, memory=ReusedMemory(0))
-                return int(values.flat[0])
+                read = list(conversion.read(needed, memory=ReusedMemory(0)))
+                steps = [float(n) for _, _, values in read for n in values.flat]
+                if not steps or not (steps[0].is_integer() and 0 <= steps[0] < 2**63):
+                    raise errors.CheckpointError(
+                        f"{target.name} of {conversion.job.source} is"
+                        f" {steps[0] if steps else 'empty'}, which is no number of"
+                        " steps; use another step of the checkpoint"
+                    )
+                return int(steps[0])
         for key in _STEP_VALUES:
             value = conversion.checkpoint.values.get(key)
             if type(value) is int:

@@ -123,7 +123,8 @@ def _copied(model: epath.Path) -> Iterator[tuple[str, bytes]]:
     # The files of the tokenizer and of generation: names and contents.
     for each in sorted(model.iterdir()):
         path = pathlib.PurePath(each.name)
-        if path.suffix not in _PROGRAMS and any(map(path.match, _COPIED)):
+        is_copied = any(map(path.match, _COPIED)) and not each.is_dir()
+        if is_copied and path.suffix not in _PROGRAMS:
             yield each.name, each.read_bytes()
 
 

@@ -124,7 +124,7 @@ class OrbaxDestination(Destination):
     def alone(self) -> Iterator[None]:
         """No run writes to the directory of the step, too; see `Destination`."""
         advice = "wait for it or stop it, or convert into another directory"
-        with (
+        with self.locked(
             storage.exclusive_lock(self._root.path / writers.LOCK),
             writer.Writer(self._root.path, advice=advice),
         ):

@@ -114,15 +114,33 @@ class Destination(abc.ABC):
 
         Raises:
           RunError: if another does.
+          CheckpointError: if there cannot be such a path.
         """
         lock = self.target.parent / f"{self.target.name}.lock"
-        with storage.exclusive_lock(lock, target=str(self.target)):
+        with self.locked(storage.exclusive_lock(lock, target=str(self.target))):
             try:
                 yield
             finally:
                 # No process can write to a target that exists.
                 if storage.is_local(lock) and self.target.exists():
                     storage.remove(lock)
+
+    @contextlib.contextmanager
+    def locked(
+        self, *locks: contextlib.AbstractContextManager[object]
+    ) -> Iterator[None]:
+        """Holds the locks while the block runs; see `alone` for errors."""
+        with contextlib.ExitStack() as stack:
+            try:
+                for lock in locks:
+                    stack.enter_context(lock)
+            # A path may have a zero byte.
+            except (OSError, ValueError) as error:
+                raise errors.CheckpointError(
+                    f"{str(self.target)!r} cannot be written ({error}); give another"
+                    " path, or access to this one"
+                ) from None
+            yield
 
 
 class Writer:

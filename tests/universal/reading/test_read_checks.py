@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import types
 import zlib
 from concurrent import futures
 
@@ -10,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.core import allgather, boxes, errors
 from elastic_ckpt.universal import stored
 from elastic_ckpt.universal.formats import opened
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.moves import Move, Side, Source, TargetTensor
 from elastic_ckpt.universal.plan import load_plan
-from elastic_ckpt.universal.reading import read_checks
+from elastic_ckpt.universal.reading import read_checks, restored_tree
 from elastic_ckpt.universal.reading.byte_source import LocalFiles
 from elastic_ckpt.universal.reading.read_checks import ReadChecks
 from elastic_ckpt.universal.reading.transfer import Transfer
@@ -118,7 +119,7 @@ def worlds(draw):
     bounds = sorted({0, size, *draw(st.sets(ends, max_size=3))})
     needs = []
     for _ in range(draw(st.integers(1, 4))):
-        pairs = draw(st.lists(st.tuples(ends, ends), max_size=3))
+        pairs = draw(st.lists(st.tuples(ends, ends), max_size=6))
         needs.append(sorted({(min(p), max(p)) for p in pairs if p[0] != p[1]}))
     return size, bounds, needs
 
@@ -148,6 +149,14 @@ def test_damage_of_an_entry_is_seen_by_the_hosts_that_read_some_of_it(
                 result.result()
         else:
             result.result()
+
+
+def test_bytes_between_those_that_are_needed_are_checked_as_they_were_read(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(bytes(range(100)))
+    needed = [(0, 10), (20, 30), (40, 50), (70, 90)]
+    (result,) = together(checkpoint_of(path, [0, 100]), [needed])
+    assert result.result()[0] == [bytes(range(a, b)) for a, b in needed]
 
 
 def test_hosts_read_a_file_once_together(tmp_path):
@@ -183,4 +192,24 @@ def test_a_host_that_cannot_read_ends_the_others_with_its_message(tmp_path):
         )
         pool.submit(fails).result()
         with pytest.raises(errors.RunError, match="the disk is gone"):
+            reading.result()
+
+
+def test_a_host_without_a_plan_ends_the_others_with_its_message(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_bytes(bytes(64))
+    checkpoint = checkpoint_of(path, [0, 64])
+    world = World(2)
+    monkeypatch.setattr(allgather, "shared", lambda: world.host(1))
+    leaf = types.SimpleNamespace(boxes=[boxes.whole((64,))])
+    wanted = restored_tree.TargetLeaf(
+        tensor=TargetTensor(name="w", dtype=DTYPE, shape=(64,)),
+        leaf=leaf,
+        is_staged=False,
+    )
+    with futures.ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, checkpoint, [(0, 8)], world.host(0))
+        with pytest.raises(errors.CheckpointError, match="nothing fills 64"):
+            restored_tree.read_leaves(checkpoint, [], [], [wanted])
+        with pytest.raises(errors.RunError, match="nothing fills 64"):
             reading.result()

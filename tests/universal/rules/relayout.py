@@ -1,6 +1,8 @@
 """Applies the moves of a layout with NumPy, element by element: the oracle of tests."""
 
 import dataclasses
+import functools
+import operator
 
 import numpy as np
 
@@ -60,9 +62,12 @@ def relayout(layout, tensors, axes=None, *, targets=None):
     for move in matched.moves:
         contracted = [f for f, dim in enumerate(move.target_side.dims) if dim < 0]
         values = [
-            view(tensors[source.tensor].values, source.viewed_as)[
-                elements(source.side, move.sizes)
-            ]
+            np.broadcast_to(
+                view(tensors[source.tensor].values, source.viewed_as)[
+                    elements(source.side, move.sizes)
+                ],
+                move.sizes,
+            )
             for source in move.sources
         ]
         at = elements(move.target_side, move.sizes)
@@ -107,7 +112,7 @@ def reduced(arithmetic, copies, contracted):
     wide = np.result_type(values.dtype, np.float32)
     wides = [copy.astype(wide) for copy in copies]
     if reduction is Reduction.PRODUCT:
-        return wides[0] * wides[1] * arithmetic.factor
+        return functools.reduce(operator.mul, wides) * arithmetic.factor
     if reduction is Reduction.LOW_RANK:
         first = wides[0].take(0, contracted[0])
         return first + arithmetic.factor * (wides[1] * wides[2]).sum(contracted[0])
@@ -126,7 +131,8 @@ def elements(side, sizes):
     numbers = np.indices(sizes)
     indices = [np.full(sizes, start) for start in side.start]
     for factor, (dim, step) in enumerate(zip(side.dims, side.steps, strict=True)):
-        indices[dim] = indices[dim] + numbers[factor] * step
+        if dim >= 0:
+            indices[dim] = indices[dim] + numbers[factor] * step
     return tuple(indices)
 
 

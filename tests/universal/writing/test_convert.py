@@ -228,6 +228,14 @@ def test_targets_are_not_replaced_and_have_to_be_steps(tmp_path):
 
 
 @pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("to", TREES)
+@pytest.mark.parametrize("target", ["layout.yml/0", "made\0/0"])
+def test_a_target_that_cannot_be_a_path_is_one_error(tmp_path, to, target):
+    with pytest.raises(errors.CheckpointError, match=r"cannot be written .* another"):
+        convert.convert(job(tmp_path, target, to=to))
+
+
+@pytest.mark.usefixtures("source")
 def test_no_step_is_converted_into_the_directory_of_a_live_run(tmp_path):
     presence = storage.Presence(tmp_path / "steps" / "writers.lock")
     with pytest.raises(errors.RunError, match="steps is being written by another live"):

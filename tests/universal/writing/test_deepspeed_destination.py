@@ -17,6 +17,14 @@ from tests.universal.writing import killed, load_with_deepspeed, small_model
 STATES = ("master", "first_moment", "second_moment")
 
 
+SAME_NAMES = """\
+version: 1
+rules:
+  - from: {"{name:path}": "..."}
+    to: {"{name}": "..."}
+"""
+
+
 @pytest.fixture
 def unpacked(tmp_path):
     return lambda name: stored_values.unpacked(f"deepspeed/{name}.tar.xz", tmp_path)
@@ -217,6 +225,29 @@ def test_moments_without_a_step_are_refused(tmp_path):
         tmp_path / "source", tmp_path / "made", rules=str(tmp_path / "layout.yml")
     )
     with pytest.raises(errors.CheckpointError, match="no step of the optimizer"):
+        convert.convert(given)
+
+
+@pytest.mark.parametrize("step", [[np.nan], [np.inf], [-3.0], [1.5], []])
+def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path, step):
+    tensors = {"master/w": np.ones(3, np.float32), "step/w": np.array(step, np.float32)}
+    small_model.write(tmp_path / "source", tensors)
+    (tmp_path / "layout.yml").write_text(SAME_NAMES)
+    given = job(
+        tmp_path / "source", tmp_path / "made", rules=str(tmp_path / "layout.yml")
+    )
+    with pytest.raises(errors.CheckpointError, match="which is no number of steps"):
+        convert.convert(given)
+
+
+def test_two_targets_of_one_file_are_refused(tmp_path):
+    tensors = dict.fromkeys(["master/w", "fp32/w"], np.ones(3, np.float32))
+    small_model.write(tmp_path / "source", tensors)
+    (tmp_path / "layout.yml").write_text(SAME_NAMES)
+    given = job(
+        tmp_path / "source", tmp_path / "made", rules=str(tmp_path / "layout.yml")
+    )
+    with pytest.raises(errors.CheckpointError, match=r"2 targets have the file w/fp32"):
         convert.convert(given)
 
 

@@ -41,6 +41,7 @@ def test_a_model_is_written_with_all_that_is_beside_its_tensors(tmp_path):
     kept += ["vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja"]
     for name in [*kept, "tokenizer_of_mine.py", "README.md", "optimizer.pt"]:
         (tmp_path / "source" / name).write_text(name)
+    (tmp_path / "source" / "tokenizer").mkdir()
     assert exported(tmp_path, "--dtype", "bfloat16") == 0
     made = tmp_path / "made"
     assert set(os.listdir(made)) == {*kept, "config.json", "model.safetensors"}
