@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,11 @@ from elastic_ckpt.universal.formats.source_budget import SourceBudget
 _NODE_BYTES = 64
 # The process ends when it had nothing to do for so long.
 _IDLE_SECS = 10
+# The worker was idle for too long, and ended when it was asked. Or the kernel, which
+# wakes the reader of a pipe before it signals that bytes came, was so late that the
+# worker took the signal for the end of this process.
+_UNASKED = (0, -signal.SIGIO)
+_MOST_TRIES = 10
 
 
 class Record(dict[str, Any]):
@@ -157,11 +163,10 @@ class _Worker:
             }
             answer = None
             try:
-                if left_secs > 0:
+                for _ in range(_MOST_TRIES if left_secs > 0 else 0):
                     answer = self._asked(request, content)
-                    if answer is None and self._ended() == 0:
-                        # It was idle for too long, and ended when it was asked.
-                        answer = self._asked(request, content)
+                    if answer is not None or self._ended() not in _UNASKED:
+                        break
             finally:
                 if answer is None:
                     self.stop()

@@ -8,10 +8,11 @@ A layout is a YAML file (see GRAMMAR.md), or the same as Python values:
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
@@ -137,7 +138,10 @@ class Layout:
         Raises:
           LayoutError: as `load`.
         """
-        return cls(**layout_file.read(text, file=file), place=file)
+        made = cls(**layout_file.read(text, file=file), place=file)
+        for each in (made, *made.rules):
+            made.check_sizes(each.sizes)
+        return made
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, name: str = "layout") -> Layout:
@@ -153,7 +157,10 @@ class Layout:
         Raises:
           LayoutError: if it is no layout; it names the place.
         """
-        return cls(**layout_file.read_values(fields, name=name), place=name)
+        made = cls(**layout_file.read_values(fields, name=name), place=name)
+        for each in (made, *made.rules):
+            made.check_sizes(each.sizes)
+        return made
 
     def inverse(self) -> Layout:
         """The layout of the other direction: from the tree to the checkpoint."""
@@ -206,6 +213,37 @@ class Layout:
             sizes={**self.sizes, **sizes},
             through=tuple(each.with_sizes(sizes) for each in self.through),
         )
+
+    def check_sizes(self, sizes: Iterable[str]) -> None:
+        """Checks that rules use sizes of these names.
+
+        Raises:
+          LayoutError: if they do not; it has the nearest name.
+        """
+        words = self._words()
+        for name in sizes:
+            if name not in words:
+                near = difflib.get_close_matches(name, words - {*sizes}, n=1)
+                raise LayoutError(
+                    f"{self.place}: no rule uses the size {name!r}"
+                    + (f"; the nearest name is {near[0]!r}" if near else "")
+                )
+
+    def _words(self) -> set[str]:
+        # All words of the expressions and names of rules: those of dims are among them.
+        words = {word for each in self.through for word in each._words()}
+        for each in (self, *self.rules):
+            words |= {*each.widths, *each.index}
+            words.update(*(index.by for index in each.index.values()))
+            texts = [size for size in each.sizes.values() if isinstance(size, str)]
+            words.update(_WORD.findall(" ".join(texts)))
+        for rule in self.rules:
+            words.update(rule.pad)
+            for tensor in (*rule.source, *rule.target):
+                for each in (tensor, *tensor.times, *tensor.plus):
+                    texts = (each.name, each.dims, str(each.scale), str(each.shift))
+                    words.update(_WORD.findall(" ".join(texts)))
+        return words
 
     def check_choices(self) -> None:
         """Checks that `with_sizes` has set every size that is left to the user.

@@ -11,7 +11,7 @@ from elastic_ckpt.universal.rules.state import State
 
 FULL = """\
 version: 1
-sizes: {d: 128, up: gate, kv: {value: [a/kv, b], default: 1}}
+sizes: {d: 128, pad: d, layer: {value: [a/kv, b], default: 1}}
 widths: {x: {tp: [3, 5]}}
 index: {layer: {by: [pp, local], values: [[0, 1], [2]]}}
 ranks: {tp: 2}
@@ -56,8 +56,8 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         rules=(first, second),
         sizes={
             "d": 128,
-            "up": "gate",
-            "kv": CheckpointValue(paths=("a/kv", "b"), default=1),
+            "pad": "d",
+            "layer": CheckpointValue(paths=("a/kv", "b"), default=1),
         },
         widths={"x": {"tp": (3, 5)}},
         index={"layer": Index(by=("pp", "local"), values=((0, 1), (2,)))},
@@ -116,9 +116,9 @@ def test_the_inverse_of_the_inverse_is_the_layout():
         ('"a.{layer}"', '"a.{layer"', "rules[0].from['a.{layer']", "brace"),
         ("layer x, ", "x, ", "rules[0].from['a.{layer}']", "layer x"),
         ("[3, 5]", "[3, 5", "layout", "not valid YAML"),
-        ("value: [a/kv, b], ", "", "line 2: sizes['kv']", "`value` is missing"),
-        ("[a/kv, b]", "[a/kv, 3]", "sizes['kv'].value[1]", "expected a text"),
-        ("default: 1", "defaults: 1", "sizes['kv'].defaults", "'default'"),
+        ("value: [a/kv, b], ", "", "line 2: sizes['layer']", "`value` is missing"),
+        ("[a/kv, b]", "[a/kv, 3]", "sizes['layer'].value[1]", "expected a text"),
+        ("default: 1", "defaults: 1", "sizes['layer'].defaults", "'default'"),
         ("count: 3", "count: x", "line 18: fill['count']", "expected a number"),
     ],
 )
