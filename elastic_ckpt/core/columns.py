@@ -51,6 +51,26 @@ def packed(*columns: np.ndarray) -> list[np.ndarray]:
     return keys
 
 
+def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first of each of the distinct rows, and the number of that of every row.
+
+    Sorts one integer for each row: `np.unique` with an axis takes twenty times as long.
+
+    Args:
+      rows: int64 `[n, columns]`.
+
+    Returns:
+      int64 `[distinct]` and `[n]`.
+    """
+    if not rows.size:
+        return np.arange(min(1, len(rows))), np.zeros(len(rows), np.int64)
+    keys = packed(*(rows - rows.min(axis=0)).T)
+    while len(keys) > 1:
+        keys = packed(*(np.unique(key, return_inverse=True)[1] for key in keys))
+    _, firsts, number = np.unique(keys[0], return_index=True, return_inverse=True)
+    return firsts, number
+
+
 def runs(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The run of each row of consecutive runs, and its position in that run.
 

@@ -39,3 +39,17 @@ def test_packed_columns_order_rows_as_the_columns_do(listed):
 def test_small_numbers_are_packed_into_one_column():
     assert len(columns.packed(*np.full((6, 3), 2**10 - 1))) == 1
     assert len(columns.packed(*np.full((7, 3), 2**10 - 1))) == 2
+
+
+@given(
+    np_st.arrays(
+        np.int64,
+        st.tuples(st.integers(0, 20), st.integers(0, 5)),
+        elements=st.integers(-2, 2) | st.integers(-(2**61), 2**61),
+    )
+)
+def test_distinct_rows_are_found_with_the_first_of_each(rows):
+    firsts, number = columns.distinct_rows(rows)
+    listed = [tuple(row) for row in rows.tolist()]
+    assert sorted(firsts.tolist()) == sorted(map(listed.index, {*listed}))
+    assert [listed[firsts[each]] for each in number.tolist()] == listed

@@ -23,6 +23,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.core.columns import distinct_rows
 from elastic_ckpt.universal.formats import (
     coverage,
     plain_pickle,
@@ -237,7 +238,7 @@ def _joined(parts: Sequence[_Metadata], directory: epath.Path) -> _Metadata:
         rows[:, _FILE] = _numbered(part.files, files)[rows[:, _FILE]]
         chunks.append(rows)
     joined = np.concatenate(chunks)
-    _, firsts = np.unique(joined[:, : _SIZES + 1], axis=0, return_index=True)
+    firsts, _ = distinct_rows(joined[:, : _SIZES + 1])
     values: dict[str, tuple[str, Item]] = {}
     paths: dict[str, Sequence[Any] | None] = {}
     for part in reversed(parts):

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.core import box_cover, box_join, boxes, errors
+from elastic_ckpt.core import box_cover, box_join, boxes, columns, errors
 from elastic_ckpt.core.boxes import Boxes
 from elastic_ckpt.universal.moves import Arithmetic, Reduction, Side
 from elastic_ckpt.universal.rules import dims, dtypes, size_expression, sizes
@@ -632,11 +632,11 @@ class _Join:
     def copied(self) -> list[Copied]:
         """The copies, while `problems` is empty."""
         extra = [*sorted(self._repeated), *self._contracted]
-        columns = [
+        held_in = [
             _Columns(pieces, self._names, extra)
             for pieces in (self._targets, *self._sides)
         ]
-        cells = columns[0].boxes(None)
+        cells = held_in[0].boxes(None)
         if not len(cells):
             for piece in itertools.chain(*self._sides[: 1 + self._num_compared]):
                 if piece.volume:
@@ -646,7 +646,7 @@ class _Join:
         chosen: list[np.ndarray] = []
         for number, side in enumerate(self._sides):
             is_operand = number > self._num_compared
-            held = columns[1 + number].boxes(cells)
+            held = held_in[1 + number].boxes(cells)
             first, second = box_join.overlaps(cells, held)
             parts = Boxes(
                 start=np.maximum(cells.start[first], held.start[second]),
@@ -657,7 +657,7 @@ class _Join:
                 return []
             cells, of_target = parts, of_target[first]
             chosen = [*(each[first] for each in chosen), second]
-        return list(self._copies(columns, cells, [of_target, *chosen]))
+        return list(self._copies(held_in, cells, [of_target, *chosen]))
 
     def _check(
         self,
@@ -694,7 +694,7 @@ class _Join:
         if self._repeated:
             # The same elements may be in several targets.
             every = np.column_stack([second, parts.start, parts.stop])
-            distinct = np.unique(every, axis=0, return_index=True)[1]
+            distinct, _ = columns.distinct_rows(every)
             second, volumes = second[distinct], volumes[distinct]
         np.add.at(used, second, volumes)
         for number in np.flatnonzero(used < held.volumes).tolist():
@@ -733,9 +733,7 @@ class _Join:
         # Cells of the same places and sizes have the same factors.
         places = [each.place[n] for each, n in zip(sides, numbers, strict=True)]
         key = np.column_stack([*places, cells.stop - cells.start])
-        _, firsts, group = np.unique(
-            key, axis=0, return_index=True, return_inverse=True
-        )
+        firsts, group = columns.distinct_rows(key)
         factors = [
             self._factors(
                 key[first, len(sides) :].tolist(),
@@ -850,11 +848,9 @@ class _Columns:
         self.place = np.zeros(len(pieces), np.int64)
         self.places = [()] if pieces else []
         if pieces and every:
-            distinct, place = np.unique(
-                places.reshape(len(pieces), -1), axis=0, return_inverse=True
-            )
-            self.place = place.reshape(-1)
-            rows = distinct.reshape(len(distinct), len(every), 3).tolist()
+            flat = places.reshape(len(pieces), -1)
+            firsts, self.place = columns.distinct_rows(flat)
+            rows = flat[firsts].reshape(len(firsts), len(every), 3).tolist()
             self.places = [tuple(map(tuple, row)) for row in rows]
         first = [piece.members[0][1] for piece in pieces]
         self._first = np.array(first, np.int64).reshape(
@@ -1094,16 +1090,18 @@ def _check_unscaled(planner: _Planner, pair: Pair, term: Term) -> None:
 def _are_apart(held: Boxes) -> bool:
     # Whether boxes are the cells of a grid, and no two are the same one. Others may be
     # apart, too.
-    columns = []
+    numbers = []
     for dim in range(held.rank):
         ends = np.column_stack([held.start[:, dim], held.stop[:, dim]])
-        distinct, number = np.unique(ends, axis=0, return_inverse=True)
+        firsts, number = columns.distinct_rows(ends)
+        distinct = ends[firsts]
+        distinct = distinct[np.argsort(distinct[:, 0])]
         if (distinct[1:, 0] < distinct[:-1, 1]).any():
             return False
-        columns.append(number.reshape(-1))
-    if not columns:
+        numbers.append(number)
+    if not numbers:
         return len(held) < 2
-    return len(np.unique(np.column_stack(columns), axis=0)) == len(held)
+    return len(columns.distinct_rows(np.column_stack(numbers))[0]) == len(held)
 
 
 def _boxes_of(

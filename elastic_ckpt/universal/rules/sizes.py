@@ -67,17 +67,18 @@ def equations(
     for tensors, side in zip((relation.sources, relation.targets), sides, strict=True):
         for row in side:
             tensor = tensors[row.tensor]
-            ranks: dict[str, tuple[int, int]] = {}
-            if tensor.dims.axes:
-                ranks = {
-                    axis: (int(number), counts[axis])
-                    for axis, number in (*row.ranks, *row.captured)
-                    if axis in tensor.dims.axes
-                }
-            key = (id(tensor), row.shape, tuple(sorted(ranks.items())))
-            if key not in seen:
-                seen.add(key)
-                yield from _shape_equations(tensor, row, ranks)
+            axes = tensor.dims.axes
+            captured = row.captured if axes & tensor.name.names else ()
+            key = (id(tensor), row.shape, row.ranks if axes else (), captured)
+            if key in seen:
+                continue
+            seen.add(key)
+            ranks = {
+                axis: (int(number), counts[axis])
+                for axis, number in (*row.ranks, *captured)
+                if axis in axes
+            }
+            yield from _shape_equations(tensor, row, ranks)
     for tensors, side in zip((relation.sources, relation.targets), sides, strict=True):
         for tensor in tensors:
             captured = [row.captured for row in side if row.tensor == tensor.number]
