@@ -31,7 +31,8 @@ from elastic_ckpt.universal.plan.load_plan import LoadPlan
 from elastic_ckpt.universal.stored import Checkpoint, Checksum
 
 _KIND = "universal_reads"
-_TIMEOUT_SECS = 1800.0
+# For hosts that read for longer than others. JAX ends all where one is dead.
+_TIMEOUT_SECS = 6 * 3600.0
 _PIECE_BYTES = 1 << 24
 _POLYNOMIAL = 0xEDB88320
 

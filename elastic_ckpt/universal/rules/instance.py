@@ -273,7 +273,17 @@ class _Planner:
                     pieces.append(piece)
                 else:
                     pieces += _exploded(tensor, piece)
-        return pieces
+        dims_of = reduced & tensor.dims.names & term.names
+        if is_target or not dims_of:
+            return pieces
+        united = _united(tensor, pieces)
+        count = math.prod(self.sizes[name] for name in dims_of)
+        for piece in united if tensor.pattern.mean or tensor.pattern.sum else ():
+            if len(piece.members) % count:
+                raise _incomplete(
+                    tensor, piece.name, len(piece.members), count, dims_of
+                )
+        return united
 
     def _plain_pieces(
         self, tensor: ParsedTensor, term: Term, rows: Sequence[tuple[int, Row]]
@@ -982,10 +992,17 @@ def _check_complete(
     )
     for members, present in zip(groups, vectors, strict=True):
         if len(present) != expected:
-            raise LayoutError(
-                f"{tensor.place}: {members[0][1].name!r} is there {len(present)} "
-                f"times of {expected} over {', '.join(names)}; a mean or sum needs all"
-            )
+            name = members[0][1].name
+            raise _incomplete(tensor, name, len(present), expected, names)
+
+
+def _incomplete(
+    tensor: ParsedTensor, name: str, held: int, expected: int, over: Iterable[str]
+) -> LayoutError:
+    return LayoutError(
+        f"{tensor.place}: {name!r} is there {held} times of {expected} over "
+        f"{', '.join(sorted(over))}; a mean or sum needs all"
+    )
 
 
 def _num_values(values: Iterable[int | str | None]) -> int:
@@ -1009,7 +1026,7 @@ def _exploded(tensor: ParsedTensor, piece: _Piece) -> list[_Piece]:
         )
     for numbers in itertools.product(*ranges):
         if any(
-            number and name in tensor.pattern.unchecked
+            piece.ranges[name][0] + number and name in tensor.pattern.unchecked
             for name, number in zip(names, numbers, strict=True)
         ):
             continue
@@ -1020,14 +1037,23 @@ def _exploded(tensor: ParsedTensor, piece: _Piece) -> list[_Piece]:
                 if dim >= 0:
                     moved[dim] += number * step
             members.append((row, tuple(moved)))
-    return [
-        dataclasses.replace(
-            piece,
-            members=tuple(members),
-            ranges=kept,
-            reduction=_reduction(tensor, len(members)),
+    return [dataclasses.replace(piece, members=tuple(members), ranges=kept)]
+
+
+def _united(tensor: ParsedTensor, pieces: Iterable[_Piece]) -> list[_Piece]:
+    # Ranks of a dim that is sharded and reduced have the same elements.
+    of_elements: dict[object, list[_Piece]] = {}
+    for piece in pieces:
+        if piece.members:
+            of_elements.setdefault(tuple(piece.ranges.items()), []).append(piece)
+    united = []
+    for same in of_elements.values():
+        members = tuple(itertools.chain(*(piece.members for piece in same)))
+        reduction = _reduction(tensor, len(members))
+        united.append(
+            dataclasses.replace(same[0], members=members, reduction=reduction)
         )
-    ]
+    return united
 
 
 def _by_table(

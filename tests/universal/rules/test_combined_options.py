@@ -1,5 +1,6 @@
 """Options that meet: every element is used, and none is changed without a word."""
 
+import contextlib
 import json
 
 import jax
@@ -358,3 +359,31 @@ def test_a_size_that_no_rule_uses_is_refused(place):
     for name in ("l", "heads", "d", "x"):
         layout(rules).check_sizes([name])
     layout(rules, sizes={"d": "n ** 2", "n": 2})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("option", ["replicated", "unchecked"])
+def test_heads_that_are_repeated_over_ranks_are_read_once(tp, option):
+    source = {"k": {"dims": "(kv rep)@tp d", option: ["rep"]}}
+    made_by = layout(rule(source, {"k": "kv d"}), sizes={"rep": 4})
+    heads = np.repeat(numbered(2, 3), 4, axis=0)
+    tensors = [
+        saved("k", part, tp=rank) for rank, part in enumerate(np.split(heads, tp))
+    ]
+    assert_same(relayout(made_by, tensors, {"tp": tp}), {"k": numbered(2, 3)})
+    if tp == 4:
+        tensors[1] = saved("k", tensors[1].values + 1, tp=1)
+        refused = pytest.raises(AssertionError)
+        with refused if option == "replicated" else contextlib.nullcontext():
+            relayout(made_by, tensors, {"tp": tp})
+
+
+def test_a_mean_over_a_dim_of_ranks_is_that_of_all():
+    source = {"k": {"dims": "(kv rep)@tp d", "mean": ["rep"]}}
+    made_by = layout(rule(source, {"k": "kv d"}), sizes={"rep": 4})
+    values = numbered(8, 3)
+    tensors = [saved("k", part, tp=at) for at, part in enumerate(np.split(values, 4))]
+    expected = values.reshape(2, 4, 3).mean(axis=1)
+    assert_same(relayout(made_by, tensors, {"tp": 4}), {"k": expected})
+    with pytest.raises(LayoutError, match="is there 2 times of 4 over rep"):
+        relayout(made_by, tensors[:3], {"tp": 4})
