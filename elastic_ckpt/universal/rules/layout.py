@@ -140,7 +140,7 @@ class Layout:
         """
         made = cls(**layout_file.read(text, file=file), place=file)
         for each in (made, *made.rules):
-            made.check_sizes(each.sizes)
+            made._check_sizes(each.sizes)
         return made
 
     @classmethod
@@ -159,7 +159,7 @@ class Layout:
         """
         made = cls(**layout_file.read_values(fields, name=name), place=name)
         for each in (made, *made.rules):
-            made.check_sizes(each.sizes)
+            made._check_sizes(each.sizes)
         return made
 
     def inverse(self) -> Layout:
@@ -186,10 +186,12 @@ class Layout:
         A number or arithmetic that a rule has of its own stays.
 
         Raises:
-          LayoutError: if the layout lists sizes to choose from, and one is not listed.
+          LayoutError: if no rule uses one, or the layout lists sizes to choose from,
+            and one is not listed.
         """
         if not sizes:
             return self
+        self._check_sizes(sizes)
         for each in (self, *self.rules):
             for name in sizes.keys() & each.sizes.keys():
                 asked = each.sizes[name]
@@ -211,15 +213,14 @@ class Layout:
             self,
             rules=tuple(rules),
             sizes={**self.sizes, **sizes},
-            through=tuple(each.with_sizes(sizes) for each in self.through),
+            through=tuple(each._with_its_sizes(sizes) for each in self.through),
         )
 
-    def check_sizes(self, sizes: Iterable[str]) -> None:
-        """Checks that rules use sizes of these names.
+    def _with_its_sizes(self, sizes: Mapping[str, Size]) -> Layout:
+        words = self._words()
+        return self.with_sizes({name: sizes[name] for name in sizes if name in words})
 
-        Raises:
-          LayoutError: if they do not; it has the nearest name.
-        """
+    def _check_sizes(self, sizes: Iterable[str]) -> None:
         words = self._words()
         for name in sizes:
             if name not in words:

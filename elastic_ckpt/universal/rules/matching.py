@@ -129,7 +129,7 @@ def _through(
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
-    first, *others = (each.with_sizes(layout.sizes) for each in layout.through)
+    first, *others = layout.with_sizes(layout.sizes).through
     first = dataclasses.replace(
         first, fill_inverse={**first.fill_inverse, **layout.fill_inverse}
     )

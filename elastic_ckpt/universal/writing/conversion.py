@@ -228,9 +228,7 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
       ConfigError: if `config` is no model.
     """
     assert job.rules is not None
-    layout = shipped_layouts.resolve(job.rules)
-    layout.check_sizes(job.sizes)
-    layout = layout.with_sizes(job.sizes)
+    layout = shipped_layouts.resolve(job.rules).with_sizes(job.sizes)
     layout = layout.inverse() if job.is_reversed else layout
     values = dict(checkpoint.values)
     if job.config is not None:

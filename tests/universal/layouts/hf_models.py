@@ -8,7 +8,6 @@ import numpy as np
 LAYERS, VOCAB, EMBED, MLP, EXPERTS = 3, 13, 10, 11, 17
 KV, Q, HALF = 2, 19, 7
 D, HEADS = 2 * HALF, KV * Q
-SIZES = {"kv": KV, "q": Q, "d": D}
 QUERY = "self_attn.q_proj.weight"
 ATTENTION = {
     "input_layernorm.weight": (EMBED,),

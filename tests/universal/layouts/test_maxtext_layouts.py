@@ -108,7 +108,7 @@ def test_a_model_of_hugging_face_becomes_that_of_maxtext(model):
     arrays = hf.model(*blocks)
     expected = maxtext(model, arrays)
     assert_same(relayout(load(model), arrays, targets=expected), expected)
-    with_sizes = load(model, **hf.SIZES)
+    with_sizes = load(model, kv=hf.KV, d=hf.D)
     assert_same(relayout(with_sizes, arrays), expected)
     config = {"num_attention_heads": hf.HEADS, "num_key_value_heads": hf.KV}
     values = {f"config/{key}": value for key, value in config.items()}
@@ -144,7 +144,7 @@ def test_what_only_a_user_knows_of_llama_has_to_be_chosen(name, is_inverse):
     arrays = hf.model(hf.ATTENTION, hf.DENSE)
     targets = maxtext("llama", arrays)
     # Sizes from which the other would follow do not choose it.
-    layout = shipped_layouts.load(name, sizes={**hf.SIZES, "part": hf.D})
+    layout = shipped_layouts.load(name, sizes={"kv": hf.KV, "d": hf.D, "part": hf.D})
     if is_inverse:
         layout, arrays, targets = layout.inverse(), targets, arrays
     with pytest.raises(

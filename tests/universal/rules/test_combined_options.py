@@ -352,12 +352,12 @@ def test_a_size_that_no_rule_uses_is_refused(place):
     made = {
         "file": lambda: layout(rules, sizes=sizes),
         "rule": lambda: layout({**rules, "sizes": sizes}),
-        "option": lambda: layout(rules).check_sizes(sizes),
+        "option": lambda: layout(rules).with_sizes(sizes),
     }
     with pytest.raises(LayoutError, match=match):
         made[place]()
     for name in ("l", "heads", "d", "x"):
-        layout(rules).check_sizes([name])
+        layout(rules).with_sizes({name: 2})
     layout(rules, sizes={"d": "n ** 2", "n": 2})
 
 
