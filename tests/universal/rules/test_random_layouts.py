@@ -230,6 +230,18 @@ def test_tensors_go_from_one_layout_to_another_and_back(relation):
     assert_same(relayout(layout.inverse(), made, targets=a), a)
 
 
+@given(relations(), st.data())
+def test_nothing_is_left_out_without_an_error(relation, data):
+    values_of, sizes, both = relation
+    layout = layout_of(sizes, both)
+    a, b = (arrays_of(side, values_of) for side in both)
+    side = data.draw(st.sampled_from([a, b]))
+    missing = data.draw(st.sampled_from(sorted(side)))
+    del side[missing]
+    with pytest.raises(LayoutError):
+        relayout(layout, a, targets=b)
+
+
 @given(relations())
 def test_shards_of_ranks_become_whole_tensors_and_back(relation):
     values_of, sizes, both = relation
