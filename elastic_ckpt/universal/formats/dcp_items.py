@@ -23,7 +23,7 @@ from elastic_ckpt.universal.formats import (
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
-from elastic_ckpt.universal.formats.stored_zip import Entry
+from elastic_ckpt.universal.formats.stored_zip import ZipEntry
 from elastic_ckpt.universal.stored import Checksum
 
 _WRITER = "PyTorch's distributed checkpoint"
@@ -67,7 +67,7 @@ class Located:
     view: str
     offset: int
     strides: tuple[int, ...]
-    storage: Entry
+    storage: ZipEntry
 
 
 class _Ends:
@@ -103,7 +103,7 @@ class _Template:
     """What items of a size have in common, and the tensor that they have."""
 
     def __init__(
-        self, ends: _Ends, entries: Mapping[str, Entry], name: str, tensor: Located
+        self, ends: _Ends, entries: Mapping[str, ZipEntry], name: str, tensor: Located
     ) -> None:
         self.tensor = tensor
         content = ends.content
@@ -267,7 +267,7 @@ class ItemFile:
         return located
 
     def _tensor(
-        self, place: str, content: bytes, entries: Mapping[str, Entry]
+        self, place: str, content: bytes, entries: Mapping[str, ZipEntry]
     ) -> torch_file.Tensor:
         row = self._rows.get(content)
         if row is None:

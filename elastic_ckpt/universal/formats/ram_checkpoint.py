@@ -64,7 +64,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         raise FormatError(f"{path} cannot be read: {error}") from error
     contents = step.holdings.contents
     values = {"step": step.step, **_texts(contents)}
-    parts = _Parts(step, directories)
+    parts = _StepChunks(step, directories)
     return OpenedCheckpoint(
         format="elastic_ckpt RAM disk",
         tensors=list(parts.tensors()),
@@ -87,7 +87,7 @@ def _step(disk: RamDisk, parsed: StepId | None) -> tuple[search.Step, list[str]]
     return found_step.step, [found_step.sources[each].directory for each in offers]
 
 
-class _Parts:
+class _StepChunks:
     """The chunks of a step, and the files that hold them."""
 
     def __init__(self, step: search.Step, directories: list[str]) -> None:

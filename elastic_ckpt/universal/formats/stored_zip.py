@@ -28,7 +28,7 @@ _PROBLEMS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class ZipEntry:
     """An entry of a zip.
 
     Attributes:
@@ -44,7 +44,7 @@ class Entry:
 
 def entries(
     read: Read, *, begin: int, size: int, stored_bytes: int, place: str, writer: str
-) -> dict[str, Entry]:
+) -> dict[str, ZipEntry]:
     """The entries of a zip by name, in the order of its directory.
 
     Args:
@@ -69,7 +69,7 @@ def entries(
             f"{place} is no file of {writer}, or is cut short ({error}); files from"
             " before PyTorch 1.6 are no zips: load them with torch and save them anew"
         ) from None
-    held: dict[str, Entry] = {}
+    held: dict[str, ZipEntry] = {}
     for info in infos:
         name = info.orig_filename
         is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
@@ -89,7 +89,7 @@ def entries(
                 f"{place} has the entry {name[:200]} of {info.file_size} bytes from"
                 f" {start}, which is not inside the {end} bytes before its directory"
             )
-        held[name] = Entry(start, info.file_size, info.CRC)
+        held[name] = ZipEntry(start, info.file_size, info.CRC)
     spans = sorted((each.start, each.start + each.size) for each in held.values())
     for (_, stop), (start, _) in itertools.pairwise(spans):
         if start < stop:

@@ -32,7 +32,7 @@ from elastic_ckpt.universal.formats import (
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
-from elastic_ckpt.universal.formats.stored_zip import Entry
+from elastic_ckpt.universal.formats.stored_zip import ZipEntry
 from elastic_ckpt.universal.stored import Checksum, Fragment
 
 DTYPES: dict[str, np.dtype] = {
@@ -116,7 +116,7 @@ class Tensor:
     shape: tuple[int, ...]
     view: str
     path: str
-    entry: Entry
+    entry: ZipEntry
     file_offset: int
     byte_strides: tuple[int, ...]
 
@@ -341,7 +341,7 @@ def tensors_of(value: Any) -> Iterable[tuple[str, Tensor]]:
 
 
 def tensor_of(
-    path: str, entries: Mapping[str, Entry], prefix: str, with_views: bool
+    path: str, entries: Mapping[str, ZipEntry], prefix: str, with_views: bool
 ) -> Callable[[Sequence[Any]], Tensor]:
     """Makes tensors of the rows of `plain_pickle.value`.
 
@@ -498,7 +498,7 @@ class _Zip:
 def _read(views: Iterable[Tensor]) -> dict[Tensor, np.ndarray]:
     # The values of tensors, of storages that are compared with their CRC-32.
     arrays = {}
-    by_entry: dict[tuple[str, Entry], list[Tensor]] = {}
+    by_entry: dict[tuple[str, ZipEntry], list[Tensor]] = {}
     for each in views:
         by_entry.setdefault((each.path, each.entry), []).append(each)
     for (path, entry), held in by_entry.items():

@@ -1,9 +1,9 @@
 """The copies of one instance of a rule: its tensors with the same kept captures.
 
 Every element has coordinates: the names of its factors, and of what its tensor's name
-captures. A tensor is cut into *pieces*, boxes of coordinates, each of which advances
+captures. A tensor is cut into *slabs*, boxes of coordinates, each of which advances
 along dims of the tensor or is one index of a capture. The copies are the intersections
-of the pieces of both sides; they have each element once if there are no gaps and their
+of the slabs of both sides; they have each element once if there are no gaps and their
 volumes add up.
 
 Instances whose tensors have the same shapes, ranks and numbers have the same copies, so
@@ -105,7 +105,7 @@ _Ranges = dict[str, tuple[int, int, int, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
+class _Slab:
     # A box of coordinates in one or several tensors that have the same elements.
     members: tuple[tuple[int, tuple[int, ...]], ...]  # rows, with the first index
     ranges: _Ranges
@@ -195,18 +195,18 @@ class _Planner:
         for term, is_target in relation.absent:
             tensor = (relation.targets if is_target else relation.sources)[term.tensor]
             if (instance.targets is not None or not is_target) and (
-                pieces := self.pieces(term, is_target=is_target)
+                slabs := self.slabs(term, is_target=is_target)
             ):
                 named = " ".join(sorted(term.names & tensor.name.names))
                 raise LayoutError(
-                    f"{tensor.place}: {pieces[0].name!r} has {named}, which the other "
+                    f"{tensor.place}: {slabs[0].name!r} has {named}, which the other "
                     "side lacks"
                 )
         pairs = []
         for pair in relation.pairs:
             source = relation.sources[pair.source.tensor]
             target = relation.targets[pair.target.tensor]
-            if source.has_sum and not self.pieces(pair.source, is_target=False):
+            if source.has_sum and not self.slabs(pair.source, is_target=False):
                 self._check_empty(pair)
                 continue
             if target.number in instance.absent:
@@ -224,12 +224,12 @@ class _Planner:
         # That the target has nothing of a pair without sources.
         if self._instance.targets is None:
             return
-        for piece in self.pieces(pair.target, is_target=True):
-            if piece.volume:
+        for slab in self.slabs(pair.target, is_target=True):
+            if slab.volume:
                 place = self._relation.sources[pair.source.tensor].place
                 raise LayoutError(
                     f"{self._relation.targets[pair.target.tensor].place}: nothing "
-                    f"makes {piece.name!r}: no tensor matches {place}"
+                    f"makes {slab.name!r}: no tensor matches {place}"
                 )
 
     def _is_in(self, row: Row, terms: Sequence[Term]) -> bool:
@@ -237,13 +237,13 @@ class _Planner:
         points = self._points(tensor, dict(row.captured)).keys()
         return any(term.tensor == row.tensor and points <= term.names for term in terms)
 
-    def pieces(self, term: Term, *, is_target: bool) -> list[_Piece]:
-        """The pieces of a part of the tensors of a side."""
+    def slabs(self, term: Term, *, is_target: bool) -> list[_Slab]:
+        """The slabs of a part of the tensors of a side."""
         relation = self._relation
         tensor = (relation.targets if is_target else relation.sources)[term.tensor]
         listed = self._rows if is_target else self._instance.sources
         rows = [each for each in enumerate(listed) if each[1].tensor == term.tensor]
-        plain = self._plain_pieces(tensor, term, rows)
+        plain = self._plain_slabs(tensor, term, rows)
         if plain is not None:
             return plain
         groups: dict[object, list[_Member]] = {}
@@ -258,43 +258,41 @@ class _Planner:
         ]
         if tensor.pattern.mean or tensor.pattern.sum:
             _check_complete(tensor, read, {**self.sizes, **self._counts})
-        pieces: list[_Piece] = []
+        slabs: list[_Slab] = []
         for chosen in read:
             _, row, values = chosen[0]
             reduction = _reduction(tensor, len(chosen))
             for start, ranges in self._cut(tensor, term, row, values):
-                piece = _Piece(
+                slab = _Slab(
                     members=tuple((number, start) for number, _, _ in chosen),
                     ranges=ranges,
                     name=row.name,
                     reduction=reduction,
                 )
                 if is_target or not reduced & ranges.keys():
-                    pieces.append(piece)
+                    slabs.append(slab)
                 else:
-                    pieces += _exploded(tensor, piece)
+                    slabs += _exploded(tensor, slab)
         dims_of = reduced & tensor.dims.names & term.names
         if is_target or not dims_of:
-            return pieces
-        united = _united(tensor, pieces)
+            return slabs
+        united = _united(tensor, slabs)
         count = math.prod(self.sizes[name] for name in dims_of)
-        for piece in united if tensor.pattern.mean or tensor.pattern.sum else ():
-            if len(piece.members) % count:
-                raise _incomplete(
-                    tensor, piece.name, len(piece.members), count, dims_of
-                )
+        for slab in united if tensor.pattern.mean or tensor.pattern.sum else ():
+            if len(slab.members) % count:
+                raise _incomplete(tensor, slab.name, len(slab.members), count, dims_of)
         return united
 
-    def _plain_pieces(
+    def _plain_slabs(
         self, tensor: ParsedTensor, term: Term, rows: Sequence[tuple[int, Row]]
-    ) -> list[_Piece] | None:
-        # The pieces of many rows of different elements, fast; None if they need more.
+    ) -> list[_Slab] | None:
+        # The slabs of many rows of different elements, fast; None if they need more.
         if tensor.tables or tensor.reduced or tensor.dims.axes & tensor.name.names:
             return None
         used = tensor.dims.axes | (term.coordinates - term.names)
-        # By all ranks of a row: those that are used, and the pieces without captures.
+        # By all ranks of a row: those that are used, and the slabs without captures.
         of_ranks: dict[object, tuple[object, list[tuple[Any, _Ranges]]]] = {}
-        pieces: list[_Piece] = []
+        slabs: list[_Slab] = []
         seen = set()
         for number, row in rows:
             held = of_ranks.get(row.ranks)
@@ -320,10 +318,8 @@ class _Planner:
                 continue
             for start, ranges in held[1]:
                 if term.names <= captured.keys() | ranges.keys():
-                    pieces.append(
-                        _Piece(((number, start),), captured | ranges, row.name)
-                    )
-        return pieces
+                    slabs.append(_Slab(((number, start),), captured | ranges, row.name))
+        return slabs
 
     def has_rows(self, number: int) -> bool:
         """Whether the instance has sources of a pattern."""
@@ -346,7 +342,7 @@ class _Planner:
     def _cut(
         self, tensor: ParsedTensor, term: Term, row: Row, values: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[int, ...], _Ranges]]:
-        # The pieces of a row that have the names of the term.
+        # The slabs of a row that have the names of the term.
         points = self._points(tensor, values)
         if points.keys() - term.names:
             return
@@ -569,9 +565,9 @@ class _Planner:
         for term in self._relation.padding:
             value = pad[min(term.coordinates & pad.keys())]
             value = value if self._instance.state in SHIFTED else 0.0
-            for piece in self.pieces(term, is_target=True):
-                for number, first in piece.members:
-                    for start, stop in _boxes_of(first, piece.ranges):
+            for slab in self.slabs(term, is_target=True):
+                for number, first in slab.members:
+                    for start, stop in _boxes_of(first, slab.ranges):
                         yield number, start, stop, value
 
 
@@ -590,18 +586,18 @@ class _Join:
         target = relation.targets[pair.target.tensor]
         self._repeated = target.reduced & pair.target.names
         self._names = sorted(pair.target.coordinates - self._repeated)
-        self._targets = planner.pieces(pair.target, is_target=True)
-        self._sides: list[list[_Piece]] = []
+        self._targets = planner.slabs(pair.target, is_target=True)
+        self._sides: list[list[_Slab]] = []
         compared = [t for t in pair.compared if planner.has_rows(t.tensor)]
         for term in (pair.source, *compared):
-            self._sides.append(planner.pieces(term, is_target=False))
+            self._sides.append(planner.slabs(term, is_target=False))
         self._num_compared = len(compared)
         operands = []
         for term in pair.operands:
-            pieces = planner.pieces(term, is_target=False)
-            if pieces:
+            slabs = planner.slabs(term, is_target=False)
+            if slabs:
                 operands.append(term)
-                self._sides.append(pieces)
+                self._sides.append(slabs)
             else:
                 _check_unscaled(planner, pair, term)
         self._operands = operands
@@ -622,19 +618,19 @@ class _Join:
                 "the other matrix of `plus` is there; use the whole checkpoint"
             )
         if self._reduction is not Reduction.NONE:
-            for pieces in self._sides:
-                self._check_alone(pieces, is_compared=not roles)
+            for slabs in self._sides:
+                self._check_alone(slabs, is_compared=not roles)
         contracted = [each.names - pair.source.names for each in operands]
         self._contracted = sorted(frozenset().union(*contracted))
 
-    def _check_alone(self, pieces: Sequence[_Piece], *, is_compared: bool) -> None:
+    def _check_alone(self, slabs: Sequence[_Slab], *, is_compared: bool) -> None:
         # Replicas are compared with copies, but not before they are multiplied.
-        for piece in pieces:
-            if piece.reduction is not Reduction.NONE and not (
-                is_compared and piece.reduction is Reduction.EQUAL
+        for slab in slabs:
+            if slab.reduction is not Reduction.NONE and not (
+                is_compared and slab.reduction is Reduction.EQUAL
             ):
                 raise LayoutError(
-                    f"{piece.name!r} is there {len(piece.members)} times, which are "
+                    f"{slab.name!r} is there {len(slab.members)} times, which are "
                     "not compared where `times` or `plus` change it; list what they "
                     "differ in under `unchecked`"
                 )
@@ -643,14 +639,14 @@ class _Join:
         """The copies, while `problems` is empty."""
         extra = [*sorted(self._repeated), *self._contracted]
         held_in = [
-            _Columns(pieces, self._names, extra)
-            for pieces in (self._targets, *self._sides)
+            _Columns(slabs, self._names, extra)
+            for slabs in (self._targets, *self._sides)
         ]
         cells = held_in[0].boxes(None)
         if not len(cells):
-            for piece in itertools.chain(*self._sides[: 1 + self._num_compared]):
-                if piece.volume:
-                    self._note("tensors that the target lacks", piece.name)
+            for slab in itertools.chain(*self._sides[: 1 + self._num_compared]):
+                if slab.volume:
+                    self._note("tensors that the target lacks", slab.name)
             return []
         of_target = np.arange(len(self._targets))
         chosen: list[np.ndarray] = []
@@ -671,7 +667,7 @@ class _Join:
 
     def _check(
         self,
-        side: Sequence[_Piece],
+        side: Sequence[_Slab],
         held: Boxes,
         cells: Boxes,
         first: np.ndarray,
@@ -680,7 +676,7 @@ class _Join:
         is_operand: bool,
         of_target: np.ndarray,
     ) -> None:
-        # That the pieces of a side have each element of the cells once.
+        # That the slabs of a side have each element of the cells once.
         volumes = parts.volumes
         filled = np.zeros(len(cells), np.int64)
         np.add.at(filled, first, volumes)
@@ -739,7 +735,7 @@ class _Join:
     def _copies(
         self, sides: Sequence[_Columns], cells: Boxes, numbers: Sequence[np.ndarray]
     ) -> Iterator[Copied]:
-        # The copies of cells, of which each has a piece of the target and of each side.
+        # The copies of cells, of which each has a slab of the target and of each side.
         # Cells of the same places and sizes have the same factors.
         places = [each.place[n] for each, n in zip(sides, numbers, strict=True)]
         key = np.column_stack([*places, cells.stop - cells.start])
@@ -774,26 +770,26 @@ class _Join:
         )
         for of_group, *rest in listed:
             chosen, at = rest[: len(sides)], rest[len(sides) :]
-            pieces = [each.pieces[n] for each, n in zip(sides, chosen, strict=True)]
+            slabs = [each.slabs[n] for each, n in zip(sides, chosen, strict=True)]
             reduction = self._reduction
             if reduction is Reduction.NONE:
-                reduction = pieces[1].reduction
+                reduction = slabs[1].reduction
             if reduction not in arithmetic:
                 arithmetic[reduction] = self._planner.arithmetic(
                     self._pair, reduction, self._operands
                 )
             read = []
-            for number, piece in enumerate(pieces[1:], start=1):
+            for number, slab in enumerate(slabs[1:], start=1):
                 start = tuple(at[number])
-                read.append((piece.members[0][0], side(of_group, number, start)))
-                first = piece.members[0][1]
-                for row, other in piece.members[1:]:
+                read.append((slab.members[0][0], side(of_group, number, start)))
+                first = slab.members[0][1]
+                for row, other in slab.members[1:]:
                     moved = tuple(
                         a - b + c for a, b, c in zip(start, first, other, strict=True)
                     )
                     read.append((row, side(of_group, number, moved)))
             into = side(of_group, 0, tuple(at[0]))
-            for row, _ in pieces[0].members:
+            for row, _ in slabs[0].members:
                 yield (
                     row,
                     factors[of_group][0],
@@ -831,44 +827,44 @@ class _Join:
 
 
 class _Columns:
-    """The pieces of a side, in columns.
+    """The slabs of a side, in columns.
 
     Attributes:
-      pieces: the p pieces.
+      slabs: the p slabs.
       places: the distinct places of factors: by name the dim, the step, and the length
         of names that are not those of the cells.
-      place: of each piece, by number, int64 `[p]`.
+      place: of each slab, by number, int64 `[p]`.
     """
 
     def __init__(
-        self, pieces: Sequence[_Piece], names: Sequence[str], extra: Sequence[str]
+        self, slabs: Sequence[_Slab], names: Sequence[str], extra: Sequence[str]
     ) -> None:
-        self.pieces = pieces
-        for piece in pieces:
-            if piece.volume > _MOST_VOLUME:
-                raise LayoutError(f"{piece.name!r} has more elements than are counted")
+        self.slabs = slabs
+        for slab in slabs:
+            if slab.volume > _MOST_VOLUME:
+                raise LayoutError(f"{slab.name!r} has more elements than are counted")
         every, nowhere = [*names, *extra], (0, -1, -1, 0)
         held = np.array(
-            [[piece.ranges.get(name, nowhere) for name in every] for piece in pieces],
+            [[slab.ranges.get(name, nowhere) for name in every] for slab in slabs],
             np.int64,
-        ).reshape(len(pieces), len(every), 4)
+        ).reshape(len(slabs), len(every), 4)
         self._low, self._count = held[:, : len(names), 0], held[:, : len(names), 1]
         places = held[:, :, [2, 3, 1]]
         places[:, : len(names), 2] = 0
-        self.place = np.zeros(len(pieces), np.int64)
-        self.places = [()] if pieces else []
-        if pieces and every:
-            flat = places.reshape(len(pieces), -1)
+        self.place = np.zeros(len(slabs), np.int64)
+        self.places = [()] if slabs else []
+        if slabs and every:
+            flat = places.reshape(len(slabs), -1)
             firsts, self.place = columns.distinct_rows(flat)
             rows = flat[firsts].reshape(len(firsts), len(every), 3).tolist()
             self.places = [tuple(map(tuple, row)) for row in rows]
-        first = [piece.members[0][1] for piece in pieces]
+        first = [slab.members[0][1] for slab in slabs]
         self._first = np.array(first, np.int64).reshape(
-            len(pieces), len(first[0]) if first else 0
+            len(slabs), len(first[0]) if first else 0
         )
 
     def boxes(self, cells: Boxes | None) -> Boxes:
-        """The pieces as boxes; those without a coordinate have all of it of `cells`."""
+        """The slabs as boxes; those without a coordinate have all of it of `cells`."""
         stop = self._low + self._count
         if cells is not None and len(cells):
             everywhere = self._count < 0
@@ -1012,12 +1008,12 @@ def _num_values(values: Iterable[int | str | None]) -> int:
     return max(numbers) + 1 if len(numbers) == len(distinct) else len(distinct)
 
 
-def _exploded(tensor: ParsedTensor, piece: _Piece) -> list[_Piece]:
-    # A piece whose reduced dims become members, which have the same elements.
-    names = sorted(tensor.reduced & piece.ranges.keys())
-    kept = {name: each for name, each in piece.ranges.items() if name not in names}
+def _exploded(tensor: ParsedTensor, slab: _Slab) -> list[_Slab]:
+    # A slab whose reduced dims become members, which have the same elements.
+    names = sorted(tensor.reduced & slab.ranges.keys())
+    kept = {name: each for name, each in slab.ranges.items() if name not in names}
     members = []
-    ranges = [range(piece.ranges[name][1]) for name in names]
+    ranges = [range(slab.ranges[name][1]) for name in names]
     if math.prod(map(len, ranges)) > _MOST_INDICES:
         raise LayoutError(
             f"{tensor.place}: {', '.join(names)} repeat {math.prod(map(len, ranges))} "
@@ -1026,29 +1022,29 @@ def _exploded(tensor: ParsedTensor, piece: _Piece) -> list[_Piece]:
         )
     for numbers in itertools.product(*ranges):
         if any(
-            piece.ranges[name][0] + number and name in tensor.pattern.unchecked
+            slab.ranges[name][0] + number and name in tensor.pattern.unchecked
             for name, number in zip(names, numbers, strict=True)
         ):
             continue
-        for row, start in piece.members:
+        for row, start in slab.members:
             moved = list(start)
             for name, number in zip(names, numbers, strict=True):
-                _, _, dim, step = piece.ranges[name]
+                _, _, dim, step = slab.ranges[name]
                 if dim >= 0:
                     moved[dim] += number * step
             members.append((row, tuple(moved)))
-    return [dataclasses.replace(piece, members=tuple(members), ranges=kept)]
+    return [dataclasses.replace(slab, members=tuple(members), ranges=kept)]
 
 
-def _united(tensor: ParsedTensor, pieces: Iterable[_Piece]) -> list[_Piece]:
+def _united(tensor: ParsedTensor, slabs: Iterable[_Slab]) -> list[_Slab]:
     # Ranks of a dim that is sharded and reduced have the same elements.
-    of_elements: dict[object, list[_Piece]] = {}
-    for piece in pieces:
-        if piece.members:
-            of_elements.setdefault(tuple(piece.ranges.items()), []).append(piece)
+    of_elements: dict[object, list[_Slab]] = {}
+    for slab in slabs:
+        if slab.members:
+            of_elements.setdefault(tuple(slab.ranges.items()), []).append(slab)
     united = []
     for same in of_elements.values():
-        members = tuple(itertools.chain(*(piece.members for piece in same)))
+        members = tuple(itertools.chain(*(slab.members for slab in same)))
         reduction = _reduction(tensor, len(members))
         united.append(
             dataclasses.replace(same[0], members=members, reduction=reduction)
@@ -1133,7 +1129,7 @@ def _are_apart(held: Boxes) -> bool:
 def _boxes_of(
     first: tuple[int, ...], ranges: _Ranges
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    # The boxes of a piece in its tensor.
+    # The boxes of a slab in its tensor.
     by_dim: list[list[tuple[int, int]]] = []
     for dim, at in enumerate(first):
         run, starts = 1, [at]

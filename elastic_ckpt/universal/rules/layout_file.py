@@ -215,7 +215,7 @@ def read_values(fields: Mapping[str, Any], *, name: str) -> dict[str, Any]:
       LayoutError: names the layout and the path in it.
     """
     try:
-        document = _Values().represent_data({"version": _VERSION, **fields})
+        document = _ValueNodes().represent_data({"version": _VERSION, **fields})
     except (TypeError, yaml.YAMLError, RecursionError) as error:
         raise LayoutError(
             f"{name}: not a mapping of texts, numbers, lists and mappings: {error}"
@@ -223,7 +223,7 @@ def read_values(fields: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     return _checked(document, name)
 
 
-class _Values(yaml.representer.SafeRepresenter):
+class _ValueNodes(yaml.representer.SafeRepresenter):
     """Makes the nodes of values, without lines."""
 
     def __init__(self) -> None:

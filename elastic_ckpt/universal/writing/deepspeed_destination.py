@@ -30,7 +30,7 @@ from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.writing import torch_file
 from elastic_ckpt.universal.writing.conversion import Conversion
-from elastic_ckpt.universal.writing.files import File, Piece
+from elastic_ckpt.universal.writing.files import File, Write
 from elastic_ckpt.universal.writing.writer import Destination, Written
 
 _MASTER, _STEP = "master", "step"
@@ -92,12 +92,12 @@ class DeepSpeedDestination(Destination):
         is_named = conversion.job.rules is not None
         self._facts = {} if is_named else described_layout.facts(conversion.checkpoint)
 
-    def pieces(
+    def writes(
         self, file: File, target: TargetTensor, box: Box, values: np.ndarray
-    ) -> Iterable[Piece]:
+    ) -> Iterable[Write]:
         """See `Destination`."""
         del file, box
-        return torch_file.pieces(self._value(target, values))
+        return torch_file.writes(self._value(target, values))
 
     def commit(self, attempt: str, contents: Written) -> None:
         """See `Destination`."""

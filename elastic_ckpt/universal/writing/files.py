@@ -33,7 +33,7 @@ _LEAST_BYTES = 2**21
 Needed = Mapping[TargetTensor, Sequence[Box]]
 
 
-class Piece(NamedTuple):
+class Write(NamedTuple):
     """An array, and its place in a file.
 
     Attributes:
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a file has at a place: a `Piece` with a digest in place of its bytes."""
+    """What a file has at a place: a `Write`, with a digest in place of its bytes."""
 
     num_bytes: int
     digest: str
@@ -73,13 +73,13 @@ class File(NamedTuple):
     num_bytes: int = 0
 
 
-def of_bytes(content: bytes | memoryview, offset: int) -> Piece:
-    """A piece that is not of a tensor."""
-    return Piece(np.frombuffer(content, np.uint8), offset)
+def of_bytes(content: bytes | memoryview, offset: int) -> Write:
+    """The write of bytes that are not of a tensor."""
+    return Write(np.frombuffer(content, np.uint8), offset)
 
 
 class OpenFile:
-    """A local file to which pieces are written, in any order.
+    """A local file that is written at any places, in any order.
 
     Attributes:
       held: what was written.
@@ -98,13 +98,13 @@ class OpenFile:
                 self._file.close()
                 raise
 
-    def put(self, piece: Piece) -> None:
-        """Writes a piece.
+    def put(self, write: Write) -> None:
+        """Writes bytes to their place.
 
         Raises:
           OSError: if there is no room.
         """
-        values, offset, counts, strides = piece
+        values, offset, counts, strides = write
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         self.held.append(
             Held(
@@ -184,7 +184,7 @@ def reads_back(path: epath.Path, held: Iterable[Held]) -> bool:
     """Whether a file has what was written; in a bucket, it is downloaded for that.
 
     Bytes in one piece are read from the disk, past the page cache, where the file
-    system can do that. Memory: that of the largest piece.
+    system can do that. Memory: that of the largest write.
     """
     memory = np.empty(0, np.uint8)
     try:

@@ -40,7 +40,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.writing import files, ocdbt_index
 from elastic_ckpt.universal.writing.conversion import Conversion
-from elastic_ckpt.universal.writing.files import File, Needed, Piece
+from elastic_ckpt.universal.writing.files import File, Needed, Write
 from elastic_ckpt.universal.writing.ocdbt_index import Extent
 from elastic_ckpt.universal.writing.writer import Destination, Written
 
@@ -82,20 +82,20 @@ class OrbaxDestination(Destination):
         self._metadata: dict[str, list[tuple[int, bytes]]] = {}
         self.files = self._planned()
 
-    def head(self, file: File) -> Iterable[Piece]:
+    def head(self, file: File) -> Iterable[Write]:
         """See `Destination`."""
         name = file.name.partition(f"{_STORE}/")[2]
         for offset, content in self._metadata.get(name, ()):
             yield files.of_bytes(content, offset)
 
-    def pieces(
+    def writes(
         self, file: File, target: TargetTensor, box: Box, values: np.ndarray
-    ) -> Iterable[Piece]:
+    ) -> Iterable[Write]:
         """See `Destination`."""
         del file
         offset = self._extents[self._arrays[target.name].key(box)].offset
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        yield Piece(content, offset)
+        yield Write(content, offset)
         checksum = stored_part.checksum(content)
         yield files.of_bytes(checksum, offset + content.nbytes)
 

@@ -29,7 +29,7 @@ from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.strides import row_major
 from elastic_ckpt.universal.writing import files
 from elastic_ckpt.universal.writing.conversion import Conversion
-from elastic_ckpt.universal.writing.files import File, Piece
+from elastic_ckpt.universal.writing.files import File, Write
 from elastic_ckpt.universal.writing.writer import Destination, Written
 
 INDEX = "model.safetensors.index.json"
@@ -79,13 +79,13 @@ class SafetensorsDestination(Destination):
             )
         ]
 
-    def head(self, file: File) -> Iterable[Piece]:
+    def head(self, file: File) -> Iterable[Write]:
         """See `Destination`."""
         yield files.of_bytes(self._layouts[file.name].head, 0)
 
-    def pieces(
+    def writes(
         self, file: File, target: TargetTensor, box: Box, values: np.ndarray
-    ) -> Iterable[Piece]:
+    ) -> Iterable[Write]:
         """See `Destination`."""
         strides = row_major(target.shape, target.dtype.itemsize)
         offset = self._layouts[file.name].start_of[target.name]
@@ -96,9 +96,9 @@ class SafetensorsDestination(Destination):
             dim -= 1
         counts = box.shape[:dim]
         if math.prod(counts) == 1:
-            yield Piece(values, offset)
+            yield Write(values, offset)
         else:
-            yield Piece(values, offset, counts, strides[:dim])
+            yield Write(values, offset, counts, strides[:dim])
 
     def is_committed(self, *, is_attempted: bool) -> bool:
         """See `Destination`."""

@@ -20,7 +20,7 @@ from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.torch_file import DTYPES, STORAGES
 from elastic_ckpt.universal.strides import row_major
 from elastic_ckpt.universal.writing import files
-from elastic_ckpt.universal.writing.files import Piece
+from elastic_ckpt.universal.writing.files import Write
 
 _ALIGNMENT_BYTES = 64
 _ROOT = "archive"
@@ -37,7 +37,7 @@ _PROTOCOL = 2
 _LEAST_PART_BYTES = 2**16
 
 
-def pieces(value: Any) -> list[Piece]:
+def writes(value: Any) -> list[Write]:
     """The content of a file.
 
     Args:
@@ -59,7 +59,7 @@ def pieces(value: Any) -> list[Piece]:
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         entries.append((f"data/{number}", content))
     entries.append(("version", b"3\n"))
-    parts = _Parts()
+    parts = _SparseFile()
     with zipfile.ZipFile(cast(IO[bytes], parts), "w", zipfile.ZIP_STORED) as archive:
         for name, content in entries:
             info = zipfile.ZipInfo(f"{_ROOT}/{name}", date_time=_TIME)
@@ -70,11 +70,11 @@ def pieces(value: Any) -> list[Piece]:
 
 
 def content(value: Any) -> bytes:
-    """The whole content of a file of few bytes; see `pieces`."""
-    return b"".join(piece.values.tobytes() for piece in pieces(value))
+    """The whole content of a file of few bytes; see `writes`."""
+    return b"".join(each.values.tobytes() for each in writes(value))
 
 
-class _Parts:
+class _SparseFile:
     """A file that holds what is written by reference; a part is replaced as a whole."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class _Parts:
     def flush(self) -> None:
         pass
 
-    def joined(self) -> Iterator[Piece]:
+    def joined(self) -> Iterator[Write]:
         """Long parts, and all short ones between two of them."""
         start, short = 0, b""
         for offset, part in sorted(self._parts.items()):

@@ -7,7 +7,7 @@ A *unit* is some files whose boxes are read together. Its files are made durable
 back, and compared with the digests of the values in memory; then the unit has a record:
 
     <target>.written/attempt.json    what is converted, and the name of this attempt
-    <target>.written/00012.json      the pieces of the files of unit 12, with digests
+    <target>.written/00012.json      the writes of the files of unit 12, with digests
 
 Processes write units independently. When all units have records, the destination
 commits. If the writer was killed at any point, the same call continues: a unit is kept
@@ -42,7 +42,7 @@ from elastic_ckpt.universal.writing.conversion import (
     REUSED_BYTES,
     Conversion,
 )
-from elastic_ckpt.universal.writing.files import File, Held, Needed, Piece
+from elastic_ckpt.universal.writing.files import File, Held, Needed, Write
 
 # What was written to each file of a checkpoint, by its name.
 Written = Mapping[str, Sequence[Held]]
@@ -74,9 +74,9 @@ class Destination(abc.ABC):
         self.target = storage.absolute(conversion.job.target)
 
     @abc.abstractmethod
-    def pieces(
+    def writes(
         self, file: File, target: TargetTensor, box: Box, values: np.ndarray
-    ) -> Iterable[Piece]:
+    ) -> Iterable[Write]:
         """The places of a box, and the bytes that depend on its values."""
 
     @abc.abstractmethod
@@ -87,8 +87,8 @@ class Destination(abc.ABC):
           OSError: if storage fails, or another of `bucket_clients.failures`.
         """
 
-    def head(self, file: File) -> Iterable[Piece]:
-        """The pieces of a file that depend on no values."""
+    def head(self, file: File) -> Iterable[Write]:
+        """The writes of a file that depend on no values."""
         del file
         return ()
 
@@ -301,8 +301,8 @@ class Writer:
                     made = own.enter_context(files.created(path, file.num_bytes))
                     opened[file.name] = own, made
                     written[file.name] = made.held
-                    for piece in destination.head(file):
-                        made.put(piece)
+                    for write in destination.head(file):
+                        made.put(write)
                 return opened[file.name][1]
 
             def finish(file: File) -> None:
@@ -322,8 +322,8 @@ class Writer:
                 if is_stopped():
                     raise futures.CancelledError
                 file, target = file_of.pop((name, box))
-                for piece in destination.pieces(file, target, box, values):
-                    opened_file(file).put(piece)
+                for write in destination.writes(file, target, box, values):
+                    opened_file(file).put(write)
                 note(values.nbytes)
                 self._memory.give_back(values)
                 left[file.name] -= 1
