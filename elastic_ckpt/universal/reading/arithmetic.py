@@ -32,9 +32,11 @@ def scaled(values: np.ndarray, scale: float, shift: float) -> np.ndarray:
 def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
     """Checks that integers, flags and reals remain what they are as another dtype.
 
+    Reals are rounded to those of fewer bits, but do not become infinite.
+
     Args:
       values: that are cast.
-      dtype: that they are cast to. Reals are rounded to those of fewer bits.
+      dtype: that they are cast to.
       name: of the target, for the error.
 
     Raises:
@@ -57,7 +59,7 @@ def _differing(values: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
     if dtype.kind == "b":
         return (values != 0) & (values != 1)
     if not dtypes.is_integer(dtype):
-        return None
+        return _too_large(values, dtype)
     limits = ml_dtypes.iinfo(dtype)
     least, most = int(limits.min), int(limits.max)
     if values.dtype.kind in "biu":
@@ -72,6 +74,21 @@ def _differing(values: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
         wide = values.astype(_wide(values.dtype))
         # The most of 64 bits is no float; the number after it is.
         return ~((wide >= least) & (wide < most + 1) & (np.floor(wide) == wide))
+
+
+def _too_large(values: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
+    # Which reals have no exponent in a dtype.
+    most = float(ml_dtypes.finfo(dtype).max)
+    if values.dtype == object or dtypes.is_integer(values.dtype):
+        return None
+    if values.dtype.kind == "b" or float(ml_dtypes.finfo(values.dtype).max) < 2 * most:
+        return None
+    with np.errstate(all="ignore"):
+        wrong = np.isfinite(values) & (np.abs(values) > values.dtype.type(most))
+        # Some are rounded to the most.
+        if wrong.any():
+            wrong &= ~np.isfinite(values.astype(dtype))
+    return wrong
 
 
 def _check_exact(values: np.ndarray) -> None:

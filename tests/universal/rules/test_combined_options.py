@@ -248,6 +248,9 @@ def test_halves_of_bytes_stay_together_or_are_refused(tmp_path, dims, to, size, 
         (2.0**63, "float64", "int64", {"dtype": "int64"}),
         (2, "int32", "bool", {"dtype": "bool"}),
         (2**53 + 1, "int64", "int64", {"scale": 1.5}),
+        (1e30, "float32", "float16", {}),
+        (-1e300, "float64", "float32", {}),
+        (500.0, "bfloat16", "float8_e4m3fn", {}),
     ],
 )
 def test_integers_that_do_not_fit_are_refused(tmp_path, value, dtype, target, options):
@@ -255,7 +258,10 @@ def test_integers_that_do_not_fit_are_refused(tmp_path, value, dtype, target, op
     tensors = {"w": np.array([0, value], dtype)}
     with pytest.raises(errors.CheckpointError, match=r"k: .* is no |cannot be scaled"):
         loaded(tmp_path, made_by, tensors, k=((2,), np.dtype(target)))
-    tensors = {"w": np.array([0, 2], dtype)}
+    near = {"float16": 65519, "float8_e4m3fn": 448}.get(target, 2)
+    tensors = {
+        "w": np.array([-np.inf, near] if "float1" in target else [0, near], dtype)
+    }
     if target != "bool":
         loaded(tmp_path, made_by, tensors, k=((2,), np.dtype(target)))
 
