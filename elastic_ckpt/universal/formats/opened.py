@@ -94,8 +94,12 @@ def _compare(opened: IO[bytes], file: str, checksum: Checksum) -> None:
     else:
         kind, found, shown = "digest", xxh.hexdigest(), expected.hex()
     if found != shown:
-        raise FormatError(
-            f"{file} is damaged: its bytes {start} to {stop} have the {kind} {found},"
-            f" not {shown}; copy it again from the place that it was written to, or use"
-            " another step"
-        )
+        raise damaged(file, start, stop, f"the {kind} {found}, not {shown}")
+
+
+def damaged(file: str, start: int, stop: int, found: str) -> FormatError:
+    """The error about bytes of a file that are not those that were written."""
+    return FormatError(
+        f"{file} is damaged: its bytes {start} to {stop} have {found}; copy it again"
+        " from the place that it was written to, or use another step"
+    )

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, TypeGuard
 
 from etils import epath
@@ -205,7 +205,7 @@ class ByteWindows:
     """
 
     def __init__(self, path: epath.PathLike, spans: Sequence[tuple[int, int]]) -> None:
-        merged = _merged(spans)
+        merged = merged_spans(spans, gap_bytes=GAP_BYTES)
         self._starts = [start for start, _ in merged]
         self._parts = _read_spans(os.fspath(path), merged)
 
@@ -218,10 +218,13 @@ class ByteWindows:
         return self._parts[number][at : at + size]
 
 
-def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged_spans(
+    spans: Iterable[tuple[int, int]], *, gap_bytes: int = 0
+) -> list[tuple[int, int]]:
+    """Ranges of bytes in their order, joined where gaps have no more bytes."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if merged and start - merged[-1][1] <= GAP_BYTES:
+        if merged and start - merged[-1][1] <= gap_bytes:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
             merged.append((start, stop))

@@ -90,7 +90,6 @@ _VERSIONS = range(1, 11)
 _MOST_TEXT_BYTES = 100
 # Bytes of tensors, over those of their file: a few may share a storage.
 _MOST_SHARING = 4
-_CHUNK_BYTES = 16 << 20
 # Files of a bucket take long to answer.
 _THREADS = 8
 # A stored tensor and its fragment, without their dims; each of the dims.

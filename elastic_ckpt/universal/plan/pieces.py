@@ -196,7 +196,6 @@ class _Cutter:
                         order=len(self._buffers) << 32,
                     )
                 )
-        self._num_targets = len(self._buffers)
         # The elements of each buffer of a target that are not filled.
         self._left = [buffer.box.volume for buffer in self._buffers]
         self._regions: list[Region] = []
@@ -366,13 +365,13 @@ class _Cutter:
                         tensor.view,
                     )
                 )
-                index = factored_dims.index_of(piece.start, source.side)
-                steps = zip(index, fragment.box.start, fragment.strides, strict=True)
                 yield (
                     buffer,
                     _Piece(
                         fragment=number,
-                        offset=sum((n - first) * stride for n, first, stride in steps),
+                        offset=_element(
+                            piece.start, source.side, fragment.box, fragment.strides
+                        ),
                         form=form,
                         element=_element(piece.start, side, box, strides),
                     ),

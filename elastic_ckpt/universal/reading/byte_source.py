@@ -17,7 +17,8 @@ class ByteSource(Protocol):
 
     def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
         """The range that is read if the bytes from `start` to `stop` are needed."""
-        ...
+        del file
+        return start, stop
 
     def request_bytes(self, file: str, num_bytes: int, *, is_direct: bool) -> int:
         """The most memory that a request takes beside the buffers.
@@ -49,19 +50,23 @@ class ByteSource(Protocol):
 
     def close(self) -> None:
         """Closes what the calling thread has opened."""
-        ...
+        return
 
 
-class LocalFiles:
+def scatter(whole: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+    """Copies bytes into parts, one after the other; fewer bytes fill the first ones."""
+    done = 0
+    for part in parts:
+        read = whole[done : done + part.nbytes]
+        part[: len(read)] = read
+        done += len(read)
+
+
+class LocalFiles(ByteSource):
     """Reads files of this machine; a thread keeps the last one open."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
-
-    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
-        """See `ByteSource`."""
-        del file
-        return start, stop
 
     def request_bytes(self, file: str, num_bytes: int, *, is_direct: bool) -> int:
         """See `ByteSource`."""
@@ -99,13 +104,8 @@ class LocalFiles:
         return last.descriptor
 
 
-class RemoteFiles:
+class RemoteFiles(ByteSource):
     """Reads objects in any store that fsspec supports, by ranged requests."""
-
-    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
-        """See `ByteSource`."""
-        del file
-        return start, stop
 
     def request_bytes(self, file: str, num_bytes: int, *, is_direct: bool) -> int:
         """See `ByteSource`."""
@@ -120,13 +120,6 @@ class RemoteFiles:
         bucket_clients.prepare(file)
         system, path = fsspec.url_to_fs(file)
         stop = start + sum(part.nbytes for part in parts)
-        content = memoryview(system.cat_file(path, start=start, end=stop))
-        done = 0
-        for part in parts:
-            read = np.frombuffer(content[done : done + part.nbytes], np.uint8)
-            part[: len(read)] = read
-            done += len(read)
-        return done
-
-    def close(self) -> None:
-        """See `ByteSource`."""
+        content = system.cat_file(path, start=start, end=stop)
+        scatter(np.frombuffer(content, np.uint8), parts)
+        return len(content)

@@ -22,6 +22,7 @@ import numpy as np
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.plan.spans import Limits
+from elastic_ckpt.universal.reading import byte_source
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
 from elastic_ckpt.universal.strides import row_major
 
@@ -45,7 +46,7 @@ _MOST_PARTS, _MOST_PARTS_OF_EACH = 2**20, 2**4
 _OPENED_AT_ONCE = 256
 
 
-class EncodedArrays:
+class EncodedArrays(byte_source.ByteSource):
     """The arrays of some stored tensors; any number of threads may read them.
 
     Args:
@@ -89,20 +90,15 @@ class EncodedArrays:
 
         array, box = self._parts[file]
         dtype = array.dtype.numpy_dtype
-        lengths = [part.nbytes for part in parts]
-        whole = parts[0] if len(parts) == 1 else np.empty(sum(lengths), np.uint8)
+        num_bytes = sum(part.nbytes for part in parts)
+        whole = parts[0] if len(parts) == 1 else np.empty(num_bytes, np.uint8)
         rows, _, _ = _rows(box, dtype.itemsize, start, start + whole.nbytes)
         values = whole.view(dtype).reshape(rows.shape)
         place = tuple(map(slice, rows.start, rows.stop))
         ts.array(values).write(array[place]).result()
         if whole is not parts[0]:
-            pieces = np.split(whole, np.cumsum(lengths)[:-1])
-            for part, piece in zip(parts, pieces, strict=True):
-                part[:] = piece
+            byte_source.scatter(whole, parts)
         return whole.nbytes
-
-    def close(self) -> None:
-        """See `ByteSource`."""
 
     def _in_parts(
         self, number: int, tensor: StoredTensor, array: ts.TensorStore

@@ -123,7 +123,7 @@ class PlannedReads:
 def fail(
     checkpoint: Checkpoint, error: BaseException, *, source: ByteSource | None = None
 ) -> None:
-    """Tells the other hosts, which wait in `checks`, that this one has no plan."""
+    """Tells the other hosts, which compare checksums with this one, that it failed."""
     if _are_checked(checkpoint, source):
         from elastic_ckpt.core import allgather
 

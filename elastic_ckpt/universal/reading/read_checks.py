@@ -26,7 +26,6 @@ import numpy as np
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.storage import Json
 from elastic_ckpt.universal.formats import opened, source_files
-from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
 from elastic_ckpt.universal.stored import Checkpoint, Checksum
 
@@ -46,7 +45,7 @@ _Range = tuple[int, int]
 class ReadChecks:
     """The checksums of the files of a plan; any thread may call `note`.
 
-    All hosts of a world make it, and then either `finish` or `fail`.
+    All hosts of a world make it, and then either `finish` or call `fail`.
 
     Args:
       checkpoint: that is open.
@@ -81,11 +80,12 @@ class ReadChecks:
         self._gaps: dict[str, list[_Range]] = collections.defaultdict(list)
         self._crcs: dict[str, dict[int, int]] = collections.defaultdict(dict)
         spans = self._spans(set(files))
-        everyone = self._agreed(
+        everyone = _agreed(
+            allgather,
             lambda: {
                 file: self._needed(checkpoint, file, of_file)
                 for file, of_file in spans.items()
-            }
+            },
         )
         for file, entries in self._entries.items():
             ranges = [each.get(file, ()) for each in everyone]
@@ -117,23 +117,17 @@ class ReadChecks:
           FormatError: if an entry has another one, on every host that read some of it.
           RunError: if another host has failed, with its message.
         """
-        everyone = self._agreed(self._all_crcs)
+        everyone = _agreed(self._allgather, self._all_crcs)
         for file, entries in self._entries.items():
             found: dict[int, int] = {}
             for each in everyone:
                 for at, crc in each.get(file, ()):
                     if found.setdefault(at, crc) != crc:
                         stop = self._segments[file].get(at, at)
-                        raise _damaged(file, at, stop, "different bytes on two hosts")
+                        found_here = "different bytes on two hosts"
+                        raise opened.damaged(file, at, stop, found_here)
             for entry in entries:
                 self._compare(file, entry, found)
-
-    def fail(self, error: BaseException) -> None:
-        """Tells the others that this host ends with an error."""
-        fail(self._allgather, error)
-
-    def _agreed(self, part: Callable[[], Json]) -> list[Any]:
-        return _agreed(self._allgather, part)
 
     def _all_crcs(self) -> Json:
         for file, gaps in self._gaps.items():
@@ -167,7 +161,7 @@ class ReadChecks:
         listed = sorted(checkpoint.checksums(file))
         if not listed:
             self.unverified.append(file)
-        merged = _merged(spans)
+        merged = source_files.merged_spans(spans)
         starts = [start for start, _ in merged]
         needed: list[_Range] = []
         entries: list[Checksum] = []
@@ -202,8 +196,9 @@ class ReadChecks:
     ) -> None:
         bounds = sorted({end for of_host in ranges for span in of_host for end in span})
         segments = self._segments[file] = {}
-        by_host = [_merged((a, b) for a, b in of_host) for of_host in ranges]
-        held = _merged(each for of_host in by_host for each in of_host)
+        merged = source_files.merged_spans
+        by_host = [merged((a, b) for a, b in of_host) for of_host in ranges]
+        held = merged(each for of_host in by_host for each in of_host)
         for entry in entries:
             ends = [entry.start, *_between(bounds, entry.start, entry.stop), entry.stop]
             readers = [
@@ -229,7 +224,7 @@ class ReadChecks:
             at = stop
         if crc != entry.digest:
             found = f"the CRC-32 {crc:08x}, not {entry.digest:08x}"
-            raise _damaged(file, entry.start, entry.stop, found)
+            raise opened.damaged(file, entry.start, entry.stop, found)
 
 
 def fail(allgather: Allgather, error: BaseException) -> None:
@@ -247,23 +242,6 @@ def _agreed(hosts: Allgather, part: Callable[[], Json]) -> list[Any]:
     from elastic_ckpt.core import allgather
 
     return allgather.agreed(hosts, _KIND, part, timeout_secs=_TIMEOUT_SECS)
-
-
-def _damaged(file: str, start: int, stop: int, found: str) -> FormatError:
-    return FormatError(
-        f"{file} is damaged: its bytes {start} to {stop} have {found}; copy it again"
-        " from the place that it was written to, or use another step"
-    )
-
-
-def _merged(spans: Iterable[_Range]) -> list[_Range]:
-    merged: list[_Range] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def _overlap(merged: Sequence[_Range], start: int, stop: int) -> bool:

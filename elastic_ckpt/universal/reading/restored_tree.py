@@ -135,8 +135,7 @@ def read_leaves(
         )
         made = _made(leaves, planned.plan, transfer)
     except BaseException as error:
-        if checks is not None:
-            checks.fail(error)
+        planned_reads.fail(checkpoint, error, source=source)
         raise
     if checks is not None:
         checks.finish()

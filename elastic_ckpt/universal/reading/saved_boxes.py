@@ -6,7 +6,6 @@ a good copy.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,11 +13,12 @@ import numpy as np
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal.formats import saved_leaf
+from elastic_ckpt.universal.reading import byte_source
 from elastic_ckpt.universal.stored import StoredTensor
 
 
-class SavedBoxes:
-    """The boxes of the leaves of a tree; a `byte_source.ByteSource`.
+class SavedBoxes(byte_source.ByteSource):
+    """The boxes of the leaves of a tree.
 
     Args:
       saved: of the step.
@@ -63,16 +63,12 @@ class SavedBoxes:
           CheckpointError: if no holder has the box as it was saved.
         """
         assert start == 0
-        ends = list(itertools.accumulate(part.nbytes for part in parts))
-        whole = parts[0] if len(parts) == 1 else np.empty(ends[-1], np.uint8)
+        num_bytes = sum(part.nbytes for part in parts)
+        whole = parts[0] if len(parts) == 1 else np.empty(num_bytes, np.uint8)
         self._saved.read_into(self._numbers[file], whole)
         if whole is not parts[0]:
-            for part, piece in zip(parts, np.split(whole, ends[:-1]), strict=True):
-                part[:] = piece
-        return ends[-1]
-
-    def close(self) -> None:
-        """See `ByteSource`."""
+            byte_source.scatter(whole, parts)
+        return num_bytes
 
     def _file(self, number: int) -> str:
         file = self._saved.place(number)

@@ -18,6 +18,7 @@ _ROW, _COLUMN = 64, 128
 _FEW_ELEMENTS = 1024
 
 
+@np.errstate(all="ignore")
 def copy(into: np.ndarray, values: np.ndarray) -> None:
     """Copies elements, cast to the dtype of `into`.
 
@@ -25,11 +26,6 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
       into: writable; its strides descend, as those of a form do.
       values: of the same shape.
     """
-    with np.errstate(all="ignore"):
-        _copy(into, values)
-
-
-def _copy(into: np.ndarray, values: np.ndarray) -> None:
     inner = into.ndim - 1
     if inner < 1 or into.size < 4 * _FEW_ELEMENTS:
         into[...] = values

@@ -7,7 +7,6 @@ read into memory of its thread first, and copied from there while it is in the c
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 import queue
 import threading
@@ -30,11 +29,6 @@ _MOST_PARTS = 512
 _KEPT_BYTES = 12 * 2**20
 # Values are aligned in memory as they are in their file.
 _ALIGNMENT = 64
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Failure:
-    error: BaseException
 
 
 class Transfer:
@@ -68,7 +62,7 @@ class Transfer:
         self._memory = BufferMemory(plan, allocate=allocate)
         self._is_staged = is_staged
         self.in_flight = InFlight(budget_bytes)
-        self._done: queue.SimpleQueue[int | _Failure] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._taking = threading.Lock()
         self._next = 0
         self._is_direct = _direct(plan)
@@ -90,8 +84,7 @@ class Transfer:
         complete = self._memory.complete_at_once
         for number in complete:
             yield number, self._memory.take(number)
-        layers = sum(len(region.layers) for region in self._plan.regions)
-        left = len(self._plan.buffers) - layers - len(complete)
+        left = self._num_targets - len(complete)
         if not left:
             return
         remote = any("://" in file for file in self._plan.files)
@@ -105,8 +98,8 @@ class Transfer:
         try:
             for _ in range(left):
                 done = self._done.get()
-                if isinstance(done, _Failure):
-                    raise done.error
+                if isinstance(done, BaseException):
+                    raise done
                 yield done, self._memory.take(done)
                 self.in_flight.handed_on(0, completed=1)
         finally:
@@ -150,7 +143,7 @@ class Transfer:
             while (span := self._take()) is not None:
                 self._carry_out(span, scratch)
         except BaseException as error:  # the root of a thread; `buffers` raises it
-            self._done.put(_Failure(error=error))
+            self._done.put(error)
         finally:
             for source in set(self._sources):
                 source.close()
@@ -286,16 +279,14 @@ def _direct(plan: LoadPlan) -> np.ndarray:
         dtypes.index(form.dtype) if form.contiguous and form.dtype in dtypes else -1
         for form in spans.forms
     ]
-    plain = np.array(of_form, np.int64)[spans.form] == of_buffer[spans.buffer]
+    alike = np.array(of_form, np.int64)[spans.form] == of_buffer[spans.buffer]
     extents = np.array([form.extent for form in spans.forms], np.int64)[spans.form]
     stops = spans.source + extents
     # Copies that overlap in the file have their bytes twice.
+    plain = alike.copy()
     plain[1:] &= spans.source[1:] >= stops[:-1]
     first = spans.first_copy[:-1]
-    plain[first] |= (
-        np.array(of_form, np.int64)[spans.form[first]]
-        == (of_buffer[spans.buffer[first]])
-    )
+    plain[first] = alike[first]
     return np.logical_and.reduceat(plain, first) & (
         np.diff(spans.first_copy) <= _MOST_PARTS // 2
     )

@@ -215,19 +215,13 @@ def read_values(fields: Mapping[str, Any], *, name: str) -> dict[str, Any]:
       LayoutError: names the layout and the path in it.
     """
     try:
-        document = _ValueNodes().represent_data({"version": _VERSION, **fields})
+        nodes = yaml.representer.SafeRepresenter(sort_keys=False)
+        document = nodes.represent_data({"version": _VERSION, **fields})
     except (TypeError, yaml.YAMLError, RecursionError) as error:
         raise LayoutError(
             f"{name}: not a mapping of texts, numbers, lists and mappings: {error}"
         ) from None
     return _checked(document, name)
-
-
-class _ValueNodes(yaml.representer.SafeRepresenter):
-    """Makes the nodes of values, without lines."""
-
-    def __init__(self) -> None:
-        super().__init__(sort_keys=False)
 
 
 def _line(node: yaml.Node) -> int:

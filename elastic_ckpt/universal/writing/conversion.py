@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,9 +19,9 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.formats import hugging_face
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
-from elastic_ckpt.universal.reading import target_boxes
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
+from elastic_ckpt.universal.reading.transfer import Transfer
 from elastic_ckpt.universal.rules import matching, name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.matching import Matched
@@ -178,10 +179,39 @@ class Conversion:
     def read(
         self, needed: Needed, *, budget_bytes: int = BUDGET_BYTES, memory: ReusedMemory
     ) -> Generator[tuple[str, Box, np.ndarray], None, None]:
-        """Reads some boxes; see `target_boxes.read`."""
-        return target_boxes.read(
-            self.planned(needed), budget_bytes=budget_bytes, memory=memory
+        """Yields boxes once they are complete, in any order.
+
+        A caller that does not reach the end closes the generator.
+
+        Args:
+          needed: the boxes, by target; the checksums of their files were compared.
+          budget_bytes: the most bytes of requests in flight, and the most bytes of
+            boxes that are complete in part, or were yielded last; boxes that share a
+            request, or a larger one, are read all the same.
+          memory: of the values; the caller gives it back.
+
+        Yields:
+          The name of the target, the box, and its values.
+
+        Raises:
+          CheckpointError: if a file cannot be read or ends too early, or values that
+            should be equal differ.
+        """
+        planned = self.planned(needed)
+        transfer = Transfer(
+            planned.plan,
+            planned.sources().__getitem__,
+            budget_bytes=budget_bytes,
+            # The bytes of a box count until it was written.
+            is_staged=lambda _: True,
+            allocate=memory.take,
         )
+        with contextlib.closing(transfer.buffers()) as buffers:
+            for number, values in buffers:
+                buffer = planned.plan.buffers[number]
+                yield buffer.tensor.name, buffer.box, values
+                del values
+                transfer.free(number)
 
     def boxes_of(self, target: TargetTensor) -> list[Box]:
         """All boxes of a target, in C order; none if it has no elements."""

@@ -192,9 +192,11 @@ def reads_back(path: epath.Path, held: Iterable[Held]) -> bool:
             _on_this_machine(path) as name,
             _direct(name, os.O_RDONLY) as descriptor,
         ):
+            mapped: mmap.mmap | None = None
             for each in held:
                 if each.counts:
-                    mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+                    if mapped is None:
+                        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
                     content = np.array(_rows(mapped, each))
                 else:
                     room = each.num_bytes + 2 * _BLOCK_BYTES

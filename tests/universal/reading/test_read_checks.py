@@ -178,8 +178,9 @@ def test_a_host_that_cannot_read_ends_the_others_with_its_message(tmp_path):
     world = World(2)
 
     def fails():
-        checks = ReadChecks(*_of(path), world.host(1))
-        checks.fail(OSError("the disk is gone"))
+        host = world.host(1)
+        ReadChecks(*_of(path), host)
+        read_checks.fail(host, OSError("the disk is gone"))
 
     def _of(path):
         checkpoint = checkpoint_of(path, [0, 64])
