@@ -2,7 +2,7 @@
 
 ZeRO saves ranges of flattened parameters, and a shard may begin in the middle of a
 factored dim; both become boxes here. There are at most two for each dim but the first:
-the rest of the first row, whole rows, the begin of the last row, and so on inwards.
+the rest of the first row, whole rows, the start of the last row, and so on inwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not shape:
         return [Box(start=(), stop=())]
     row = math.prod(shape[1:])
-    # Whole rows lie between the rest of the first and the begin of the last.
+    # Whole rows lie between the rest of the first and the start of the last.
     head = min(-(-start // row) * row, stop)
     tail = max(stop // row * row, head)
     boxes = _in_row(shape, start, head)

@@ -46,7 +46,8 @@ class StoredTensor:
         `second_moment`, or the format's name of another state.
       dtype: of its elements.
       shape: in elements.
-      fragments: boxes that cover it, each element once; empty if `spec` is there.
+      fragments: boxes that cover it, each element once; empty if `spec` is there, or
+        if names alone are matched.
       spec: of the TensorStore array that holds it, where its bytes are encoded.
       view: what is done with each element that is stored: "conj" (the conjugate),
         "neg" (the negative) or "conj neg"; "" if its values are those that are stored.

@@ -359,7 +359,7 @@ def _numbers(value: Any, key: str) -> list[int]:
 
 
 class PatternSet:
-    """Patterns of which each matches, as `re.match` does, a begin of a name.
+    """Patterns of which each matches, as `re.match` does, the beginning of a name.
 
     Args:
       patterns: in the order of their numbers.

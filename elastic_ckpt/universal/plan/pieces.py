@@ -45,7 +45,7 @@ _REGION_BYTES = 2**20
 # The same of all layers of a region.
 _LAYERS_BYTES = 2**26
 _PLAIN = Arithmetic()
-# Stacks need a few; flat ranges are cut in other ways each, and would fill memory.
+# Stacks share a few cuts. Each flat range has its own, which would fill memory.
 _MOST_CUTS = 2**14
 # With fewer pairs of boxes, all of them are tried.
 _FEW_PAIRS = 256
@@ -118,7 +118,7 @@ class Pieces:
     Attributes:
       buffers: those that are filled.
       regions: of the sources that are reduced.
-      fills: of those.
+      fills: parts of buffers that no source has.
       files: the names of the files.
       forms: those of the copies.
       tensor: the stored tensor that a piece is read from, int64 `[n]`.

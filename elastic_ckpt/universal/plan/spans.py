@@ -48,7 +48,7 @@ class Form:
 
     @property
     def extent(self) -> int:
-        """Bytes in the file from the begin of the first element to the last's end."""
+        """Bytes in the file from the start of the first element to the last's end."""
         steps = zip(self.sizes, self.source_strides, strict=True)
         return sum((n - 1) * stride for n, stride in steps) + self.dtype.itemsize
 

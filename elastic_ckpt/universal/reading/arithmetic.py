@@ -18,7 +18,11 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def scaled(values: np.ndarray, scale: float, shift: float) -> np.ndarray:
-    """`values * scale + shift`, in float32 at least; `values` itself if that is all."""
+    """`values * scale + shift`, in float32 at least.
+
+    Returns:
+      `values` itself if scale is 1 and shift 0.
+    """
     if scale == 1 and shift == 0:
         return values
     _check_exact(values)
@@ -116,7 +120,7 @@ def reduced(
 
     Args:
       region: of a plan.
-      layers: the values of its sources, of equal shape and dtype.
+      layers: the values of its sources, of equal shape and dtype but for products.
       tensors: of the checkpoint, for the error.
 
     Returns:

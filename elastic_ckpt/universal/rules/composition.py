@@ -83,7 +83,7 @@ def composed(
                 )
             if any(fills[tensor.name] for tensor in tensors) and len(tensors) > 1:
                 raise LayoutError(
-                    f"{move.target}: the layout before pads what it is reduced of; "
+                    f"{move.target}: the layout before pads what it is reduced from; "
                     "reduce it there"
                 )
             if len(tensors) > 1:
@@ -145,7 +145,7 @@ def _reduced(
     for parts in by_place.values():
         if len(parts) != len(move.sources):
             raise LayoutError(
-                f"{move.target}: the tensors that it is reduced of are cut in "
+                f"{move.target}: the tensors that it is reduced from are cut in "
                 "different ways by the layout before; reduce them there"
             )
         yield dataclasses.replace(
@@ -200,7 +200,7 @@ def _both(first: Arithmetic | None, second: Arithmetic | None) -> Arithmetic | N
 
 def _too_much(target: str) -> LayoutError:
     return LayoutError(
-        f"{target}: both of two layouts do arithmetic on what it is reduced of; "
+        f"{target}: both of two layouts do arithmetic on what it is reduced from; "
         "write it as one layout"
     )
 

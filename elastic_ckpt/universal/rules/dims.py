@@ -3,7 +3,7 @@
 A name is a factor of a dim, `(a b)` the product of factors in row-major order,
 `(a + b)` a concatenation, and `1` a dim of length 1. `x@tp` is sharded over the ranks
 of an axis, `x@(dp tp)` over those of several axes in row-major order. `(a b)~` is the
-begin of a product, whose last row may be cut short, and `...` any number of dims.
+beginning of a product, whose last row may be cut short, and `...` any number of dims.
 
 With sizes and the coordinates of a rank, an expression is cut into *strips*: boxes of
 factors, each of which advances along the dim by a step. Captures of names are written
@@ -79,7 +79,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Clip:
-    """The begin of a node; its length has the size of its text, such as `(a b)~`."""
+    """The beginning of a node; its length has the size of its text, such as `(a b)~`."""
 
     node: Node
 

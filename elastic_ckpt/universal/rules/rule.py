@@ -26,7 +26,7 @@ POWERS = {
 }
 # The kinds of state that are shifted, and padded with the values of the rule.
 SHIFTED = ("parameter", "master")
-# In the other direction, a copy is compared with the tensor that it is one of, or left.
+# In the other direction, a copy is compared with its original, or not read.
 COPIES = ("checked", "unchecked")
 # The only direction that a rule holds in: from the checkpoint, or to it.
 DIRECTIONS = ("forward", "inverse")
@@ -43,12 +43,12 @@ class TensorPattern:
       dims: a dims expression, see `dims`.
       replicated: captures, rank axes and dims over which values have to be bit-equal.
       unchecked: captures, rank axes and dims of which the first is taken.
-      mean: captures and rank axes over which the tensors are averaged.
-      sum: captures and rank axes over which the tensors are added.
+      mean: captures, rank axes and dims over which values are averaged.
+      sum: captures, rank axes and dims over which values are added.
       copy: for a further tensor with the elements of another one of its side: what
         becomes of it in the other direction, one of `COPIES`; "" for others.
-      times: a tensor by whose values these are multiplied where they are read. Dims
-        that it lacks are those along which it is the same.
+      times: tensors by whose values these are multiplied where they are read. Dims
+        that one lacks are those along which it is the same.
       plus: two matrices whose product is added where they are read. They have one name
         in common that the sum lacks.
       viewed_as: the dtype that the stored bytes are read as; None for that of the file.

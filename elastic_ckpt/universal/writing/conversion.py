@@ -270,7 +270,7 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
 
 def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
     # Trees that no rule of the weights reads, such as that of the optimizer, are
-    # dropped; what is left over in the others is an error as ever.
+    # dropped; what is left over in the others is an error, as usual.
     weights = layout.weights()
     first = weights.through[0] if weights.through else weights
     patterns = {

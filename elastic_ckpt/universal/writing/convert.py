@@ -161,7 +161,7 @@ def _write_all(
         pool.shutdown(cancel_futures=True)
 
 
-# Of a process of a pool: writes a unit.
+# In a worker process: writes a unit. `_begin` sets it.
 _unit: Callable[[int], None]
 
 
