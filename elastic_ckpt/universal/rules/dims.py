@@ -79,7 +79,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Clip:
-    """The beginning of a node; its length has the size of its text, such as `(a b)~`."""
+    """The beginning of a node; its length is the size of its text, `(a b)~`."""
 
     node: Node
 
