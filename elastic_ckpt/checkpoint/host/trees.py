@@ -226,8 +226,9 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
         return AskedLeaf(path=path, shape=(), finish=lambda number: kind(number.item()))
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
-            f"{path} cannot be restored as a {type(leaf).__name__}; give an array, a"
-            " jax.ShapeDtypeStruct with a sharding, a NumPy array or a number"
+            f"{path.removeprefix('/')} cannot be restored as a {type(leaf).__name__};"
+            " give an array, a jax.ShapeDtypeStruct with a sharding, a NumPy array or a"
+            " number, or None to leave it out"
         )
     if not hasattr(leaf, "sharding"):
         dtype = np.dtype(leaf.dtype)

@@ -37,6 +37,8 @@ _INSIDE = re.compile(
 # The form of a capture that may be empty.
 _ANY = "any"
 _NUMBER = re.compile(r"[0-9]+")
+# The only key of the objects in which Flax wraps an array.
+BOX = "/value"
 # A number in a name: without leading zeros, and of 18 digits at most.
 _DIGITS = r"(0|[1-9][0-9]{0,17})"
 
@@ -263,6 +265,32 @@ def pattern_of(name: str) -> str:
 def glob_of(name: str) -> str:
     """The text for `glob` that matches `name` alone."""
     return name.replace("*", "[*]")
+
+
+def unboxed(names: Iterable[str]) -> dict[str, str]:
+    """The shorter names of the leaves that their users know by these.
+
+    Flax wraps arrays: `Param` of NNX and `Partitioned` of Linen are nodes with the one
+    key `value`. A checkpoint of such a tree has this key too, and no other trace of
+    them. So the name of any leaf `kernel/value` is also `kernel`, if nothing else lies
+    below `kernel`.
+
+    Args:
+      names: of all leaves of a tree.
+
+    Returns:
+      The shorter names by the whole ones; others are not listed.
+    """
+    all_names = set(names)
+    boxes = {name.removesuffix(BOX) for name in all_names if name.endswith(BOX)}
+    if not boxes:
+        return {}
+    shared = boxes & all_names
+    for name in all_names:
+        parts = name.split("/")
+        above = ("/".join(parts[:end]) for end in range(1, len(parts)))
+        shared.update(each for each in above if each in boxes and name != each + BOX)
+    return {each + BOX: each for each in boxes - shared}
 
 
 def parse(text: str) -> NamePattern:
