@@ -239,7 +239,27 @@ def test_a_whole_nnx_model_and_its_pure_dict(source, tensors):
     assert_same(loaded, nnx.to_pure_dict(nnx.state(known, nnx.Param)), pure)
 
 
-def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, tensors):
+def test_nnx_with_annotated_shardings(source):
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "data"))
+    shape = (decoders.EMBED, decoders.VOCAB)
+
+    def head():
+        return nnx.Linear(*shape, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+
+    rule = {"from": {"lm_head.weight": "out in"}, "to": {"kernel": "in out"}}
+    layout = Layout.from_dict({"rules": [rule], "drop": ["model.*"]})
+    _, abstract = nnx.get_abstract_model(head, MESH)
+    with jax.set_mesh(MESH):
+        of_mesh = nnx.state(nnx.eval_shape(head))
+        loaded = universal.load(source, of_mesh, layout=layout)
+    for each in (loaded, universal.load(source, abstract, layout=layout)):
+        wanted = NamedSharding(MESH, PartitionSpec(None, "data"))
+        assert each["kernel"][...].sharding == wanted
+
+
+def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, tensors, capsys):
+    same = {"{name:path}": "..."}
+    layout = Layout.from_dict({"rules": [{"from": same, "to": same}]})
     state = nnx.state(known_nnx(tensors), nnx.Param)
     abstract = sharded(nnx.state(abstract_nnx(), nnx.Param))
     for name, saved, asked in (
@@ -250,10 +270,13 @@ def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, tensors):
         steps = tmp_path / name
         with ec.Checkpointer([ec.Persistent(steps, every=1)]) as checkpointer:
             checkpointer.save(0, saved)
-        loaded = universal.load(steps / "0", asked)
-        assert jax.tree.structure(loaded) == jax.tree.structure(asked)
-        for one, other in zip(*map(jax.tree.leaves, (loaded, state)), strict=True):
-            assert np.array_equal(one, other)
+            of_step = checkpointer.load(0, asked, layout=layout)
+        for loaded in (of_step, universal.load(steps / "0", asked)):
+            assert jax.tree.structure(loaded) == jax.tree.structure(asked)
+            for one, other in zip(*map(jax.tree.leaves, (loaded, state)), strict=True):
+                assert np.array_equal(one, other)
+        assert main.main(["convert", str(steps / "0"), "--list"]) == 0
+        assert "\nlayers/{0-1}/mlp/up/kernel  [16, 32] " in capsys.readouterr().out
 
 
 def boxed(abstract, weights):

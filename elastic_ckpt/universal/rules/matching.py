@@ -314,12 +314,18 @@ class _Matching:
         self.given = None if targets is None else list(targets.values())
         self.owners = list(_owners(layout, self.counts))
         self.filled: list[tuple[TargetTensor, float | CheckpointValue]] = []
-        self._unboxed_source = name_pattern.unboxed(each.name for each in stored)
-        self._unboxed = name_pattern.unboxed(targets or ())
+        self._unboxed_sources = name_pattern.unboxed(each.name for each in stored)
+        self._unboxed_targets = name_pattern.unboxed(targets or ())
+        # Of the tensors of the checkpoint, for people.
+        self._names = [
+            self._unboxed_sources.get(each.name, each.name) for each in stored
+        ]
         self._numbers = {
-            name: number
-            for number, each in enumerate(self.given or ())
-            for name in self.target_names(each)
+            each.name: number for number, each in enumerate(self.given or ())
+        }
+        self._numbers |= {
+            shorter: self._numbers[name]
+            for name, shorter in self._unboxed_targets.items()
         }
         self._alone = tuple((axis, 0) for axis, n in self.counts.items() if n == 1)
         self._with_alone: dict[
@@ -351,17 +357,21 @@ class _Matching:
                     kept=owner.relation.kept,
                 )
 
-    def source_names(self, tensor: StoredTensor) -> tuple[str, ...]:
-        """The names by which rules may call a tensor; the last is that for people."""
-        return _names(tensor.name, self._unboxed_source)
+    def of_source(self, index: NameIndex, tensor: StoredTensor) -> Sequence[Match]:
+        """The patterns that match a tensor: its name, or if none does, the shorter."""
+        name, kind = tensor.name, tensor.kind
+        found = index.matches(name, kind)
+        if found or name not in self._unboxed_sources:
+            return found
+        return index.matches(self._unboxed_sources[name], kind)
 
-    def target_names(self, tensor: TargetTensor) -> tuple[str, ...]:
-        """As `source_names`, of a target."""
-        return _names(tensor.name, self._unboxed)
-
-    def matches(self, tensor: StoredTensor) -> Sequence[Match]:
-        """The patterns that match a tensor, by the first of its names that has any."""
-        return _first_matches(self.index, self.source_names(tensor), tensor.kind)
+    def of_target(self, index: NameIndex, tensor: TargetTensor) -> Sequence[Match]:
+        """As `of_source`, of a target."""
+        name = tensor.name
+        found = index.matches(name)
+        if found or name not in self._unboxed_targets:
+            return found
+        return index.matches(self._unboxed_targets[name])
 
     def _add_sources(self) -> None:
         drops = list(_dropped_names(self.layout))
@@ -377,8 +387,8 @@ class _Matching:
                     f"characters, {tensor.name[:60]!r}..., and names of up to "
                     f"{_MOST_CHARACTERS} are matched"
                 )
-            names = self.source_names(tensor)
-            matches = self.matches(tensor)
+            shorter = self._names[number]
+            matches = self.of_source(self.index, tensor)
             if drops and self._is_dropped(drop_index, tensor, matches):
                 dropped[tensor.name] = None
                 self._unused.update(
@@ -392,7 +402,7 @@ class _Matching:
                     self._check_scaled(tensor.name, fitting, matches)
             if len(matches) > 1:
                 owners = [self.owners[each.entry.owner] for each in matches]
-                self._note_several(names[-1], owners)
+                self._note_several(shorter, owners)
             elif matches:
                 (match,) = matches
                 owner = self.owners[match.entry.owner]
@@ -405,9 +415,9 @@ class _Matching:
                 self._group(match).sources.append((sketch, number))
                 if dtypes.may_be_quantized(tensor.dtype):
                     quantized.append(tensor.name)
-            elif not any(name in self.layout.fill_inverse for name in names):
+            elif not self.layout.fill_inverse.keys() & {tensor.name, shorter}:
                 text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
-                leftovers.append(names[-1] + text)
+                leftovers.append(shorter + text)
                 if not self._suggests:
                     break
         for each in dtypes.without_scales(quantized, dropped.keys()):
@@ -438,8 +448,7 @@ class _Matching:
     def _is_dropped(
         self, drops: NameIndex, tensor: StoredTensor, matches: Sequence[Match]
     ) -> bool:
-        found = _first_matches(drops, self.source_names(tensor), tensor.kind)
-        kinds = {each.entry.kind for each in found}
+        kinds = {each.entry.kind for each in self.of_source(drops, tensor)}
         if not kinds or kinds & {None, tensor.kind}:
             return bool(kinds)
         # A format without kinds has the names of states alone.
@@ -478,18 +487,18 @@ class _Matching:
         self._add_open(open_patterns, claims)
         leftovers, fill = [], self.layout.fill
         for number, tensor in enumerate(self.given):
-            names = self.target_names(tensor)
-            values = [fill[name] for name in names if name in fill]
+            shorter = self._unboxed_targets.get(tensor.name, tensor.name)
             of_tensor = claims.get(tensor.name, ())
             if len(of_tensor) > 1:
-                self._note_several(names[-1], [owner for owner, _, _ in of_tensor])
+                self._note_several(shorter, [owner for owner, _, _ in of_tensor])
             elif of_tensor:
                 ((owner, kept, sketch),) = of_tensor
                 owner.groups[kept].targets.append((sketch, number))
-            elif values:
-                self.filled.append((tensor, values[0]))
+            elif tensor.name in fill or shorter in fill:
+                name = tensor.name if tensor.name in fill else shorter
+                self.filled.append((tensor, fill[name]))
             else:
-                leftovers.append(names[-1])
+                leftovers.append(shorter)
         for name, rule in absent:
             near = self._nearest("absent", name, leftovers)
             self._note("absent", f"{name} ({rule}{near})")
@@ -519,7 +528,7 @@ class _Matching:
                 continue
             found = [
                 each
-                for each in _first_matches(index, self.target_names(tensor))
+                for each in self.of_target(index, tensor)
                 if each.kept in self.owners[each.entry.owner].groups
             ]
             for match in name_pattern.most_specific(found) if found else ():
@@ -533,7 +542,7 @@ class _Matching:
         by_relation: dict[int, list[_Owner]] = {}
         for owner in self.owners:
             by_relation.setdefault(id(owner.relation), []).append(owner)
-        names = [self.source_names(tensor)[-1] for tensor in self.stored]
+        names = self._names
         for owners in by_relation.values():
             relation = owners[0].relation
             if not any(owner.groups for owner in owners) and relation.rule.optional:
@@ -635,7 +644,7 @@ class _Matching:
         found = next(filter(matches, names), None)
         for other in self.owners if found else ():
             if any(
-                self.source_names(self.stored[number])[-1] == found
+                self._names[number] == found
                 for group in other.groups.values()
                 for _, number in group.sources
             ):
@@ -714,7 +723,7 @@ class _Complete:
         # The kept captures for which each pattern has a tensor.
         self._sources: dict[tuple[int, int], set[Kept]] = collections.defaultdict(set)
         for tensor in matching.stored:
-            for match in matching.matches(tensor):
+            for match in matching.of_source(matching.index, tensor):
                 place = (match.entry.owner, match.entry.tensor)
                 self._sources[place].add(match.kept)
         self._targets: set[tuple[int, int]] | None = None
@@ -725,7 +734,7 @@ class _Complete:
             self._targets = {
                 (match.entry.owner, match.entry.tensor)
                 for tensor in matching.given
-                for match in _first_matches(index, matching.target_names(tensor))
+                for match in matching.of_target(index, tensor)
             }
 
     def chosen(self, matches: Sequence[Match]) -> Sequence[Match]:
@@ -942,16 +951,6 @@ class _Planning:
             self._fills.append(
                 Fill(target=target.name, start=start, stop=target.shape, value=number)
             )
-
-
-def _names(name: str, unboxed: Mapping[str, str]) -> tuple[str, ...]:
-    return (name, unboxed[name]) if name in unboxed else (name,)
-
-
-def _first_matches(
-    index: NameIndex, names: Iterable[str], kind: str | None = None
-) -> Sequence[Match]:
-    return next(filter(None, (index.matches(name, kind) for name in names)), [])
 
 
 def _open_captures(name: NamePattern, relation: Relation) -> set[str]:
