@@ -6,6 +6,7 @@ Layouts have the names that users of these libraries know.
 import dataclasses
 import json
 import pathlib
+import re
 
 import equinox as eqx
 import flax.core
@@ -58,35 +59,8 @@ rules:
   - from: {"model.layers.{layer}.mlp.{part:gate|up|down}_proj.weight": "out in"}
     to: {"params/layers_{layer}/mlp/{part}/kernel": "in out"}
 """
-SCANNED = """
-version: 1
-sizes: {heads: 4}
-rules:
-  - from: {"model.embed_tokens.weight": "vocab embed"}
-    to: {"params/embed/embedding": "vocab embed"}
-  - from: {"model.norm.weight": "embed"}
-    to: {"params/final_norm/scale": "embed"}
-  - from: {"lm_head.weight": "vocab embed"}
-    to: {"params/head/kernel": "embed vocab"}
-  - from: {"model.layers.{layer}.input_layernorm.weight": "embed"}
-    to: {"params/layers/attention_norm/scale": "layer embed"}
-  - from: {"model.layers.{layer}.post_attention_layernorm.weight": "embed"}
-    to: {"params/layers/mlp_norm/scale": "layer embed"}
-  - from: {"model.layers.{layer}.self_attn.q_proj.weight": "(heads d) embed"}
-    to: {"params/layers/attention/query/kernel": "layer embed heads d"}
-  - from: {"model.layers.{layer}.self_attn.k_proj.weight": "(heads d) embed"}
-    to: {"params/layers/attention/key/kernel": "layer embed heads d"}
-  - from: {"model.layers.{layer}.self_attn.v_proj.weight": "(heads d) embed"}
-    to: {"params/layers/attention/value/kernel": "layer embed heads d"}
-  - from: {"model.layers.{layer}.self_attn.o_proj.weight": "embed (heads d)"}
-    to: {"params/layers/attention/out/kernel": "layer heads d embed"}
-  - from: {"model.layers.{layer}.mlp.gate_proj.weight": "ff embed"}
-    to: {"params/layers/mlp/gate/kernel": "layer embed ff"}
-  - from: {"model.layers.{layer}.mlp.up_proj.weight": "ff embed"}
-    to: {"params/layers/mlp/up/kernel": "layer embed ff"}
-  - from: {"model.layers.{layer}.mlp.down_proj.weight": "embed ff"}
-    to: {"params/layers/mlp/down/kernel": "layer ff embed"}
-"""
+# `nn.scan` stacks the layers.
+SCANNED = re.sub(r'layers_\{layer\}(/[\w/{}]+": ")', r"layers\1layer ", LINEN)
 EQUINOX = """
 version: 1
 rules:
@@ -237,6 +211,22 @@ def test_a_whole_nnx_model_and_its_pure_dict(source, tensors):
     pure = nnx.to_pure_dict(sharded(nnx.state(abstract_nnx(), nnx.Param)))
     loaded = universal.load(source, pure, layout=NNX)
     assert_same(loaded, nnx.to_pure_dict(nnx.state(known, nnx.Param)), pure)
+
+
+def test_nnx_with_stacked_layers(source, tmp_path, tensors):
+    class Scanned(decoders.NnxDecoder):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            keys = jax.random.split(rngs.params(), decoders.LAYERS)
+            self.layers = nnx.vmap(lambda key: decoders.NnxLayer(nnx.Rngs(key)))(keys)
+
+    abstract = nnx.eval_shape(lambda: Scanned(nnx.Rngs(0)))
+    abstract = sharded(nnx.state(abstract, nnx.Param))
+    layout = file_of(tmp_path, f"version: 1\nthrough: [{NNX}, stacked]\n")
+    loaded = universal.load(source, abstract, layout=layout)
+    weights = decoders.linen_weights(tensors, is_scanned=True)["params"]
+    assert_same(nnx.to_pure_dict(loaded), weights, nnx.to_pure_dict(abstract))
+    assert_back(loaded, layout, tmp_path, tensors)
 
 
 def test_nnx_with_annotated_shardings(source):
