@@ -126,7 +126,7 @@ class NnxDecoder(nnx.Module):
 
 def _dense(features, name):
     # In a `Partitioned`.
-    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "data"))
     return nn.Dense(features, use_bias=False, kernel_init=init, name=name)
 
 

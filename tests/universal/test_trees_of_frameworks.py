@@ -229,22 +229,38 @@ def test_nnx_with_stacked_layers(source, tmp_path, tensors):
     assert_back(loaded, layout, tmp_path, tensors)
 
 
-def test_nnx_with_annotated_shardings(source):
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "data"))
-    shape = (decoders.EMBED, decoders.VOCAB)
+def test_annotated_shardings(source):
+    names, inputs, outputs = (None, "data"), decoders.EMBED, decoders.VOCAB
 
-    def head():
-        return nnx.Linear(*shape, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+    def of_nnx():
+        init = nnx.with_partitioning(nnx.initializers.ones, names)
+        options = {"use_bias": False, "kernel_init": init}
+        return nnx.Linear(inputs, outputs, **options, rngs=nnx.Rngs(0))
 
-    rule = {"from": {"lm_head.weight": "out in"}, "to": {"kernel": "in out"}}
-    layout = Layout.from_dict({"rules": [rule], "drop": ["model.*"]})
-    _, abstract = nnx.get_abstract_model(head, MESH)
+    def load(abstract, prefix=""):
+        to = {f"{prefix}kernel": "in out"}
+        rule = {"from": {"lm_head.weight": "out in"}, "to": to}
+        layout = Layout.from_dict({"rules": [rule], "drop": ["model.*"]})
+        return universal.load(source, abstract, layout=layout)
+
+    _, abstract = nnx.get_abstract_model(of_nnx, MESH)
+    kernels = [load(abstract)["kernel"][...]]
     with jax.set_mesh(MESH):
-        of_mesh = nnx.state(nnx.eval_shape(head))
-        loaded = universal.load(source, of_mesh, layout=layout)
-    for each in (loaded, universal.load(source, abstract, layout=layout)):
-        wanted = NamedSharding(MESH, PartitionSpec(None, "data"))
-        assert each["kernel"][...].sharding == wanted
+        kernels.append(load(nnx.state(nnx.eval_shape(of_nnx)))["kernel"][...])
+
+    init = nn.with_partitioning(nn.initializers.ones, names)
+    model = nn.Dense(outputs, use_bias=False, kernel_init=init)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), np.ones(inputs))
+    abstract = jax.tree.map(
+        lambda sharding, box: jax.tree.map(
+            lambda leaf: leaf.update(sharding=sharding), box
+        ),
+        nn.get_sharding(shapes, MESH),
+        shapes,
+    )
+    kernels.append(load(abstract, "params/")["params"]["kernel"].value)
+    wanted = NamedSharding(MESH, PartitionSpec(*names))
+    assert [kernel.sharding for kernel in kernels] == [wanted] * 3
 
 
 def test_a_step_of_nnx_is_one_of_plain_dicts_too(tmp_path, tensors, capsys):
