@@ -32,7 +32,8 @@ def load(
       path: the directory or file of the checkpoint, local or in a bucket.
       abstract_state: a pytree of `jax.ShapeDtypeStruct`s with shardings, of arrays or
         of numbers: a dict, or a state of Flax or Equinox. The keys to a leaf, joined by
-        "/", are its name in the layout, without the `value` in which Flax wraps it.
+        "/", are its name in the layout; the `value` of Flax's `Param` and `Partitioned`
+        may be left out.
       layout: how the tensors of the checkpoint (`from`) relate to these leaves (`to`):
         a `Layout`, the path of a YAML file, or the name of a layout that comes with the
         package. None is for checkpoints of DeepSpeed, which describe their own layout,
