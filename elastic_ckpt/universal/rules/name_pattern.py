@@ -14,6 +14,7 @@ that may match once for each skeleton; each name is then compared with these.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -285,12 +286,15 @@ def unboxed(names: Iterable[str]) -> dict[str, str]:
     boxes = {name.removesuffix(BOX) for name in all_names if name.endswith(BOX)}
     if not boxes:
         return {}
-    shared = boxes & all_names
-    for name in all_names:
-        parts = name.split("/")
-        above = ("/".join(parts[:end]) for end in range(1, len(parts)))
-        shared.update(each for each in above if each in boxes and name != each + BOX)
-    return {each + BOX: each for each in boxes - shared}
+    in_order = sorted(all_names)
+    found = {}
+    for box in sorted(boxes - all_names):
+        # Names that begin alike are neighbors.
+        first = bisect.bisect_left(in_order, f"{box}/")
+        below = in_order[first : first + 2]
+        if not below[1:] or not below[1].startswith(f"{box}/"):
+            found[box + BOX] = box
+    return found
 
 
 def parse(text: str) -> NamePattern:
