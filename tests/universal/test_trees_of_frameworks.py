@@ -23,6 +23,7 @@ import elastic_ckpt as ec
 from elastic_ckpt import universal
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors
+from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from tests.universal import framework_decoders as decoders
@@ -122,9 +123,7 @@ def sharded(tree):
     """An abstract tree with shardings."""
 
     def with_sharding(leaf):
-        if not is_abstract(leaf):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf))
+        return leaf.update(sharding=sharding(leaf)) if is_abstract(leaf) else leaf
 
     return jax.tree.map(with_sharding, tree)
 
@@ -143,9 +142,6 @@ def assert_same(loaded, known, abstract):
     assert jax.tree.structure(loaded) == jax.tree.structure(abstract) == structure
     leaves = (jax.tree.leaves(each) for each in (loaded, known, abstract))
     for made, wanted, asked in zip(*leaves, strict=True):
-        if not is_abstract(asked):
-            assert made is asked
-            continue
         assert (made.dtype, made.shape) == (asked.dtype, asked.shape)
         assert made.sharding == asked.sharding
         assert np.asarray(made).tobytes() == np.asarray(wanted).tobytes()
@@ -201,7 +197,7 @@ def test_a_whole_nnx_model_and_its_pure_dict(source, tensors):
     # The states of its random numbers are keys and counts.
     names = [f"layers/{n}/mlp/dropout/rngs" for n in range(decoders.LAYERS)]
     fill = {f"{name}/{part}": 0 for name in names for part in ("key", "count/value")}
-    layout = dataclasses.replace(universal.shipped_layouts.load(NNX), fill=fill)
+    layout = dataclasses.replace(shipped_layouts.load(NNX), fill=fill)
     model = universal.load(source, sharded(abstract_nnx()), layout=layout)
     assert isinstance(model, decoders.NnxDecoder)
     np.testing.assert_array_equal(model(decoders.TOKENS), known(decoders.TOKENS))
