@@ -7,7 +7,6 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.reading import restored_tree
@@ -32,7 +31,9 @@ def load(
     Args:
       path: the directory or file of the checkpoint, local or in a bucket.
       abstract_state: a pytree of `jax.ShapeDtypeStruct`s with shardings, of arrays or
-        of numbers. The keys to a leaf, joined by "/", are its name in the layout.
+        of numbers: a dict, or a state of Flax or Equinox. The keys to a leaf, joined by
+        "/", are its name in the layout; the `value` of Flax's `Param` and `Partitioned`
+        may be left out.
       layout: how the tensors of the checkpoint (`from`) relate to these leaves (`to`):
         a `Layout`, the path of a YAML file, or the name of a layout that comes with the
         package. None is for checkpoints of DeepSpeed, which describe their own layout,
@@ -40,7 +41,8 @@ def load(
       budget_bytes: the most bytes in flight, whatever the size of the model.
 
     Returns:
-      A pytree like `abstract_state`, of arrays in its shardings and dtypes.
+      A pytree like `abstract_state`, of arrays in its shardings and dtypes. Functions
+      stay as they are.
 
     Raises:
       FormatError: if the checkpoint is damaged, or in no format that can be read.
@@ -63,4 +65,4 @@ def load(
     made = restored_tree.read_leaves(
         checkpoint, matched.moves, matched.fills, leaves, budget_bytes=budget_bytes
     )
-    return trees.rebuilt(abstract_state, "", made)
+    return restored_tree.rebuilt(abstract_state, made)

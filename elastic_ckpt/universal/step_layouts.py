@@ -8,7 +8,6 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.checkpoint.host.step_boxes import StepBoxes
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.universal import loading, opening, shipped_layouts
@@ -53,7 +52,7 @@ class StepLayouts:
                 leaves,
                 source=source,
             )
-            return trees.rebuilt(abstract, "", made)
+            return restored_tree.rebuilt(abstract, made)
 
         return read
 

@@ -106,14 +106,16 @@ class Family:
 def families(tensors: Sequence[StoredTensor | TargetTensor]) -> list[Family]:
     """The families of tensors, in the order of their first ones."""
     groups: dict[object, list[str]] = {}
+    unboxed = name_pattern.unboxed(tensor.name for tensor in tensors)
     for tensor in tensors:
+        name = unboxed.get(tensor.name, tensor.name)
         key = (
-            tuple(_NUMBER.split(tensor.name)),
+            tuple(_NUMBER.split(name)),
             tensor.shape,
             tensor.dtype,
             getattr(tensor, "kind", "parameter"),
         )
-        groups.setdefault(key, []).append(tensor.name)
+        groups.setdefault(key, []).append(name)
     found = []
     for (parts, shape, dtype, kind), names in groups.items():  # type: ignore[misc]
         columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)

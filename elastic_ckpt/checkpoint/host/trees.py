@@ -17,7 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.steps import layout
@@ -226,8 +232,9 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
         return AskedLeaf(path=path, shape=(), finish=lambda number: kind(number.item()))
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
-            f"{path} cannot be restored as a {type(leaf).__name__}; give an array, a"
-            " jax.ShapeDtypeStruct with a sharding, a NumPy array or a number"
+            f"{path.removeprefix('/')} cannot be restored as a {type(leaf).__name__};"
+            " give an array, a jax.ShapeDtypeStruct with a sharding, a NumPy array or a"
+            " number, or None to leave it out"
         )
     if not hasattr(leaf, "sharding"):
         dtype = np.dtype(leaf.dtype)
@@ -236,12 +243,27 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
             shape=tuple(leaf.shape),
             dtype=dtype if dtype.isnative else dtype.newbyteorder("="),
         )
-    sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    sharding = _with_devices(path, leaf.sharding)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _asked_key(path, leaf, sharding)
     return AskedLeaf(
         path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, sharding=sharding
     )
+
+
+def _with_devices(path: str, sharding: Sharding | None) -> Sharding:
+    # Under `jax.set_mesh`, `jax.eval_shape` makes shardings of a mesh without devices.
+    if sharding is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
+        return sharding
+    mesh = jax.sharding.get_mesh()
+    if mesh.abstract_mesh != sharding.mesh:
+        raise errors.CheckpointError(
+            f"{path.removeprefix('/')} has a sharding of a mesh without devices,"
+            f" {sharding.mesh}; restore it under jax.set_mesh(mesh), as it was made"
+        )
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def _asked_key(path: str, leaf: Any, sharding: Sharding) -> AskedLeaf:

@@ -57,12 +57,15 @@ def target_leaves(abstract: Any) -> list[TargetLeaf]:
     """The leaves of an abstract tree, in its order.
 
     Args:
-      abstract: of `jax.ShapeDtypeStruct`s with shardings, arrays or numbers.
+      abstract: of `jax.ShapeDtypeStruct`s with shardings, arrays, numbers, and
+        functions, which no checkpoint has.
 
     Raises:
       CheckpointError: if a leaf is of another kind.
     """
-    named = {"": abstract}
+    named = {
+        "": jax.tree.map(lambda leaf: None if _is_function(leaf) else leaf, abstract)
+    }
     leaves = zip(
         trees.asked(named),
         trees.wanted(named),
@@ -84,6 +87,18 @@ def target_leaves(abstract: Any) -> list[TargetLeaf]:
         )
         for asked, leaf, value in leaves
     ]
+
+
+def rebuilt(abstract: Any, made: Mapping[str, Any]) -> Any:
+    """An abstract tree with the leaves that were read; functions stay.
+
+    Args:
+      abstract: see `target_leaves`.
+      made: what `read_leaves` returned.
+    """
+    leaves = trees.leaves({"": abstract})
+    functions = {path: leaf for path, leaf in leaves.items() if _is_function(leaf)}
+    return trees.rebuilt(abstract, "", {**functions, **made})
 
 
 def read_leaves(
@@ -140,6 +155,11 @@ def read_leaves(
     if checks is not None:
         checks.finish()
     return made
+
+
+def _is_function(leaf: Any) -> bool:
+    # Equinox has those of activations among the leaves of a module.
+    return callable(leaf) and not (isinstance(leaf, type) or hasattr(leaf, "shape"))
 
 
 def _made(

@@ -292,7 +292,7 @@ class _Matching:
     Attributes:
       owners: the rules, each with all of its states.
       index: the patterns of sources.
-      filled: the targets that `fill` of the layout fills.
+      filled: the targets that `fill` of the layout fills, with their values.
 
     Raises:
       LayoutError: lists the tensors and patterns that have no partner.
@@ -313,9 +313,19 @@ class _Matching:
         self.counts = _axis_counts(layout, stored, axes)
         self.given = None if targets is None else list(targets.values())
         self.owners = list(_owners(layout, self.counts))
-        self.filled: list[TargetTensor] = []
+        self.filled: list[tuple[TargetTensor, float | CheckpointValue]] = []
+        self._unboxed_sources = name_pattern.unboxed(each.name for each in stored)
+        self._unboxed_targets = name_pattern.unboxed(targets or ())
+        # Of the tensors of the checkpoint, for people.
+        self._names = [
+            self._unboxed_sources.get(each.name, each.name) for each in stored
+        ]
         self._numbers = {
             each.name: number for number, each in enumerate(self.given or ())
+        }
+        self._numbers |= {
+            shorter: self._numbers[name]
+            for name, shorter in self._unboxed_targets.items()
         }
         self._alone = tuple((axis, 0) for axis, n in self.counts.items() if n == 1)
         self._with_alone: dict[
@@ -347,6 +357,22 @@ class _Matching:
                     kept=owner.relation.kept,
                 )
 
+    def of_source(self, index: NameIndex, tensor: StoredTensor) -> Sequence[Match]:
+        """The patterns that match a tensor: its name, or if none does, the shorter."""
+        name, kind = tensor.name, tensor.kind
+        found = index.matches(name, kind)
+        if found or name not in self._unboxed_sources:
+            return found
+        return index.matches(self._unboxed_sources[name], kind)
+
+    def of_target(self, index: NameIndex, tensor: TargetTensor) -> Sequence[Match]:
+        """As `of_source`, of a target."""
+        name = tensor.name
+        found = index.matches(name)
+        if found or name not in self._unboxed_targets:
+            return found
+        return index.matches(self._unboxed_targets[name])
+
     def _add_sources(self) -> None:
         drops = list(_dropped_names(self.layout))
         drop_index = NameIndex(drops)
@@ -361,7 +387,8 @@ class _Matching:
                     f"characters, {tensor.name[:60]!r}..., and names of up to "
                     f"{_MOST_CHARACTERS} are matched"
                 )
-            matches = self.index.matches(tensor.name, tensor.kind)
+            shorter = self._names[number]
+            matches = self.of_source(self.index, tensor)
             if drops and self._is_dropped(drop_index, tensor, matches):
                 dropped[tensor.name] = None
                 self._unused.update(
@@ -375,7 +402,7 @@ class _Matching:
                     self._check_scaled(tensor.name, fitting, matches)
             if len(matches) > 1:
                 owners = [self.owners[each.entry.owner] for each in matches]
-                self._note_several(tensor.name, owners)
+                self._note_several(shorter, owners)
             elif matches:
                 (match,) = matches
                 owner = self.owners[match.entry.owner]
@@ -388,9 +415,9 @@ class _Matching:
                 self._group(match).sources.append((sketch, number))
                 if dtypes.may_be_quantized(tensor.dtype):
                     quantized.append(tensor.name)
-            elif tensor.name not in self.layout.fill_inverse:
+            elif not self.layout.fill_inverse.keys() & {tensor.name, shorter}:
                 text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
-                leftovers.append(tensor.name + text)
+                leftovers.append(shorter + text)
                 if not self._suggests:
                     break
         for each in dtypes.without_scales(quantized, dropped.keys()):
@@ -421,11 +448,19 @@ class _Matching:
     def _is_dropped(
         self, drops: NameIndex, tensor: StoredTensor, matches: Sequence[Match]
     ) -> bool:
-        kinds = {each.entry.kind for each in drops.matches(tensor.name, tensor.kind)}
+        kinds = {each.entry.kind for each in self.of_source(drops, tensor)}
         if not kinds or kinds & {None, tensor.kind}:
             return bool(kinds)
         # A format without kinds has the names of states alone.
         return all(each.entry.kind != tensor.kind for each in matches)
+
+    def _number(self, name: str, pattern: NamePattern) -> int | None:
+        # Of the target that a rule calls so. What a capture took over from a source in
+        # a box may be the name of a target without one.
+        number = self._numbers.get(name)
+        if number is None and not pattern.text.endswith(name_pattern.BOX):
+            number = self._numbers.get(name.removesuffix(name_pattern.BOX))
+        return number
 
     def _add_targets(self) -> None:
         assert self.given is not None
@@ -439,7 +474,7 @@ class _Matching:
                     continue
                 for kept in owner.groups:
                     name = pattern.format(owner.relation.named(kept))
-                    target = self._numbers.get(name)
+                    target = self._number(name, pattern)
                     if target is None:
                         if any(each.has_sum for each in owner.relation.sources):
                             owner.groups[kept].absent[at] = name
@@ -448,20 +483,22 @@ class _Matching:
                         continue
                     tensor = self.given[target]
                     sketch = (at, (), (), tensor.shape, tensor.dtype)
-                    claims.setdefault(name, []).append((owner, kept, sketch))
+                    claims.setdefault(tensor.name, []).append((owner, kept, sketch))
         self._add_open(open_patterns, claims)
-        leftovers = []
+        leftovers, fill = [], self.layout.fill
         for number, tensor in enumerate(self.given):
+            shorter = self._unboxed_targets.get(tensor.name, tensor.name)
             of_tensor = claims.get(tensor.name, ())
             if len(of_tensor) > 1:
-                self._note_several(tensor.name, [owner for owner, _, _ in of_tensor])
+                self._note_several(shorter, [owner for owner, _, _ in of_tensor])
             elif of_tensor:
                 ((owner, kept, sketch),) = of_tensor
                 owner.groups[kept].targets.append((sketch, number))
-            elif tensor.name in self.layout.fill:
-                self.filled.append(tensor)
+            elif tensor.name in fill or shorter in fill:
+                name = tensor.name if tensor.name in fill else shorter
+                self.filled.append((tensor, fill[name]))
             else:
-                leftovers.append(tensor.name)
+                leftovers.append(shorter)
         for name, rule in absent:
             near = self._nearest("absent", name, leftovers)
             self._note("absent", f"{name} ({rule}{near})")
@@ -491,7 +528,7 @@ class _Matching:
                 continue
             found = [
                 each
-                for each in index.matches(tensor.name)
+                for each in self.of_target(index, tensor)
                 if each.kept in self.owners[each.entry.owner].groups
             ]
             for match in name_pattern.most_specific(found) if found else ():
@@ -505,7 +542,7 @@ class _Matching:
         by_relation: dict[int, list[_Owner]] = {}
         for owner in self.owners:
             by_relation.setdefault(id(owner.relation), []).append(owner)
-        names = [tensor.name for tensor in self.stored]
+        names = self._names
         for owners in by_relation.values():
             relation = owners[0].relation
             if not any(owner.groups for owner in owners) and relation.rule.optional:
@@ -607,7 +644,7 @@ class _Matching:
         found = next(filter(matches, names), None)
         for other in self.owners if found else ():
             if any(
-                self.stored[number].name == found
+                self._names[number] == found
                 for group in other.groups.values()
                 for _, number in group.sources
             ):
@@ -673,8 +710,8 @@ class _Matching:
         if lines:
             raise LayoutError(
                 f"{self.layout.place} does not fit the checkpoint and the target; add "
-                f"or change rules, or list tensors of the checkpoint in `drop`:"
-                f"{''.join(lines)}"
+                f"or change rules, list tensors of the checkpoint in `drop`, or leave "
+                f"those of the target out of its tree:{''.join(lines)}"
             )
 
 
@@ -686,7 +723,7 @@ class _Complete:
         # The kept captures for which each pattern has a tensor.
         self._sources: dict[tuple[int, int], set[Kept]] = collections.defaultdict(set)
         for tensor in matching.stored:
-            for match in matching.index.matches(tensor.name, tensor.kind):
+            for match in matching.of_source(matching.index, tensor):
                 place = (match.entry.owner, match.entry.tensor)
                 self._sources[place].add(match.kept)
         self._targets: set[tuple[int, int]] | None = None
@@ -697,7 +734,7 @@ class _Complete:
             self._targets = {
                 (match.entry.owner, match.entry.tensor)
                 for tensor in matching.given
-                for match in index.matches(tensor.name)
+                for match in matching.of_target(index, tensor)
             }
 
     def chosen(self, matches: Sequence[Match]) -> Sequence[Match]:
@@ -894,13 +931,15 @@ class _Planning:
         # Fills targets with the numbers of the layout. Those that are derived are the
         # names of `fill` that no rule makes, scalars of 32 bits.
         layout = self._matching.layout
-        targets = self._matching.filled
+        filled = self._matching.filled
         if self._matching.given is None:
-            names = [name for name in layout.fill if name not in self._derived]
-            targets = [_scalar(name, layout.fill[name]) for name in names]
-            self._derived |= {target.name: target for target in targets}
-        for target in targets:
-            number = layout.fill[target.name]
+            filled = [
+                (_scalar(name, value), value)
+                for name, value in layout.fill.items()
+                if name not in self._derived
+            ]
+            self._derived |= {target.name: target for target, _ in filled}
+        for target, number in filled:
             if isinstance(number, CheckpointValue):
                 raise LayoutError(f"{number.missing}; give a number, or a `default`")
             if not dtypes.can_be(number, target.dtype):

@@ -14,6 +14,7 @@ that may match once for each skeleton; each name is then compared with these.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -37,6 +38,8 @@ _INSIDE = re.compile(
 # The form of a capture that may be empty.
 _ANY = "any"
 _NUMBER = re.compile(r"[0-9]+")
+# The only key of the objects in which Flax wraps an array.
+BOX = "/value"
 # A number in a name: without leading zeros, and of 18 digits at most.
 _DIGITS = r"(0|[1-9][0-9]{0,17})"
 
@@ -263,6 +266,35 @@ def pattern_of(name: str) -> str:
 def glob_of(name: str) -> str:
     """The text for `glob` that matches `name` alone."""
     return name.replace("*", "[*]")
+
+
+def unboxed(names: Iterable[str]) -> dict[str, str]:
+    """The shorter names of the leaves that their users know by these.
+
+    Flax wraps arrays: `Param` of NNX and `Partitioned` of Linen are nodes with the one
+    key `value`. A checkpoint of such a tree has this key too, and no other trace of
+    them. So the name of any leaf `kernel/value` is also `kernel`, if nothing else lies
+    below `kernel`.
+
+    Args:
+      names: of all leaves of a tree.
+
+    Returns:
+      The shorter names by the whole ones; others are not listed.
+    """
+    all_names = set(names)
+    boxes = {name.removesuffix(BOX) for name in all_names if name.endswith(BOX)}
+    if not boxes:
+        return {}
+    in_order = sorted(all_names)
+    found = {}
+    for box in sorted(boxes - all_names):
+        # Names that begin alike are neighbors.
+        first = bisect.bisect_left(in_order, f"{box}/")
+        below = in_order[first : first + 2]
+        if not below[1:] or not below[1].startswith(f"{box}/"):
+            found[box + BOX] = box
+    return found
 
 
 def parse(text: str) -> NamePattern:

@@ -110,6 +110,20 @@ def test_numbers_and_numpy_arrays_come_back_as_such():
     assert tree["a"].tolist() == [1, 2, 3]
 
 
+def test_a_sharding_without_devices_is_on_the_mesh_that_is_set():
+    saved = {"state": np.arange(8, dtype=np.float32)}
+    spec = PartitionSpec("a")
+    with jax.set_mesh(MESH):
+        abstract = jax.eval_shape(lambda: jnp.zeros(8, out_sharding=spec))
+        assert restored(abstract, saved).sharding == NamedSharding(MESH, spec)
+    other = jax.make_mesh((4,), ("a",))
+    message = r"state has a sharding of a mesh without devices, .*jax.set_mesh"
+    with pytest.raises(errors.CheckpointError, match=message):
+        restored(abstract, saved)
+    with jax.set_mesh(other), pytest.raises(errors.CheckpointError, match=message):
+        restored(abstract, saved)
+
+
 def test_an_array_without_a_sharding_comes_to_this_host():
     tree = restored(
         jax.ShapeDtypeStruct((2,), np.float32), {"state": np.ones(2, np.float32)}
