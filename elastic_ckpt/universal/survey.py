@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from etils import epath
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.rules import name_pattern
@@ -54,6 +55,8 @@ _EMPTY_WORDS = {"weight", "kernel", "w", "model", "params"}
 _COMMON_WORDS = {"layer", "attention", "mlp", "out"}
 _SEVERAL_WORDS = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}
 _LEAST_LIKENESS = 0.25
+# A leaf that is less like a tensor than another one, by this factor, may be meant.
+_LIKE = 0.6
 _MOST_DIMS = 6
 # The leaves that may be parts of a fused one.
 _MOST_FUSED = 8
@@ -202,9 +205,16 @@ def draft(stored: Sequence[StoredTensor], targets: Mapping[str, TargetTensor]) -
                 pairs.append((likeness, at, to, rule))
     taken: set[int] = set()
     made: dict[int, str] = {}
-    for _, at, to, rule in sorted(pairs, key=lambda each: (-each[0], each[1:3])):
+    for likeness, at, to, rule in sorted(pairs, key=lambda each: (-each[0], each[1:3])):
         if at not in made and to not in taken:
+            others = [
+                wanted[each].text
+                for other, source, each, _ in pairs
+                if source == at and each != to and other >= _LIKE * likeness
+            ]
             made[at] = rule
+            if others:
+                made[at] = f"  # Or to {errors.first_of(others)}:\n{rule}"
             taken.add(to)
     _pair_by_shape(sources, wanted, made, taken)
     left = [each for to, each in enumerate(wanted) if to not in taken]

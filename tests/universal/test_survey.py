@@ -127,3 +127,12 @@ def test_a_tree_is_a_file_of_shapes(tmp_path):
     path = tmp_path / "tree.json"
     path.write_text(json.dumps({"x/y": [2, 3]}))
     assert survey.tree(str(path))["x/y"].shape == (2, 3)
+
+
+def test_a_draft_says_which_leaf_may_be_meant_too():
+    tensors = {f"{n}.weight": numbered(4) for n in ("input_norm", "post_attn_norm")}
+    leaves = {"attention_norm/scale": numbered(4), "mlp_norm/scale": numbered(4)}
+    listed = stored([saved(name, array) for name, array in tensors.items()])
+    text = survey.draft(listed, targets_like(leaves))
+    assert "# Or to mlp_norm/scale:" in text
+    assert "# Or to attention_norm/scale:" in text
