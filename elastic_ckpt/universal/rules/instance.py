@@ -37,7 +37,7 @@ from elastic_ckpt.universal.rules.relation import (
 )
 from elastic_ckpt.universal.rules.rule import POWERS, SHIFTED
 
-# An empty tensor may have dims of any size, and cost no bytes.
+# An empty tensor costs nothing, but targets may be derived from a dim of any size.
 MOST_NAMES = 1 << 17
 _MOST_VOLUME = 1 << 62
 _MOST_INDICES = 1 << 16

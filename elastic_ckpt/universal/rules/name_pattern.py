@@ -109,7 +109,7 @@ class Capture:
         return None if number < 0 else number
 
     def samples(self, is_number: bool) -> Sequence[str]:
-        """Some of its texts, which only captures that take as much match, too."""
+        """Some of its texts, which only captures at least as wide match."""
         if self.choices:
             return self.choices
         if is_number:
@@ -480,7 +480,7 @@ class NameIndex:
 
 
 def most_specific(matches: Sequence[Match]) -> list[Match]:
-    """Those of several matches whose names are not all matched by fewer others."""
+    """The matches whose patterns are not strictly wider than another's."""
     return [
         match
         for match in matches

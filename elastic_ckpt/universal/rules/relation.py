@@ -9,6 +9,7 @@ coordinates.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -22,7 +23,7 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.name_pattern import Capture, NamePattern
 from elastic_ckpt.universal.rules.rule import COPIES, Rule, TensorPattern
 
-_OPERANDS = {"times": 1, "plus": 2}
+_OPERANDS = ("times", "plus")
 # What elements can be of.
 DTYPES = (
     "bool",
@@ -211,8 +212,8 @@ class Relation:
                     f"{self.sources[tensor].place}: a tensor of {num_dims} dims has"
                     f" fewer than {self.sources[tensor].dims.text!r} names"
                 )
-            made = object.__new__(Relation)
-            made.__dict__.update(self.__dict__, has_rest=False)
+            made = copy.copy(self)
+            made.has_rest = False
             sides = [
                 [
                     dataclasses.replace(
@@ -395,8 +396,8 @@ class Relation:
 
     def _operands(self, source: Term, operands: Sequence[Term]) -> Iterator[Term]:
         place = self.sources[source.tensor].place
-        held = [each for each in operands if self._is_operand_of(each, source)]
-        for role, count in _OPERANDS.items():
+        held = [t for t in operands if self.sources[t.tensor].main == source.tensor]
+        for role in _OPERANDS:
             of_role = [each for each in held if self.sources[each.tensor].role == role]
             if role == "times":
                 tensors = {each.tensor: each for each in of_role}
@@ -411,19 +412,12 @@ class Relation:
                     )
             elif of_role:
                 shared = [each.names - source.names for each in of_role]
-                if (
-                    len(of_role) != count
-                    or shared[0] != shared[1]
-                    or len(shared[0]) > 1
-                ):
+                if len(of_role) != 2 or shared[0] != shared[1] or len(shared[0]) > 1:
                     raise LayoutError(
                         f"{place}: `plus` has two matrices, such as "
                         '{"B": "out r", "A": "r in"}, with one dim that the sum lacks'
                     )
             yield from of_role
-
-    def _is_operand_of(self, operand: Term, source: Term) -> bool:
-        return self.sources[operand.tensor].main == source.tensor
 
     def _fits(self, source: Term, target: Term) -> bool:
         # The source's rank may be a coordinate of the target.
@@ -550,8 +544,6 @@ def _check_options(tensor: ParsedTensor) -> None:
             raise LayoutError(
                 f"{place}: {dtype!r} is no dtype of elements; the nearest is {near!r}"
             )
-    if pattern.copy and pattern.copy not in COPIES:
-        raise LayoutError(f"{place}: `copy` is {' or '.join(COPIES)}")
 
 
 def _with_used_tables(rule: Rule, sides: Sequence[Sequence[ParsedTensor]]) -> Rule:

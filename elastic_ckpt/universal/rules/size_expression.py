@@ -21,16 +21,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
-    ast.Pow: lambda base, exponent: math.pow(base, exponent),
+    ast.Pow: math.pow,
 }
+_ROUNDED = ("bfloat16", "float16", "float32")
+_MAX_LENGTH = 200
 
 
 class NoValueError(LayoutError):
     """Arithmetic has no value for these sizes."""
-
-
-_ROUNDED = ("bfloat16", "float16", "float32")
-_MAX_LENGTH = 200
 
 
 def names(expression: str | float) -> frozenset[str]:
@@ -65,7 +63,7 @@ def result(expression: str | float, sizes: Mapping[str, float]) -> float:
         number = _result(_parse(expression), sizes)
     except (ArithmeticError, ValueError) as error:
         raise NoValueError(f"{expression!r} has no value: {error}") from None
-    if isinstance(number, complex) or not math.isfinite(number):
+    if not math.isfinite(number):
         raise NoValueError(f"{expression!r} has no value: {number}")
     return number
 

@@ -146,7 +146,8 @@ def solve(
 
     Args:
       rule: with the sizes and widths that are given.
-      system: in the order in which equations are preferred; messages name the others.
+      system: equations, of which earlier ones are solved first; an error names the
+        later one that disagrees.
       shared: sizes that other rules have, for names that remain unknown.
       clips: the clipped products of all tensors.
 
@@ -254,7 +255,7 @@ class _Solver:
         return found - self._known.keys()
 
     def _wanted(self) -> set[str]:
-        # What is unknown, and the unknown sizes that it is computed of.
+        # What is unknown, and the unknown sizes that it is computed from.
         found = pending = self._unknown()
         while pending:
             exprs = (self._rule.sizes.get(name) for name in pending)
@@ -301,7 +302,7 @@ class _Solver:
         return solved
 
     def _bases(self, unknown: Set[str]) -> set[str]:
-        # What unknown sizes are computed of, where the rule computes them.
+        # What unknown sizes are computed from, where the rule computes them.
         bases: set[str] = set()
         pending, seen = list(unknown), set(unknown)
         while pending:
@@ -334,7 +335,7 @@ class _Solver:
         return Fraction(math.ceil(size)) if equation.is_least else size
 
     def _computed(self, sizes: dict[str, Fraction]) -> dict[str, Fraction]:
-        # With the sizes that the rule computes of these, and of those that are known.
+        # With the sizes that the rule computes from these and from known ones.
         is_more = True
         while is_more:
             is_more = False
