@@ -1,12 +1,13 @@
-"""A number that a checkpoint holds beside its tensors: `args/num_query_groups`.
+"""What a checkpoint holds beside its tensors, such as `args/num_query_groups`.
 
-Layouts refer to it by its path in `Checkpoint.values`.
+Layouts refer to it by its path in `Checkpoint.values`: for a number, or to require that
+it has one of some values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -14,6 +15,9 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 # Below it, a float has each integer.
 _LIMIT = 2**53
 _MOST_DIGITS = 15
+
+# A text, number or flag that is required; None is a value that is missing.
+Plain = str | float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +67,32 @@ class CheckpointValue:
     def missing(self) -> str:
         """The sentence about a checkpoint that has none of the paths."""
         return f"{self.place}: the checkpoint has no value {' or '.join(self.paths)}"
+
+
+def check_required(
+    required: Mapping[str, Sequence[Plain]], values: Mapping[str, Any], place: str
+) -> None:
+    """Checks the values that a checkpoint has to have.
+
+    Args:
+      required: the values that are allowed, by path.
+      values: of the checkpoint, see `CheckpointValue.number`.
+      place: the layout, for the error.
+
+    Raises:
+      LayoutError: if a value is another one.
+    """
+    for path, allowed in required.items():
+        value = None if values.get(path) == [] else values.get(path)
+        inside = next((each for each in values if each.startswith(f"{path}/")), None)
+        if value in allowed and inside is None:
+            continue
+        shown = "missing" if value is None else repr(value)[:100]
+        if inside is not None:
+            shown = f"{repr(values[inside])[:100]} at {inside}"
+        fitting = ("missing" if each is None else repr(each) for each in allowed)
+        raise LayoutError(
+            f"{place}: {path} in the checkpoint is {shown}, and this layout is right"
+            f" only if it is {' or '.join(fitting)}; use another layout, or change it"
+            " with the program that wrote the checkpoint"
+        )

@@ -15,7 +15,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
-from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
+from elastic_ckpt.universal.rules.checkpoint_value import (
+    CheckpointValue,
+    Plain,
+    check_required,
+)
 from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import (
@@ -54,6 +58,9 @@ class Layout:
       fill: values for leaves that no rule fills, by their names: numbers, or references
         to values of the checkpoint.
       fill_inverse: the same in the other direction; it cannot be given in a file.
+      require: the values of the checkpoint for which the layout is right, by path;
+        None is a value that is missing.
+      require_inverse: the same in the other direction; it cannot be given in a file.
       lists: the paths of lists, such as `opt_state`, in a tree that is written; their
         keys are numbers.
       defaults: options of all tensors of the checkpoint, such as `replicated`, with the
@@ -82,6 +89,10 @@ class Layout:
         default_factory=dict
     )
     fill_inverse: Mapping[str, float | CheckpointValue] = dataclasses.field(
+        default_factory=dict
+    )
+    require: Mapping[str, tuple[Plain, ...]] = dataclasses.field(default_factory=dict)
+    require_inverse: Mapping[str, tuple[Plain, ...]] = dataclasses.field(
         default_factory=dict
     )
     lists: tuple[str, ...] = ()
@@ -169,6 +180,8 @@ class Layout:
             drop_of_kind=(),
             fill=self.fill_inverse,
             fill_inverse=self.fill,
+            require=self.require_inverse,
+            require_inverse=self.require,
             tree=self.tree_inverse,
             tree_inverse=self.tree,
         )
@@ -228,8 +241,9 @@ class Layout:
             others stay: shapes may determine these sizes.
 
         Raises:
-          LayoutError: if a value is not a number.
+          LayoutError: if a value is not a number, or not one that is required.
         """
+        check_required(self.require, values, self.place)
         made = [_with_values(each, values) for each in (self.sizes, self.fill)]
         rules = [
             dataclasses.replace(rule, sizes=_with_values(rule.sizes, values))

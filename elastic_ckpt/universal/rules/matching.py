@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -191,6 +192,7 @@ class _Owner:
       state: the kind of state.
       sources: the whole name patterns of its sources.
       targets: the whole name patterns of its targets.
+      excepted: the names that its sources do not match.
       groups: the tensors of each instance, by kept captures.
     """
 
@@ -198,6 +200,7 @@ class _Owner:
     state: str
     sources: Sequence[NamePattern]
     targets: Sequence[NamePattern]
+    excepted: Sequence[re.Pattern[str]]
     groups: dict[Kept, _Group] = dataclasses.field(default_factory=dict)
 
     @property
@@ -244,10 +247,15 @@ def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
             continue
         relation = Relation(layout.complete(rule), axes)
         sides = (relation.sources, relation.targets)
+        excepted = [name_pattern.glob(text).expression(()) for text in rule.excepted]
         if rule.kind is not None:
             names = [[tensor.name for tensor in side] for side in sides]
             yield _Owner(
-                relation=relation, state=rule.kind, sources=names[0], targets=names[1]
+                relation=relation,
+                state=rule.kind,
+                sources=names[0],
+                targets=names[1],
+                excepted=excepted,
             )
             continue
         for kind in rule.states or layout.states:
@@ -259,7 +267,11 @@ def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
                 for text, side in zip((state.source, state.target), sides, strict=True)
             )
             yield _Owner(
-                relation=relation, state=kind, sources=sources, targets=targets
+                relation=relation,
+                state=kind,
+                sources=sources,
+                targets=targets,
+                excepted=excepted,
             )
 
 
@@ -347,6 +359,18 @@ class _Matching:
                     kept=owner.relation.kept,
                 )
 
+    def matches(self, tensor: StoredTensor) -> list[Match]:
+        """The patterns of sources that match a tensor of the checkpoint."""
+        found = self.index.matches(tensor.name, tensor.kind)
+        excepted = [self.owners[each.entry.owner].excepted for each in found]
+        if not any(excepted):
+            return found
+        return [
+            match
+            for match, names in zip(found, excepted, strict=True)
+            if not any(name.fullmatch(tensor.name) for name in names)
+        ]
+
     def _add_sources(self) -> None:
         drops = list(_dropped_names(self.layout))
         drop_index = NameIndex(drops)
@@ -361,7 +385,7 @@ class _Matching:
                     f"characters, {tensor.name[:60]!r}..., and names of up to "
                     f"{_MOST_CHARACTERS} are matched"
                 )
-            matches = self.index.matches(tensor.name, tensor.kind)
+            matches = self.matches(tensor)
             if drops and self._is_dropped(drop_index, tensor, matches):
                 dropped[tensor.name] = None
                 self._unused.update(
@@ -686,7 +710,7 @@ class _Complete:
         # The kept captures for which each pattern has a tensor.
         self._sources: dict[tuple[int, int], set[Kept]] = collections.defaultdict(set)
         for tensor in matching.stored:
-            for match in matching.index.matches(tensor.name, tensor.kind):
+            for match in matching.matches(tensor):
                 place = (match.entry.owner, match.entry.tensor)
                 self._sources[place].add(match.kept)
         self._targets: set[tuple[int, int]] | None = None
@@ -709,7 +733,7 @@ class _Complete:
         """
         held = [each for each in matches if self._is_complete(each)]
         if all(self._owners[each.entry.owner].is_optional for each in matches):
-            return held[:1] or matches
+            return held[:1] or name_pattern.most_specific(matches)
         return name_pattern.most_specific(held or matches)
 
     def _is_complete(self, match: Match) -> bool:

@@ -133,6 +133,7 @@ class Rule:
         which no state completes.
       optional: whether the checkpoint may lack all of its tensors.
       only: the one of `DIRECTIONS` in which it holds; "" for both.
+      excepted: names that its sources do not match; `*` stands for any text.
       place: for messages.
     """
 
@@ -148,6 +149,7 @@ class Rule:
     kind: str | None = None
     optional: bool = False
     only: str = ""
+    excepted: tuple[str, ...] = ()
     place: str = dataclasses.field(default="", compare=False)
 
     def inverse(self) -> Rule:
