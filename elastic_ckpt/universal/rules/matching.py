@@ -399,7 +399,9 @@ class _Matching:
                     self._check_scaled(tensor.name, fitting, matches)
             if len(matches) > 1:
                 owners = [self.owners[each.entry.owner] for each in matches]
-                self._note_several(tensor.name, owners)
+                is_lacking = all(owner.is_optional for owner in owners)
+                problem = "lacking" if is_lacking else "several"
+                self._note_rules(problem, tensor.name, owners)
             elif matches:
                 (match,) = matches
                 owner = self.owners[match.entry.owner]
@@ -478,7 +480,8 @@ class _Matching:
         for number, tensor in enumerate(self.given):
             of_tensor = claims.get(tensor.name, ())
             if len(of_tensor) > 1:
-                self._note_several(tensor.name, [owner for owner, _, _ in of_tensor])
+                owners = [owner for owner, _, _ in of_tensor]
+                self._note_rules("several", tensor.name, owners)
             elif of_tensor:
                 ((owner, kept, sketch),) = of_tensor
                 owner.groups[kept].targets.append((sketch, number))
@@ -601,9 +604,9 @@ class _Matching:
             raise LayoutError(text)
         self._problems[problem].append(text)
 
-    def _note_several(self, name: str, owners: Sequence[_Owner]) -> None:
+    def _note_rules(self, problem: str, name: str, owners: Sequence[_Owner]) -> None:
         rules = " and ".join(dict.fromkeys(owner.text for owner in owners))
-        self._note("several", f"{name} ({rules})")
+        self._note(problem, f"{name} ({rules})")
 
     def _note_leftovers(self, side: str, names: Sequence[str]) -> None:
         # A name may be that of tensors of several ranks.
@@ -680,6 +683,8 @@ class _Matching:
             "sources": "tensors of the checkpoint are in no rule",
             "targets": "tensors of the target are in no rule",
             "several": "tensors are in several rules",
+            "lacking": "tensors are in optional rules, none of which has all that it "
+            "needs",
             "unmatched": "patterns match no tensor",
             "incomplete": "tensors are missing beside others of their rules",
             "absent": "tensors are made by rules, and missing in the target",
@@ -733,7 +738,7 @@ class _Complete:
         """
         held = [each for each in matches if self._is_complete(each)]
         if all(self._owners[each.entry.owner].is_optional for each in matches):
-            return held[:1] or name_pattern.most_specific(matches)
+            return held[:1] or matches
         return name_pattern.most_specific(held or matches)
 
     def _is_complete(self, match: Match) -> bool:
