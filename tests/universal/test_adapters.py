@@ -279,6 +279,20 @@ def test_no_tensor_of_an_adapter_is_left_out(tmp_path, tensors, text):
         Conversion(Job(source=str(path), target=str(tmp_path / "made")))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
+def test_nothing_is_added_to_weights_that_lack_their_scales(tmp_path, dtype):
+    base = model() | {f"{QUERY}.weight": np.ones((8, 12), dtype)}
+    base[f"{QUERY}.weight_scale_inv"] = numbers(1, 1)
+    path = write(tmp_path, pairs(), {"lora_alpha": 4}, base=base)
+    with pytest.raises(LayoutError, match=f"weights of {np.dtype(dtype)} mean nothing"):
+        Conversion(Job(source=str(path), target=str(tmp_path / "made")))
+    layout = tmp_path / "layout.yml"
+    layout.write_text(json.dumps({"version": 1, "through": ["hf_fp8", "lora"]}))
+    job = Job(source=str(path), target=str(tmp_path / "made"), rules=str(layout))
+    with pytest.raises(LayoutError, match="both of two layouts do arithmetic"):
+        Conversion(job)
+
+
 def test_a_base_alone_is_no_adapter(tmp_path):
     write(tmp_path, pairs(), {"lora_alpha": 4}, base=model())
     job = Job(source=str(tmp_path / "base"), target=str(tmp_path / "x"), rules="lora")
