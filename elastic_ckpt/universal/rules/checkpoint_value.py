@@ -7,7 +7,7 @@ it has one of some values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -16,8 +16,8 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 _LIMIT = 2**53
 _MOST_DIGITS = 15
 
-# A text, number or flag that is required; None is a value that is missing.
-Plain = str | float | None
+# Texts, numbers or flags that are allowed, by path; None is a value that is missing.
+Required = Mapping[str, tuple[str | float | None, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +69,12 @@ class CheckpointValue:
         return f"{self.place}: the checkpoint has no value {' or '.join(self.paths)}"
 
 
-def check_required(
-    required: Mapping[str, Sequence[Plain]], values: Mapping[str, Any], place: str
-) -> None:
-    """Checks the values that a checkpoint has to have.
+def unmet(required: Required, values: Mapping[str, Any]) -> str:
+    """The first value that a checkpoint has to have, and has not; "" if it has all.
 
     Args:
       required: the values that are allowed, by path.
       values: of the checkpoint, see `CheckpointValue.number`.
-      place: the layout, for the error.
-
-    Raises:
-      LayoutError: if a value is another one.
     """
     for path, allowed in required.items():
         value = None if values.get(path) == [] else values.get(path)
@@ -91,8 +85,7 @@ def check_required(
         if inside is not None:
             shown = f"{repr(values[inside])[:100]} at {inside}"
         fitting = ("missing" if each is None else repr(each) for each in allowed)
-        raise LayoutError(
-            f"{place}: {path} in the checkpoint is {shown}, and this layout is right"
-            f" only if it is {' or '.join(fitting)}; use another layout, or change it"
-            " with the program that wrote the checkpoint"
+        return (
+            f"{path} in the checkpoint is {shown}, and has to be {' or '.join(fitting)}"
         )
+    return ""

@@ -17,8 +17,8 @@ from typing import Any
 from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
 from elastic_ckpt.universal.rules.checkpoint_value import (
     CheckpointValue,
-    Plain,
-    check_required,
+    Required,
+    unmet,
 )
 from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -91,10 +91,8 @@ class Layout:
     fill_inverse: Mapping[str, float | CheckpointValue] = dataclasses.field(
         default_factory=dict
     )
-    require: Mapping[str, tuple[Plain, ...]] = dataclasses.field(default_factory=dict)
-    require_inverse: Mapping[str, tuple[Plain, ...]] = dataclasses.field(
-        default_factory=dict
-    )
+    require: Required = dataclasses.field(default_factory=dict)
+    require_inverse: Required = dataclasses.field(default_factory=dict)
     lists: tuple[str, ...] = ()
     defaults: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     defaults_inverse: Mapping[str, tuple[str, ...]] = dataclasses.field(
@@ -243,10 +241,18 @@ class Layout:
         Raises:
           LayoutError: if a value is not a number, or not one that is required.
         """
-        check_required(self.require, values, self.place)
+        if lacking := unmet(self.require, values):
+            raise LayoutError(
+                f"{self.place}: {lacking}; use another layout, or change it with the"
+                " program that wrote the checkpoint"
+            )
         made = [_with_values(each, values) for each in (self.sizes, self.fill)]
         rules = [
-            dataclasses.replace(rule, sizes=_with_values(rule.sizes, values))
+            dataclasses.replace(
+                rule,
+                sizes=_with_values(rule.sizes, values),
+                unmet=unmet(rule.require, values),
+            )
             for rule in self.rules
         ]
         through = tuple(each.with_values(values) for each in self.through)

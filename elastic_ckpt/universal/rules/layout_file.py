@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue, Plain
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue, Required
 from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import (
@@ -253,7 +253,7 @@ def _read(root: _Node) -> dict[str, Any]:
             "rules": lambda node: node.list(_rule),
             "drop": _drop,
             "fill": lambda node: node.map(_filling),
-            "require": lambda node: node.map(_allowed),
+            "require": _required,
             "replicated": lambda node: node.list(_Node.text),
             "unchecked": lambda node: node.list(_Node.text),
             "through": lambda node: node.list(lambda each: each),
@@ -329,8 +329,10 @@ def _filling(node: _Node) -> float | CheckpointValue:
     return _value(node) if node.is_mapping else node.number()
 
 
-def _allowed(node: _Node) -> tuple[Plain, ...]:
-    return node.list(_Node.plain) if node.is_list else (node.plain(),)
+def _required(node: _Node) -> Required:
+    return node.map(
+        lambda each: each.list(_Node.plain) if each.is_list else (each.plain(),)
+    )
 
 
 def _value(node: _Node) -> CheckpointValue:
@@ -431,6 +433,7 @@ def _rule(node: _Node) -> Rule:
             "optional": _Node.flag,
             "only": lambda each: each.one_of(DIRECTIONS),
             "except": lambda each: each.list(_Node.text),
+            "require": _required,
         }
     )
     if not fields.keys() >= {"from", "to"}:

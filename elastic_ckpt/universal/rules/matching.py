@@ -405,6 +405,8 @@ class _Matching:
             elif matches:
                 (match,) = matches
                 owner = self.owners[match.entry.owner]
+                if lacking := owner.relation.rule.unmet:
+                    self._note("unmet", f"{tensor.name} ({owner.text}: {lacking})")
                 sketch = (
                     match.entry.tensor,
                     match.captured,
@@ -683,6 +685,7 @@ class _Matching:
             "sources": "tensors of the checkpoint are in no rule",
             "targets": "tensors of the target are in no rule",
             "several": "tensors are in several rules",
+            "unmet": "tensors are in rules that require other values",
             "lacking": "tensors are in optional rules, none of which has all that it "
             "needs",
             "unmatched": "patterns match no tensor",

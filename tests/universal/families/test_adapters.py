@@ -20,6 +20,8 @@ OTHERS = {
     "pissa": "adapter/init_lora_weights in the checkpoint is 'pissa'",
     "biases": "adapter/lora_bias in the checkpoint is True",
     "tokens": r"adapter/trainable_token_indices in the checkpoint is \[1, 2\]",
+    "tied": "config/tie_word_embeddings in the checkpoint is True",
+    "tied_saved": "config/tie_word_embeddings in the checkpoint is True",
 }
 
 

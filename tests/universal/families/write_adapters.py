@@ -11,7 +11,7 @@ import peft
 import torch
 import transformers
 
-from tests.universal.families.models import ROPE, SIZES
+from tests.universal.families.models import ROPE, SIZES, TIED
 
 Options = dict[str, Any]
 MERGED: dict[str, Options] = {
@@ -27,16 +27,21 @@ OTHERS: dict[str, Options] = {
     "pissa": {"init_lora_weights": "pissa"},
     "biases": {"lora_bias": True},
     "tokens": {"trainable_token_indices": [1, 2]},
+    # Their base has one matrix for the embedding and the head.
+    "tied": {"target_modules": ["embed_tokens"]},
+    "tied_saved": {"modules_to_save": ["embed_tokens"]},
 }
 
 
 def write(directory: pathlib.Path) -> None:
-    """Writes `base`, and adapters with the models that PEFT makes of some."""
+    """Writes two bases, and adapters with the models that PEFT makes of some."""
     torch.manual_seed(0)
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | ROPE))
-    base.save_pretrained(directory / "base")
+    for name, tied in (("base", {}), ("tied_base", TIED)):
+        config = transformers.LlamaConfig(**SIZES | ROPE | tied)
+        transformers.LlamaForCausalLM(config).save_pretrained(directory / name)
     for name, options in (MERGED | OTHERS).items():
-        model = transformers.LlamaForCausalLM.from_pretrained(directory / "base")
+        base = directory / ("tied_base" if name.startswith("tied") else "base")
+        model = transformers.LlamaForCausalLM.from_pretrained(base)
         given = {"r": 4, "lora_alpha": 10, "target_modules": ["q_proj", "down_proj"]}
         adapted = peft.get_peft_model(model, peft.LoraConfig(**given | options))
         with torch.no_grad():

@@ -27,6 +27,7 @@ rules:
     pad: {pad: 1e-3}
     optional: true
     except: ["c.*"]
+    require: {a/kind: gqa}
 drop: {from: ["*.x"], to: ["y"]}
 fill: {step: {value: iteration}, count: 3}
 lists: [opt]
@@ -54,6 +55,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         pad={"pad": 0.001},
         optional=True,
         excepted=("c.*",),
+        require={"a/kind": ("gqa",)},
     )
     layout = Layout(
         rules=(first, second),
@@ -90,7 +92,7 @@ def test_the_inverse_of_the_inverse_is_the_layout():
 @pytest.mark.parametrize(
     ("old", "new", "place", "problem"),
     [
-        ("drop:", "drops:", "line 18: drops", "nearest key is 'drop'"),
+        ("drop:", "drops:", "line 19: drops", "nearest key is 'drop'"),
         ("optional", "optionel", "line 16: rules[1].optionel", "'optional'"),
         ("scale", "scales", "rules[0].from['a.{layer}'].scales", "'scale'"),
         ("version: 1", "version: 2", "line 1: version", "version 2 is not known"),
@@ -124,7 +126,7 @@ def test_the_inverse_of_the_inverse_is_the_layout():
         ("value: [a/kv, b], ", "", "line 2: sizes['kv']", "`value` is missing"),
         ("[a/kv, b]", "[a/kv, 3]", "sizes['kv'].value[1]", "expected a text"),
         ("default: 1", "defaults: 1", "sizes['kv'].defaults", "'default'"),
-        ("count: 3", "count: x", "line 19: fill['count']", "expected a number"),
+        ("count: 3", "count: x", "line 20: fill['count']", "expected a number"),
         ("false}", "2026-01-01}", "require['a/flag']", "a text, number or flag"),
         ("false}", "{a: 1}}", "require['a/flag']", "expected one value"),
     ],

@@ -370,11 +370,29 @@ def test_a_layout_requires_values(required, fitting, others):
         values = plain_values.flatten({"config": {"act": value}}, file="")
         with pytest.raises(LayoutError, match="layout: config/act in the checkpoint"):
             made_by.with_values(values)
-        with pytest.raises(LayoutError, match="right only if it is "):
+        with pytest.raises(LayoutError, match=", and has to be "):
             dataclasses.replace(made_by, rules=(), through=(made_by,)).with_values(
                 values
             )
         made_by.inverse().with_values(values)
+
+
+def test_a_rule_requires_values_where_it_is_used():
+    made_by = layout(
+        rule({"x": "n"}, {"k": "n"}, optional=True, require={"config/act": "silu"}),
+        rule({"y": "n"}, {"l": "n"}),
+    )
+    both = {"x": numbered(3), "y": numbered(2)}
+    expected = {"k": both["x"], "l": both["y"]}
+    fitting, other = ({"config/act": act} for act in ("silu", "gelu"))
+    assert_same(relayout(made_by.with_values(fitting), both), expected)
+    for values in (other, {}):
+        one = relayout(made_by.with_values(values), {"y": both["y"]})
+        assert_same(one, {"l": both["y"]})
+        with pytest.raises(LayoutError, match=r"x \(.*rules\[0\]: config/act in the"):
+            relayout(made_by.with_values(values), both)
+        with pytest.raises(LayoutError, match=r"k \(.*rules\[0\]: config/act in the"):
+            relayout(made_by.inverse().with_values(values), expected)
 
 
 def test_a_rule_does_not_match_names_that_it_excepts():
