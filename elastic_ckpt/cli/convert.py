@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rules",
         metavar="LAYOUT",
         help="the layout: a YAML file, or the name of one that comes with the package;"
-        " by default what DeepSpeed has written into SRC, or the names as they are",
+        " by default what DeepSpeed has written into SRC, or the names as they are, and"
+        " an adapter is merged",
     )
     parser.add_argument(
         "--size",

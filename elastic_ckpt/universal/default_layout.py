@@ -1,8 +1,9 @@
 """The layout of a conversion without rules: a checkpoint's description, or its names.
 
-A DeepSpeed checkpoint describes how its ranks share parameters. Tensors of other
-formats keep their names if they are global. If there are several kinds of tensors, the
-kind comes first, as in `deepspeed_layout`: `first_moment/1.mlp.weight`.
+A DeepSpeed checkpoint describes how its ranks share parameters. An adapter is merged
+into its base, by a layout that ships. Tensors of other formats keep their names if they
+are global. If there are several kinds of tensors, the kind comes first, as in
+`deepspeed_layout`: `first_moment/1.mlp.weight`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import described_layout
+from elastic_ckpt.universal.formats import peft_adapter
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
@@ -29,6 +31,11 @@ SAME_NAMES = Rule(
     target=side({"{name:path}": "..."}),
     place="the layout of the same names",
 )
+
+
+def shipped(checkpoint: Checkpoint) -> str | None:
+    """The layout that ships for a checkpoint: an adapter is merged into its base."""
+    return "lora" if checkpoint.format.startswith(peft_adapter.FORMAT) else None
 
 
 def layout(checkpoint: Checkpoint, *, of_optimizer: bool = False) -> Layout:

@@ -37,7 +37,8 @@ def load(
       layout: how the tensors of the checkpoint (`from`) relate to these leaves (`to`):
         a `Layout`, the path of a YAML file, or the name of a layout that comes with the
         package. None is for checkpoints of DeepSpeed, which describe their own layout,
-        and for those whose tensors have the names of the leaves.
+        and for those whose tensors have the names of the leaves, once an adapter is
+        merged into its base.
       budget_bytes: the most bytes in flight, whatever the size of the model.
 
     Returns:
@@ -52,6 +53,8 @@ def load(
     """
     rules = None if layout is None else shipped_layouts.resolve(layout)
     checkpoint = opening.open_checkpoint(path)
+    if rules is None and (name := default_layout.shipped(checkpoint)):
+        rules = shipped_layouts.load(name)
     leaves = restored_tree.target_leaves(abstract_state)
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
     if rules is None:

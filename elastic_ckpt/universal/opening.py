@@ -25,6 +25,7 @@ from elastic_ckpt.universal.formats import (
     hugging_face,
     megatron,
     orbax_checkpoint,
+    peft_adapter,
     ram_checkpoint,
     safetensors_checkpoint,
     torch_weights,
@@ -44,8 +45,14 @@ class _Format:
     has_file: bool = False
 
 
+def _open_adapter(path: epath.PathLike) -> Checkpoint:
+    adapter = open_checkpoint(peft_adapter.weights(path))
+    return peft_adapter.joined(path, adapter, open_checkpoint(peft_adapter.base(path)))
+
+
 # A directory is of the first that fits.
 _FORMATS = (
+    _Format("PEFT (adapter_config.json)", peft_adapter.is_format, _open_adapter),
     _Format(
         "Megatron (common.pt, mp_rank_*/, latest_checkpointed_iteration.txt)",
         megatron.is_format,
@@ -108,7 +115,8 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     Args:
       path: a directory, or the file of a checkpoint of one file, local or in a bucket;
         or the id of a model in the local cache of the Hugging Face hub,
-        `hf://org/name` or `hf://org/name@revision`.
+        `hf://org/name` or `hf://org/name@revision`. The directory of an adapter of PEFT
+        leads to its base, too.
 
     Returns:
       The checkpoint, with its `format`, its `tensors`, and its `values`, such as the

@@ -11,6 +11,7 @@ from elastic_ckpt.universal.formats import safetensors_file
 _NAMES = {
     "float64": "F64",
     "float32": "F32",
+    "float16": "F16",
     "bfloat16": "BF16",
     "int64": "I64",
     "bool": "BOOL",

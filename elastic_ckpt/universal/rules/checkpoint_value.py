@@ -1,6 +1,7 @@
-"""A number that a checkpoint holds beside its tensors: `args/num_query_groups`.
+"""What a checkpoint holds beside its tensors, such as `args/num_query_groups`.
 
-Layouts refer to it by its path in `Checkpoint.values`.
+Layouts refer to it by its path in `Checkpoint.values`: for a number, or to require that
+it has one of some values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 # Below it, a float has each integer.
 _LIMIT = 2**53
 _MOST_DIGITS = 15
+
+# Texts, numbers or flags that are allowed, by path; None is a value that is missing.
+Required = Mapping[str, tuple[str | float | None, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +67,25 @@ class CheckpointValue:
     def missing(self) -> str:
         """The sentence about a checkpoint that has none of the paths."""
         return f"{self.place}: the checkpoint has no value {' or '.join(self.paths)}"
+
+
+def unmet(required: Required, values: Mapping[str, Any]) -> str:
+    """The first value that a checkpoint has to have, and has not; "" if it has all.
+
+    Args:
+      required: the values that are allowed, by path.
+      values: of the checkpoint, see `CheckpointValue.number`.
+    """
+    for path, allowed in required.items():
+        value = None if values.get(path) == [] else values.get(path)
+        inside = next((each for each in values if each.startswith(f"{path}/")), None)
+        if value in allowed and inside is None:
+            continue
+        shown = "missing" if value is None else repr(value)[:100]
+        if inside is not None:
+            shown = f"{repr(values[inside])[:100]} at {inside}"
+        fitting = ("missing" if each is None else repr(each) for each in allowed)
+        return (
+            f"{path} in the checkpoint is {shown}, and has to be {' or '.join(fitting)}"
+        )
+    return ""

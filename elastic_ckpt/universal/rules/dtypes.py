@@ -60,10 +60,18 @@ def with_dtypes(
         if viewed_as is not None:
             found = {np.dtype(viewed_as)}
         operands = {each.tensor for each in pair.operands}
-        for row in sources:
-            if row.tensor in operands:
-                _check_operand(relation.sources[row.tensor], row)
-        if any(row.tensor in operands for row in sources):
+        held_operands = [row for row in sources if row.tensor in operands]
+        for row in held_operands:
+            _check_operand(relation.sources[row.tensor], row)
+        roles = {relation.sources[row.tensor].role for row in held_operands}
+        if "plus" in roles and any(map(may_be_quantized, found)):
+            raise LayoutError(
+                f"{relation.sources[tensor].place}: weights of "
+                f"{', '.join(map(str, found))} mean nothing without their scales, by "
+                "which `plus` does not multiply; convert the checkpoint to bfloat16 "
+                "first"
+            )
+        if held_operands:
             found = {_DEQUANTIZED if may_be_quantized(d) else d for d in found}
         held[pair.target.tensor].update(found)
     for row in targets:

@@ -557,8 +557,11 @@ class _Planner:
         return Arithmetic(reduction=reduction, factor=factor, scale=scale, shift=shift)
 
     def _number(self, expression: float | str) -> float:
-        sizes.require(self._rule, size_expression.names(expression), self.sizes)
-        return size_expression.result(expression, self.sizes)
+        given = self._rule.sizes.items()
+        numbers = {name: each for name, each in given if isinstance(each, int | float)}
+        numbers.update(self.sizes)
+        sizes.require(self._rule, size_expression.names(expression), numbers)
+        return size_expression.result(expression, numbers)
 
     def _fills(self) -> Iterator[Filled]:
         pad = self._rule.pad

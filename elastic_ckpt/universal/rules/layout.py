@@ -16,7 +16,11 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
-from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
+from elastic_ckpt.universal.rules.checkpoint_value import (
+    CheckpointValue,
+    Required,
+    unmet,
+)
 from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import (
@@ -55,6 +59,9 @@ class Layout:
       fill: values for leaves that no rule fills, by their names: numbers, or references
         to values of the checkpoint.
       fill_inverse: the same in the other direction; it cannot be given in a file.
+      require: the values of the checkpoint for which the layout is right, by path;
+        None is a value that is missing.
+      require_inverse: the same in the other direction; it cannot be given in a file.
       lists: the paths of lists, such as `opt_state`, in a tree that is written; their
         keys are numbers.
       defaults: options of all tensors of the checkpoint, such as `replicated`, with the
@@ -85,6 +92,8 @@ class Layout:
     fill_inverse: Mapping[str, float | CheckpointValue] = dataclasses.field(
         default_factory=dict
     )
+    require: Required = dataclasses.field(default_factory=dict)
+    require_inverse: Required = dataclasses.field(default_factory=dict)
     lists: tuple[str, ...] = ()
     defaults: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     defaults_inverse: Mapping[str, tuple[str, ...]] = dataclasses.field(
@@ -176,6 +185,8 @@ class Layout:
             drop_of_kind=(),
             fill=self.fill_inverse,
             fill_inverse=self.fill,
+            require=self.require_inverse,
+            require_inverse=self.require,
             tree=self.tree_inverse,
             tree_inverse=self.tree,
         )
@@ -267,11 +278,20 @@ class Layout:
             others stay: shapes may determine these sizes.
 
         Raises:
-          LayoutError: if a value is not a number.
+          LayoutError: if a value is not a number, or not one that is required.
         """
+        if lacking := unmet(self.require, values):
+            raise LayoutError(
+                f"{self.place}: {lacking}; use another layout, or change it with the"
+                " program that wrote the checkpoint"
+            )
         made = [_with_values(each, values) for each in (self.sizes, self.fill)]
         rules = [
-            dataclasses.replace(rule, sizes=_with_values(rule.sizes, values))
+            dataclasses.replace(
+                rule,
+                sizes=_with_values(rule.sizes, values),
+                unmet=unmet(rule.require, values),
+            )
             for rule in self.rules
         ]
         through = tuple(each.with_values(values) for each in self.through)

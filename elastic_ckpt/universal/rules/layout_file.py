@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue, Required
 from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import (
@@ -172,6 +172,12 @@ class _Node:
             return value  # type: ignore[return-value]
         raise self.error(f"expected a number or arithmetic, not {self._text()}")
 
+    def plain(self) -> str | float | None:
+        value = self.scalar()
+        if not isinstance(value, str | int | float | None):
+            raise self.error(f"expected a text, number or flag, not {self._text()}")
+        return value
+
     def flag(self) -> bool:
         value = self.scalar()
         if type(value) is not bool:
@@ -241,6 +247,7 @@ def _read(root: _Node) -> dict[str, Any]:
             "rules": lambda node: node.list(_rule),
             "drop": _drop,
             "fill": lambda node: node.map(_filling),
+            "require": _required,
             "replicated": lambda node: node.list(_Node.text),
             "unchecked": lambda node: node.list(_Node.text),
             "through": lambda node: node.list(lambda each: each),
@@ -314,6 +321,12 @@ def _given(node: _Node) -> CheckpointValue | Choice:
 
 def _filling(node: _Node) -> float | CheckpointValue:
     return _value(node) if node.is_mapping else node.number()
+
+
+def _required(node: _Node) -> Required:
+    return node.map(
+        lambda each: each.list(_Node.plain) if each.is_list else (each.plain(),)
+    )
 
 
 def _value(node: _Node) -> CheckpointValue:
@@ -413,11 +426,15 @@ def _rule(node: _Node) -> Rule:
             "kind": _Node.text,
             "optional": _Node.flag,
             "only": lambda each: each.one_of(DIRECTIONS),
+            "except": lambda each: each.list(_Node.text),
+            "require": _required,
         }
     )
     if not fields.keys() >= {"from", "to"}:
         raise node.error("a rule has `from` and `to`")
     source, target = fields.pop("from"), fields.pop("to")
+    if "except" in fields:
+        fields["excepted"] = fields.pop("except")
     return Rule(source=source, target=target, place=node.place, **fields)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -191,6 +192,7 @@ class _Owner:
       state: the kind of state.
       sources: the whole name patterns of its sources.
       targets: the whole name patterns of its targets.
+      excepted: the names that its sources do not match.
       groups: the tensors of each instance, by kept captures.
     """
 
@@ -198,6 +200,7 @@ class _Owner:
     state: str
     sources: Sequence[NamePattern]
     targets: Sequence[NamePattern]
+    excepted: Sequence[re.Pattern[str]]
     groups: dict[Kept, _Group] = dataclasses.field(default_factory=dict)
 
     @property
@@ -244,10 +247,15 @@ def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
             continue
         relation = Relation(layout.complete(rule), axes)
         sides = (relation.sources, relation.targets)
+        excepted = [name_pattern.glob(text).expression(()) for text in rule.excepted]
         if rule.kind is not None:
             names = [[tensor.name for tensor in side] for side in sides]
             yield _Owner(
-                relation=relation, state=rule.kind, sources=names[0], targets=names[1]
+                relation=relation,
+                state=rule.kind,
+                sources=names[0],
+                targets=names[1],
+                excepted=excepted,
             )
             continue
         for kind in rule.states or layout.states:
@@ -259,7 +267,11 @@ def _owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[_Owner]:
                 for text, side in zip((state.source, state.target), sides, strict=True)
             )
             yield _Owner(
-                relation=relation, state=kind, sources=sources, targets=targets
+                relation=relation,
+                state=kind,
+                sources=sources,
+                targets=targets,
+                excepted=excepted,
             )
 
 
@@ -373,6 +385,19 @@ class _Matching:
             return found
         return index.matches(self._unboxed_targets[name])
 
+    def matches(self, tensor: StoredTensor) -> Sequence[Match]:
+        """The patterns of sources that match a tensor which their rules do not except."""
+        found = self.of_source(self.index, tensor)
+        excepted = [self.owners[each.entry.owner].excepted for each in found]
+        if not any(excepted):
+            return found
+        names = (tensor.name, self._unboxed_sources.get(tensor.name, tensor.name))
+        return [
+            match
+            for match, patterns in zip(found, excepted, strict=True)
+            if not any(any(map(each.fullmatch, names)) for each in patterns)
+        ]
+
     def _add_sources(self) -> None:
         drops = list(_dropped_names(self.layout))
         drop_index = NameIndex(drops)
@@ -388,7 +413,7 @@ class _Matching:
                     f"{_MOST_CHARACTERS} are matched"
                 )
             shorter = self._names[number]
-            matches = self.of_source(self.index, tensor)
+            matches = self.matches(tensor)
             if drops and self._is_dropped(drop_index, tensor, matches):
                 dropped[tensor.name] = None
                 self._unused.update(
@@ -402,10 +427,14 @@ class _Matching:
                     self._check_scaled(tensor.name, fitting, matches)
             if len(matches) > 1:
                 owners = [self.owners[each.entry.owner] for each in matches]
-                self._note_several(shorter, owners)
+                is_lacking = all(owner.is_optional for owner in owners)
+                problem = "lacking" if is_lacking else "several"
+                self._note_rules(problem, shorter, owners)
             elif matches:
                 (match,) = matches
                 owner = self.owners[match.entry.owner]
+                if lacking := owner.relation.rule.unmet:
+                    self._note("unmet", f"{tensor.name} ({owner.text}: {lacking})")
                 sketch = (
                     match.entry.tensor,
                     match.captured,
@@ -490,7 +519,8 @@ class _Matching:
             shorter = self._unboxed_targets.get(tensor.name, tensor.name)
             of_tensor = claims.get(tensor.name, ())
             if len(of_tensor) > 1:
-                self._note_several(shorter, [owner for owner, _, _ in of_tensor])
+                owners = [owner for owner, _, _ in of_tensor]
+                self._note_rules("several", shorter, owners)
             elif of_tensor:
                 ((owner, kept, sketch),) = of_tensor
                 owner.groups[kept].targets.append((sketch, number))
@@ -614,9 +644,9 @@ class _Matching:
             raise LayoutError(text)
         self._problems[problem].append(text)
 
-    def _note_several(self, name: str, owners: Sequence[_Owner]) -> None:
+    def _note_rules(self, problem: str, name: str, owners: Sequence[_Owner]) -> None:
         rules = " and ".join(dict.fromkeys(owner.text for owner in owners))
-        self._note("several", f"{name} ({rules})")
+        self._note(problem, f"{name} ({rules})")
 
     def _note_leftovers(self, side: str, names: Sequence[str]) -> None:
         # A name may be that of tensors of several ranks.
@@ -693,6 +723,9 @@ class _Matching:
             "sources": "tensors of the checkpoint are in no rule",
             "targets": "tensors of the target are in no rule",
             "several": "tensors are in several rules",
+            "unmet": "tensors are in rules that require other values",
+            "lacking": "tensors are in optional rules, none of which has all that it "
+            "needs",
             "unmatched": "patterns match no tensor",
             "incomplete": "tensors are missing beside others of their rules",
             "absent": "tensors are made by rules, and missing in the target",
@@ -723,7 +756,7 @@ class _Complete:
         # The kept captures for which each pattern has a tensor.
         self._sources: dict[tuple[int, int], set[Kept]] = collections.defaultdict(set)
         for tensor in matching.stored:
-            for match in matching.of_source(matching.index, tensor):
+            for match in matching.matches(tensor):
                 place = (match.entry.owner, match.entry.tensor)
                 self._sources[place].add(match.kept)
         self._targets: set[tuple[int, int]] | None = None

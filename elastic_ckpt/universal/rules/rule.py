@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue, Required
 from elastic_ckpt.universal.rules.choice import Choice
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 
@@ -133,6 +133,9 @@ class Rule:
         which no state completes.
       optional: whether the checkpoint may lack all of its tensors.
       only: the one of `DIRECTIONS` in which it holds; "" for both.
+      excepted: names that its sources do not match; `*` stands for any text.
+      require: the values of the checkpoint without which it is not used, by path.
+      unmet: the one that a checkpoint has not, for people; "" if it has all.
       place: for messages.
     """
 
@@ -148,6 +151,9 @@ class Rule:
     kind: str | None = None
     optional: bool = False
     only: str = ""
+    excepted: tuple[str, ...] = ()
+    require: Required = dataclasses.field(default_factory=dict)
+    unmet: str = ""
     place: str = dataclasses.field(default="", compare=False)
 
     def inverse(self) -> Rule:

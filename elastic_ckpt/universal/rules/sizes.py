@@ -158,7 +158,7 @@ def solve(
     return _Solver(rule, system, clips).solve(shared or {})
 
 
-def require(rule: Rule, names: Iterable[str], sizes: Mapping[str, int]) -> None:
+def require(rule: Rule, names: Iterable[str], sizes: Mapping[str, float]) -> None:
     """Checks that all `names` have sizes.
 
     Raises:
@@ -233,11 +233,17 @@ class _Solver:
                 f"`sizes`, or by `--size {name}=...` of elastic-ckpt convert"
                 f"{_missing(self._rule, unknown)}"
             )
+        lengths = {n for each in self._system for n in dims.names_of(each.node)}
+        made = {}
         for name, size in self._known.items():
-            if size.denominator != 1 or size < 0:
-                raise LayoutError(f"{self._rule.text}: the size of {name} cannot be "
-                                  f"{size}")  # fmt: skip
-        return {name: int(size) for name, size in self._known.items()}
+            if size.denominator == 1 and size >= 0:
+                made[name] = int(size)
+            # A number that is given may be for scales alone.
+            elif name in lengths or isinstance(self._rule.sizes.get(name), str):
+                raise LayoutError(
+                    f"{self._rule.text}: the size of {name} cannot be {size}"
+                )
+        return made
 
     def _run(self) -> None:
         while (

@@ -17,7 +17,7 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
-from elastic_ckpt.universal.formats import hugging_face
+from elastic_ckpt.universal.formats import hugging_face, peft_adapter
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
@@ -72,7 +72,7 @@ class Conversion:
       job: what is converted.
 
     Attributes:
-      job: the same.
+      job: the same, with the layout that ships for the source if none is given.
       checkpoint: that is open.
       matched: the moves from its tensors.
       targets: in the order in which their sources are stored.
@@ -86,10 +86,13 @@ class Conversion:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job = job
         dtype = None if job.dtype is None else _floating(job.dtype)
         _check_options(job)
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
+        if job.rules is None:
+            rules = default_layout.shipped(self.checkpoint)
+            job = dataclasses.replace(job, rules=rules)
+        self.job = job
         given = None if job.rules is None else given_layout(job, self.checkpoint)
         # A layout that is not given follows from the source.
         self._rules = "" if given is None else repr(given)
@@ -225,13 +228,15 @@ class Conversion:
 def config_directory(model: str) -> epath.Path:
     """The directory of a model that has a `config.json`; see `Job.config`.
 
+    That of an adapter is its base's.
+
     Raises:
       ConfigError: if it has none.
       FormatError: if the cache lacks the model.
     """
-    if hugging_face.is_id(model):
-        return epath.Path(hugging_face.snapshot(model))
-    path = storage.absolute(model)
+    path = storage.absolute(opening.resolved(model))
+    if (path / peft_adapter.CONFIG).exists():
+        path = peft_adapter.base(path)
     if not (path / hugging_face.CONFIG).exists():
         raise errors.ConfigError(
             f"{model} has no {hugging_face.CONFIG}; give the directory of a model, or"

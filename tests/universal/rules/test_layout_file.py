@@ -26,9 +26,12 @@ rules:
     to: {c: (1 + pad)}
     pad: {pad: 1e-3}
     optional: true
+    except: ["c.*"]
+    require: {a/kind: gqa}
 drop: {from: ["*.x"], to: ["y"]}
 fill: {step: {value: iteration}, count: 3}
 lists: [opt]
+require: {a/kind: [gqa, 2, null], a/flag: false}
 """
 
 
@@ -51,6 +54,8 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         target=side({"c": "(1 + pad)"}),
         pad={"pad": 0.001},
         optional=True,
+        excepted=("c.*",),
+        require={"a/kind": ("gqa",)},
     )
     layout = Layout(
         rules=(first, second),
@@ -70,6 +75,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         drop_inverse=("y",),
         fill={"step": CheckpointValue(paths=("iteration",)), "count": 3},
         lists=("opt",),
+        require={"a/kind": ("gqa", 2, None), "a/flag": (False,)},
     )
     assert Layout.load(path) == layout
     assert Layout.load(path).rules[0].place == f"{path}, line 10: rules[0]"
@@ -79,13 +85,14 @@ def test_the_inverse_of_the_inverse_is_the_layout():
     layout = Layout.parse(FULL)
     assert layout.inverse().drop == ("y",)
     assert layout.inverse().fill_inverse == layout.fill
+    assert layout.inverse().require_inverse == layout.require
     assert layout.inverse().inverse() == layout
 
 
 @pytest.mark.parametrize(
     ("old", "new", "place", "problem"),
     [
-        ("drop:", "drops:", "line 17: drops", "nearest key is 'drop'"),
+        ("drop:", "drops:", "line 19: drops", "nearest key is 'drop'"),
         ("optional", "optionel", "line 16: rules[1].optionel", "'optional'"),
         ("scale", "scales", "rules[0].from['a.{layer}'].scales", "'scale'"),
         ("version: 1", "version: 2", "line 1: version", "version 2 is not known"),
@@ -119,7 +126,9 @@ def test_the_inverse_of_the_inverse_is_the_layout():
         ("value: [a/kv, b], ", "", "line 2: sizes['layer']", "`value` is missing"),
         ("[a/kv, b]", "[a/kv, 3]", "sizes['layer'].value[1]", "expected a text"),
         ("default: 1", "defaults: 1", "sizes['layer'].defaults", "'default'"),
-        ("count: 3", "count: x", "line 18: fill['count']", "expected a number"),
+        ("count: 3", "count: x", "line 20: fill['count']", "expected a number"),
+        ("false}", "2026-01-01}", "require['a/flag']", "a text, number or flag"),
+        ("false}", "{a: 1}}", "require['a/flag']", "expected one value"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(old, new, place, problem):

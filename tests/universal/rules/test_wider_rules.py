@@ -1,11 +1,13 @@
 """Names that say what is meant, copies and repeats, sums in names, and values."""
 
+import dataclasses
 import json
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from elastic_ckpt.universal.formats import plain_values
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.universal.rules.relayout import assert_same, numbered, relayout, saved
@@ -331,6 +333,103 @@ def test_numbers_of_four_bits_are_two_in_a_byte():
     expected = values.reshape(experts, out, -1).transpose(0, 2, 1)
     made = relayout(made_by, {"w_blocks": blocks, "w_scales": scales})
     assert_same(made, {"w": np.ascontiguousarray(expected)})
+
+
+def test_a_number_for_scales_may_be_any():
+    size = {"s": {"value": "config/scale"}}
+    scaled = {"k": {"dims": "n", "scale": "s"}, "l": {"dims": "n", "shift": "-2 * s"}}
+    made_by = layout(
+        *(rule({f"x{name}": "n"}, {name: each}) for name, each in scaled.items()),
+        sizes=size,
+    )
+    for number in (0.25, -3, -1.5):
+        ones = np.ones(4, np.float32)
+        made = relayout(
+            made_by.with_values({"config/scale": number}), {"xk": ones, "xl": ones}
+        )
+        assert_same(made, {"k": ones * number, "l": ones - 2 * number})
+    lengths = layout(rule({"x": "(n s)"}, {"k": "n s"}), sizes=size)
+    with pytest.raises(LayoutError, match="the size of s cannot be 1/4"):
+        relayout(lengths.with_values({"config/scale": 0.25}), {"x": numbered(4)})
+
+
+@pytest.mark.parametrize(
+    ("required", "fitting", "others"),
+    [
+        ("silu", ["silu"], [None, "gelu", ["silu"]]),
+        ([2, None], [2, 2.0, None, []], [3, "2", {"a": 1}, [2]]),
+        (False, [False], [True, None]),
+        (None, [None, [], {}], [0, "", {"a": None}, {"a": {"b": 1}}]),
+    ],
+)
+def test_a_layout_requires_values(required, fitting, others):
+    made_by = layout(rule({"x": "n"}, {"k": "n"}), require={"config/act": required})
+    for value in fitting:
+        made_by.with_values(plain_values.flatten({"config": {"act": value}}, file=""))
+    for value in others:
+        values = plain_values.flatten({"config": {"act": value}}, file="")
+        with pytest.raises(LayoutError, match="layout: config/act in the checkpoint"):
+            made_by.with_values(values)
+        with pytest.raises(LayoutError, match=", and has to be "):
+            dataclasses.replace(made_by, rules=(), through=(made_by,)).with_values(
+                values
+            )
+        made_by.inverse().with_values(values)
+
+
+def test_a_rule_requires_values_where_it_is_used():
+    made_by = layout(
+        rule({"x": "n"}, {"k": "n"}, optional=True, require={"config/act": "silu"}),
+        rule({"y": "n"}, {"l": "n"}),
+    )
+    both = {"x": numbered(3), "y": numbered(2)}
+    expected = {"k": both["x"], "l": both["y"]}
+    fitting, other = ({"config/act": act} for act in ("silu", "gelu"))
+    assert_same(relayout(made_by.with_values(fitting), both), expected)
+    for values in (other, {}):
+        one = relayout(made_by.with_values(values), {"y": both["y"]})
+        assert_same(one, {"l": both["y"]})
+        with pytest.raises(LayoutError, match=r"x \(.*rules\[0\]: config/act in the"):
+            relayout(made_by.with_values(values), both)
+        with pytest.raises(LayoutError, match=r"k \(.*rules\[0\]: config/act in the"):
+            relayout(made_by.inverse().with_values(values), expected)
+
+
+def test_a_rule_does_not_match_names_that_it_excepts():
+    made_by = layout(
+        rule({"{n:path}": "..."}, {"{n}": "..."}, **{"except": ["add.*", "*.step"]}),
+        rule({"add.{n:path}": "x"}, {"{n}.added": "x"}),
+    )
+    tensors = {"a.b": numbered(2), "add": numbered(1), "add.a": numbered(3)}
+    expected = {"a.b": numbered(2), "add": numbered(1), "a.added": numbered(3)}
+    both_ways(made_by, tensors, expected)
+    with pytest.raises(LayoutError, match=r"in no rule: a\.step"):
+        relayout(made_by, {**tensors, "a.step": numbered(1)})
+
+
+def test_a_tensor_of_optional_rules_that_all_lack_others_is_refused():
+    merged = {"dims": "out in", "plus": {"add.{n}.B": "out r", "add.{n}.A": "r in"}}
+    made_by = layout(
+        rule({"{n}.w": merged}, {"{n}.w": "out in"}, optional=True),
+        rule(
+            {"add.{n:path}": "...", "{n}": {"dims": "...", "copy": "unchecked"}},
+            {"{n}": "..."},
+            optional=True,
+        ),
+        rule(
+            {"{n:path}": "..."}, {"{n}": "..."}, optional=True, **{"except": ["add.*"]}
+        ),
+    )
+    weight, b, a = numbered(4, 3), numbered(4, 2), numbered(2, 3)
+    tensors = {"x.w": weight, "y.w": weight, "add.x.B": b, "add.x.A": a}
+    expected = {"x.w": weight + b @ a, "y.w": weight}
+    assert_same(relayout(made_by, tensors), expected)
+    saved_whole = {**tensors, "add.y.w": -weight}
+    assert_same(relayout(made_by, saved_whole), {**expected, "y.w": -weight})
+    for lacking, left_over in (("add.x.B", "add.x.A"), ("y.w", "add.y.w")):
+        held = {name: each for name, each in saved_whole.items() if name != lacking}
+        with pytest.raises(LayoutError, match=f"all that it needs: {left_over} "):
+            relayout(made_by, held)
 
 
 def test_a_product_of_low_rank_is_added():
