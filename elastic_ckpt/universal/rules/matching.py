@@ -528,7 +528,9 @@ class _Matching:
             for at, tensor in enumerate(relation.targets):
                 held = (1, at) in matched or not any(owner.groups for owner in owners)
                 is_open = _open_captures(tensor.name, relation)
-                if self.given is not None and not held and is_open:
+                # A sum may have no elements of a part; one that does is an error later.
+                may_lack = any(each.has_sum for each in relation.sources)
+                if self.given is not None and not held and is_open and not may_lack:
                     text = owners[0].targets[at].text
                     near = self._nearest("unmatched", text, self._numbers)
                     self._note("unmatched", tensor.place + near)
