@@ -123,6 +123,22 @@ def fits_names(layout: Layout, stored: Sequence[StoredTensor]) -> bool:
     return True
 
 
+def made_of(layout: Layout, stored: Sequence[StoredTensor]) -> list[StoredTensor]:
+    """The tensors that a layout makes of a checkpoint, for another layout.
+
+    Raises:
+      LayoutError: as `moves`.
+    """
+    return _as_stored(moves(layout, stored, {}, None))
+
+
+def _as_stored(matched: Matched) -> list[StoredTensor]:
+    return [
+        StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
+        for name, target in matched.targets.items()
+    ]
+
+
 def _through(
     layout: Layout,
     stored: Sequence[StoredTensor],
@@ -151,10 +167,7 @@ def _through(
             )
         except LayoutError as error:
             raise LayoutError(f"{layout.place}: {error}") from None
-        between = [
-            StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
-            for name, target in following.targets.items()
-        ]
+        between = _as_stored(following)
     assert made is not None
     _check_halves(made.moves, stored)
     return made
