@@ -29,8 +29,8 @@ LAYOUTS = {
 LAYOUTS |= {
     model: small_models.MODELS[name][2][0] for model, name in conversion.SMALL.items()
 }
-# What has to be chosen, and what a `config.json` would say. For what Gemma 2 divides the
-# query by, MaxText's converter takes the elements of a head.
+# What has to be chosen, and what a `config.json` would say. By what Gemma 2 divides the
+# query, the converter takes the elements of a head.
 _PADDED = small_models.PADDED - small_models.VOCAB
 _D = {"d": small_models.HEAD_DIM}
 SIZES = {

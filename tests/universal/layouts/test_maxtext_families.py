@@ -388,6 +388,31 @@ def test_a_model_of_hugging_face_becomes_that_of_maxtext_and_back(name, form):
 
 
 @pytest.mark.parametrize("form", ["", "_unscanned"])
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_the_bias_of_experts_comes_back_from_where_training_saves_it(
+    form, has_optimizer
+):
+    arrays = small_models.tensors("deepseek3")
+    made = (unscanned if form else scanned)("deepseek3", arrays)
+    tree = {
+        f"nnx_aux/model/{path}"
+        if path.endswith("gate/bias")
+        else f"params/params/{path}": value
+        for path, value in made.items()
+    }
+    rest = {
+        "step": np.int32(1),
+        "opt_state/0/mu/params/decoder/decoder_norm/scale": np.ones(3),
+        "nnx_aux/model/decoder/moe_layers/rngs/params/key": np.ones((3, 4), np.uint32),
+        "nnx_aux/model/decoder/rngs/params/count": np.uint32(1),
+    }
+    layout = with_config("deepseek3", form).inverse()
+    if not has_optimizer:
+        layout = layout.weights()
+    assert_same(relayout(layout, {**tree, **rest}), arrays)
+
+
+@pytest.mark.parametrize("form", ["", "_unscanned"])
 def test_experts_of_gpt_oss_are_read_in_four_bits(form):
     rng = np.random.default_rng(0)
     arrays, packed = small_models.tensors("gpt_oss"), {}
