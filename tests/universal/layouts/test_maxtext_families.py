@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.universal import shipped_layouts
+from elastic_ckpt.universal.rules.layout import Layout
 from tests.maxtext import small_models
 from tests.universal.rules.relayout import assert_same, relayout, saved, stored
 
@@ -385,6 +386,25 @@ def test_a_model_of_hugging_face_becomes_that_of_maxtext_and_back(name, form):
                 np.testing.assert_allclose(made[path], array, rtol=0, atol=3e-7)
                 made[path] = array
     assert_same(made, arrays)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4_scout"])
+def test_a_language_model_beside_a_vision_model_goes_through_two_layouts(name):
+    _, _, (last, sizes) = small_models.MODELS[name]
+    through = {"tree": "items", "through": ["hf_language_model", last]}
+    config = {
+        f"config/text_config/{key}": value
+        for key, value in small_models.hf_config(name).items()
+        if type(value) is int
+    }
+    layout = Layout.from_dict(through).with_sizes(sizes).with_values(config)
+    arrays = small_models.tensors(name)
+    beside = {f"language_model.{key}": value for key, value in arrays.items()}
+    beside["vision_tower.norm.weight"] = np.ones(3)
+    made = relayout(layout, beside)
+    assert_same(made, relayout(with_config(name, ""), arrays))
+    back = relayout(layout.inverse(), made)
+    assert back.keys() == beside.keys() - {"vision_tower.norm.weight"}
 
 
 @pytest.mark.parametrize("form", ["", "_unscanned"])
