@@ -82,6 +82,12 @@ def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
     try:
         # Layouts whose sources are those of ranks have no inverse.
         layout = resolve(name)
+        if layout.through and _takes_any_name(layout.through[0]):
+            # What it makes tells whether the next one fits.
+            first, layout, *_ = (e.with_sizes(layout.sizes) for e in layout.through)
+            if not matching.fits_names(first, stored):
+                return False
+            stored = matching.made_of(first, stored)
         return not _takes_any_name(layout) and matching.fits_names(layout, stored)
     except LayoutError:
         return False

@@ -5,7 +5,7 @@
 For the environment of MaxText. For each model, DIRECTORY/MODEL has the files
 `hf/model.safetensors`, of random numbers, and the conversion of MaxText,
 `maxtext.safetensors`, with the names of its tree joined by "/", and of that
-`hf_again/model.safetensors`.
+`hf_again/model.safetensors`, if MaxText has a way back.
 """
 
 import gc
@@ -13,6 +13,8 @@ import os
 import pathlib
 import sys
 import zlib
+
+from tests.maxtext import small_models
 
 # By model of MaxText: its sizes, where they are not those of SIZES. For some, its
 # tables of shapes assume that heads fill the embedding.
@@ -23,6 +25,20 @@ MODELS = {
     "mixtral-8x7b": {"base_emb_dim": 84, "num_experts": 5},
     "qwen3-30b-a3b": {"num_experts": 5, "num_experts_per_tok": 2},
 }
+# Others are those of `small_models`. The converter fails for DeepSeek V3, and there is
+# none for Llama 4.
+SMALL = {
+    "gemma2-2b": "gemma2",
+    "gemma3-4b": "gemma3",
+    "olmo3-7b-pt": "olmo3",
+    "gpt-oss-20b": "gpt_oss",
+    "deepseek2-16b": "deepseek2",
+    "qwen3-next-80b-a3b": "qwen3_next",
+}
+# The converter has no layers after the last whole block.
+LAYERS = {"qwen3-next-80b-a3b": 8}
+# It has no shapes of the first, and makes none of the second.
+WITHOUT_WAY_BACK = ("olmo3-7b-pt", "qwen3-next-80b-a3b")
 SIZES = {
     "base_emb_dim": 20,
     "base_num_query_heads": 6,
@@ -75,7 +91,11 @@ def main():
     # The converters collect garbage after each tensor.
     gc.freeze()
     for model, changes in MODELS.items():
-        convert(model, SIZES | changes, directory / model)
+        sizes = SIZES | changes
+        convert(model, sizes, hf_tensors(model, sizes), directory / model)
+    name_as_text("gemma3-4b")
+    for model, name in SMALL.items():
+        convert_small(model, name, directory / model)
 
 
 class NoTokenizer:
@@ -89,14 +109,60 @@ class NoTokenizer:
         return ()
 
 
-def convert(model, sizes, directory):
+def name_as_text(model):
+    """Has the converters name the tensors of a language model without others."""
+    from maxtext.checkpoint_conversion import to_huggingface as programs
+
+    def plain(names):
+        if isinstance(names, str):
+            return names.replace("model.language_model.", "model.")
+        return [plain(each) for each in names]
+
+    mapping, shapes = programs.PARAM_MAPPING[model], programs.HF_SHAPE[model]
+    programs.PARAM_MAPPING[model] = lambda *given: {
+        key: plain(names) for key, names in mapping(*given).items()
+    }
+    programs.HF_SHAPE[model] = lambda *given: {
+        plain(name): shape for name, shape in shapes(*given).items()
+    }
+
+
+def convert_small(model, name, directory):
+    config = small_models.hf_config(name)
+    sizes, tensors = small_models.maxtext_settings(name), small_models.tensors(name)
+    if model in LAYERS:
+        config["num_hidden_layers"] = LAYERS[model]
+        sizes["base_num_decoder_layers"] = LAYERS[model]
+        tensors = {
+            key: value
+            for key, value in tensors.items()
+            if not key.startswith(f"model.layers.{LAYERS[model]}.")
+        }
+    configure(model, config)
+    convert(model, sizes, tensors, directory)
+
+
+def configure(model, config):
+    """Gives a configuration of the converters the sizes of a small model."""
+    from maxtext.checkpoint_conversion.utils import hf_model_configs
+
+    held = hf_model_configs.HF_MODEL_CONFIGS[model]
+    held = getattr(held, "text_config", held)
+    for name, value in config.items():
+        if isinstance(value, int) and hasattr(held, name):
+            setattr(held, name, value)
+    if hasattr(held, "qk_head_dim"):
+        held.qk_head_dim = held.qk_nope_head_dim + held.qk_rope_head_dim
+
+
+def convert(model, sizes, tensors, directory):
     import maxtext
     import orbax.checkpoint as ocp
     from maxtext.checkpoint_conversion import to_huggingface, to_maxtext
     from safetensors.numpy import save_file
 
     (directory / "hf").mkdir(parents=True)
-    save_file(hf_tensors(model, sizes), directory / "hf/model.safetensors")
+    save_file(tensors, directory / "hf/model.safetensors")
     base = pathlib.Path(maxtext.__file__).parent / "configs/base.yml"
     keys = {**SETTINGS, **sizes, "model_name": model, "run_name": model}
     written = [f"{key}={value}" for key, value in keys.items()]
@@ -111,6 +177,8 @@ def convert(model, sizes, directory):
     with ocp.PyTreeCheckpointer() as checkpointer:
         state = checkpointer.restore(items)
     save_file(named(state), directory / "maxtext.safetensors")
+    if model in WITHOUT_WAY_BACK:
+        return
     to_huggingface.main(
         [
             *arguments,

@@ -10,7 +10,14 @@ import numpy as np
 LAYERS, VOCAB, HEADS, KV, HEAD_DIM, MLP = 3, 26, 6, 2, 14, 24
 # Transformers require that of LLaMA.
 EMBED = HEADS * HEAD_DIM
-EXPERTS, CHOSEN = 5, 2
+EXPERTS, CHOSEN, MOE_MLP = 5, 2, 20
+# Gemma's: the root of the first is a power of two, the last a vocabulary with padding.
+GEMMA_EMBED, GEMMA_HEADS, PADDED = 64, 4, 32
+# Latent attention: ranks, and elements of a head that are not rotated, rotated, values.
+Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 16, 10, 12, 6, 8
+# Linear attention: heads of keys and of values, and their elements.
+LINEAR_HEADS, LINEAR_DIMS, WIDTH = (2, 4), (12, 8), 4
+WINDOW = 5
 # So far apart that frequencies count, also those that LLaMA 3.1 scales.
 POSITIONS = np.arange(16, dtype=np.int32)[None] * 257
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, POSITIONS.shape).astype(np.int32)
@@ -36,6 +43,65 @@ _ROPE_31 = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+}
+_YARN = {
+    "rope_type": "yarn",
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+_EXPERTS = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+_GEMMA = {
+    "hidden_size": GEMMA_EMBED,
+    "num_attention_heads": GEMMA_HEADS,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "sliding_window": WINDOW,
+    "tie_word_embeddings": True,
+}
+_GEMMA_MAXTEXT = {
+    "base_emb_dim": GEMMA_EMBED,
+    "base_num_query_heads": GEMMA_HEADS,
+    "sliding_window_size": WINDOW,
+}
+_DEEPSEEK = {
+    "head_dim": ROPE,
+    "num_key_value_heads": HEADS,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "kv_lora_rank": KV_RANK,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": VALUE,
+    "n_routed_experts": 2 * 4,
+    "num_experts_per_tok": CHOSEN,
+    "moe_intermediate_size": MOE_MLP,
+}
+_DEEPSEEK_MAXTEXT = {
+    "base_num_kv_heads": HEADS,
+    "kv_lora_rank": KV_RANK,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": VALUE,
+    "num_experts": 2 * 4,
+    "num_experts_per_tok": CHOSEN,
+    "base_moe_mlp_dim": MOE_MLP,
+}
+_LLAMA4 = {
+    "model_type": "llama4_text",
+    "num_hidden_layers": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 1,
+    "intermediate_size": MOE_MLP,
+    "intermediate_size_mlp": MLP,
+    "attention_chunk_size": WINDOW,
+}
+_LLAMA4_MAXTEXT = {
+    "base_num_decoder_layers": 8,
+    "base_moe_mlp_dim": MOE_MLP,
+    "num_experts": EXPERTS,
+    "chunk_attn_window_size": WINDOW,
 }
 _MAXTEXT = {
     "base_emb_dim": EMBED,
@@ -111,6 +177,187 @@ MODELS = {
         },
         ("hf_qwen3_to_maxtext", {}),
     ),
+    "gemma2": (
+        {
+            **_GEMMA,
+            "model_type": "gemma2",
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": HEAD_DIM + 2,
+        },
+        {
+            **_GEMMA_MAXTEXT,
+            "model_name": "gemma2-2b",
+            "base_num_decoder_layers": 2,
+            "vocab_size": PADDED,
+        },
+        ("hf_gemma2_to_maxtext", {"pad": PADDED - VOCAB}),
+    ),
+    "gemma3": (
+        {
+            **_GEMMA,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 14,
+            "vocab_size": PADDED,
+            "query_pre_attn_scalar": HEAD_DIM,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+        {
+            **_GEMMA_MAXTEXT,
+            "model_name": "gemma3-4b",
+            "base_num_decoder_layers": 14,
+        },
+        ("hf_gemma3_to_maxtext", {"vocab": VOCAB}),
+    ),
+    "olmo3": (
+        {
+            "model_type": "olmo3",
+            "num_hidden_layers": 8,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 500000.0,
+            "sliding_window": WINDOW,
+        },
+        {
+            "model_name": "olmo3-7b-pt",
+            "base_num_decoder_layers": 8,
+            "sliding_window_size": WINDOW,
+        },
+        ("hf_olmo3_to_maxtext", {}),
+    ),
+    "gpt_oss": (
+        {
+            "model_type": "gpt_oss",
+            "num_hidden_layers": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                **_YARN,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "sliding_window": WINDOW,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": CHOSEN,
+        },
+        {
+            **_EXPERTS,
+            "model_name": "gpt-oss-20b",
+            "base_num_decoder_layers": 4,
+            "base_moe_mlp_dim": MLP,
+            "sliding_window_size": WINDOW,
+        },
+        ("hf_gpt_oss_to_maxtext", {}),
+    ),
+    "deepseek2": (
+        {
+            **_DEEPSEEK,
+            "model_type": "deepseek_v2",
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "rope_scaling": {
+                **_YARN,
+                "factor": 40.0,
+                "original_max_position_embeddings": 4096,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+            },
+        },
+        {
+            **_DEEPSEEK_MAXTEXT,
+            "model_name": "deepseek2-16b",
+            "first_num_dense_layers": 1,
+        },
+        ("hf_deepseek3_to_maxtext", {}),
+    ),
+    "deepseek3": (
+        {
+            **_DEEPSEEK,
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": 5,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": Q_RANK,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_scaling": {
+                **_YARN,
+                "factor": 40.0,
+                "original_max_position_embeddings": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        {
+            **_DEEPSEEK_MAXTEXT,
+            "model_name": "deepseek3-671b",
+            "base_num_decoder_layers": 5,
+            "first_num_dense_layers": 2,
+            "q_lora_rank": Q_RANK,
+            "n_routing_groups": 4,
+            "topk_routing_group": 2,
+        },
+        ("hf_deepseek3_to_maxtext", {}),
+    ),
+    "llama4_scout": (
+        {
+            **_LLAMA4,
+            **_ROPE_31,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+        },
+        {**_LLAMA4_MAXTEXT, "model_name": "llama4-17b-16e"},
+        ("hf_llama4_to_maxtext", {}),
+    ),
+    "llama4_maverick": (
+        {**_LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+        {**_LLAMA4_MAXTEXT, "model_name": "llama4-17b-128e"},
+        ("hf_llama4_to_maxtext", {}),
+    ),
+    "qwen3_next": (
+        {
+            **_EXPERTS,
+            "model_type": "qwen3_next",
+            "num_hidden_layers": 9,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000000.0,
+            "partial_rotary_factor": 0.25,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": MOE_MLP,
+            "shared_expert_intermediate_size": MOE_MLP,
+            "linear_num_key_heads": LINEAR_HEADS[0],
+            "linear_num_value_heads": LINEAR_HEADS[1],
+            "linear_key_head_dim": LINEAR_DIMS[0],
+            "linear_value_head_dim": LINEAR_DIMS[1],
+            "linear_conv_kernel_dim": WIDTH,
+        },
+        {
+            **_EXPERTS,
+            "model_name": "qwen3-next-80b-a3b",
+            "base_num_decoder_layers": 9,
+            "head_dim": 16,
+            "base_mlp_dim": MOE_MLP,
+            "base_moe_mlp_dim": MOE_MLP,
+            "gdn_num_key_heads": LINEAR_HEADS[0],
+            "gdn_num_value_heads": LINEAR_HEADS[1],
+            "gdn_key_head_dim": LINEAR_DIMS[0],
+            "gdn_value_head_dim": LINEAR_DIMS[1],
+            "gdn_conv_kernel_dim": WIDTH,
+            "gdn_chunk_size": 8,
+        },
+        ("hf_qwen3_next_to_maxtext", {}),
+    ),
 }
 
 
@@ -126,7 +373,17 @@ def maxtext_settings(name):
 
 def tensors(name):
     """The tensors of a model, by Hugging Face's names."""
-    return {key: _numbers(key, shape) for key, shape in _shapes(name)}
+    made = {key: _numbers(key, shape) for key, shape in _shapes(name)}
+    if hf_config(name)["model_type"].startswith(("gemma", "qwen3_next")):
+        # These add 1.
+        for key in made:
+            if "norm" in key and "linear_attn" not in key:
+                made[key] -= np.float32(1)
+    if hf_config(name)["tie_word_embeddings"]:
+        # MaxText computes logits with the embedding in bfloat16.
+        embedding = made["model.embed_tokens.weight"]
+        embedding.view(np.uint32)[...] &= 0xFFFF0000
+    return made
 
 
 def _numbers(key, shape):
@@ -137,34 +394,150 @@ def _numbers(key, shape):
 
 
 def _shapes(name):
-    kind = MODELS[name][0]["model_type"]
-    yield "model.embed_tokens.weight", (VOCAB, EMBED)
-    yield "model.norm.weight", (EMBED,)
-    yield "lm_head.weight", (VOCAB, EMBED)
-    heads = {"q": HEADS, "k": KV, "v": KV}
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
-        yield f"{at}input_layernorm.weight", (EMBED,)
-        yield f"{at}post_attention_layernorm.weight", (EMBED,)
-        for each, count in heads.items():
-            yield f"{at}self_attn.{each}_proj.weight", (count * HEAD_DIM, EMBED)
-            if kind == "qwen2":
-                yield f"{at}self_attn.{each}_proj.bias", (count * HEAD_DIM,)
-            if kind.startswith("qwen3") and each != "v":
-                yield f"{at}self_attn.{each}_norm.weight", (HEAD_DIM,)
-        yield f"{at}self_attn.o_proj.weight", (EMBED, HEADS * HEAD_DIM)
-        dense = {
-            "gate_proj": (MLP, EMBED),
-            "up_proj": (MLP, EMBED),
-            "down_proj": (EMBED, MLP),
+    config = hf_config(name)
+    embed = config["hidden_size"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], embed)
+    yield "model.norm.weight", (embed,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], embed)
+    for layer in range(config["num_hidden_layers"]):
+        for parts in (_norms, _attention, _block):
+            for leaf, shape in parts(config, layer).items():
+                yield f"model.layers.{layer}.{leaf}", shape
+
+
+def _norms(config, _):
+    kind, shape = config["model_type"], (config["hidden_size"],)
+    names = ["post_attention_layernorm"]
+    if kind != "olmo3":
+        names.append("input_layernorm")
+    if kind.startswith(("gemma", "olmo3")):
+        names.append("post_feedforward_layernorm")
+    if kind.startswith("gemma"):
+        names.append("pre_feedforward_layernorm")
+    return {f"{name}.weight": shape for name in names}
+
+
+def _attention(config, layer):
+    kind = config["model_type"]
+    if kind.startswith("deepseek"):
+        return _latent(config)
+    if kind == "qwen3_next" and (layer + 1) % 4:
+        return _linear(config)
+    embed, dim = config["hidden_size"], config["head_dim"]
+    queries = config["num_attention_heads"]
+    made = {"self_attn.o_proj.weight": (embed, queries * dim)}
+    for each, heads in {"q": queries, "k": KV, "v": KV}.items():
+        # Qwen 3-Next's query has a gate beside it.
+        rows = heads * dim * (1 + (kind == "qwen3_next" and each == "q"))
+        made[f"self_attn.{each}_proj.weight"] = (rows, embed)
+        if kind in ("qwen2", "gpt_oss"):
+            made[f"self_attn.{each}_proj.bias"] = (rows,)
+        if each != "v" and kind.startswith(("qwen3", "gemma3")):
+            made[f"self_attn.{each}_norm.weight"] = (dim,)
+        if each != "v" and kind == "olmo3":
+            made[f"self_attn.{each}_norm.weight"] = (rows,)
+    if kind == "gpt_oss":
+        made["self_attn.o_proj.bias"] = (embed,)
+        made["self_attn.sinks"] = (HEADS,)
+    return made
+
+
+def _latent(config):
+    query = {"q_proj.weight": (HEADS * (NOPE + ROPE), EMBED)}
+    if config["q_lora_rank"]:
+        query = {
+            "q_a_proj.weight": (Q_RANK, EMBED),
+            "q_a_layernorm.weight": (Q_RANK,),
+            "q_b_proj.weight": (HEADS * (NOPE + ROPE), Q_RANK),
         }
-        block, names = "mlp", dense
-        if kind == "mixtral":
-            block = "block_sparse_moe"
-            names = dict(zip(("w1", "w3", "w2"), dense.values(), strict=True))
-        if kind in ("mixtral", "qwen3_moe"):
-            yield f"{at}{block}.gate.weight", (EXPERTS, EMBED)
-            block = [f"{block}.experts.{number}" for number in range(EXPERTS)]
-        for prefix in [block] if isinstance(block, str) else block:
-            for leaf, shape in names.items():
-                yield f"{at}{prefix}.{leaf}.weight", shape
+    made = {
+        **query,
+        "kv_a_proj_with_mqa.weight": (KV_RANK + ROPE, EMBED),
+        "kv_a_layernorm.weight": (KV_RANK,),
+        "kv_b_proj.weight": (HEADS * (NOPE + VALUE), KV_RANK),
+        "o_proj.weight": (EMBED, HEADS * VALUE),
+    }
+    return {f"self_attn.{leaf}": shape for leaf, shape in made.items()}
+
+
+def _linear(_):
+    keys, values = (
+        heads * dim for heads, dim in zip(LINEAR_HEADS, LINEAR_DIMS, strict=True)
+    )
+    made = {
+        "in_proj_qkvz.weight": (2 * keys + 2 * values, EMBED),
+        "in_proj_ba.weight": (2 * LINEAR_HEADS[1], EMBED),
+        "conv1d.weight": (2 * keys + values, 1, WIDTH),
+        "A_log": (LINEAR_HEADS[1],),
+        "dt_bias": (LINEAR_HEADS[1],),
+        "norm.weight": (LINEAR_DIMS[1],),
+        "out_proj.weight": (EMBED, values),
+    }
+    return {f"linear_attn.{leaf}": shape for leaf, shape in made.items()}
+
+
+def _dense(at, embed, mlp):
+    return {
+        f"{at}.gate_proj.weight": (mlp, embed),
+        f"{at}.up_proj.weight": (mlp, embed),
+        f"{at}.down_proj.weight": (embed, mlp),
+    }
+
+
+def _experts(config, at, number, *, names=None, router="gate"):
+    mlp = config.get("moe_intermediate_size", config["intermediate_size"])
+    made = {f"{at}.{router}.weight": (number, EMBED)}
+    for expert in range(number):
+        of_one = _dense(f"{at}.experts.{expert}", EMBED, mlp)
+        for leaf, shape in of_one.items():
+            before, _, projection = leaf.removesuffix(".weight").rpartition(".")
+            projection = (names or {}).get(projection, projection)
+            made[f"{before}.{projection}.weight"] = shape
+    return made
+
+
+def _block(config, layer):
+    kind = config["model_type"]
+    match kind:
+        case "mixtral":
+            names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+            return _experts(config, "block_sparse_moe", EXPERTS, names=names)
+        case "qwen3_moe":
+            return _experts(config, "mlp", EXPERTS)
+        case "qwen3_next":
+            shared = _dense(
+                "mlp.shared_expert", EMBED, config["shared_expert_intermediate_size"]
+            )
+            gate = {"mlp.shared_expert_gate.weight": (1, EMBED)}
+            return _experts(config, "mlp", EXPERTS) | shared | gate
+        case "gpt_oss":
+            return {
+                "mlp.router.weight": (EXPERTS, EMBED),
+                "mlp.router.bias": (EXPERTS,),
+                "mlp.experts.gate_up_proj": (EXPERTS, EMBED, 2 * MLP),
+                "mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * MLP),
+                "mlp.experts.down_proj": (EXPERTS, MLP, EMBED),
+                "mlp.experts.down_proj_bias": (EXPERTS, EMBED),
+            }
+        case "deepseek_v2" | "deepseek_v3":
+            if layer < config["first_k_dense_replace"]:
+                return _dense("mlp", EMBED, MLP)
+            number, mlp = config["n_routed_experts"], config["moe_intermediate_size"]
+            shared = config["n_shared_experts"] * mlp
+            made = _experts(config, "mlp", number)
+            made |= _dense("mlp.shared_experts", EMBED, shared)
+            if kind == "deepseek_v3":
+                made["mlp.gate.e_score_correction_bias"] = (number,)
+            return made
+        case "llama4_text":
+            if (layer + 1) % config["interleave_moe_layer_step"]:
+                return _dense("feed_forward", EMBED, config["intermediate_size_mlp"])
+            mlp = config["intermediate_size"]
+            return {
+                "feed_forward.router.weight": (EXPERTS, EMBED),
+                "feed_forward.experts.gate_up_proj": (EXPERTS, EMBED, 2 * mlp),
+                "feed_forward.experts.down_proj": (EXPERTS, mlp, EMBED),
+                **_dense("feed_forward.shared_expert", EMBED, mlp),
+            }
+    return _dense("mlp", config["hidden_size"], MLP)

@@ -124,6 +124,22 @@ def fits_names(layout: Layout, stored: Sequence[StoredTensor]) -> bool:
     return True
 
 
+def made_of(layout: Layout, stored: Sequence[StoredTensor]) -> list[StoredTensor]:
+    """The tensors that a layout makes of a checkpoint, for another layout.
+
+    Raises:
+      LayoutError: as `moves`.
+    """
+    return _as_stored(moves(layout, stored, {}, None))
+
+
+def _as_stored(matched: Matched) -> list[StoredTensor]:
+    return [
+        StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
+        for name, target in matched.targets.items()
+    ]
+
+
 def _through(
     layout: Layout,
     stored: Sequence[StoredTensor],
@@ -152,10 +168,7 @@ def _through(
             )
         except LayoutError as error:
             raise LayoutError(f"{layout.place}: {error}") from None
-        between = [
-            StoredTensor(name=name, dtype=target.dtype, shape=target.shape)
-            for name, target in following.targets.items()
-        ]
+        between = _as_stored(following)
     assert made is not None
     _check_halves(made.moves, stored)
     return made
@@ -595,7 +608,9 @@ class _Matching:
             for at, tensor in enumerate(relation.targets):
                 held = (1, at) in matched or not any(owner.groups for owner in owners)
                 is_open = _open_captures(tensor.name, relation)
-                if self.given is not None and not held and is_open:
+                # A sum may have no elements of a part; one that does is an error later.
+                may_lack = any(each.has_sum for each in relation.sources)
+                if self.given is not None and not held and is_open and not may_lack:
                     text = owners[0].targets[at].text
                     near = self._nearest("unmatched", text, self._numbers)
                     self._note("unmatched", tensor.place + near)

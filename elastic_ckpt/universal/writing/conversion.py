@@ -279,7 +279,8 @@ def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
     weights = layout.weights()
     first = weights.through[0] if weights.through else weights
     patterns = {
-        state.source.replace(PARAMETER, tensor.name)
+        # A rule of a kind has whole names.
+        tensor.name if rule.kind else state.source.replace(PARAMETER, tensor.name)
         for rule in first.rules
         for tensor in rule.source
         for kind, state in first.states.items()

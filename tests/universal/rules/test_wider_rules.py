@@ -716,3 +716,22 @@ def test_texts_where_a_dim_is_meant_get_the_remedy():
         relayout(stacked, tensors)
     listed = layout(rule({"{x:q|k}.w": "n"}, {"w": "x n"}))
     assert_same(relayout(listed, tensors), {"w": np.stack([*tensors.values()])})
+
+
+@pytest.mark.parametrize("count", [4, 5, 6])
+def test_layers_after_the_last_whole_block_may_be_none(count):
+    made_by = layout(
+        rule(
+            {"layers_{(block place + rest)}/{leaf}": "x"},
+            {"layers/{place}/{leaf}": "block x", "rest/{rest}/{leaf}": "x"},
+        ),
+        sizes={"place": 2},
+    ).with_sizes({"block": 2})
+    arrays = [np.full(3, float(layer)) for layer in range(count)]
+    tensors = {f"layers_{layer}/w": array for layer, array in enumerate(arrays)}
+    expected = {f"layers/{at}/w": np.stack(arrays[at:4:2]) for at in range(2)}
+    rest = {f"rest/{at}/w": array for at, array in enumerate(arrays[4:])}
+    both_ways(made_by, tensors, {**expected, **rest}, rest=count - 4)
+    if rest:
+        with pytest.raises(LayoutError, match=r"target lacks: layers_4/w"):
+            relayout(made_by, tensors, targets=expected)
