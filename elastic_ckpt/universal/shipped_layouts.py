@@ -84,7 +84,7 @@ def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
         layout = resolve(name)
         if layout.through and _takes_any_name(layout.through[0]):
             # What it makes tells whether the next one fits.
-            first, layout, *_ = (e.with_sizes(layout.sizes) for e in layout.through)
+            first, layout, *_ = layout.with_sizes(layout.sizes).through
             if not matching.fits_names(first, stored):
                 return False
             stored = matching.made_of(first, stored)

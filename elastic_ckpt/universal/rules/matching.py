@@ -399,7 +399,7 @@ class _Matching:
         return index.matches(self._unboxed_targets[name])
 
     def matches(self, tensor: StoredTensor) -> Sequence[Match]:
-        """The patterns of sources that match a tensor which their rules do not except."""
+        """The patterns that match a source, but for names that their rules except."""
         found = self.of_source(self.index, tensor)
         excepted = [self.owners[each.entry.owner].excepted for each in found]
         if not any(excepted):
