@@ -1,4 +1,4 @@
-"""The layout of a conversion without rules: a checkpoint's description, or its names.
+"""The layout of a checkpoint for which none is given: its description, or its names.
 
 A DeepSpeed checkpoint describes how its ranks share parameters. An adapter is merged
 into its base, by a layout that ships. Tensors of other formats keep their names if they
@@ -9,6 +9,7 @@ are global. If there are several kinds of tensors, the kind comes first, as in
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
@@ -33,16 +34,18 @@ SAME_NAMES = Rule(
 )
 
 
-def shipped(checkpoint: Checkpoint) -> str | None:
-    """The layout that ships for a checkpoint: an adapter is merged into its base."""
-    return "lora" if checkpoint.format.startswith(peft_adapter.FORMAT) else None
-
-
-def layout(checkpoint: Checkpoint, *, of_optimizer: bool = False) -> Layout:
+def layout(
+    checkpoint: Checkpoint,
+    targets: Collection[str] | None = None,
+    *,
+    of_optimizer: bool = False,
+) -> Layout:
     """The layout from the tensors of a checkpoint to whole tensors of their names.
 
     Args:
       checkpoint: that is open.
+      targets: the names of the target's tensors; None if they are those that the layout
+        makes.
       of_optimizer: whether the target has the tensors of an optimizer alone, in
         float32: states and masters, which are the weights that have no others.
 
@@ -51,11 +54,13 @@ def layout(checkpoint: Checkpoint, *, of_optimizer: bool = False) -> Layout:
       LayoutError: if the tensors of another format are those of ranks, or there are no
         tensors; the message names the layouts that ship and fit.
     """
+    if checkpoint.format.startswith(peft_adapter.FORMAT):
+        return shipped_layouts.load("lora")
     drop: list[tuple[str, str]] = []
     if of_optimizer:
         checkpoint, drop = _of_optimizer(checkpoint)
     if checkpoint.format.startswith(described_layout.FORMAT):
-        made = described_layout.layout(checkpoint)
+        made = described_layout.layout(checkpoint, targets)
     else:
         made = _same_names(checkpoint)
     if not of_optimizer:

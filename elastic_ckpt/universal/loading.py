@@ -8,7 +8,6 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
-from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
@@ -23,8 +22,8 @@ def load(
 ) -> Any:
     """Loads a checkpoint of another program into the arrays of a tree.
 
-        state = ec.universal.load("gs://bucket/llama", abstract_state,
-        layout="llama.yml")
+        path = "gs://bucket/llama"
+        state = ec.universal.load(path, abstract_state, layout="llama.yml")
 
     Every process calls it, and reads only what its own devices need.
 
@@ -39,7 +38,8 @@ def load(
         package. None is for checkpoints of DeepSpeed, which describe their own layout,
         and for those whose tensors have the names of the leaves, once an adapter is
         merged into its base.
-      budget_bytes: the most bytes in flight, whatever the size of the model.
+      budget_bytes: the most bytes of requests in flight, and as many of leaves that are
+        not yet complete.
 
     Returns:
       A pytree like `abstract_state`, of arrays in its shardings and dtypes. Functions
@@ -51,18 +51,11 @@ def load(
       CheckpointError: if a file cannot be read, or copies of a tensor that should be
         equal differ.
     """
-    rules = None if layout is None else shipped_layouts.resolve(layout)
+    given = None if layout is None else shipped_layouts.resolve(layout)
     checkpoint = opening.open_checkpoint(path)
-    if rules is None and (name := default_layout.shipped(checkpoint)):
-        rules = shipped_layouts.load(name)
     leaves = restored_tree.target_leaves(abstract_state)
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
-    if rules is None:
-        rules = (
-            described_layout.layout(checkpoint, targets)
-            if checkpoint.format.startswith(described_layout.FORMAT)
-            else default_layout.layout(checkpoint)
-        )
+    rules = given or default_layout.layout(checkpoint, targets)
     rules = rules.with_values(checkpoint.values)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
     made = restored_tree.read_leaves(

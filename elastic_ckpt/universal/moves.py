@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -152,3 +153,21 @@ class Fill:
     start: tuple[int, ...]
     stop: tuple[int, ...]
     value: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """A layout, matched with a checkpoint.
+
+    Attributes:
+      moves: from stored tensors to target tensors.
+      fills: the elements of targets that are padding.
+      targets: the target tensors, as given or derived.
+      rules: each rule, for people, and the number of the first move after its moves; a
+        rule occurs once for each of its states.
+    """
+
+    moves: list[Move]
+    fills: list[Fill]
+    targets: Mapping[str, TargetTensor]
+    rules: Sequence[tuple[str, int]]

@@ -11,20 +11,17 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.universal.flat_ranges import boxes_of_range
 from elastic_ckpt.universal.moves import (
     Arithmetic,
     Fill,
+    Matched,
     Move,
     Side,
 )
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.stored import StoredTensor
-
-if TYPE_CHECKING:
-    from elastic_ckpt.universal.rules.matching import Matched
 
 # The most indices of a factor that has no common digits with others.
 _MOST_INDICES = 1 << 12
@@ -51,8 +48,8 @@ class _Part:
 
 def composed(
     first: Matched, second: Matched, between: Sequence[StoredTensor]
-) -> dict[str, Any]:
-    """The moves, fills and rules of two layouts, one after the other.
+) -> Matched:
+    """Two layouts, one after the other, as one.
 
     Args:
       first: of the checkpoint.
@@ -96,7 +93,7 @@ def composed(
                 filled += _filled(fill, move, tensor.shape)
         begin = end
         rules.append((rule, len(made)))
-    return {"moves": made, "fills": filled, "rules": rules}
+    return Matched(moves=made, fills=filled, targets=second.targets, rules=rules)
 
 
 def _through(first: Move, second: Move, shape: tuple[int, ...]) -> Iterator[Move]:

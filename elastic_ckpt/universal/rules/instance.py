@@ -128,11 +128,11 @@ def plan(instance: Instance, shared: Mapping[str, int] | None = None) -> Plan:
       LayoutError: if shapes do not fit, or elements are not filled exactly once;
         UnknownSizeError if shapes do not determine a size.
     """
-    return _Planner(instance, shared).plan()
+    return _Planner(instance, shared or {}).plan()
 
 
 class _Planner:
-    def __init__(self, instance: Instance, shared: Mapping[str, int] | None) -> None:
+    def __init__(self, instance: Instance, shared: Mapping[str, int]) -> None:
         self._instance = instance
         self._relation = relation = instance.relation
         self._rule = rule = relation.rule
@@ -148,8 +148,8 @@ class _Planner:
         for tensor in (*relation.sources, *relation.targets):
             named = {name for each in tensor.coordinates for name in each.names}
             for name in named | tensor.dims.names:
-                if name not in self.sizes and name in (shared or {}):
-                    self.sizes[name] = (shared or {})[name]
+                if name not in self.sizes and name in shared:
+                    self.sizes[name] = shared[name]
         self._add_clips()
         for tensor in relation.sources:
             if self.has_rows(tensor.number):
@@ -230,6 +230,21 @@ class _Planner:
                 raise LayoutError(
                     f"{self._relation.targets[pair.target.tensor].place}: nothing "
                     f"makes {slab.name!r}: no tensor matches {place}"
+                )
+
+    def check_unscaled(self, pair: Pair, scales: Term) -> None:
+        """Checks that a pair may lack its scales: weights of few bits need them."""
+        tensor = self._relation.sources[scales.tensor]
+        if tensor.role != "times":
+            return
+        for row in self._instance.sources:
+            if row.tensor != pair.source.tensor or row.dtype is None:
+                continue
+            if dtypes.may_be_quantized(row.dtype):
+                name = tensor.name.format(self._relation.named(self._instance.kept))
+                raise LayoutError(
+                    f"{tensor.place}: {row.name!r} is {row.dtype}, and its scales "
+                    f"{name!r} are missing; use the whole checkpoint"
                 )
 
     def _is_in(self, row: Row, terms: Sequence[Term]) -> bool:
@@ -602,7 +617,7 @@ class _Join:
                 operands.append(term)
                 self._sides.append(slabs)
             else:
-                _check_unscaled(planner, pair, term)
+                planner.check_unscaled(pair, term)
         self._operands = operands
         roles = {relation.sources[each.tensor].role for each in operands}
         if len(roles) > 1 or (roles and compared):
@@ -1094,22 +1109,6 @@ def _by_table(
                 place[dim] += (at - first) * step
             yield tuple(place), {**kept, key: (value, end - at, dim, step)}
             at = end
-
-
-def _check_unscaled(planner: _Planner, pair: Pair, term: Term) -> None:
-    # A weight of few bits needs its scales; others may have none.
-    tensor = planner._relation.sources[term.tensor]
-    for row in planner._instance.sources:
-        if row.tensor == pair.source.tensor and tensor.role == "times":
-            dtype = row.dtype
-            if dtype is not None and dtypes.may_be_quantized(dtype):
-                name = tensor.name.format(
-                    planner._relation.named(planner._instance.kept)
-                )
-                raise LayoutError(
-                    f"{tensor.place}: {row.name!r} is {dtype}, and its scales {name!r} "
-                    "are missing; use the whole checkpoint"
-                )
 
 
 def _are_apart(held: Boxes) -> bool:

@@ -12,7 +12,7 @@ import difflib
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
@@ -148,8 +148,7 @@ class Layout:
           LayoutError: as `load`.
         """
         made = cls(**layout_file.read(text, file=file), place=file)
-        for each in (made, *made.rules):
-            made._check_sizes(each.sizes)
+        made._check_its_sizes()
         return made
 
     @classmethod
@@ -167,8 +166,7 @@ class Layout:
           LayoutError: if it is no layout; it names the place.
         """
         made = cls(**layout_file.read_values(fields, name=name), place=name)
-        for each in (made, *made.rules):
-            made._check_sizes(each.sizes)
+        made._check_its_sizes()
         return made
 
     def inverse(self) -> Layout:
@@ -231,8 +229,11 @@ class Layout:
         words = self._words()
         return self.with_sizes({name: sizes[name] for name in sizes if name in words})
 
-    def _check_sizes(self, sizes: Iterable[str]) -> None:
-        words = self._words()
+    def _check_its_sizes(self) -> None:
+        self._check_sizes({name for each in (self, *self.rules) for name in each.sizes})
+
+    def _check_sizes(self, sizes: Collection[str]) -> None:
+        words = self._words() if sizes else set()
         for name in sizes:
             if name not in words:
                 near = difflib.get_close_matches(name, words - {*sizes}, n=1)

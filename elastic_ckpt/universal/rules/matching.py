@@ -21,6 +21,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal import garbage_collection
 from elastic_ckpt.universal.moves import (
     Fill,
+    Matched,
     Move,
     Source,
     TargetTensor,
@@ -66,24 +67,6 @@ _Sketch = tuple[
     tuple[int, ...],
     np.dtype | None,
 ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Matched:
-    """A layout, matched with a checkpoint.
-
-    Attributes:
-      moves: from stored tensors to target tensors.
-      fills: the elements of targets that are padding.
-      targets: the target tensors, as given or derived.
-      rules: each rule, for people, and the number of the first move after its moves; a
-        rule occurs once for each of its states.
-    """
-
-    moves: list[Move]
-    fills: list[Fill]
-    targets: Mapping[str, TargetTensor]
-    rules: Sequence[tuple[str, int]]
 
 
 def moves(
@@ -161,10 +144,7 @@ def _through(
             made = (
                 following
                 if made is None
-                else Matched(
-                    **composition.composed(made, following, between),
-                    targets=following.targets,
-                )
+                else composition.composed(made, following, between)
             )
         except LayoutError as error:
             raise LayoutError(f"{layout.place}: {error}") from None

@@ -18,13 +18,12 @@ from elastic_ckpt.core import bucket_clients, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.formats import hugging_face, peft_adapter
-from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
+from elastic_ckpt.universal.moves import Fill, Matched, Move, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.reading.transfer import Transfer
 from elastic_ckpt.universal.rules import matching, name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.rules.matching import Matched
 from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import Checkpoint, StoredTensor
 from elastic_ckpt.universal.writing import chunks
@@ -89,17 +88,12 @@ class Conversion:
         dtype = None if job.dtype is None else _floating(job.dtype)
         _check_options(job)
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
-        if job.rules is None:
-            rules = default_layout.shipped(self.checkpoint)
-            job = dataclasses.replace(job, rules=rules)
         self.job = job
         given = None if job.rules is None else given_layout(job, self.checkpoint)
-        # A layout that is not given follows from the source.
-        self._rules = "" if given is None else repr(given)
-        of_optimizer = job.to == "deepspeed"
         layout = given or default_layout.layout(
-            self.checkpoint, of_optimizer=of_optimizer
-        )
+            self.checkpoint, of_optimizer=job.to == "deepspeed"
+        ).with_values(self.checkpoint.values)
+        self._rules = repr(layout)
         self.lists = layout.lists
         self.tree = layout.tree
         self.matched: Matched = matching.moves(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.rules.matching import Matched
+from elastic_ckpt.universal.moves import Matched
 from elastic_ckpt.universal.writing import writer
 from elastic_ckpt.universal.writing.conversion import Conversion
 from elastic_ckpt.universal.writing.writer import Destination
