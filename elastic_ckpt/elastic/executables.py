@@ -1,9 +1,10 @@
 """Compiled steps, kept for the next world on this machine's RAM disk.
 
 A world that has had its shape before loads its executables and traces nothing: a
-change of slices then costs milliseconds in place of XLA's seconds. JAX's compilation
-cache cannot do that for several processes on CPU: its key depends on the process, and
-process 0 alone writes.
+change of slices then costs milliseconds in place of XLA's seconds. It loads them in the
+background, while it looks for its state and restores it (`Preloaded`). JAX's
+compilation cache cannot do that for several processes on CPU: its key depends on the
+process, and process 0 alone writes.
 
 Loading an executable unpickles, and runs code. So executables are read only from a
 private directory on this machine's RAM disk, never from peers or storage, and only
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import io
@@ -25,6 +27,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import cloudpickle
@@ -33,12 +36,56 @@ import jaxlib
 from absl import logging
 from jax.experimental import serialize_executable
 
-from elastic_ckpt.core import events, storage, topology
+from elastic_ckpt.core import background, events, storage, topology
 from elastic_ckpt.elastic.kept_executables import KeptExecutables
 
 # An event of `jax.monitoring`.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _MAC_BYTES = hashlib.sha256().digest_size
+# The most executables that a world loads before it asks for one: the newest.
+_MOST_PRELOADED = 4
+
+_Compiled = Callable[..., Any]
+
+
+class Preloaded:
+    """The executables of earlier worlds like this one, loaded in the background.
+
+    Args:
+      kept: the directory and the key.
+    """
+
+    def __init__(self, kept: KeptExecutables) -> None:
+        self._kept = kept
+        self._begun = background.in_thread(self._begin, name="executables")
+
+    def get(self, path: str) -> _Compiled | None:
+        """The executable of a file; None if it was not loaded, or does not fit."""
+        loading = self._begun.result().get(path)
+        return None if loading is None else loading.result()
+
+    def _begin(self) -> dict[str, futures.Future[_Compiled | None]]:
+        # That this world has devices may take a while, too.
+        circumstances = _digest(_circumstances())
+        files = [
+            file
+            for file in os.scandir(self._kept.directory)
+            if file.name.startswith(circumstances)
+        ]
+        files.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        return {
+            file.path: background.in_thread(
+                functools.partial(self._load, file.path), name="executable"
+            )
+            for file in files[:_MOST_PRELOADED]
+        }
+
+    def _load(self, path: str) -> _Compiled | None:
+        try:
+            return _load(self._kept, path)
+        except Exception:
+            # Whoever asks for it finds out why.
+            return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +95,14 @@ class Executables:
     Attributes:
       kept: the directory and the key; None compiles always.
       emit: called before and after compiling, and when an executable is loaded.
+      preloaded: what is being loaded already.
     """
 
     kept: KeptExecutables | None
     emit: events.Emit = events.nobody
+    preloaded: Preloaded | None = None
 
-    def compiled(
-        self, jitted: Any, *arguments: Any, step: int = 0
-    ) -> Callable[..., Any]:
+    def compiled(self, jitted: Any, *arguments: Any, step: int = 0) -> _Compiled:
         """The compiled `jitted` for these arguments, under their shardings.
 
         Args:
@@ -66,7 +113,7 @@ class Executables:
         began_secs = time.monotonic()
         path = None if self.kept is None else self._path(jitted, arguments)
         if path is not None:
-            loaded = self._loaded(path, _devices(arguments))
+            loaded = self._loaded(path)
             if loaded is not None:
                 secs = time.monotonic() - began_secs
                 self.emit("executable_loaded", step=step, secs=secs)
@@ -79,7 +126,7 @@ class Executables:
         # On CPU an executable of JAX's cache is serialized without its code. The next
         # world finds it in that cache, too.
         if path is not None and not hits:
-            self._keep(path, compiled)
+            self._keep(path, compiled, _devices(arguments))
         return compiled
 
     def _path(self, jitted: Any, arguments: Any) -> str | None:
@@ -87,42 +134,38 @@ class Executables:
         assert self.kept is not None
         try:
             modules = _changed_modules(self.kept.began_ns)
-            circumstances = [*_circumstances(), modules]
-            name = _digest((jitted.__wrapped__, _abstract(arguments), circumstances))
+            name = _digest(_circumstances()) + _digest(
+                (jitted.__wrapped__, _abstract(arguments), modules)
+            )
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
             return None
         return os.path.join(self.kept.directory, name)
 
-    def _loaded(
-        self, path: str, devices: Sequence[jax.Device]
-    ) -> Callable[..., Any] | None:
+    def _loaded(self, path: str) -> _Compiled | None:
         assert self.kept is not None
+        loaded = None if self.preloaded is None else self.preloaded.get(path)
+        if loaded is not None:
+            return loaded
         try:
-            with open(path, "rb") as file:
-                content = file.read()
+            return _load(self.kept, path)
         except FileNotFoundError:
             return None
-        mac, payload = content[:_MAC_BYTES], content[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(path, payload)):
-            self._refuse(path, "it was not written by this run, or was altered")
-            return None
-        try:
-            # The MAC shows that this run's own hosts have written it.
-            parts = pickle.loads(payload)  # noqa: S301
-            return serialize_executable.deserialize_and_load(
-                *parts, execution_devices=devices
-            )
+        except _AlteredError as error:
+            self._refuse(path, str(error))
         except Exception as error:
             # The backend raises whatever it finds unfit.
             self._refuse(path, f"{type(error).__name__}: {error}".partition("\n")[0])
-            return None
+        return None
 
-    def _keep(self, path: str, compiled: Any) -> None:
+    def _keep(self, path: str, compiled: Any, devices: Sequence[jax.Device]) -> None:
+        assert self.kept is not None
         try:
-            payload = pickle.dumps(serialize_executable.serialize(compiled))
-            storage.write_atomic(path, self._mac(path, payload) + payload, mode=0o600)
+            parts = serialize_executable.serialize(compiled)
+            payload = pickle.dumps((parts, [device.id for device in devices]))
+            mac = _mac(self.kept, path, payload)
+            storage.write_atomic(path, mac + payload, mode=0o600)
         except (
             *(ValueError, NotImplementedError, OSError),
             jax.errors.JaxRuntimeError,
@@ -131,14 +174,32 @@ class Executables:
             # and the next world compiles again.
             logging.warning("an executable is not kept: %s", error)
 
-    def _mac(self, path: str, payload: bytes) -> bytes:
-        assert self.kept is not None
-        name = os.path.basename(path).encode()
-        return hmac.digest(self.kept.key, name + payload, "sha256")
-
     def _refuse(self, path: str, why: str) -> None:
         self.emit("executable_refused", path=path, why=why)
         storage.remove(path)
+
+
+class _AlteredError(Exception):
+    """A file is not what this run has written."""
+
+
+def _load(kept: KeptExecutables, path: str) -> _Compiled:
+    with open(path, "rb") as file:
+        content = file.read()
+    mac, payload = content[:_MAC_BYTES], content[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(kept, path, payload)):
+        raise _AlteredError("it was not written by this run, or was altered")
+    # The MAC shows that this run's own hosts have written it.
+    parts, numbers = pickle.loads(payload)  # noqa: S301
+    devices = {device.id: device for device in jax.devices()}
+    return serialize_executable.deserialize_and_load(
+        *parts, execution_devices=[devices[number] for number in numbers]
+    )
+
+
+def _mac(kept: KeptExecutables, path: str, payload: bytes) -> bytes:
+    name = os.path.basename(path).encode()
+    return hmac.digest(kept.key, name + payload, "sha256")
 
 
 @contextlib.contextmanager
@@ -207,7 +268,7 @@ def _changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
 def _digest(value: Any) -> str:
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
-        return hashlib.sha256(file.getvalue()).hexdigest()
+        return hashlib.blake2b(file.getvalue(), digest_size=16).hexdigest()
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.checkpoint.run_world import RunWorld
     from elastic_ckpt.core.topology import Topology
     from elastic_ckpt.elastic.device_state import DeviceState
+    from elastic_ckpt.elastic.executables import Preloaded
     from elastic_ckpt.elastic.kept_executables import KeptExecutables
     from elastic_ckpt.frontend import Checkpointer
     from elastic_ckpt.tiers.choices import Tier
@@ -29,6 +30,8 @@ class BetweenWorlds:
 
     Attributes:
       executables: the place of those that outlive worlds; None if there is none.
+      preloaded: those of earlier worlds, which are being loaded; None loads each when
+        it is asked for.
       claimant: claims the world for this start of the run; None claims no worlds.
       device_state: the state that stays on the devices between worlds; None if each
         world has other processes.
@@ -37,6 +40,7 @@ class BetweenWorlds:
     """
 
     executables: KeptExecutables | None = None
+    preloaded: Preloaded | None = None
     claimant: Claimant | None = None
     device_state: DeviceState | None = None
     loses_memory: Callable[[], bool] = lambda: False
@@ -106,7 +110,11 @@ class World:
         """
         from elastic_ckpt.elastic import executables
 
-        keeper = executables.Executables(kept=self._between.executables, emit=self.emit)
+        keeper = executables.Executables(
+            kept=self._between.executables,
+            emit=self.emit,
+            preloaded=self._between.preloaded,
+        )
         self.begin("compile")
         compiled = keeper.compiled(jitted, *arguments, step=step)
         self.begin(watch.TRAIN)

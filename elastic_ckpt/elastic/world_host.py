@@ -96,7 +96,7 @@ def run_host(
       member: this host.
       channel: to the supervisor.
     """
-    from elastic_ckpt.elastic import multicontroller, termination
+    from elastic_ckpt.elastic import executables, multicontroller, termination
 
     _take_share(hardware, assignment, owned, member)
     slices, number = _simulated(assignment.work.slices, hardware, member)
@@ -106,6 +106,8 @@ def run_host(
     with multicontroller.joined(member, begin=channel.begin), agreed as is_leaving:
         multicontroller.check_devices(hardware.hardware)
         channel.wait()
+        kept = owned.kept
+        preloaded = None if kept is None else executables.Preloaded(kept)
         emit = steps = Steps(channel if member.host == 0 else events.nobody)
         emit("world_joined", world=assignment.number)
         channel.begin(watch.TRAIN)
@@ -135,7 +137,8 @@ def run_host(
                 will_resume=lambda: bool(left) and channel.is_left,
                 begin=channel.begin,
                 _between=BetweenWorlds(
-                    executables=owned.kept,
+                    executables=kept,
+                    preloaded=preloaded,
                     claimant=assignment.claimant,
                     loses_memory=lambda: bool(left) and channel.loses_memory,
                 ),

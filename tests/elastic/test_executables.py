@@ -47,11 +47,11 @@ def step_of(scale):
     return step
 
 
-def run(kept, *, scale=3.0, num_devices=4, rows=ROWS):
+def run(kept, *, scale=3.0, num_devices=4, rows=ROWS, preloaded=None):
     """Runs a new jitted function, as a new world does; returns results and events."""
     emit = Events()
     x = arguments(num_devices, rows)
-    keeper = executables.Executables(kept=kept, emit=emit)
+    keeper = executables.Executables(kept=kept, emit=emit, preloaded=preloaded)
     compiled = keeper.compiled(step_of(scale), x, step=1)
     return [np.asarray(each) for each in compiled(x)], emit.names
 
@@ -73,6 +73,31 @@ def test_what_was_compiled_is_loaded_and_has_the_same_bits(kept):
     assert names == LOADED
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_world_loads_what_is_kept_before_it_asks(kept, monkeypatch):
+    first, _ = run(kept)
+    preloaded = executables.Preloaded(kept)
+    (file,) = files(kept)
+    assert preloaded.get(str(file)) is not None
+    # From here on nothing is loaded.
+    monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
+    second, names = run(kept, preloaded=preloaded)
+    assert names == LOADED
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+    _, names = run(kept, scale=4.0, preloaded=preloaded)
+    assert names == COMPILED
+
+
+def test_a_world_loads_nothing_that_was_altered(kept, monkeypatch):
+    run(kept)
+    (file,) = files(kept)
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
+    preloaded = executables.Preloaded(kept)
+    assert preloaded.get(str(file)) is None
+    assert run(kept, preloaded=preloaded)[1] == ["executable_refused", *COMPILED]
 
 
 def test_without_a_directory_it_is_compiled_each_time():

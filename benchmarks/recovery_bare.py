@@ -1,0 +1,77 @@
+"""A world of JAX alone, beside the recoveries of suite `recovery`.
+
+Fresh processes are forked from a server that has imported JAX, join, and add up a
+number of each in one jitted `psum`. Nothing is cached, restored or watched: it is what
+a world takes at least.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from multiprocessing import connection, forkserver
+
+from elastic_ckpt.elastic import host_start
+
+
+def warm_up() -> None:
+    """Starts the fork server, which imports JAX."""
+    forkserver.set_forkserver_preload(["jax", "benchmarks.recovery_bare"])
+    forkserver.ensure_running()
+
+
+def world_secs(hosts: int) -> float:
+    """From the fork of the first process to the result in the last one.
+
+    Args:
+      hosts: the number of processes, of one device each.
+    """
+    context = multiprocessing.get_context("forkserver")
+    port = host_start.ReservedPort(host_start.LOOPBACK)
+    began_secs = time.monotonic()
+    processes, pipes = [], []
+    for host in range(hosts):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_add_up, args=(port.address, hosts, host, sender)
+        )
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes.append(receiver)
+    # The clock is that of the machine, the same in all processes.
+    done_secs = max(pipe.recv() for pipe in pipes)
+    for process in processes:
+        process.join()
+    port.close()
+    return done_secs - began_secs
+
+
+def _add_up(
+    address: str, hosts: int, host: int, done: connection.Connection[float, None]
+) -> None:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(
+        address,
+        num_processes=hosts,
+        process_id=host,
+        coordinator_bind_address=address,
+        cluster_detection_method="deactivate",
+    )
+    mesh = jax.make_mesh((hosts,), ("hosts",))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=jax.P("hosts"), out_specs=jax.P())
+    def total(numbers: jax.Array) -> jax.Array:
+        return jax.lax.psum(numbers, "hosts")
+
+    sharding = jax.NamedSharding(mesh, jax.P("hosts"))
+    numbers = jax.make_array_from_callback(
+        (hosts,), sharding, lambda _: jax.numpy.ones(1)
+    )
+    assert float(total(numbers)[0]) == hosts
+    done.send(time.monotonic())
+    jax.distributed.shutdown()
