@@ -5,12 +5,17 @@ which each slice has a replica, by `elastic-ckpt train` with its defaults. Proce
 killed and stopped from outside, by their ids; all else is read from the run's events
 and metrics. Beside the seconds stand the processor seconds and the load of the machine.
 
-* `recover_secs`: from `kill -9` of a host to the first step on three slices, whose
-  program was compiled ahead; `recover_..._secs`: its phases (`elastic.timeline`), where
-  `detect` comes before them; `recover_cpu_secs`: of a host of the new world until then.
+* `recover_secs`: from `kill -9` of a host to the first step of the next world, on the
+  same slices, as the host's machine proves to be sound; `recover_..._secs`: its phases
+  (`elastic.timeline`), where `detect` comes before them; `recover_cpu_secs`: of a host
+  of the new world until then.
+* `recover_over_bare_ratio`: what of it comes before the first step, over the time of a
+  bare world of as many processes (`recovery_bare`), `bare_world_secs`.
 * `recover_cold_over_compile_secs`: the same without a compiled program, less the phases
   `restore` and `compile`.
-* `grow_pause_secs`: from the last step on three slices to the first on four.
+* `shrink_pause_secs`: from the last step on four slices to the first on three, whose
+  program was compiled ahead, as `elastic-ckpt scale` requests; `grow_pause_secs`: from
+  three to four.
 * `steps_lost`: at a kill at a random time; `steps_lost_uncopied`: those of them before
   a save that had begun and had no copies yet; `steps_lost_planned`: of a growth.
 * `detect_secs`: until the death of a process is noticed; `detect_hang_over_timeout`:
@@ -46,14 +51,22 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import recovery_loops, recovery_orbax, recovery_run, report
-from benchmarks.recovery_run import Change
+from benchmarks import (
+    recovery_bare,
+    recovery_loops,
+    recovery_orbax,
+    recovery_run,
+    report,
+)
+from benchmarks.recovery_run import Change, Planned
 from elastic_ckpt.elastic import timeline
 
 _HOSTS = 4
 _PERIOD = 10
 _TIMEOUT_SECS = 30
 _STEP_MS = 50
+# Before the run, and as many after it.
+_BARE_WORLDS = 5
 _COMMON = {
     "hosts": _HOSTS,
     "slices": _HOSTS,
@@ -170,7 +183,9 @@ def _warm(
     settings: dict[str, Any], directory: pathlib.Path, kills: int
 ) -> dict[str, report.Figure]:
     lost: list[Change] = []
-    grown: list[tuple[Change, recovery_run.Event]] = []
+    shrunk: list[Planned] = []
+    grown: list[Planned] = []
+    bare_secs = _bare_secs()
     with recovery_run.live(settings, directory) as run:
         ready = _ready(run, after=0)
         for number in range(kills):
@@ -178,23 +193,20 @@ def _warm(
             # Each slice once, so that none is quarantined; the last one is stopped.
             change = run.disturb(1 + number % (_HOSTS - 1), signal.SIGKILL)
             lost.append(change)
-            after = run.events.index(change.recovered) + 1
-            started = run.wait_for("world_started", after=after)
-            recovered = run.wait_for("recovered", after=after)
-            grown.append((Change(began=None, recovered=recovered), started))
-            _ready(run, after=run.events.index(recovered))
+            _ready(run, after=run.events.index(change.recovered))
+            shrunk.append(run.scale(_HOSTS - 1))
+            grown.append(run.scale(_HOSTS))
+            _ready(run, after=run.events.index(grown[-1].recovered))
         hung = run.disturb(0, signal.SIGSTOP)
+    bare_secs += _bare_secs()
     times = run.step_times()
-    assert lost[0].began is not None
     compiled = run.named("compiled")[0]["time"]
     meanwhile = statistics.median(recovery_run.step_secs(times, compiled, ready))
     alone = statistics.median(recovery_run.step_secs(times, ready, lost[0].began))
     return (
         of_kills(lost)
-        | of_growth(
-            [recovery_run.pause_secs(times, started) for _, started in grown],
-            [change for change, _ in grown],
-        )
+        | of_bare(lost, bare_secs)
+        | of_planned(times, shrunk=shrunk, grown=grown)
         | {
             "detect_hang_over_timeout_secs": report.figure(
                 "s", "at most 1", [hung.detect_secs - _TIMEOUT_SECS]
@@ -206,6 +218,12 @@ def _warm(
             ),
         }
     )
+
+
+def _bare_secs() -> list[float]:
+    recovery_bare.warm_up()
+    # The fork server is still importing at the first one.
+    return [recovery_bare.world_secs(_HOSTS) for _ in range(_BARE_WORLDS + 1)][1:]
 
 
 def _ready(run: recovery_run.LiveRun, *, after: int) -> float:
@@ -262,16 +280,46 @@ def of_kills(changes: Sequence[Change]) -> dict[str, report.Figure]:
     }
 
 
-def of_growth(
-    pauses_secs: Sequence[float], changes: Sequence[Change]
+def of_bare(
+    changes: Sequence[Change], bare_secs: Sequence[float]
 ) -> dict[str, report.Figure]:
-    """The figures of growths, which are planned."""
+    """The figures of recoveries beside bare worlds."""
+    bare = statistics.median(bare_secs)
     return {
-        "grow_pause_secs": report.figure("s", "at most recover_secs", pauses_secs),
-        "steps_lost_planned": report.figure(
-            "steps", "0", [change.recovered["steps_lost"] for change in changes]
+        "recover_over_bare_ratio": report.figure(
+            "ratio",
+            "at most 2; without the first step",
+            [
+                (change.secs - change.recovered["step_secs"]) / bare
+                for change in changes
+            ],
         ),
+        "bare_world_secs": report.figure("s", "no bound", bare_secs),
     }
+
+
+def of_planned(
+    times: Sequence[tuple[float, int]],
+    *,
+    shrunk: Sequence[Planned],
+    grown: Sequence[Planned],
+) -> dict[str, report.Figure]:
+    """The figures of changes that were requested.
+
+    Args:
+      times: of the steps of the run.
+      shrunk: the changes to a slice less.
+      grown: the changes to a slice more.
+    """
+    lost = [planned.recovered["steps_lost"] for planned in (*shrunk, *grown)]
+    return {
+        f"{name}_pause_secs": report.figure(
+            "s",
+            "at most recover_secs",
+            [recovery_run.pause_secs(times, planned.started) for planned in changes],
+        )
+        for name, changes in (("shrink", shrunk), ("grow", grown))
+    } | {"steps_lost_planned": report.figure("steps", "0", lost)}
 
 
 def of_cold(changes: Sequence[Change]) -> dict[str, report.Figure]:

@@ -17,8 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from elastic_ckpt.elastic import scale_request
 from elastic_ckpt.monitoring import jsonl
 
 Event = dict[str, Any]
@@ -34,14 +35,14 @@ class Change:
     """A change of slices.
 
     Attributes:
-      began: when a host was killed or stopped; None for a planned change. In seconds
-        since the epoch, as all times here.
+      began: when a host was killed or stopped. In seconds since the epoch, as all times
+        here.
       recovered: the event of that name, after the first step of the next world.
       cpu_secs: of each host of that world until then, in order.
       before: the events until the change began, in order.
     """
 
-    began: float | None
+    began: float
     recovered: Event
     cpu_secs: tuple[float, ...] = ()
     before: tuple[Event, ...] = ()
@@ -49,7 +50,6 @@ class Change:
     @property
     def secs(self) -> float:
         """From the fault to the first step of the next world."""
-        assert self.began is not None
         return self.recovered["time"] - self.began
 
     @property
@@ -64,6 +64,18 @@ class Change:
         kept = [each["step"] for each in self.before if each["event"] == "replicated"]
         uncopied = max(begun, default=0) - max(kept, default=0)
         return lost, min(lost, uncopied)
+
+
+class Planned(NamedTuple):
+    """A change of the number of slices that was requested.
+
+    Attributes:
+      started: the event `world_started` of the next world.
+      recovered: the event of that name, after its first step.
+    """
+
+    started: Event
+    recovered: Event
 
 
 _SAVES = ("save_started", "restored_from")
@@ -128,6 +140,16 @@ class LiveRun:
         cpu_secs = tuple(map(_cpu_secs, self._hosts().values()))
         return Change(
             began=began, recovered=recovered, cpu_secs=cpu_secs, before=before
+        )
+
+    def scale(self, slices: int) -> Planned:
+        """Requests a number of slices; returns when the next world has recovered."""
+        self._read()
+        after = len(self.events)
+        scale_request.write(self.directory, slices)
+        return Planned(
+            started=self.wait_for("world_started", after=after),
+            recovered=self.wait_for("recovered", after=after),
         )
 
     def named(self, name: str) -> list[Event]:

@@ -20,6 +20,11 @@ def test_a_change_lasts_from_the_kill_to_the_first_step():
     assert change.detect_secs == 2
 
 
+def test_what_comes_before_the_first_step_is_held_against_a_bare_world():
+    figures = recovery.of_bare([killed(step_secs=4.0)], [1.0, 1.5, 9.0])
+    assert figures["recover_over_bare_ratio"].samples == (2.0,)
+
+
 def test_lost_steps_before_a_save_without_copies_are_counted_apart():
     saved = (event("save_started", 90, step=10), event("replicated", 91, step=10))
     begun = event("save_started", 95, step=16)
