@@ -112,8 +112,8 @@ class Pods(started_supervisors.Supervisors):
         """Starts the backup hosts; returns their addresses by those in the manifest."""
         (container,) = job["template"]["spec"]["containers"]
         (port,) = (each["containerPort"] for each in container["ports"])
-        program, verb, directory, *words = container["command"]
-        assert (program, verb) == ("elastic-ckpt", "agent")
+        executable, verb, directory, *words = container["command"]
+        assert (executable, verb) == ("elastic-ckpt", "agent")
         # It is below a volume of the pod.
         mounts = [each["mountPath"] for each in container["volumeMounts"]]
         (volume,) = (each for each in mounts if directory.startswith(f"{each}/"))
