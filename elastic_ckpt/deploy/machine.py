@@ -1,4 +1,4 @@
-"""GKE machine types: their accelerators, resource limits and node labels."""
+"""The kind of host that a run requires, by the machine types of `clouds.yaml`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import re
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import template
 
 _TPU = "cloud.google.com/gke-tpu-accelerator"
 _GPU = "cloud.google.com/gke-accelerator"
 # The label of a node with its machine type.
-INSTANCE = "node.kubernetes.io/instance-type"
+_INSTANCE = "node.kubernetes.io/instance-type"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,66 +49,13 @@ class _Accelerator:
     topologies: tuple[str, ...] = ()
 
 
-# Chips along each dimension, of the tables in GKE's "Plan TPUs in GKE" (2026). Larger
-# slices of three dimensions are made of cubes of 4x4x4.
-_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-_TPUS = {
-    "ct4p-hightpu-4t": _Accelerator(
-        label="tpu-v4-podslice", chips=4, cpus=240, memory_gib=407, topologies=_CUBIC
-    ),
-    "ct5lp-hightpu-4t": _Accelerator(
-        label="tpu-v5-lite-podslice",
-        chips=4,
-        cpus=112,
-        memory_gib=192,
-        topologies=_FLAT,
-    ),
-    "ct5lp-hightpu-8t": _Accelerator(
-        label="tpu-v5-lite-podslice",
-        chips=8,
-        cpus=224,
-        memory_gib=384,
-        topologies=("2x4",),
-    ),
-    "ct5p-hightpu-4t": _Accelerator(
-        label="tpu-v5p-slice", chips=4, cpus=208, memory_gib=448, topologies=_CUBIC
-    ),
-    "ct6e-standard-4t": _Accelerator(
-        label="tpu-v6e-slice", chips=4, cpus=180, memory_gib=720, topologies=_FLAT
-    ),
-    "ct6e-standard-8t": _Accelerator(
-        label="tpu-v6e-slice", chips=8, cpus=180, memory_gib=1440, topologies=("2x4",)
-    ),
-    "tpu7x-standard-4t": _Accelerator(
-        label="tpu7x",
-        chips=4,
-        cpus=224,
-        memory_gib=960,
-        devices_per_chip=2,
-        topologies=_CUBIC,
-    ),
-}
-_GPUS = {
-    "a2-highgpu-8g": _Accelerator(
-        label="nvidia-tesla-a100", chips=8, cpus=96, memory_gib=680
-    ),
-    "a2-ultragpu-8g": _Accelerator(
-        label="nvidia-a100-80gb", chips=8, cpus=96, memory_gib=1360
-    ),
-    "a3-highgpu-8g": _Accelerator(
-        label="nvidia-h100-80gb", chips=8, cpus=208, memory_gib=1872
-    ),
-    "a3-megagpu-8g": _Accelerator(
-        label="nvidia-h100-mega-80gb", chips=8, cpus=208, memory_gib=1872
-    ),
-    "a3-ultragpu-8g": _Accelerator(
-        label="nvidia-h200-141gb", chips=8, cpus=224, memory_gib=2952
-    ),
-    "a4-highgpu-8g": _Accelerator(
-        label="nvidia-b200", chips=8, cpus=224, memory_gib=3968
-    ),
-}
+def _known(kind: str) -> dict[str, _Accelerator]:
+    machines = template.read("clouds.yaml")[kind]["machines"]
+    return {name: _Accelerator(**fields) for name, fields in machines.items()}
+
+
+_TPUS, _GPUS = _known("tpus"), _known("gpus")
+_CUBIC = template.read("clouds.yaml")["tpus"]["cubic"]
 
 
 def from_config(config: schema.Config) -> Machine:
@@ -124,7 +72,7 @@ def from_config(config: schema.Config) -> Machine:
             " pods with hardware=gpu take GPUs; leave it out"
         )
     if world.hardware == "tpu":
-        tpu = _known(deploy.machine_type, _TPUS, "tpu")
+        tpu = _chosen(deploy.machine_type, _TPUS, "tpu")
         hosts_per_slice = _hosts_of_topology(deploy, tpu)
         if world.hosts not in (1, hosts_per_slice * world.slices):
             raise errors.ConfigError(
@@ -155,7 +103,7 @@ def from_config(config: schema.Config) -> Machine:
             " multiple of slices"
         )
     hosts_per_slice = world.hosts // world.slices
-    selector = {INSTANCE: deploy.machine_type} if deploy.machine_type else {}
+    selector = {_INSTANCE: deploy.machine_type} if deploy.machine_type else {}
     if world.hardware != "gpu":
         return Machine(
             node_selector=selector,
@@ -171,7 +119,7 @@ def from_config(config: schema.Config) -> Machine:
             devices=gpus,
             hosts_per_slice=hosts_per_slice,
         )
-    gpu = _known(deploy.machine_type, _GPUS, "gpu")
+    gpu = _chosen(deploy.machine_type, _GPUS, "gpu")
     if gpus > gpu.chips:
         raise errors.ConfigError(
             f"machine_gpus={gpus} with machine_type={deploy.machine_type}, which has"
@@ -187,7 +135,7 @@ def from_config(config: schema.Config) -> Machine:
     )
 
 
-def _known(
+def _chosen(
     machine_type: str, machines: dict[str, _Accelerator], hardware: str
 ) -> _Accelerator:
     if machine_type not in machines:

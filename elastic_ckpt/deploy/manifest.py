@@ -6,13 +6,8 @@ import yaml
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import (
-    backup_hosts,
-    multicontroller_jobset,
-    patch,
-    pathways_jobset,
-)
-from elastic_ckpt.deploy.addition import Object
+from elastic_ckpt.deploy import jobset, patch, settings
+from elastic_ckpt.deploy.template import Object
 
 
 def documents(config: schema.Config) -> list[Object]:
@@ -26,12 +21,8 @@ def documents(config: schema.Config) -> list[Object]:
             "run_name is empty, but it becomes the name of the job; set it, for"
             " example run_name=first"
         )
-    backup_hosts.check(config)
-    if config.world.enable_single_controller:
-        built = pathways_jobset.documents(config)
-    else:
-        built = multicontroller_jobset.documents(config)
-    return patch.patched(built, config.deploy.manifest_patches)
+    patches = settings.sequence("manifest_patches", config.deploy.manifest_patches)
+    return patch.patched(jobset.documents(config), patches)
 
 
 def to_yaml(objects: list[Object]) -> str:

@@ -1,18 +1,19 @@
-"""Changes of a manifest by its user, for what no key covers.
+"""Patches of objects: those of this package, and those of users for what no key covers.
 
 A patch is a JSON merge patch (RFC 7386): mappings are merged, null removes a key, any
 other value replaces. As in Kubernetes' strategic merge, lists whose members have a key
 (containers have `name`, mounts `mountPath`, ports `containerPort`) are merged member by
-member: a member with `$patch: delete` is removed, and a new one appended. Other lists
-are replaced.
+member: a member with `$patch: delete` is removed, and a new one appended; a variable
+(in `env`) replaces that of its name. Other lists are replaced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import addition, settings
+from elastic_ckpt.deploy.template import Object
 
 _KEY = "manifest_patches"
 _FIELDS = {"kind", "name", "patch"}
@@ -21,17 +22,17 @@ _MEMBER_KEYS = {"volumeMounts": "mountPath", "ports": "containerPort"}
 _DIRECTIVE = "$patch"
 
 
-def patched(documents: list[addition.Object], value: str) -> list[addition.Object]:
-    """`documents` with the patches in `value`, one after the other.
+def patched(documents: list[Object], patches: Sequence[Any]) -> list[Object]:
+    """`documents` with `patches`, one after the other.
 
     Args:
       documents: of a manifest.
-      value: of the key `manifest_patches`.
+      patches: the value of the key `manifest_patches`.
 
     Raises:
       ConfigError: if a patch matches no document, or is malformed.
     """
-    for number, each in enumerate(settings.sequence(_KEY, value), 1):
+    for number, each in enumerate(patches, 1):
         if (
             not isinstance(each, dict)
             or not {"kind", "patch"} <= each.keys() <= _FIELDS
@@ -50,26 +51,35 @@ def patched(documents: list[addition.Object], value: str) -> list[addition.Objec
             )
         place = f"patch {number} of {_KEY}"
         documents = [
-            _merged(document, each["patch"], place)
-            if document in matching
-            else document
+            merged(document, each["patch"], place) if document in matching else document
             for document in documents
         ]
     return documents
 
 
-def _matches(patch: addition.Object, document: addition.Object) -> bool:
+def _matches(patch: Object, document: Object) -> bool:
     name = document["metadata"]["name"]
     return patch["kind"] == document["kind"] and patch.get("name", name) == name
 
 
-def _merged(value: Any, patch: Any, place: str, field: str = "") -> Any:
+def merged(value: Any, patch: Any, place: str = "", field: str = "") -> Any:
+    """`value`, which stays as it is, with `patch`.
+
+    Args:
+      value: an object, or a part of one.
+      patch: of it.
+      place: of the patch, for messages.
+      field: of which this is the value.
+
+    Raises:
+      ConfigError: if the patch removes what is not there.
+    """
     if isinstance(patch, dict):
         result = dict(value) if isinstance(value, dict) else {}
         for key, change in patch.items():
             below = f"{place}.{key}"
             if change is not None:
-                result[key] = _merged(result.get(key), change, below, key)
+                result[key] = merged(result.get(key), change, below, key)
             elif key in result:
                 del result[key]
             else:
@@ -77,7 +87,7 @@ def _merged(value: Any, patch: Any, place: str, field: str = "") -> Any:
         return result
     key = _MEMBER_KEYS.get(field, "name")
     if isinstance(patch, list) and _has_key(patch, key):
-        return _merged_list(value or [], patch, key, place)
+        return _merged_list(value or [], patch, key, place, field)
     return patch
 
 
@@ -87,7 +97,9 @@ def _has_key(members: list[Any], key: str) -> bool:
     )
 
 
-def _merged_list(value: list[Any], patch: list[Any], key: str, place: str) -> list[Any]:
+def _merged_list(
+    value: list[Any], patch: list[Any], key: str, place: str, field: str
+) -> list[Any]:
     result = list(value)
     for change in patch:
         names = [member.get(key) for member in result if isinstance(member, dict)]
@@ -101,7 +113,9 @@ def _merged_list(value: list[Any], patch: list[Any], key: str, place: str) -> li
             result = [member for member in result if member.get(key) != change[key]]
         elif is_present:
             index = names.index(change[key])
-            result[index] = _merged(result[index], change, f"{place}[{change[key]}]")
+            # A variable has a value or a source.
+            present = {} if field == "env" else result[index]
+            result[index] = merged(present, change, f"{place}[{change[key]}]")
         else:
             result.append(change)
     return result

@@ -3,10 +3,15 @@
 It is `elastic-ckpt train` with the run's configuration, `elastic-ckpt maxtext` with
 MaxText's keys, or a command or module of the user. The files are in a ConfigMap, so
 that one image serves many runs, and a run can change its keys without a new image.
+
+With `elastic_enabled`, but not under Pathways, each pod has one slice, whose hosts a
+supervisor starts as processes and restarts in the same pod. It agrees with those of the
+other pods (`elastic.machines`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -14,7 +19,7 @@ import yaml
 
 from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import settings, volumes
+from elastic_ckpt.deploy import settings
 
 # The directory of the files in a pod.
 DIRECTORY = "/etc/elastic-ckpt"
@@ -30,11 +35,9 @@ _KEYS = ("command", "python_module", "maxtext")
 _MAXTEXT_HARDWARE = {"gpu": "gpu_multiprocess"}
 
 
-def check(config: schema.Config) -> None:
-    """Raises a ConfigError if several programs are set, or one cannot run in a pod."""
-    check_one(config)
-    if is_train(config) or config.deploy.maxtext:
-        volumes.check_shared(config)
+# The Job of pods that have the program, and of backup hosts, and the ports of both.
+JOB, BACKUP_JOB = "hosts", "backup"
+PORT, BACKUP_PORT = 8475, 8476
 
 
 def check_one(config: schema.Config) -> None:
@@ -49,6 +52,33 @@ def check_one(config: schema.Config) -> None:
 def is_train(config: schema.Config) -> bool:
     """Whether the program is `elastic-ckpt train`."""
     return not any(getattr(config.deploy, key) for key in _KEYS)
+
+
+def has_supervisors(config: schema.Config) -> bool:
+    """Whether each pod has a supervisor; under Pathways the head is one itself."""
+    return config.elastic.elastic_enabled and not config.world.enable_single_controller
+
+
+def with_addresses(config: schema.Config) -> schema.Config:
+    """`config` as the pods have it: with the addresses of supervisors and backup hosts.
+
+    They are the names that JobSet gives to pods.
+    """
+    name, elastic, tiers = config.run.run_name, config.elastic, config.tiers
+
+    def pods(job: str, port: int, number: int, scheme: str = "") -> str:
+        return ";".join(
+            f"{scheme}{name}-{job}-0-{pod}.{name}:{port}" for pod in range(number)
+        )
+
+    if has_supervisors(config):
+        machines = pods(JOB, PORT, config.world.slices)
+        elastic = dataclasses.replace(elastic, elastic_machines=machines)
+    if config.deploy.backup_hosts:
+        scheme = "https://" if tiers.peer_tls_certificate else "http://"
+        urls = pods(BACKUP_JOB, BACKUP_PORT, config.deploy.backup_hosts, scheme)
+        tiers = dataclasses.replace(tiers, peer_backup_urls=urls)
+    return dataclasses.replace(config, elastic=elastic, tiers=tiers)
 
 
 def command(config: schema.Config, directory: str = DIRECTORY) -> list[str]:
@@ -66,6 +96,11 @@ def command(config: schema.Config, directory: str = DIRECTORY) -> list[str]:
     if deploy.maxtext:
         return ["elastic-ckpt", "maxtext", os.path.join(directory, _MAXTEXT_FILE)]
     return ["elastic-ckpt", "train", os.path.join(directory, _CONFIG_FILE)]
+
+
+def words(options: dict[str, str]) -> list[str]:
+    """The options of a command that have values, as its arguments."""
+    return [word for pair in options.items() if pair[1] for word in pair]
 
 
 def files(config: schema.Config) -> dict[str, str]:

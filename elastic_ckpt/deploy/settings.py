@@ -1,21 +1,35 @@
-"""Reads the keys whose values are lists or mappings: commands, volumes, tolerations.
+"""The values of all keys, as templates and programs take them.
 
-`config` keeps such a value as the text of its JSON. A value that was written as text in
-the configuration file is read as YAML.
+`config` keeps a list or a mapping as the text of its JSON. A value that was written as
+text in the configuration file is read as YAML.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from typing import Any
 
 import yaml
 
+from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors, sections
 
 # Operators of a shell, which would be arguments of the program.
 _OF_A_SHELL = re.compile(r"[|;&<>]+|\$\(|`")
+
+
+def values(config: schema.Config) -> dict[str, Any]:
+    """The value of each key: a list or a mapping, where it is for one.
+
+    Raises:
+      ConfigError: if a value is of another kind.
+    """
+    return {
+        key: _READERS[key](key, value) if key in _READERS else value
+        for key, value in keys.values(config).items()
+    }
 
 
 def mapping(key: str, value: str) -> dict[str, Any]:
@@ -90,3 +104,27 @@ def _read(key: str, value: str) -> Any:
         return sections.Loader(value).get_single_data()
     except yaml.YAMLError as error:
         raise errors.ConfigError(f"{key} is not YAML: {error}") from None
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("command", "python_module"), arguments),
+    **dict.fromkeys(("pod_tolerations", "manifest_patches"), sequence),
+    **dict.fromkeys(("pod_image_pull_secrets", "pod_env_secrets"), names),
+    **dict.fromkeys(
+        (
+            "maxtext",
+            "pod_affinity",
+            "pod_annotations",
+            "pod_env",
+            "pod_labels",
+            "pod_liveness_probe",
+            "pod_node_selector",
+            "pod_security_context",
+            "pod_startup_probe",
+            "pod_volumes",
+            "program_security_context",
+            "slurm_options",
+        ),
+        mapping,
+    ),
+}

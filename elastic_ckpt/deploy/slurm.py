@@ -18,7 +18,7 @@ import shlex
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import names, program, quantity, settings
+from elastic_ckpt.deploy import names, program, quantity, settings, template
 
 # The keys of pods that Slurm has, too; others would be lost in silence.
 _OF_SLURM = ("pod_env", "program_cpus", "program_memory", "reservation")
@@ -35,6 +35,7 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|")
 _NAME = re.compile(r"[\w.-]+")
 _DIRECTORY = re.compile(r"(/[\w.-]+)+/?")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
+# Ends the files in the script, as in its template.
 _FILE_END = "END_OF_FILE"
 _ALONE_SECS = 300
 
@@ -51,17 +52,18 @@ def script(config: schema.Config) -> str:
         f"{text}{_FILE_END}\n"
         for name, text in program.files(config).items()
     )
-    return _TEMPLATE.format(
-        options="\n".join(f"#SBATCH {option}" for option in _options(config)),
-        ram=f"{config.slurm.slurm_ram_directory.rstrip('/')}/{config.run.run_name}",
-        files=files,
-        task=_task(config),
-        end=_FILE_END,
-        program=_program(config),
-        srun=" ".join(_srun(config)),
-        config_exit_code=errors.CONFIG_EXIT_CODE,
-        max_restarts=config.deploy.max_restarts,
-    )
+    directory = config.slurm.slurm_ram_directory.rstrip("/")
+    holes = {
+        "options": "\n".join(f"#SBATCH {option}" for option in _options(config)),
+        "ram_directory": f"{directory}/{config.run.run_name}",
+        "write_files": files,
+        "task_commands": _task(config),
+        "program_commands": _program(config),
+        "srun_options": " ".join(_srun(config)),
+        "config_exit_code": errors.CONFIG_EXIT_CODE,
+        "max_restarts": config.deploy.max_restarts,
+    }
+    return template.script("templates/slurm.sh", holes)
 
 
 def _is_elastic(config: schema.Config) -> bool:
@@ -268,87 +270,3 @@ def _srun(config: schema.Config) -> list[str]:
     # All hosts find a wrong configuration, and end with its status by themselves. Those
     # that a host leaves alone end when JAX misses it, at the latest after this time.
     return ["--label", "--kill-on-bad-exit=0", f"--wait={_ALONE_SECS}"]
-
-
-_TEMPLATE = """\
-#!/bin/bash
-{options}
-set -u
-
-# The directory of this job on the RAM disk of each node. A job that is requeued has the
-# same number, and finds what its nodes still hold.
-ram={ram}-$SLURM_JOB_ID
-# A line for each start that has failed.
-failures=$SLURM_SUBMIT_DIR/$SLURM_JOB_NAME-$SLURM_JOB_ID.failures
-
-on_each_node() {{
-  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
-    --ntasks-per-node=1 "$@"
-}}
-
-# The program's files. Whoever owns the directory could change the steps in it.
-write='
-umask 077
-mkdir -p "$1" || exit
-if [ -L "$1" ] || [ ! -O "$1" ]; then
-  echo "$1 on $(hostname) belongs to $(stat -c %U "$1"): remove it there, or set" \\
-    "slurm_ram_directory to another RAM disk" >&2
-  exit 1
-fi
-cat > "$1/$2"
-'
-{files}
-# What a task does before the program.
-task=$(cat <<'{end}'
-# The switches above the node, as a failure domain.
-case ${{SLURM_TOPOLOGY_ADDR_PATTERN:-}} in
-  *switch.node) export ELASTIC_CKPT_DOMAINS="switch=${{SLURM_TOPOLOGY_ADDR%.*}}" ;;
-esac
-{task}exec "$@"
-{end}
-)
-
-{program}
-
-# `scancel` also ends this script: then nothing is requeued.
-is_cancelled=
-trap 'is_cancelled=1' TERM
-srun {srun} bash -c "$task" - "${{program[@]}}"
-code=$?
-
-keep_steps=$(cat <<'{end}'
-if [ -n "$(find "$1/steps" -name "manifest-*" -print -quit 2> /dev/null)" ]; then
-  echo "kept on $(hostname): $1, the steps in RAM. To continue from them:" >&2
-  echo "scontrol requeue $2 (on the nodes $3). Remove $1 if you do not." >&2
-else
-  rm -rf "$1"
-fi
-{end}
-)
-
-can_help=
-case $code in
-  0) ;;
-  {config_exit_code}) echo "not requeued: the configuration is wrong" >&2 ;;
-  # SIGTERM before the time limit: all is saved, and the next start continues.
-  143) can_help=1 ;;
-  *)
-    echo "$code" >> "$failures"
-    [ "$(wc -l < "$failures")" -gt {max_restarts} ] || can_help=1
-    ;;
-esac
-if [ -n "$can_help" ] && [ -z "$is_cancelled" ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-else
-  rm -f "$failures"
-  case $code in
-    # Storage has all that was due there.
-    0 | 143) on_each_node rm -rf "$ram" ;;
-    # The nodes' RAM may have more. Only a job of this number finds it.
-    *)
-      on_each_node bash -c "$keep_steps" - "$ram" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
-      ;;
-  esac
-fi
-exit "$code"
-"""

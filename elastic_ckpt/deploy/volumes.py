@@ -11,57 +11,46 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.deploy import addition, settings
+from elastic_ckpt.deploy import settings
+from elastic_ckpt.deploy.template import Object
 
 _OF_MOUNT = ("readOnly", "subPath")
 # Sources that end with the pod, or hold files of Kubernetes.
 _LOCAL = frozenset(
     ("emptyDir", "ephemeral", "configMap", "secret", "downwardAPI", "projected")
 )
-_GCSFUSE = "gcsfuse.csi.storage.gke.io"
-# It has GKE add the driver's sidecar to a pod ("Cloud Storage FUSE CSI driver", 2026).
-_GCSFUSE_ANNOTATION = "gke-gcsfuse/volumes"
+GCSFUSE = "gcsfuse.csi.storage.gke.io"
 
 
-def addition_for(config: schema.Config, pods: addition.Pods) -> addition.Addition:
-    """The volumes of the configuration, and their mounts.
+def volumes(
+    by_path: Mapping[str, Any], taken: Collection[str]
+) -> tuple[list[Object], list[Object]]:
+    """The volumes of `pod_volumes`, and their mounts.
 
     Args:
-      config: of the run.
-      pods: with all other volumes.
+      by_path: the value of the key.
+      taken: the paths at which the manifest mounts other volumes.
 
     Raises:
       ConfigError: if a path or a source is not one, or something else is mounted there.
     """
-    taken = {mount["mountPath"] for mount in pods.program().get("volumeMounts", [])}
-    volumes: list[addition.Object] = []
-    mounts: list[addition.Object] = []
-    by_path = settings.mapping("pod_volumes", config.pods.pod_volumes)
+    built, mounts = [], []
     for path, value in by_path.items():
         if path in taken:
             raise errors.ConfigError(
                 f"pod_volumes has {path}, where the manifest mounts another volume;"
                 " choose another path"
             )
-        name = _name(path)
-        mount = {"name": name, "mountPath": path}
-        source = _source(path, value)
-        mounts.append({**mount, **{k: v for k, v in value.items() if k in _OF_MOUNT}})
-        volumes.append({"name": name, **source})
-    annotations: dict[str, str] = {}
-    if any(v.get("csi", {}).get("driver") == _GCSFUSE for v in volumes):
-        annotations[_GCSFUSE_ANNOTATION] = "true"
-    if not volumes:
-        return addition.Addition()
-    return addition.Addition(
-        annotations=annotations,
-        spec={"volumes": volumes},
-        container={"volumeMounts": mounts},
-    )
+        name, source = _name(path), _source(path, value)
+        fields = {key: value[key] for key in value if key in _OF_MOUNT}
+        mounts.append({"name": name, "mountPath": path, **fields})
+        built.append({"name": name, **source})
+    return built, mounts
 
 
 def check_shared(config: schema.Config) -> None:
@@ -113,7 +102,7 @@ def _name(path: str) -> str:
     return f"user-{words}"[:63].rstrip("-")
 
 
-def _source(path: str, value: Any) -> addition.Object:
+def _source(path: str, value: Any) -> Object:
     sources = [key for key in value if key not in _OF_MOUNT] if value else []
     if not isinstance(value, dict) or len(sources) != 1:
         raise errors.ConfigError(
@@ -124,4 +113,4 @@ def _source(path: str, value: Any) -> addition.Object:
     if source != "gcsfuse":
         return {source: value[source]}
     attributes = {"bucketName": value[source], "mountOptions": "implicit-dirs"}
-    return {"csi": {"driver": _GCSFUSE, "volumeAttributes": attributes}}
+    return {"csi": {"driver": GCSFUSE, "volumeAttributes": attributes}}

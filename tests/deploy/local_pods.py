@@ -14,7 +14,7 @@ import subprocess
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import load
 from elastic_ckpt.core import storage
-from elastic_ckpt.deploy import backup_hosts, manifest, supervisors
+from elastic_ckpt.deploy import manifest, program
 from tests import runs
 from tests.deploy import jobsets
 from tests.multiprocess import backup_hosts as started_backups
@@ -42,15 +42,15 @@ class Pods(started_supervisors.Supervisors):
             each["name"]: each["template"]["spec"]
             for each in jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
         }
-        job = jobs.pop(supervisors.REPLICATED_JOB)
+        job = jobs.pop(program.JOB)
         (self._container,) = job["template"]["spec"]["containers"]
-        names = f"tiny-{supervisors.REPLICATED_JOB}-0-%d.tiny:{supervisors.PORT}"
+        names = f"tiny-{program.JOB}-0-%d.tiny:{program.PORT}"
         numbers = range(job["completions"])
         replaced = {
             names % n: started_supervisors.free_address(self._ip(n)) for n in numbers
         }
         self.backups = []
-        if backup_job := jobs.pop(backup_hosts.REPLICATED_JOB, None):
+        if backup_job := jobs.pop(program.BACKUP_JOB, None):
             replaced |= self._start_backups(backup_job)
         assert not jobs
         self._files = self.directory / "mounted"
@@ -112,8 +112,8 @@ class Pods(started_supervisors.Supervisors):
         """Starts the backup hosts; returns their addresses by those in the manifest."""
         (container,) = job["template"]["spec"]["containers"]
         (port,) = (each["containerPort"] for each in container["ports"])
-        program, verb, directory, *words = container["command"]
-        assert (program, verb) == ("elastic-ckpt", "agent")
+        executable, verb, directory, *words = container["command"]
+        assert (executable, verb) == ("elastic-ckpt", "agent")
         # It is below a volume of the pod.
         mounts = [each["mountPath"] for each in container["volumeMounts"]]
         (volume,) = (each for each in mounts if directory.startswith(f"{each}/"))
@@ -126,7 +126,7 @@ class Pods(started_supervisors.Supervisors):
                 *(local.get(word, word) for word in words),
             )
             self.backups.append(backup)
-            name = f"tiny-{backup_hosts.REPLICATED_JOB}-0-{number}.tiny:{port}"
+            name = f"tiny-{program.BACKUP_JOB}-0-{number}.tiny:{port}"
             addresses[name] = backup.url.removeprefix("http://")
         return addresses
 

@@ -185,6 +185,7 @@ def test_the_ram_disk_of_a_pod_is_the_volume_of_its_key(name, volume, source):
         (["node_agent_image=agent"], "does not name an image"),
         (["node_agent_priority_class=A"], "not a valid"),
         (["node_agent_directory=runs"], "cannot be mounted"),
+        (["local_checkpoint_directory="], "cannot be mounted"),
     ],
 )
 def test_wrong_values_name_their_key(overrides, message):

@@ -23,8 +23,9 @@ OBJECT = {
 
 def patched(change, **selection):
     documents = [copy.deepcopy(OBJECT)]
-    value = json.dumps([{"kind": "Thing", **selection, "patch": change}])
-    (result,) = patch.patched(documents, value)
+    (result,) = patch.patched(
+        documents, [{"kind": "Thing", **selection, "patch": change}]
+    )
     assert documents == [OBJECT]
     return result
 
@@ -57,6 +58,15 @@ def test_members_with_names_are_merged_added_and_removed():
     ]
 
 
+def test_a_variable_is_replaced_where_it_is():
+    source = {"fieldRef": {"fieldPath": "status.podIP"}}
+    present = [{"name": "A", "valueFrom": source}, {"name": "B", "value": "$(A)"}]
+    change = [{"name": "A", "value": "1"}, {"name": "C", "value": "2"}]
+    assert patch.merged({"env": present}, {"env": change}) == {
+        "env": [{"name": "A", "value": "1"}, present[1], change[1]]
+    }
+
+
 def test_other_lists_are_replaced():
     result = patched({"spec": {"containers": [{"name": "two", "args": ["c"]}]}})
     assert result["spec"]["containers"][1] == {"name": "two", "args": ["c"]}
@@ -79,7 +89,7 @@ def test_a_patch_reaches_a_container_of_the_jobset(name):
 
 def test_a_name_chooses_among_objects_of_a_kind():
     other = {**OBJECT, "metadata": {"name": "b"}}
-    value = json.dumps([{"kind": "Thing", "name": "b", "patch": {"new": 1}}])
+    value = [{"kind": "Thing", "name": "b", "patch": {"new": 1}}]
     assert patch.patched([OBJECT, other], value) == [OBJECT, {**other, "new": 1}]
 
 
@@ -107,7 +117,7 @@ def test_a_name_chooses_among_objects_of_a_kind():
 )
 def test_a_patch_that_changes_nothing_is_refused(value, message):
     if message is None:
-        assert patch.patched([OBJECT], json.dumps(value)) == [OBJECT]
+        assert patch.patched([OBJECT], value) == [OBJECT]
         return
     with pytest.raises(errors.ConfigError, match=message):
-        patch.patched([OBJECT], json.dumps(value))
+        patch.patched([OBJECT], value)

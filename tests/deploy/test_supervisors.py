@@ -5,7 +5,7 @@ import pytest
 from elastic_ckpt.application import listeners, machine_run
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import supervisors
+from elastic_ckpt.deploy import program
 from tests.deploy import jobsets, manifest_check
 
 ELASTIC = "elastic_h100"
@@ -35,7 +35,7 @@ def test_the_supervisors_know_each_other_by_the_names_of_their_pods(tmp_path):
     # JobSet names a pod by these, and its service as itself.
     name = jobset["metadata"]["name"]
     names = [
-        f"{name}-{replicated['name']}-0-{pod}.{name}:{supervisors.PORT}"
+        f"{name}-{replicated['name']}-0-{pod}.{name}:{program.PORT}"
         for pod in range(job["completions"])
     ]
     assert len(names) == replicated["replicas"] * 4 == 4
@@ -50,7 +50,7 @@ def test_the_supervisors_know_each_other_by_the_names_of_their_pods(tmp_path):
         assert place.interface == f"10.0.0.{pod}"
     assert job["completionMode"] == "Indexed"
     (container,) = job["template"]["spec"]["containers"]
-    assert {"containerPort": supervisors.PORT} in container["ports"]
+    assert {"containerPort": program.PORT} in container["ports"]
     assert "POD_IP" in {variable["name"] for variable in container["env"]}
 
 

@@ -11,49 +11,27 @@ from typing import Any
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, extras
-from elastic_ckpt.deploy import environment, job, jobset, names, program
-from elastic_ckpt.deploy.addition import Object
+from elastic_ckpt.deploy import names
+from elastic_ckpt.deploy.template import Object
 
-_HEAD, _WORKER = "pathways-head", "pathways-worker"
-_SIDECAR = "colocated-python-sidecar"
+HEAD, WORKER = "pathways-head", "pathways-worker"
+SIDECAR = "colocated-python-sidecar"
+# The label of a GKE node that names its node pool.
+NODE_POOL = "cloud.google.com/gke-nodepool"
 # The fields of volumes, as the client of Kubernetes names them.
-_FIELDS = {
-    "name": "name",
-    "emptyDir": "empty_dir",
-    "hostPath": "host_path",
-    "csi": "csi",
-}
+_FIELDS = {"emptyDir": "empty_dir", "hostPath": "host_path"}
 
 
-def documents(config: schema.Config) -> list[Object]:
-    """The head's configuration and the JobSet, in this order.
-
-    Raises:
-      ConfigError: if a value is invalid, or the extra `pathways` is not installed.
-    """
-    _check(config)
-    host = job.check(config)
-    counts = {_HEAD: (1, 1), _WORKER: (config.world.slices, host.hosts_per_slice)}
-    names.check_jobset_name(config.run.run_name, counts)
-    programs: jobset.Programs = {
-        _HEAD: ("head", job.CONTAINER),
-        _WORKER: ("worker", _SIDECAR),
-    }
-    built = jobset.completed(config, _jobset(config), programs)
-    return [job.config_map(config), *built]
-
-
-def _check(config: schema.Config) -> None:
+def check(config: schema.Config) -> None:
+    """Raises a ConfigError if Pathways cannot run `config`."""
     deploy, world = config.deploy, config.world
     if world.hardware != "tpu":
         raise errors.ConfigError(
             f"enable_single_controller=true with hardware={world.hardware}: Pathways"
             " supports only TPUs; set hardware=tpu, or enable_single_controller=false"
         )
-    sidecar_image = deploy.colocated_python_sidecar_image
-    names.check_image("colocated_python_sidecar_image", sidecar_image)
-    names.check_image("server_image", deploy.server_image)
-    names.check_image("proxy_server_image", deploy.proxy_server_image)
+    for key in ("colocated_python_sidecar_image", "server_image", "proxy_server_image"):
+        names.check_image(key, getattr(deploy, key))
     names.check_name("pathways_head_node_pool", deploy.pathways_head_node_pool)
     if not _scratch(config).startswith("gs://"):
         raise errors.ConfigError(
@@ -79,36 +57,42 @@ def _libraries() -> tuple[Any, Any]:
     return client, jobset
 
 
-def _jobset(config: schema.Config) -> Object:
+def jobset(config: schema.Config, values: Object) -> Object:
+    """The JobSet, without the settings of its pods.
+
+    Args:
+      config: of the run.
+      values: of the holes of `templates/jobset.yaml`.
+
+    Raises:
+      ConfigError: if the extra `pathways` is not installed.
+    """
     client, pathways = _libraries()
     deploy = config.deploy
-    volumes, mounts = job.host_memory(config)
     variables = {
         variable["name"]: variable.get("value")
         or client.V1EnvVarSource(field_ref=variable["valueFrom"]["fieldRef"])
-        for variable in environment.place_variables()
+        for variable in values["place_variables"]
     }
     pod = {
         "termination_grace_period_seconds": deploy.termination_grace_period_seconds,
         "service_account_name": deploy.service_account or None,
     }
-    configuration = job.config_volume(config)
+    files = client.V1Volume(name="config", config_map={"name": config.run.run_name})
+    memory = [v for v in (values["ram_disk"], values["shared_memory"]) if v]
     head = {
         **pod,
-        "node_selector": {job.NODE_POOL: deploy.pathways_head_node_pool},
-        "volumes": [
-            client.V1Volume(
-                name=configuration["name"], config_map=configuration["configMap"]
-            )
-        ],
+        "node_selector": {NODE_POOL: deploy.pathways_head_node_pool},
+        "volumes": [files],
     }
     workers = {
         **pod,
         "volumes": [
-            client.V1Volume(**{_FIELDS[key]: value for key, value in volume.items()})
-            for volume in volumes
+            client.V1Volume(**{_FIELDS.get(k, k): v for k, v in volume.items()})
+            for volume in memory
         ],
     }
+    mounts = [values["ram_disk_mount"], {"name": "dshm", "mountPath": "/dev/shm"}]
     built = pathways.PathwaysJobSet(
         name=config.run.run_name,
         namespace=deploy.namespace,
@@ -122,18 +106,19 @@ def _jobset(config: schema.Config) -> Object:
         head_pod_spec_kwargs=head,
         worker_pod_spec_kwargs=workers,
     )
+    directory = {"mountPath": "/etc/elastic-ckpt", "name": "config", "readOnly": True}
     built.add_user_workload(
         image=deploy.docker_image,
-        command=program.command(config),
-        name=job.CONTAINER,
-        termination_message_policy=job.TERMINATION_MESSAGE_POLICY,
+        command=values["command"],
+        name="train",
+        termination_message_policy="FallbackToLogsOnError",
         env=variables,
-        volume_mounts=[job.CONFIG_MOUNT],
+        volume_mounts=[directory],
     )
     built.add_colocated_python(
         image=deploy.colocated_python_sidecar_image,
         shm_size_limit=deploy.shared_memory_size_limit,
         env=variables,
-        volume_mounts=mounts,
+        volume_mounts=[mount for mount in mounts if mount],
     )
     return built.to_dict()
