@@ -177,6 +177,9 @@ VALIDATION_FINDINGS = _metric(
     "parts of the state whose copies differ; recorded by the first host",
 )
 TRAIN_STEPS = _metric("train/steps", "gauge", "steps done, by the step log")
+TRAIN_PLANNED = _metric(
+    "train/planned_steps", "gauge", "steps after which the run is finished"
+)
 TRAIN_CLAIM = _metric("train/claim", "gauge", "the claimed world that trains")
 TRAIN_LOSS = _metric("train/loss", "gauge", "of the step, over its global batch")
 TRAIN_STEP = _metric(
@@ -212,6 +215,18 @@ GOODPUT_SECS = {
         "first_step": "the first step of a world, logged",
     }.items()
 }
+SLICES = _metric("run/slices", "gauge", "slices of the world")
+MISSING_SLICES = _metric(
+    "run/missing_slices",
+    "gauge",
+    "slices that were lost, refused or quarantined and are not back",
+)
+SAVED_STEPS = _metric(
+    "run/saved_steps", "gauge", "steps done at the newest complete save"
+)
+STORED_STEPS = _metric(
+    "run/stored_steps", "gauge", "steps done at the newest save in persistent storage"
+)
 LOST_STEPS = _metric("run/lost_steps", "counter", "steps that a change of slices lost")
 LOST_HOSTS = _metric("run/lost_hosts", "counter", "hosts whose loss ended a world")
 LOST_SLICES = _metric("run/lost_slices", "counter", "slices that were lost")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -111,6 +112,11 @@ def _server(address: tuple[str, int], handler: Any) -> socketserver.TCPServer:
         address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         allow_reuse_address = True
         daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            # A client that gives up waiting is no error of the run.
+            if not isinstance(sys.exception(), ConnectionError):
+                super().handle_error(request, client_address)
 
     return Server(address, handler)
 

@@ -32,6 +32,7 @@ class RunMetrics:
         self._emit = emit
         self._clock = clock
         self._account = goodput.Account(time=clock(), newest_step=newest_step)
+        self._missing: frozenset[int] = frozenset()
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Passes an event on."""
@@ -40,6 +41,7 @@ class RunMetrics:
         self._account = goodput.after(self._account, name, fields, time=self._clock())
         if name == "step":
             _record_step(fields)
+        self._record_slices(name, fields)
         if self._account.secs is not before:
             for cause, secs in self._account.secs.items():
                 if secs > before[cause]:
@@ -49,8 +51,30 @@ class RunMetrics:
             metrics.TRAIN_CLAIM.record(float(str(fields["world"])))
         elif name == "recovered":
             metrics.LOST_STEPS.record(float(str(fields["steps_lost"])))
+        elif name in _LEVELS:
+            metric, field = _LEVELS[name]
+            if fields[field] is not None:
+                metric.record(float(str(fields[field])))
         elif name in _COUNTED:
             _COUNTED[name].record(1)
+
+    def _record_slices(self, name: str, fields: Mapping[str, storage.Json]) -> None:
+        if name == "world_started":
+            slices, spares = fields["slices"], fields["spares"]
+            assert isinstance(slices, list)
+            assert isinstance(spares, list)
+            metrics.SLICES.record(len(slices))
+            present = {int(str(each)) for each in [*slices, *spares]}
+            self._missing -= present
+        elif name == "run_started":
+            metrics.SLICES.record(float(str(fields["slices"])))
+        elif name == "slice_returned":
+            self._missing -= {int(str(fields["slice"]))}
+        elif name in _MISSING:
+            self._missing |= {int(str(fields["slice"]))}
+        else:
+            return
+        metrics.MISSING_SLICES.record(len(self._missing))
 
 
 _COUNTED = {
@@ -61,6 +85,13 @@ _COUNTED = {
     "run_failed": metrics.FAILURES,
 }
 
+# Events after which a slice is not used until it returns.
+_MISSING = ("slice_lost", "slice_preempted", "slice_refused", "slice_quarantined")
+_LEVELS = {
+    "run_started": (metrics.TRAIN_PLANNED, "steps"),
+    "saved": (metrics.SAVED_STEPS, "step"),
+    "backed_up": (metrics.STORED_STEPS, "step"),
+}
 _OF_STEPS = {
     "step": metrics.TRAIN_STEPS,
     "loss": metrics.TRAIN_LOSS,

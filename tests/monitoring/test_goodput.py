@@ -130,7 +130,7 @@ def test_the_parts_add_up_to_the_whole(gaps):
 
 
 def test_the_events_of_a_run_are_recorded_as_metrics(recorded):
-    clock = iter([0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    clock = iter([0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
     emitted = []
     emit = run_metrics.RunMetrics(
         lambda name, **_: emitted.append(name), clock=functools.partial(next, clock)
@@ -141,9 +141,12 @@ def test_the_events_of_a_run_are_recorded_as_metrics(recorded):
     emit("slice_lost", slice=1, why="killed")
     emit("host_lost", host=1, why="killed")
     emit("recovered", steps_lost=3, secs=1.0)
+    emit("run_started", slices=2, steps=None)
+    emit("saved", step=2, secs=0.5)
+    emit("backed_up", step=1, secs=0.5)
     emit("run_failed", step=2, why="full")
     assert emitted[:2] == ["world_started", "step"]
-    assert len(emitted) == 7
+    assert len(emitted) == 10
     assert recorded[metrics.TRAIN_STEPS] == [1.0, 2.0]
     assert recorded[metrics.TRAIN_LOSS] == [2.0, 2.0]
     assert recorded[metrics.TRAIN_STEP_RATE] == [0.5, 0.5]
@@ -155,3 +158,23 @@ def test_the_events_of_a_run_are_recorded_as_metrics(recorded):
     assert recorded[metrics.LOST_HOSTS] == [1.0]
     assert recorded[metrics.LOST_SLICES] == [1.0]
     assert recorded[metrics.FAILURES] == [1.0]
+    assert recorded[metrics.SLICES] == [1.0, 2.0]
+    assert recorded[metrics.SAVED_STEPS] == [2.0]
+    assert recorded[metrics.STORED_STEPS] == [1.0]
+    # A loop of the user's own need not know how long it runs.
+    assert metrics.TRAIN_PLANNED not in recorded
+
+
+def test_a_slice_is_missing_until_it_is_used_or_back(recorded):
+    emit = run_metrics.RunMetrics(lambda *_, **__: None)
+    emit("world_started", world=1, slices=[0, 1], spares=[2, 3])
+    for number in (0, 1, 2):
+        emit("slice_lost", slice=number, why="killed")
+    # Slice 0 was there again at once; it is not announced.
+    emit("world_started", world=2, slices=[0], spares=[3])
+    emit("slice_returned", slice=1)
+    emit("slice_refused", slice=1, why="wrong values")
+    emit("slice_quarantined", slice=2, why="too often")
+    emit("slice_returned", slice=2)
+    assert recorded[metrics.MISSING_SLICES] == [0, 1, 2, 3, 2, 1, 2, 2, 1]
+    assert recorded[metrics.SLICES] == [2, 1]

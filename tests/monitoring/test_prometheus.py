@@ -1,5 +1,6 @@
 import contextlib
 import socket
+import struct
 import sys
 import urllib.error
 import urllib.request
@@ -55,6 +56,18 @@ def test_two_in_one_process_do_not_share_what_they_count(listener):
         metrics.DATA_ROWS.record(4)
         assert "elastic_ckpt_data_rows_total 4.0" in scrape(later)
     assert "elastic_ckpt_data_rows_total 12.0" in scrape(listener)
+
+
+def test_a_client_that_hangs_up_leaves_no_traceback(listener, capfd):
+    for _ in range(10):
+        with socket.create_connection(("127.0.0.1", listener.port)) as client:
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            # What is not read is reset when it is closed.
+            linger = struct.pack("ii", 1, 0)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    # The server waits for its threads.
+    listener.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_once_closed_nothing_answers_and_the_port_is_free():
