@@ -18,9 +18,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
-from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import host_load, termination, watch
-from elastic_ckpt.elastic.host_failure import HostFailure
+from elastic_ckpt.core import events, storage
+from elastic_ckpt.elastic import host_failure, host_load, termination, watch
 from elastic_ckpt.elastic.member import Member
 
 # At least between two reports of the same phase.
@@ -154,17 +153,7 @@ def run(
     except BaseException as error:
         # The root of the process: the error is reported here or never.
         traceback.print_exc()
-        ours = isinstance(error, errors.ElasticCkptError)
-        summary = traceback.format_exception_only(error)[-1].strip()
-        failure = HostFailure(
-            host=member.host,
-            message=str(error) if ours else summary,
-            is_ours=ours,
-            may_follow=isinstance(error, errors.NotStoredError),
-            is_replaced=isinstance(error, errors.ReplacedError),
-            is_of_devices=_is_of_devices(error),
-            at_secs=time.monotonic(),
-        )
+        failure = host_failure.of_exception(member.host, error)
         if failure.is_of_devices:
             # If it is this host that has lost all others, JAX aborts it meanwhile.
             time.sleep(_ABORT_SECS)
@@ -221,16 +210,6 @@ def _shut_down(descriptor: int) -> None:
         is_listening = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if connected.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
             connected.shutdown(socket.SHUT_RDWR)
-
-
-def _is_of_devices(error: BaseException) -> bool:
-    # JAX was imported by whatever could raise it. On CPU, a lost connection is a
-    # ValueError.
-    jax = sys.modules.get("jax")
-    return jax is not None and (
-        isinstance(error, jax.errors.JaxRuntimeError)
-        or (isinstance(error, ValueError) and "Gloo" in str(error))
-    )
 
 
 def _redirect_output(log: str) -> None:

@@ -46,10 +46,12 @@ class Hang:
     Attributes:
       hosts: the culprits; empty if all hosts are equally far.
       why: what is missing, since when.
+      secs: for how long.
     """
 
     hosts: frozenset[int]
     why: str
+    secs: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,7 @@ class Watch:
             return Hang(
                 hosts=frozenset(silent),
                 why=f"no heartbeat for {max(silent.values()):.0f} s, in {phases}",
+                secs=max(silent.values()),
             )
         secs = {
             host: now_secs - since_secs
@@ -167,7 +170,7 @@ class Watch:
         if host is None:
             return None
         why = f"hangs in phase {self._phases[host]!r} for {secs[host]:.0f} s"
-        return Hang(hosts=hosts, why=why)
+        return Hang(hosts=hosts, why=why, secs=secs[host])
 
     def behind(self) -> frozenset[int]:
         """The hosts that the others wait for; empty if all are equally far."""
