@@ -70,6 +70,8 @@ def of_exception(host: int, error: BaseException) -> HostFailure:
     """The failure of a host whose program has raised an exception."""
     is_ours = isinstance(error, errors.ElasticCkptError)
     told = traceback.TracebackException.from_exception(error)
+    # JAX adds a note about its traceback.
+    told.__notes__ = None
     frames = list(told.stack)
     while frames and frames[0].filename.startswith(_OURS):
         del frames[0]
@@ -85,9 +87,7 @@ def of_exception(host: int, error: BaseException) -> HostFailure:
         lines = [*lines[:1], "  ...", *lines[2 - _MOST_LINES :]]
     return HostFailure(
         host=host,
-        message=str(error)
-        if is_ours
-        else traceback.format_exception_only(error)[-1].strip(),
+        message=str(error) if is_ours else [*told.format_exception_only()][-1].strip(),
         is_ours=is_ours,
         may_follow=isinstance(error, errors.NotStoredError),
         is_replaced=isinstance(error, errors.ReplacedError),

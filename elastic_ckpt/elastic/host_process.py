@@ -50,6 +50,8 @@ class HostChannel:
         self._load = host_load.HostLoad()
         self._phase = watch.TRAIN
         self._phase_secs = 0.0
+        # How many phases have begun, reported or not.
+        self._num_begun = 0
         self._has_stepped = False
         # The message with which this host leaves.
         self._left = b""
@@ -67,10 +69,11 @@ class HostChannel:
     def begin(self, phase: str | None = None) -> None:
         """Reports that the program begins a phase; None begins the same once more."""
         phase = phase or self._phase
+        self._num_begun += 1
         now_secs = time.monotonic()
         if phase != self._phase or now_secs - self._phase_secs > _PHASE_SECS:
             self._phase, self._phase_secs = phase, now_secs
-            self.send({"phase": phase})
+            self.send({"phase": phase, "begun": self._num_begun})
 
     def step(self) -> None:
         """Reports that a step is done, and the phase begins once more."""
@@ -95,7 +98,8 @@ class HostChannel:
         # The supervisor's end is closed when it is about to kill this process.
         with contextlib.suppress(OSError):
             while True:
-                self.send({"heartbeat": self._load.take()})
+                begun = self._num_begun
+                self.send({"heartbeat": self._load.take(), "begun": begun})
                 self._load.sleep()
 
     def _report_sigterm(self) -> None:

@@ -337,11 +337,14 @@ class HostProcesses:
             return
         now_secs = time.monotonic()
         if "heartbeat" in message:
-            self._hangs.heartbeat(host, now_secs=now_secs)
+            begun = message["begun"]
+            self._hangs.heartbeat(host, now_secs=now_secs, begun=begun)
             load = message["heartbeat"]
             self._slow.note(host, load, phase=self._hangs.phase(host))
         elif "phase" in message:
-            self._hangs.begin(host, message["phase"], now_secs=now_secs)
+            self._hangs.begin(
+                host, message["phase"], now_secs=now_secs, begun=message["begun"]
+            )
         elif "stepped" in message:
             self.has_stepped = True
         elif "ready" in message:

@@ -7,9 +7,9 @@ lists the kinds.
 
 Two rules stand above the table:
 
-* An exception is the program's if several hosts raise the same one, or if it comes again
-  at the same step in the next world. A machine or device does not fail on all hosts at
-  one step; a mistake in the program does.
+* An exception is the program's if several hosts raise the same one, or if it comes
+  again at the same step in the next world. A machine or device does not fail on all
+  hosts at one step; a mistake in the program does.
 * What all others only lost their connections to is the cause: errors of connections
   count only if nothing else was recorded.
 
@@ -292,6 +292,8 @@ class _Case:
     def _is_everywhere(self, causes: Sequence[HostFailure]) -> bool:
         lead = self.lead
         assert lead is not None
+        if lead.is_hang and not lead.is_silent:
+            return True
         if len(self._alike) == self._evidence.num_hosts:
             # One host alone shows nothing of its devices.
             return len(self._alike) > 1 or not (lead.is_of_devices or lead.is_silent)
@@ -568,7 +570,7 @@ KINDS: tuple[Kind, ...] = (
     _kind(
         "wrong_clock",
         What.MACHINE,
-        Action.LEAVE_OUT,
+        Action.GO_ON,
         "has a clock that is wrong, so that its requests are refused",
         "synchronise its clock (NTP); renew the certificate if that has expired",
         Sign(
@@ -595,14 +597,6 @@ KINDS: tuple[Kind, ...] = (
         ),
     ),
     _kind(
-        "data_changed",
-        What.DATA,
-        Action.STOP,
-        "is other data than the run has begun with",
-        "restore what it was, or begin a new run",
-        Sign(error=("DataError",), says="chang|was removed|digest differs"),
-    ),
-    _kind(
         "data_damaged",
         What.DATA,
         Action.STOP,
@@ -612,6 +606,17 @@ KINDS: tuple[Kind, ...] = (
             error=("DataError",),
             says="cut short|damaged|cannot be read|not JSON|checksum|corrupt"
             "|ends (here|before)|ends at byte",
+        ),
+    ),
+    _kind(
+        "data_changed",
+        What.DATA,
+        Action.STOP,
+        "is other data than the run has begun with",
+        "restore what it was, or begin a new run",
+        Sign(
+            error=("DataError",),
+            says="chang|was removed|digest differs|saved by another",
         ),
     ),
     _kind(
@@ -938,6 +943,15 @@ KINDS: tuple[Kind, ...] = (
         Sign(signals=_FATAL),
     ),
     _kind(
+        "program_not_importable",
+        What.PROGRAM,
+        Action.STOP,
+        "cannot be imported",
+        "install what it imports, on all machines",
+        Sign(error=("ImportError", "SyntaxError")),
+        Sign(exited=True, hosts="all", phases=("start",)),
+    ),
+    _kind(
         "program_exits",
         What.PROGRAM,
         Action.STOP,
@@ -1161,14 +1175,6 @@ KINDS: tuple[Kind, ...] = (
         Sign(event="slow_host"),
     ),
     # Exceptions of the program.
-    _kind(
-        "program_not_importable",
-        What.PROGRAM,
-        Action.STOP,
-        "cannot be imported",
-        "install what it imports, on all machines",
-        Sign(error=("ImportError", "SyntaxError")),
-    ),
     _kind(
         "host_memory_exhausted",
         What.PROGRAM,

@@ -109,16 +109,31 @@ class Watch:
         """The phase that a host began last; empty if it has ended."""
         return self._phases.get(host, "")
 
-    def heartbeat(self, host: int, *, now_secs: float) -> None:
-        """Notes a heartbeat."""
-        self._heartbeat_secs[host] = now_secs
+    def heartbeat(self, host: int, *, now_secs: float, begun: int = 0) -> None:
+        """Notes a heartbeat, with how many phases the host has begun.
 
-    def begin(self, host: int, phase: str, *, now_secs: float) -> None:
-        """Notes that a host begins a phase, or the same phase once more."""
+        A host does not report the begin of each step, if they are short.
+        """
+        self._heartbeat_secs[host] = now_secs
+        if begun > self._counts.get(host, begun):
+            self._counts[host] = begun
+            self._since_secs[host] = now_secs
+
+    def begin(
+        self, host: int, phase: str, *, now_secs: float, begun: int | None = None
+    ) -> None:
+        """Notes that a host begins a phase, or the same phase once more.
+
+        Args:
+          host: its number.
+          phase: that begins.
+          now_secs: the time.
+          begun: how many phases it has begun with this one; None for one more.
+        """
         ended, secs = (host, self._phases[host]), now_secs - self._since_secs[host]
         self._longest_secs[ended] = max(secs, self._longest_secs.get(ended, 0.0))
         self._phases[host] = phase
-        self._counts[host] += 1
+        self._counts[host] = self._counts[host] + 1 if begun is None else begun
         self._since_secs[host] = now_secs
 
     def end(self, host: int) -> None:
