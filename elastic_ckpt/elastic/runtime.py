@@ -439,9 +439,9 @@ def _items(value: storage.Json) -> Iterable[storage.Json]:
 
 def _of_program(judged: verdict.Verdict, error: WorldLostError) -> ProgramFailedError:
     # For what another world would fail at, too.
-    told = next((each.traceback for each in error.failures if each.traceback), "")
+    told = f"{judged.traceback}\n\n" if judged.traceback else ""
     return ProgramFailedError(
-        f"{told}\n\n{judged.line}\n{error}" if told else f"{judged.line}\n{error}",
+        f"{told}{judged.line}\n{error}",
         why=judged.line,
         failures=error.failures,
         num_hosts=error.num_hosts,

@@ -127,6 +127,7 @@ class Verdict:
       action: what is to be done.
       hosts: that have failed.
       meaning: what happened.
+      traceback: of the program; empty if it has raised nothing.
     """
 
     kind: str
@@ -139,6 +140,7 @@ class Verdict:
     action: Action
     hosts: frozenset[int]
     meaning: str
+    traceback: str
 
     @property
     def line(self) -> str:
@@ -295,8 +297,13 @@ class _Case:
         if lead.is_hang and not lead.is_silent:
             return True
         if len(self._alike) == self._evidence.num_hosts:
-            # One host alone shows nothing of its devices.
-            return len(self._alike) > 1 or not (lead.is_of_devices or lead.is_silent)
+            if len(self._alike) > 1:
+                return True
+            # One host alone shows nothing of its devices, but for one controller, whose
+            # slices are all there.
+            return not lead.is_silent and not (
+                lead.is_of_devices and self._evidence.is_lost
+            )
         # Others may have been ended before they could report theirs.
         is_raised = not lead.is_silent and not lead.is_hang
         return is_raised and 1 < len(self._alike) == len(causes)
@@ -358,6 +365,7 @@ class _Case:
             action=action,
             hosts=hosts,
             meaning=kind.meaning,
+            traceback="" if lead is None else lead.traceback,
         )
 
     def _which(self, kind: Kind, hosts: frozenset[int]) -> str:
@@ -446,6 +454,7 @@ def _cut(text: str) -> str:
 
 _OS_ERRORS = ("OSError", "ClientError", "HttpError", "GoogleAPIError", "BotoCoreError")
 _HTTP = r"(?:[Ss]tatus|HTTP|[Cc]ode|[Ee]rror)[^0-9;]{0,20}"
+_NO_MEMORY = "RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY"
 _THROTTLED = rf"SlowDown|Too Many Requests|rateLimitExceeded|{_HTTP}429"
 
 
@@ -715,8 +724,9 @@ KINDS: tuple[Kind, ...] = (
         Sign(
             of_devices=True,
             hosts="all",
-            says="RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY",
+            says=_NO_MEMORY,
         ),
+        Sign(of_devices=True, again=True, says=_NO_MEMORY),
     ),
     _kind(
         "device_memory_taken",
@@ -724,7 +734,7 @@ KINDS: tuple[Kind, ...] = (
         Action.LEAVE_OUT,
         "has less memory than the others: another process may use it",
         "end other processes on the device",
-        Sign(of_devices=True, says="RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY"),
+        Sign(of_devices=True, says=_NO_MEMORY),
     ),
     _kind(
         "program_refused_by_xla",
@@ -746,7 +756,6 @@ KINDS: tuple[Kind, ...] = (
         "drain the machine and reset the device; replace it if that recurs",
         Sign(
             of_devices=True,
-            hosts="one",
             says=r"ECC|Xid[^\n]*: (48|63|64|94|95)\b|HBM|row remap",
         ),
     ),
@@ -758,7 +767,6 @@ KINDS: tuple[Kind, ...] = (
         "drain the machine; look at `nvidia-smi nvlink`, or the health of the slice",
         Sign(
             of_devices=True,
-            hosts="one",
             says=r"NVLINK|NVLink|NVSwitch|Xid[^\n]*: 74\b|\bICI\b",
         ),
     ),
@@ -770,7 +778,6 @@ KINDS: tuple[Kind, ...] = (
         "drain the machine and restart it; replace the device if that recurs",
         Sign(
             of_devices=True,
-            hosts="one",
             says=r"fallen off the bus|GPU is lost|Xid[^\n]*: (79|119|120)\b"
             "|CUDA_ERROR_(NO_DEVICE|DEVICE_UNAVAILABLE|SYSTEM_NOT_READY|INVALID_DEVICE)"
             "|TPU[^\\n]*(unhealthy|not healthy|not found)",
@@ -803,7 +810,6 @@ KINDS: tuple[Kind, ...] = (
         "does not resolve a name (DNS)",
         "look at the resolver of the machine, and at the service's name",
         Sign(
-            hosts="",
             error=("JaxRuntimeError", "OSError"),
             says="Name or service not known|name resolution|[Nn]ame resolver"
             "|Could not resolve|DNS resolution",
@@ -851,10 +857,8 @@ KINDS: tuple[Kind, ...] = (
         Action.STOP,
         "fails at the same step in each world",
         "correct the program: its traceback, or its log, is in the error",
-        *(
-            Sign(again=True, of_devices=is_of_devices, signals=signals, hangs=False)
-            for is_of_devices, signals in ((True, ()), (False, _FATAL))
-        ),
+        Sign(again=True, of_devices=True),
+        Sign(again=True, signals=_FATAL, aborted=False),
     ),
     _kind(
         "device_failed",

@@ -1,5 +1,6 @@
 """Verdicts: what a run says of each fault, and the page that lists them."""
 
+import dataclasses
 import pathlib
 import random
 import signal
@@ -115,6 +116,44 @@ def test_a_failing_device_is_left_out_and_not_what_lost_it():
     )
     error = supervisor.error_of(bad(world), 4, described="")
     assert error.hosts == {2}
+
+
+@pytest.mark.parametrize(
+    "kind", ["host_cut_off", "connections_lost", "coordination_lost", "fabric_failed"]
+)
+def test_a_network_that_fails_twice_at_one_step_is_not_the_program(kind):
+    records = verdict_records.RECORDS[kind] * 2
+    cluster = verdict_records.ScriptedCluster(random.Random(0), records)
+    recorded = RecordedEvents()
+    runtime.run(print, cluster=cluster, emit=recorded)
+    assert [said["kind"] for said in recorded.named("verdict")] == [kind] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        # Its log has the reason.
+        ("host_crashed", "program fails at the same step"),
+        ("device_memory_taken", "Traceback (most recent call last):"),
+        ("device_failed", "Traceback (most recent call last):"),
+    ],
+)
+def test_what_fails_alike_at_one_step_of_two_worlds_is_the_program(kind, says):
+    # The same draw, and so the same text, in both worlds.
+    def same(world):
+        world = dataclasses.replace(world, draw=random.Random(1))
+        return verdict_records.RECORDS[kind][0](world)
+
+    cluster = verdict_records.ScriptedCluster(random.Random(0), [same, same])
+    recorded = RecordedEvents()
+    with pytest.raises(host_failure.ProgramFailedError) as ended:
+        runtime.run(print, cluster=cluster, emit=recorded)
+    first, second = recorded.named("verdict")
+    assert first["kind"] == kind
+    assert (second["what"], second["action"]) == ("program", "stop")
+    assert any("the world before" in fact for fact in second["evidence"])
+    assert str(ended.value).startswith(says)
+    assert ended.value.why == second["why"]
 
 
 def test_each_kind_is_reached():
