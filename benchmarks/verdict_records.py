@@ -11,14 +11,17 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import pathlib
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+import elastic_ckpt as ec
 from elastic_ckpt.core import errors, events, storage_cause
 from elastic_ckpt.elastic import (
     decision,
@@ -332,6 +335,25 @@ def _preempts(world: World) -> Sequence[HostFailure]:
     return []
 
 
+def _restores_bad_copies(world: World) -> Sequence[HostFailure]:
+    with tempfile.TemporaryDirectory() as directory:
+        root = pathlib.Path(directory)
+        tiers = [
+            ec.Local(root / "ram", every=1),
+            ec.Persistent(root / "storage", every=1),
+        ]
+        with ec.Checkpointer(tiers) as checkpointer:
+            checkpointer.save(1, {"w": jax.numpy.full(1000, 1.0)})
+        files = [each for each in (root / "ram").rglob("*") if each.is_file()]
+        largest = max(files, key=lambda each: each.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[world.draw.randrange(len(content))] ^= 1
+        largest.write_bytes(content)
+        with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
+            checkpointer.load()
+    return []
+
+
 def _is_down(*texts: str) -> Records:
     # Under one controller, whose only host is the process that trains.
     def records(world: World) -> Sequence[HostFailure]:
@@ -466,6 +488,40 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     "replaced": (
         _on_all("another start continues the run", kind=errors.ReplacedError),
     ),
+    "other_model": (
+        _on_all(
+            "the saved step has no leaf params/layer_{}/w", kind=errors.OtherModelError
+        ),
+    ),
+    "data_changed": (
+        _on_all(
+            "the data state was saved by another pipeline (shards: saved {}, now {})",
+            kind=errors.DataError,
+        ),
+    ),
+    "data_unusable": (
+        _on_all(
+            "an example to pack has features of several lengths, [{}, {}]",
+            kind=errors.DataError,
+        ),
+    ),
+    "step_of_another_run": (
+        _on_all(
+            "/mnt/run contains the steps of another run, 'a', and this run is 'b'",
+            kind=errors.CheckpointError,
+        ),
+    ),
+    "step_not_stored": (
+        _on_all(
+            "step {} is not in /mnt/run: No space left on device",
+            kind=errors.NotStoredError,
+        ),
+    ),
+    "grace_exceeded": (
+        _on_all("hosts {} did not save and end within {} s", kind=errors.StoppedError),
+    ),
+    "copies_damaged": (_restores_bad_copies,),
+    "tier_failed": (_degrades("persistent", OSError("INTERNAL: cannot be encoded")),),
     "storage_full": (_degrades("persistent", _os_error(errno.ENOSPC, "/mnt/run")),),
     "storage_read_only": (_degrades("persistent", _os_error(errno.EROFS, "/mnt/r")),),
     "storage_throttled": (

@@ -147,7 +147,7 @@ class Judged:
             return True
         if what in numbered or last["kind"] in _NUMBERED_LINKS:
             return str(self.host) in last["which"].split()
-        if what is verdict.What.DATA and last["kind"] != "data_slow":
+        if last["kind"] in ("data_missing", "data_damaged"):
             return "array_record" in last["which"] or "/nowhere" in last["which"]
         return True
 

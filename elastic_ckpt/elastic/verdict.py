@@ -545,14 +545,6 @@ KINDS: tuple[Kind, ...] = (
         Sign(error=("RunError",), says="bring slices back and start the run again"),
     ),
     _kind(
-        "no_leader",
-        What.NETWORK,
-        Action.STOP,
-        "does not lead to any leader of the run",
-        "check that the machines reach each other at the given addresses",
-        Sign(error=("RunError",), says="has reached no leader"),
-    ),
-    _kind(
         "diverged",
         What.PROGRAM,
         Action.STOP,

@@ -156,7 +156,58 @@ def test_what_fails_alike_at_one_step_of_two_worlds_is_the_program(kind, says):
     assert ended.value.why == second["why"]
 
 
-def test_each_kind_is_reached():
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        ("degraded", {"tier": "peer", "cause": "too_few", "why": "items lack copies"}),
+        ("restored_from", {"bad_copies": 0}),
+        ("replicas_differ", {"is_certain": False}),
+        ("step_passed_over", {"why": "step 40 lacks 2 of 64 data shards"}),
+        ("slice_lost", {"why": "host 1 failed: killed by SIGKILL"}),
+        ("divergence_found", {"why": "the loss is nan", "action": "abort"}),
+    ],
+)
+def test_what_is_normal_or_has_another_verdict_has_none(event, fields):
+    assert event in verdict.EVENTS
+    assert verdict.judge(verdict.Evidence(event=event, fields=fields)) is None
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "kind"),
+    [
+        ("slice_refused", {"why": "its hosts [1] did not finish the check in 60 s"},
+         "device_too_slow"),
+        ("slice_refused", {"why": "its host 0 failed in the check; see a.log"},
+         "device_check_failed"),
+        ("slice_refused", {"why": "its hosts do not join the others"},
+         "host_unreachable"),
+        ("slice_lost", {"why": "its machine is lost"}, "machine_lost"),
+        ("slice_lost", {"why": "it does not answer"}, "slice_lost"),
+        ("replicas_differ", {"is_certain": True, "devices": [4]}, "device_wrong"),
+        ("restore_distrusted", {}, "state_corrupt"),
+        ("executable_refused", {"why": "it was altered"}, "executable_damaged"),
+        ("component_not_loaded", {"component": "data"}, "component_failed"),
+    ],
+)  # fmt: skip
+def test_an_event_that_interrupts_has_its_verdict(event, fields, kind):
+    seen = verdict.Evidence(event=event, fields={"slice": 1, **fields})
+    assert verdict.judge(seen).kind == kind
+
+
+def test_what_goes_on_failing_has_one_verdict_in_a_world():
+    records = verdict_records.RECORDS["storage_full"][0]
+
+    def twice(world):
+        return [*records(world), *records(world)]
+
+    recorded = RecordedEvents()
+    cluster = verdict_records.ScriptedCluster(random.Random(0), [twice])
+    runtime.run(print, cluster=cluster, emit=recorded)
+    assert len(recorded.named("degraded")) > 1
+    assert len(recorded.named("verdict")) == 1
+
+
+def test_every_fault_is_of_a_kind_of_the_table():
     names = [kind.name for kind in verdict.KINDS]
     assert len(names) == len(set(names)) >= 40
     assert {meant.partition(":")[0] for meant in verdict_records.RECORDS} <= {*names}
