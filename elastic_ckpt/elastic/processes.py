@@ -156,13 +156,13 @@ class ProcessCluster:
         self._note_machines()
         now_secs = time.monotonic()
         checkers = self._machines.checkers()
-        for verdict in [each for checker in checkers for each in checker.poll()]:
-            if verdict.problem is not None:
-                self._refuse(verdict.slice, why=verdict.problem)
-            elif verdict.slice in self._crashed:
+        for checked in [each for checker in checkers for each in checker.poll()]:
+            if checked.problem is not None:
+                self._refuse(checked.slice, why=checked.problem)
+            elif checked.slice in self._crashed:
                 # Nothing but its processes was lost.
-                self._lost.discard(verdict.slice)
-            self._crashed.discard(verdict.slice)
+                self._lost.discard(checked.slice)
+            self._crashed.discard(checked.slice)
         unsound = {each for checker in checkers for each in checker.unsound}
         present = {
             number: now_secs - since

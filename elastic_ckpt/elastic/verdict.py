@@ -380,8 +380,8 @@ class _Case:
             if "tier" in fields:
                 return str(fields["tier"])
             text = str(fields.get("why", "")) if lead is None else lead.message
-            path = _PATH.search(text)
-            return path[0] if path else ""
+            if path := _PATH.search(text):
+                return path[0]
         if fields.get("devices"):
             return _listed(fields["devices"])
         if "host" in fields and kind.what is What.HOST:
@@ -411,9 +411,9 @@ class _Case:
             fact = f"host {each.host}{phase}: {name}{name and ': '}{_cut(what)}{at}"
             facts.append(fact)
         if seen.gone:
-            facts.append(f"slices {_listed(seen.gone)} are gone with their memory")
+            facts.append(f"gone with their memory: slices {_listed(seen.gone)}")
         if seen.machines:
-            facts.append(f"machines {_listed(seen.machines)} do not answer")
+            facts.append(f"without an answer: machines {_listed(seen.machines)}")
         if seen.before is not None and seen.before == failed(seen):
             facts.append(f"the world before failed alike after step {seen.step}")
         return tuple(facts)
