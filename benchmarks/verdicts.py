@@ -236,18 +236,12 @@ def healthy(draw: random.Random) -> list[dict[str, Any]]:
     return said.verdicts
 
 
-def confusion(judged: Sequence[Judged]) -> str:
-    """The confusion matrix as lines: each kind that was meant, and what was judged."""
-    rows: dict[str, collections.Counter[str]] = {}
-    for each in judged:
-        row = rows.setdefault(each.meant, collections.Counter())
-        row[each.said] += 1
-    lines = [f"{'meant':<38} right  judged"]
-    for meant, said in rows.items():
-        right = sum(each.is_right for each in judged if each.meant == meant)
-        told = ", ".join(f"{kind} {times}" for kind, times in said.most_common())
-        lines.append(f"{meant:<38} {right:>5}  {told}")
-    return "\n".join(lines)
+def _row(meant: str, judged: Sequence[Judged]) -> str:
+    # A row of the confusion matrix: what was judged of a kind.
+    said = collections.Counter(each.said for each in judged)
+    right = sum(each.is_right for each in judged)
+    told = ", ".join(f"{kind} {times}" for kind, times in said.most_common())
+    return f"{meant:<38} {right:>5}  {told}"
 
 
 def measure(
@@ -260,13 +254,12 @@ def measure(
       num_healthy: how many healthy runs there are.
     """
     seed = random.randrange(2**16)
-    print(f"seed {seed}")
+    print(f"seed {seed}\n{'meant':<38} right  judged")
     draw = random.Random(seed)
     real = _injected(in_processes, IN_PROCESSES, times, draw)
     recorded = _injected(in_records, verdict_records.RECORDS, times, draw)
     well = [healthy(draw) for _ in range(num_healthy)]
     judged = [*real, *recorded]
-    print(confusion(judged))
     for each in judged:
         if not each.is_right:
             print(f"host {each.host}, {each.meant}: {each.verdicts}")
@@ -296,7 +289,12 @@ def _injected(
     times: int,
     draw: random.Random,
 ) -> list[Judged]:
-    return [inject(kind, draw) for kind in kinds for _ in range(times)]
+    judged = []
+    for kind in kinds:
+        of_kind = [inject(kind, draw) for _ in range(times)]
+        print(_row(kind, of_kind), flush=True)
+        judged += of_kind
+    return judged
 
 
 def _run(
