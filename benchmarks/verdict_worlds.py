@@ -59,6 +59,9 @@ def train(world: World, *, fault: str, host: int, at_step: int, steps: int) -> N
 def _signal(number: signal.Signals) -> Callable[[World], None]:
     def fault(world: World) -> None:
         del world
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            # A launcher may have it ignored, as nohup does.
+            signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         time.sleep(_LONG_SECS)
 
