@@ -26,6 +26,7 @@ from elastic_ckpt.core import (
     storage,
     storage_cause,
 )
+from elastic_ckpt.elastic import host_failure
 
 _MAX_REASON = 500
 # Between two writes of a log in an object store.
@@ -127,7 +128,9 @@ class Journal:
     def failed(self, error: Exception) -> None:
         """Keeps why a run failed; one that was refused had no event yet."""
         if self._has_begun:
-            why = str(error).partition("\n")[0] or type(error).__name__
+            is_program = isinstance(error, host_failure.ProgramFailedError)
+            why = error.why if is_program else str(error)
+            why = why.partition("\n")[0] or type(error).__name__
             self("run_failed", step=self._step, why=why[:_MAX_REASON])
 
 

@@ -163,6 +163,7 @@ def describe(content: Status, *, now: float) -> str:
         f"backup     {_backup(content)}",
         *_losses(content),
         *_replicas(content),
+        *_verdict(content, now),
         f"last event {_event(content.last_event, now)}",
     ]
     return "\n".join(lines)
@@ -219,6 +220,13 @@ def _replicas(content: Status) -> list[str]:
 
     compared = content.replicas
     return [f"replicas   {replica_findings.line(compared)}"] if compared else []
+
+
+def _verdict(content: Status, now: float) -> list[str]:
+    judged = content.verdict
+    if judged is None:
+        return []
+    return [f"verdict    {_age(now - judged['time'])} ago: {judged['why']}"]
 
 
 def _backup(content: Status) -> str:

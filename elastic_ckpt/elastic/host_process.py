@@ -18,9 +18,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
-from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import host_load, termination, watch
-from elastic_ckpt.elastic.host_failure import HostFailure
+from elastic_ckpt.core import events, storage
+from elastic_ckpt.elastic import host_failure, host_load, termination, watch
 from elastic_ckpt.elastic.member import Member
 
 # At least between two reports of the same phase.
@@ -51,6 +50,8 @@ class HostChannel:
         self._load = host_load.HostLoad()
         self._phase = watch.TRAIN
         self._phase_secs = 0.0
+        # How many phases have begun, reported or not.
+        self._num_begun = 0
         self._has_stepped = False
         # The message with which this host leaves.
         self._left = b""
@@ -68,10 +69,11 @@ class HostChannel:
     def begin(self, phase: str | None = None) -> None:
         """Reports that the program begins a phase; None begins the same once more."""
         phase = phase or self._phase
+        self._num_begun += 1
         now_secs = time.monotonic()
         if phase != self._phase or now_secs - self._phase_secs > _PHASE_SECS:
             self._phase, self._phase_secs = phase, now_secs
-            self.send({"phase": phase})
+            self.send({"phase": phase, "begun": self._num_begun})
 
     def step(self) -> None:
         """Reports that a step is done, and the phase begins once more."""
@@ -96,7 +98,8 @@ class HostChannel:
         # The supervisor's end is closed when it is about to kill this process.
         with contextlib.suppress(OSError):
             while True:
-                self.send({"heartbeat": self._load.take()})
+                begun = self._num_begun
+                self.send({"heartbeat": self._load.take(), "begun": begun})
                 self._load.sleep()
 
     def _report_sigterm(self) -> None:
@@ -154,17 +157,7 @@ def run(
     except BaseException as error:
         # The root of the process: the error is reported here or never.
         traceback.print_exc()
-        ours = isinstance(error, errors.ElasticCkptError)
-        summary = traceback.format_exception_only(error)[-1].strip()
-        failure = HostFailure(
-            host=member.host,
-            message=str(error) if ours else summary,
-            is_ours=ours,
-            may_follow=isinstance(error, errors.NotStoredError),
-            is_replaced=isinstance(error, errors.ReplacedError),
-            is_of_devices=_is_of_devices(error),
-            at_secs=time.monotonic(),
-        )
+        failure = host_failure.of_exception(member.host, error)
         if failure.is_of_devices:
             # If it is this host that has lost all others, JAX aborts it meanwhile.
             time.sleep(_ABORT_SECS)
@@ -221,16 +214,6 @@ def _shut_down(descriptor: int) -> None:
         is_listening = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if connected.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
             connected.shutdown(socket.SHUT_RDWR)
-
-
-def _is_of_devices(error: BaseException) -> bool:
-    # JAX was imported by whatever could raise it. On CPU, a lost connection is a
-    # ValueError.
-    jax = sys.modules.get("jax")
-    return jax is not None and (
-        isinstance(error, jax.errors.JaxRuntimeError)
-        or (isinstance(error, ValueError) and "Gloo" in str(error))
-    )
 
 
 def _redirect_output(log: str) -> None:

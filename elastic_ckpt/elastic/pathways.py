@@ -18,7 +18,7 @@ import jax
 from pathwaysutils.elastic import elastic, manager
 
 from elastic_ckpt.core import errors, events, process, storage, topology
-from elastic_ckpt.elastic import faults, termination
+from elastic_ckpt.elastic import faults, host_failure, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
 from elastic_ckpt.elastic.device_state import DeviceState
@@ -29,7 +29,6 @@ from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices while there are too few.
 _LOOK_SECS = 0.1
-_SHOWN_LINES = 15
 
 
 class Pathways:
@@ -43,7 +42,8 @@ class Pathways:
       grace_secs: how long the run has, after SIGTERM, to save and to end; then the
         process ends.
       ended: called before the process ends in this way.
-      emit: called when a slice is lost or comes back; by default the `emit` of `run`.
+      emit: called when a slice is lost or comes back before the first world; the
+        `emit` of `run` is called afterwards.
 
     Raises:
       ConfigError: if there are faults and the slices are not simulated, or a fault is
@@ -66,9 +66,9 @@ class Pathways:
         self._faults = list(injected)
         self._grace_secs = grace_secs
         self._ended = ended
-        self._given_emit = emit
-        # That of the run, until it is known.
-        self._run_emit: events.Emit = events.nobody
+        self._present_emit = emit or events.nobody
+        # That the training function began last.
+        self._phase = watch.TRAIN
         self._device_state = DeviceState(self._emit)
         self._claimant = claims.new_claimant(process.this())
         # By slice that is alive, since when.
@@ -116,7 +116,8 @@ class Pathways:
         has_changed: Callable[[], Decision | None],
     ) -> bool:
         """See `Cluster`; runs in the main thread, and `train` as well."""
-        self._run_emit = emit
+        self._present_emit = emit
+        self._phase = watch.TRAIN
         slices = assignment.work.slices
         self._lost -= set(slices)
         self._set_active(slices, alive=frozenset(self._since))
@@ -152,7 +153,7 @@ class Pathways:
         self._manager.close()
 
     def _emit(self, name: str, **fields: storage.Json) -> None:
-        (self._given_emit or self._run_emit)(name, **fields)
+        self._present_emit(name, **fields)
 
     def _train(
         self,
@@ -190,20 +191,23 @@ class Pathways:
                     should_stop=leave,
                     should_stop_early=leaving.for_others,
                     will_resume=leaving.is_left,
+                    begin=self._begin,
                     _between=BetweenWorlds(
                         device_state=self._device_state, claimant=self._claimant
                     ),
                 )
             )
 
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+
     def _set_active(self, active: Sequence[int], *, alive: frozenset[int]) -> None:
         self._manager.active_slice_indices = alive & frozenset(active)
         self._manager.available_inactive_slices = alive - frozenset(active)
 
     def _failure(self, error: Exception, slices: Sequence[int]) -> errors.RunError:
-        at_secs = time.monotonic()
-        shown = traceback.format_exc().splitlines()[-_SHOWN_LINES:]
-        message = traceback.format_exception_only(error)[-1].strip()
+        told = host_failure.of_exception(0, error)
+        told = dataclasses.replace(told, phase=self._phase)
         if self._simulated is not None:
             alive = self._simulated.alive()
         else:
@@ -212,19 +216,25 @@ class Pathways:
             )
         lost = sorted(set(slices) - alive)
         if lost or any(map(_is_of_a_slice, _causes(error))):
+            message = traceback.format_exception_only(error)[-1].strip()
             self._set_active(slices, alive=alive)
             for number in lost:
                 self._lose(number, why=message)
             traceback.clear_frames(error.__traceback__)
-            return WorldLostError(message, hosts=frozenset(), at_secs=at_secs)
+            return WorldLostError(
+                message,
+                hosts=frozenset(),
+                at_secs=told.at_secs,
+                failures=[told],
+                gone=frozenset(lost),
+            )
         if isinstance(error, errors.RunError):
             return error
-        if not isinstance(error, errors.ElasticCkptError):
-            lines = [f"the training function failed: {message}", *shown]
-            message = "\n  | ".join(lines)
-        else:
-            message = str(error)
-        failure = errors.RunError(message)
+        why, message = told.message, told.message
+        if not told.is_ours:
+            why = f"the training function failed: {message}"
+            message = f"{told.traceback}\n\n{why}"
+        failure = host_failure.ProgramFailedError(message, why=why, failures=[told])
         failure.__cause__ = error
         return failure
 

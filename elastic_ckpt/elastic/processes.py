@@ -91,8 +91,8 @@ class ProcessCluster:
         slice here. They are closed with the cluster, if no others follow.
       others: the other machines, closed by the caller; None if there are none.
       injected: faults, by their steps.
-      emit: called when a slice is lost or comes back, and for faults; None calls that
-        of the run.
+      emit: called for what happens to slices before the first world; that of the run
+        is called afterwards.
     """
 
     def __init__(
@@ -101,15 +101,13 @@ class ProcessCluster:
         others: followers.Followers | None = None,
         *,
         injected: Sequence[faults.Fault] = (),
-        emit: events.Emit | None,
+        emit: events.Emit | None = None,
     ) -> None:
         self._own = own
         self._machines = slice_machines.SliceMachines(own, others)
         self._handover = handover.Handover(own, self._machines)
         self._injected = injected
-        self._given_emit = emit
-        # That of the run, until it is known.
-        self._run_emit: events.Emit = events.nobody
+        self._present_emit = emit or events.nobody
         self._resources = contextlib.ExitStack()
         if others is None:
             self._resources.callback(own.close)
@@ -158,13 +156,13 @@ class ProcessCluster:
         self._note_machines()
         now_secs = time.monotonic()
         checkers = self._machines.checkers()
-        for verdict in [each for checker in checkers for each in checker.poll()]:
-            if verdict.problem is not None:
-                self._refuse(verdict.slice, why=verdict.problem)
-            elif verdict.slice in self._crashed:
+        for checked in [each for checker in checkers for each in checker.poll()]:
+            if checked.problem is not None:
+                self._refuse(checked.slice, why=checked.problem)
+            elif checked.slice in self._crashed:
                 # Nothing but its processes was lost.
-                self._lost.discard(verdict.slice)
-            self._crashed.discard(verdict.slice)
+                self._lost.discard(checked.slice)
+            self._crashed.discard(checked.slice)
         unsound = {each for checker in checkers for each in checker.unsound}
         present = {
             number: now_secs - since
@@ -189,7 +187,7 @@ class ProcessCluster:
     ) -> bool:
         """See `Cluster`; runs in the main thread."""
         main_script.check_sent(train)
-        self._run_emit = emit
+        self._present_emit = emit
         slices = assignment.work.slices
         self._training = frozenset(slices)
         self._lost -= set(slices)
@@ -265,7 +263,7 @@ class ProcessCluster:
         self._resources.close()
 
     def _emit(self, name: str, **fields: storage.Json) -> None:
-        (self._given_emit or self._run_emit)(name, **fields)
+        self._present_emit(name, **fields)
 
     def _compile_ahead(
         self, assignment: Assignment, shadows: contextlib.ExitStack
@@ -325,7 +323,10 @@ class ProcessCluster:
     ) -> None:
         self._note_machines()
         lost = {self._slice_of(host, slices) for host in error.hosts}
-        gone = set(slices) - self._since.keys() - self._leaving - lost
+        is_there = self._since.keys() | self._leaving
+        gone = set(slices) - is_there - lost
+        error.gone = frozenset(set(slices) - is_there)
+        error.machines = self._machines.numbers(error.gone)
         why = str(error).partition("\n")[0]
         for number in sorted(lost | gone):
             is_gone = number in gone
@@ -462,8 +463,8 @@ class Processes(ProcessCluster):
         which it must if they do not share persistent storage.
       injected: faults to inject, in the order of their steps.
       limits: how long hosts may take.
-      emit: called when a slice is lost or comes back, and for each injected fault; by
-        default the `emit` of `run`.
+      emit: called when a slice is lost or comes back before the first world; the
+        `emit` of `run` is called afterwards.
 
     Raises:
       ConfigError: if the arguments do not fit together, or the script makes this
@@ -584,7 +585,7 @@ def configured(
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       injected: faults, by their steps.
       limits: how long hosts may take to save and end after SIGTERM, and may hang.
-      emit: called when a slice is lost or comes back, and for faults.
+      emit: called for what happens to slices before the first world.
     """
     own = local_slices.LocalSlices(
         hardware, log_directory=log_directory, memory=memory, limits=limits

@@ -10,15 +10,22 @@ trains, and returns when it is done, or when `world.should_stop(step)` returns T
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import machine_supervisor, processes
+from elastic_ckpt.elastic import (
+    host_failure,
+    machine_supervisor,
+    processes,
+    verdict,
+)
 from elastic_ckpt.elastic.cluster import (
     Assignment,
     Cluster,
@@ -35,7 +42,8 @@ from elastic_ckpt.elastic.decision import (
     decide,
     quarantined,
 )
-from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.host_failure import ProgramFailedError, WorldLostError
+from elastic_ckpt.elastic.machines import followers
 from elastic_ckpt.elastic.timeline import Timeline
 from elastic_ckpt.monitoring import progress
 
@@ -118,7 +126,11 @@ def run(
             emit=emit,
         )
     else:
-        lead(cluster, emit)
+        try:
+            lead(cluster, emit)
+        except ProgramFailedError as error:
+            # The traceback that counts is the user's, with which its message begins.
+            raise error.with_traceback(None) from error.__cause__
 
 
 def _run(
@@ -129,7 +141,20 @@ def _run(
     compile_ahead: TrainFunction | None,
     emit: events.Emit,
 ) -> None:
-    timeline = Timeline(emit)
+    judge = _Judge(emit)
+    with judge.of_the_end():
+        _run_worlds(train, cluster, present_policy, work, compile_ahead, judge)
+
+
+def _run_worlds(
+    train: TrainFunction,
+    cluster: Cluster,
+    present_policy: Callable[[], Policy],
+    work: Work,
+    compile_ahead: TrainFunction | None,
+    judge: _Judge,
+) -> None:
+    timeline = Timeline(judge)
     decisions = _Decisions(cluster, present_policy, work, timeline)
     retries = _Retries(decisions.policy.max_retries, timeline)
     current: frozenset[int] = frozenset()
@@ -147,7 +172,14 @@ def _run(
             )
         except WorldLostError as error:
             timeline.begin(since_secs=error.at_secs)
-            retries.note(error)
+            end = retries.end_after(error)
+            judged = judge.lost(error, is_last=end is not None)
+            if judged is not None and judged.action is verdict.Action.STOP:
+                end = end or _of_program(judged, error)
+            if end is error:
+                raise
+            if end is not None:
+                raise end from error
         else:
             if is_over:
                 return
@@ -289,19 +321,128 @@ class _Retries:
             self._lost.clear()
         self._emit(name, **fields)
 
-    def note(self, error: WorldLostError) -> None:
-        """Notes that a world was lost.
+    def end_after(self, error: WorldLostError) -> errors.RunError | None:
+        """The error with which a run ends; None if another world may go on.
 
-        Raises:
-          RunError: if there were too many of them without a new step.
+        Args:
+          error: of the world that was lost last.
         """
         self._lost.append(error)
         first = self._lost[0]
         if not self._most:
-            raise first
+            return first
         if len(self._lost) > self._most:
-            raise errors.RunError(
+            return errors.RunError(
                 f"{len(self._lost)} worlds in a row were lost without a new step, more"
                 " than max_retries (elastic_max_retries in a configuration) allows;"
                 f" remove the cause of the first loss and start the run again: {first}"
-            ) from first
+            )
+        return None
+
+
+class _Judge:
+    """Passes events on, and adds the verdict on each interruption; an `Emit`."""
+
+    def __init__(self, emit: events.Emit) -> None:
+        self._emit = emit
+        self._world = 0
+        self._slices: list[int] = []
+        self._step = 0
+        self._degraded: set[str] = set()
+        # What goes on in this world, and has its verdict.
+        self._known: set[tuple[str, str]] = set()
+        self._before: verdict.Failed | None = None
+        # The loss of a world that was judged last.
+        self._lost: WorldLostError | None = None
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        """Passes an event on."""
+        self._emit(name, **fields)
+        if name == "world_started":
+            self._world = int(str(fields["world"]))
+            self._slices = [int(str(each)) for each in _items(fields["slices"])]
+            self._step = 0
+            self._known.clear()
+        elif name in ("step", "step_done"):
+            self._step = int(str(fields["step"]))
+        elif name == "degraded":
+            self._degraded.add(f"{fields['tier']} {fields['cause']}")
+        elif name == "storage_recovered":
+            self._degraded.clear()
+            self._known.clear()
+        if name in verdict.EVENTS:
+            self._judge(
+                self._evidence(event=name, fields=fields, at_secs=time.monotonic())
+            )
+
+    def lost(self, error: WorldLostError, *, is_last: bool) -> verdict.Verdict | None:
+        """The verdict on a world that was lost.
+
+        Args:
+          error: of the world.
+          is_last: whether the run ends with it.
+        """
+        evidence = self._evidence(
+            failures=error.failures,
+            num_hosts=error.num_hosts,
+            gone=error.gone,
+            machines=error.machines,
+            is_lost=not is_last,
+        )
+        judged = self._judge(evidence)
+        self._before = verdict.failed(evidence)
+        self._lost = error
+        return judged
+
+    @contextlib.contextmanager
+    def of_the_end(self) -> Iterator[None]:
+        """Gives the verdict on the error with which the block ends."""
+        try:
+            yield
+        except followers.LeadershipLostError:
+            # The next leader goes on.
+            raise
+        except errors.ElasticCkptError as error:
+            if self._lost is None or self._lost not in (error, error.__cause__):
+                failures, num_hosts = (host_failure.of_exception(0, error),), 1
+                if isinstance(error, ProgramFailedError):
+                    failures, num_hosts = error.failures, error.num_hosts
+                self._judge(self._evidence(failures=failures, num_hosts=num_hosts))
+            raise
+
+    def _evidence(self, **of_this: Any) -> verdict.Evidence:
+        return verdict.Evidence(
+            **of_this,
+            slices=self._slices,
+            step=self._step,
+            epoch_secs=time.time() - time.monotonic(),
+            degraded=frozenset(self._degraded),
+            before=self._before,
+        )
+
+    def _judge(self, evidence: verdict.Evidence) -> verdict.Verdict | None:
+        judged = verdict.judge(evidence)
+        if judged is None:
+            return None
+        if evidence.event:
+            if (judged.kind, judged.which) in self._known:
+                return judged
+            self._known.add((judged.kind, judged.which))
+        self._emit("verdict", world=self._world, **judged.fields())
+        return judged
+
+
+def _items(value: storage.Json) -> Iterable[storage.Json]:
+    assert isinstance(value, list | tuple)
+    return value
+
+
+def _of_program(judged: verdict.Verdict, error: WorldLostError) -> ProgramFailedError:
+    # For what another world would fail at, too.
+    told = f"{judged.traceback}\n\n" if judged.traceback else ""
+    return ProgramFailedError(
+        f"{told}{judged.line}\n{error}",
+        why=judged.line,
+        failures=error.failures,
+        num_hosts=error.num_hosts,
+    )

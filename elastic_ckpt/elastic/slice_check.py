@@ -40,7 +40,7 @@ _MOST_RETRY_SECS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Checked:
     """The result of the check of a slice.
 
     Attributes:
@@ -101,21 +101,21 @@ class SliceChecks:
         if number in self._checks:
             self._checks.pop(number).close()
 
-    def poll(self) -> list[Verdict]:
+    def poll(self) -> list[Checked]:
         """The checks that have ended since the last call; called often."""
         now_secs = time.monotonic()
         for number, (_, again_secs) in self._refused.items():
             if number not in self._checks and now_secs >= again_secs:
                 self._start(number)
-        verdicts = []
+        results = []
         for number, check in list(self._checks.items()):
             most_secs = watch.patience_secs(self._limits, self._longest_secs)
-            verdict = check.verdict(most_secs, now_secs=now_secs)
-            if verdict is not None:
+            checked = check.result(most_secs, now_secs=now_secs)
+            if checked is not None:
                 self._checks.pop(number).close()
-                self._note(verdict, now_secs - check.began_secs, now_secs)
-                verdicts.append(verdict)
-        return verdicts
+                self._note(checked, now_secs - check.began_secs, now_secs)
+                results.append(checked)
+        return results
 
     def close(self) -> None:
         """Ends all checks."""
@@ -135,13 +135,13 @@ class SliceChecks:
         first = (number - self._first_slice) * self._hosts_per_slice
         return range(first, first + self._hosts_per_slice)
 
-    def _note(self, verdict: Verdict, secs: float, now_secs: float) -> None:
-        times, _ = self._refused.pop(verdict.slice, (0, 0.0))
-        if verdict.problem is None:
+    def _note(self, checked: Checked, secs: float, now_secs: float) -> None:
+        times, _ = self._refused.pop(checked.slice, (0, 0.0))
+        if checked.problem is None:
             self._longest_secs = max(secs, self._longest_secs or 0.0)
             return
         retry_secs = min(_RETRY_SECS * 2**times, _MOST_RETRY_SECS)
-        self._refused[verdict.slice] = (times + 1, now_secs + retry_secs)
+        self._refused[checked.slice] = (times + 1, now_secs + retry_secs)
 
 
 class _Check:
@@ -176,8 +176,8 @@ class _Check:
             self._processes.append(child)
             self._pipes[receiver] = host
 
-    def verdict(self, limit_secs: float, *, now_secs: float) -> Verdict | None:
-        """The verdict; None while there is none."""
+    def result(self, limit_secs: float, *, now_secs: float) -> Checked | None:
+        """The result; None while there is none."""
         for pipe in connection.wait(list(self._pipes), 0):
             assert isinstance(pipe, connection.Connection)
             host = self._pipes.pop(pipe)
@@ -185,15 +185,15 @@ class _Check:
                 self._values[host] = json.loads(pipe.recv_bytes())
             except EOFError:
                 problem = f"its host {host} failed in the check; see {self._log}"
-                return Verdict(slice=self._slice, problem=problem)
+                return Checked(slice=self._slice, problem=problem)
         secs = now_secs - self.began_secs
         if self._pipes and secs > limit_secs:
             hosts = sorted(self._pipes.values())
             problem = f"its hosts {hosts} did not finish the check in {secs:.0f} s"
-            return Verdict(slice=self._slice, problem=problem)
+            return Checked(slice=self._slice, problem=problem)
         if self._pipes:
             return None
-        return Verdict(slice=self._slice, problem=problem_of(self._values))
+        return Checked(slice=self._slice, problem=problem_of(self._values))
 
     def close(self) -> None:
         """Ends the processes."""

@@ -13,6 +13,7 @@ while another world still trains. Hosts never outlive the supervisor.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -29,6 +30,7 @@ from elastic_ckpt.elastic import (
     host_start,
     slow_hosts,
     termination,
+    verdict,
 )
 from elastic_ckpt.elastic import watch as hang_watch
 from elastic_ckpt.elastic.host_failure import HostFailure
@@ -37,7 +39,7 @@ from elastic_ckpt.elastic.member import Member
 # An exception may be the consequence of a death: how long to wait for further reports,
 # and if devices have failed, or JAX has ended the host. All hosts report soon then.
 _GRACE_SECS = 0.5
-_DEVICES_GRACE_SECS = 5.0
+_DEVICES_GRACE_SECS = 4.0
 # How long the deaths of hosts that are killed at the same time may be apart.
 _TOGETHER_SECS = 0.1
 # The longest time between two calls of `watch`.
@@ -99,6 +101,7 @@ class HostProcesses:
         self._hosts: list[host_start.StartedHost] = []
         self._channels: dict[connection.Connection, int] = {}
         self._failures: list[HostFailure] = []
+        self._oom_kills = host_failure.oom_kills()
         # The hosts that have sent a message.
         self._heard: set[int] = set()
         self._reserved: host_start.Reserved | None = None
@@ -180,28 +183,34 @@ class HostProcesses:
         finally:
             self.close()
         if self._failures:
+            self._failures = [
+                dataclasses.replace(each, log="\n".join(self._log_end(each.host)))
+                if each.is_silent
+                else each
+                for each in self._failures
+            ]
             failure = host_failure.first_failure(self._failures)
-            lost = host_failure.lost_hosts(self._failures)
-            reported = {failure.host} | (lost or frozenset())
+            error = error_of(
+                self._failures, self._num_hosts, described=self._describe(failure)
+            )
+            is_lost = isinstance(error, host_failure.WorldLostError)
+            reported = {failure.host} | (error.hosts if is_lost else set())
             for each in self._failures:
                 if each.is_silent and each.host in reported:
                     self._emit("host_lost", host=each.host, why=each.message)
-            if lost is not None and self._has_not_begun():
-                lost = None
-            if lost is not None and self._is_stopping:
+            if is_lost and self._has_not_begun():
+                error = host_failure.ProgramFailedError(
+                    str(error),
+                    why=failure.message,
+                    failures=self._failures,
+                    num_hosts=self._num_hosts,
+                )
+            elif is_lost and self._is_stopping:
                 raise errors.StoppedError(
-                    f"{self._describe(failure)}\nafter {termination.cause()} to the"
-                    " run, so its last step may not have been saved"
+                    f"{error}\nafter {termination.cause()} to the run, so its last"
+                    " step may not have been saved"
                 )
-            if lost is not None:
-                raise host_failure.WorldLostError(
-                    self._describe(failure),
-                    hosts=lost,
-                    hung=frozenset(f.host for f in self._failures if f.is_hang),
-                    at_secs=min(each.at_secs for each in self._failures),
-                )
-            kind = errors.ReplacedError if failure.is_replaced else errors.RunError
-            raise kind(self._describe(failure))
+            raise error
         if self._channels and not self.is_abandoned:
             raise errors.StoppedError(self._describe_stop())
 
@@ -316,18 +325,26 @@ class HostProcesses:
         except (EOFError, OSError):
             # The host has ended, without a message or in the middle of one.
             del self._channels[channel]
+            phase = self._hangs.phase(host)
             self._hangs.end(host)
             exit_code = self._hosts[host].wait()
             if exit_code and all(f.host != host for f in self._failures):
-                self._fail(host_failure.silent_death(host, exit_code))
+                # The count is that of this machine.
+                is_local = isinstance(self._hosts[host], host_start.LocalHost)
+                killed = is_local * (host_failure.oom_kills() - self._oom_kills)
+                death = host_failure.silent_death(host, exit_code, oom_kills=killed)
+                self._fail(dataclasses.replace(death, phase=phase))
             return
         now_secs = time.monotonic()
         if "heartbeat" in message:
-            self._hangs.heartbeat(host, now_secs=now_secs)
+            begun = message["begun"]
+            self._hangs.heartbeat(host, now_secs=now_secs, begun=begun)
             load = message["heartbeat"]
             self._slow.note(host, load, phase=self._hangs.phase(host))
         elif "phase" in message:
-            self._hangs.begin(host, message["phase"], now_secs=now_secs)
+            self._hangs.begin(
+                host, message["phase"], now_secs=now_secs, begun=message["begun"]
+            )
         elif "stepped" in message:
             self.has_stepped = True
         elif "ready" in message:
@@ -336,7 +353,8 @@ class HostProcesses:
             if self._deadline_secs is None and not self.is_left:
                 self.noticed.add(host)
         elif "failure" in message:
-            self._fail(HostFailure(host=host, **message["failure"]))
+            fields = message["failure"] | {"phase": self._hangs.phase(host)}
+            self._fail(HostFailure(host=host, **fields))
         else:
             # A world that has only joined has nothing to save.
             self.is_running |= message["event"] != "world_joined"
@@ -351,8 +369,10 @@ class HostProcesses:
             self._deadline_secs = time.monotonic() + secs
         if failure.is_signal and not failure.is_consequence:
             # Nothing else has caused it; the other hosts hang, or will, unless they
-            # died together.
-            self._deadline_secs = time.monotonic() + _TOGETHER_SECS
+            # died together, or crash alike.
+            is_killed = failure.message.startswith("killed by SIGKILL")
+            secs = _TOGETHER_SECS if is_killed or failure.is_hang else _GRACE_SECS
+            self._deadline_secs = time.monotonic() + secs
         self._failures.append(failure)
 
     def _find_hang(self) -> None:
@@ -365,19 +385,9 @@ class HostProcesses:
         self.send_signal(alive, signal.SIGUSR1)
         self.send_signal(alive, signal.SIGCONT)
         time.sleep(_STACKS_SECS)
-        message = f"{hang.why}; the stacks of all hosts are in their logs"
         for host in hang.hosts or [0]:
-            self._fail(
-                HostFailure(
-                    host=host,
-                    message=message,
-                    is_signal=bool(hang.hosts),
-                    is_silent=bool(hang.hosts),
-                    is_of_devices=not hang.hosts,
-                    is_hang=True,
-                    at_secs=now_secs,
-                )
-            )
+            phase = self._hangs.phase(host)
+            self._fail(host_failure.of_hang(host, hang, phase, now_secs=now_secs))
         # Hosts that hang report nothing more.
         self.end()
 
@@ -416,16 +426,49 @@ class HostProcesses:
                 " on standard error"
             )
         log = self._logs[failure.host]
-        # A host that failed to start has no log.
+        why = f"host {failure.host} failed: {failure.message}"
+        if failure.traceback and not failure.is_of_devices:
+            return f"{failure.traceback}\n\n{why}\nits log is {log}"
+        lines = [f"  | {line}" for line in self._log_end(failure.host)]
+        return "\n".join([why, f"the end of its log, {log}:", *lines])
+
+    def _log_end(self, host: int) -> list[str]:
+        # A host that failed to start has no log, and that of another machine is there.
+        log = self._logs[host]
         text = log.read_text(errors="replace") if log.exists() else ""
-        lines = text.splitlines()[-_SHOWN_LOG_LINES:]
-        return "\n".join(
-            [
-                f"host {failure.host} failed: {failure.message}",
-                f"the end of its log, {log}:",
-                *(f"  | {line}" for line in lines),
-            ]
+        return text.splitlines()[-_SHOWN_LOG_LINES:]
+
+
+def error_of(
+    failures: Sequence[HostFailure], num_hosts: int, *, described: str
+) -> errors.RunError:
+    """The error of a world whose hosts failed.
+
+    Args:
+      failures: of its hosts.
+      num_hosts: of the world.
+      described: its message.
+    """
+    failure = host_failure.first_failure(failures)
+    lost = host_failure.lost_hosts(failures)
+    if lost is None and failure.is_replaced:
+        return errors.ReplacedError(described)
+    if lost is None:
+        why = f"host {failure.host} failed: {failure.message}"
+        return host_failure.ProgramFailedError(
+            described,
+            why=failure.message if failure.is_ours else why,
+            failures=failures,
+            num_hosts=num_hosts,
         )
+    return host_failure.WorldLostError(
+        described,
+        hosts=lost or verdict.hosts_of_bad_devices(failures, num_hosts),
+        hung=frozenset(each.host for each in failures if each.is_hang),
+        at_secs=min(each.at_secs for each in failures),
+        failures=failures,
+        num_hosts=num_hosts,
+    )
 
 
 def warm_up(modules: Sequence[str]) -> None:

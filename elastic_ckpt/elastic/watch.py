@@ -46,10 +46,12 @@ class Hang:
     Attributes:
       hosts: the culprits; empty if all hosts are equally far.
       why: what is missing, since when.
+      secs: for how long.
     """
 
     hosts: frozenset[int]
     why: str
+    secs: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,16 +109,31 @@ class Watch:
         """The phase that a host began last; empty if it has ended."""
         return self._phases.get(host, "")
 
-    def heartbeat(self, host: int, *, now_secs: float) -> None:
-        """Notes a heartbeat."""
-        self._heartbeat_secs[host] = now_secs
+    def heartbeat(self, host: int, *, now_secs: float, begun: int = 0) -> None:
+        """Notes a heartbeat, with how many phases the host has begun.
 
-    def begin(self, host: int, phase: str, *, now_secs: float) -> None:
-        """Notes that a host begins a phase, or the same phase once more."""
+        A host does not report the begin of each step, if they are short.
+        """
+        self._heartbeat_secs[host] = now_secs
+        if begun > self._counts.get(host, begun):
+            self._counts[host] = begun
+            self._since_secs[host] = now_secs
+
+    def begin(
+        self, host: int, phase: str, *, now_secs: float, begun: int | None = None
+    ) -> None:
+        """Notes that a host begins a phase, or the same phase once more.
+
+        Args:
+          host: its number.
+          phase: that begins.
+          now_secs: the time.
+          begun: how many phases it has begun with this one; None for one more.
+        """
         ended, secs = (host, self._phases[host]), now_secs - self._since_secs[host]
         self._longest_secs[ended] = max(secs, self._longest_secs.get(ended, 0.0))
         self._phases[host] = phase
-        self._counts[host] += 1
+        self._counts[host] = self._counts[host] + 1 if begun is None else begun
         self._since_secs[host] = now_secs
 
     def end(self, host: int) -> None:
@@ -153,6 +170,7 @@ class Watch:
             return Hang(
                 hosts=frozenset(silent),
                 why=f"no heartbeat for {max(silent.values()):.0f} s, in {phases}",
+                secs=max(silent.values()),
             )
         secs = {
             host: now_secs - since_secs
@@ -167,7 +185,7 @@ class Watch:
         if host is None:
             return None
         why = f"hangs in phase {self._phases[host]!r} for {secs[host]:.0f} s"
-        return Hang(hosts=hosts, why=why)
+        return Hang(hosts=hosts, why=why, secs=secs[host])
 
     def behind(self) -> frozenset[int]:
         """The hosts that the others wait for; empty if all are equally far."""

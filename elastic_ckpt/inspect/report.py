@@ -44,6 +44,7 @@ def report(record: Record) -> str:
             _loss(record),
             _step_time(record),
             _goodput(record),
+            _verdicts(record),
             _recoveries(record),
             _tiers(record),
             *([_mixture(record)] if record.mixtures else []),
@@ -207,6 +208,36 @@ def _goodput(record: Record) -> Section:
         svg=bars.svg(),
         columns=("cause", "seconds", "meaning"),
         rows=[(cause, f"{secs:.2f}", texts[cause]) for cause, secs in spent.items()],
+    )
+
+
+def _verdicts(record: Record) -> Section:
+    judged = record.named("verdict")[-MOST_ROWS:]
+    if not judged:
+        return Section(title="Verdicts", text="Nothing failed.")
+    began = record.began_secs
+    return Section(
+        title="Verdicts",
+        text="What failed in each interruption, by which evidence, and what was to be"
+        " done.",
+        columns=(
+            *("minute", "kind", "what failed", "phase", "step", "since"),
+            *("action", "verdict", "evidence"),
+        ),
+        rows=[
+            (
+                f"{(each['time'] - began) / 60:.2f}",
+                each["kind"],
+                f"{each['what']} {each['which']}".rstrip(),
+                each["phase"],
+                str(each["step"]),
+                time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each["since"])),
+                each["action"],
+                each["why"],
+                "; ".join(each["evidence"]),
+            )
+            for each in judged
+        ],
     )
 
 

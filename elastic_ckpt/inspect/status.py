@@ -126,6 +126,7 @@ class Status:
       from_zero: whether saved steps are numbered from 0, as MaxText does: of step 9 ten
         steps are done.
       replicas: the comparisons of copies of the state; None if there was none.
+      verdict: the newest event `verdict`; None if nothing has failed.
       last_event: with its time; None before the first.
     """
 
@@ -138,6 +139,7 @@ class Status:
     backup: Backup
     from_zero: bool
     replicas: ReplicaFindings | None
+    verdict: Event | None
     last_event: Event | None
 
 
@@ -186,6 +188,7 @@ def status(
         backup=_backup(events, files, tiers, uncommitted),
         from_zero=from_zero,
         replicas=replica_findings.of_events(events),
+        verdict=_last(events, "verdict"),
         last_event=events[-1] if events else None,
     )
 

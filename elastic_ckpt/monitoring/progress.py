@@ -182,6 +182,9 @@ class Progress:
             # The leader shows the phases of the run.
             self._begin("")
 
+    def _on_verdict(self, **event: Any) -> None:
+        self._line(f"verdict: {event['why']} ({event['kind']})")
+
     def _on_slice_lost(self, **event: Any) -> None:
         self._line(f"slice {event['slice']} is lost: {event['why']}")
         self._begin("choosing slices")

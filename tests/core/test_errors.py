@@ -48,6 +48,9 @@ def test_each_error_arrives_in_another_process_as_it_is():
         host_failure.WorldLostError: host_failure.WorldLostError(
             "host 2 is lost", hosts=frozenset([2]), at_secs=1.5
         ),
+        host_failure.ProgramFailedError: host_failure.ProgramFailedError(
+            "Traceback ...", why="host 2 failed: ValueError", failures=()
+        ),
     }
     kinds = set(subclasses(errors.ElasticCkptError))
     assert set(made) <= kinds

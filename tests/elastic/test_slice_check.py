@@ -51,7 +51,7 @@ def checks(tmp_path):
     checks.close()
 
 
-def verdict(checks):
+def result(checks):
     deadline_secs = time.monotonic() + SECS
     while time.monotonic() < deadline_secs:
         for each in checks.poll():
@@ -65,16 +65,16 @@ def test_a_sound_slice_passes_and_a_broken_one_is_checked_again(checks, monkeypa
     monkeypatch.setattr(slice_check, "_RETRY_SECS", 0.0)
     checks.begin(1)
     assert checks.unsound == {1}
-    assert verdict(checks) == slice_check.Verdict(slice=1, problem=None)
+    assert result(checks) == slice_check.Checked(slice=1, problem=None)
     assert not checks.unsound
     checks.broken.add(2)
     checks.begin(2)
     for _ in range(2):
-        assert "device 1 of its host 0 computed" in verdict(checks).problem
+        assert "device 1 of its host 0 computed" in result(checks).problem
         assert checks.unsound == {2}
     # It is repaired.
     checks.broken.clear()
-    while verdict(checks).problem is not None:
+    while result(checks).problem is not None:
         pass
     assert not checks.unsound
 
@@ -88,7 +88,7 @@ def test_a_slice_whose_devices_are_gone_does_not_pass_on_cpus(tmp_path):
     )
     with contextlib.closing(checks):
         checks.begin(0)
-        assert "its host 0 failed in the check; see" in verdict(checks).problem
+        assert "its host 0 failed in the check; see" in result(checks).problem
     (log,) = tmp_path.iterdir()
     assert "hardware=gpu, but JAX finds only CPUs" in log.read_text()
 
@@ -101,7 +101,7 @@ def test_a_slice_that_does_not_compute_is_refused_in_time(checks, monkeypatch):
     monkeypatch.setattr(slice_check, "run", hang)
     monkeypatch.setattr(checks, "_limits", watch.Limits(most_secs=0.1))
     checks.begin(0)
-    assert "its hosts [0, 1] did not finish the check in" in verdict(checks).problem
+    assert "its hosts [0, 1] did not finish the check in" in result(checks).problem
     assert checks.unsound == {0}
     assert not multiprocessing.active_children()
 
@@ -124,7 +124,7 @@ def test_the_processes_of_a_check_have_the_devices_of_the_slice(tmp_path):
 def test_a_slice_whose_processes_die_is_refused(checks, monkeypatch):
     monkeypatch.setattr(slice_check, "run", fail)
     checks.begin(0)
-    assert "failed in the check; see" in verdict(checks).problem
+    assert "failed in the check; see" in result(checks).problem
 
 
 def test_a_slice_that_is_gone_is_not_checked(checks, monkeypatch):

@@ -86,8 +86,8 @@ def exit_3():
         (raise_ours, r"^texts\.array_record is cut short; restore it$"),
         (
             raise_foreign,
-            r"(?s)^host 1 failed: ZeroDivisionError: by zero\n.*host-1\.log:\n"
-            r".*host 1 was here.*in raise_foreign",
+            r"(?s)^Traceback .*in raise_foreign\n.*\nZeroDivisionError: by zero\n\n"
+            r"host 1 failed: ZeroDivisionError: by zero\nits log is .*host-1\.log$",
         ),
         (kill, r"^host 1 failed: killed by SIGKILL\n.*host-1\.log:\n.*host 1 was here"),
         (exit_3, r"^host 1 failed: ended with exit code 3\n"),

@@ -118,8 +118,8 @@ class Follower:
             not self._hosts or time.monotonic() > self._deadline_secs
         ):
             return Over(is_stopped=True)
-        for verdict in self._own.checks.poll():
-            self._link.send(checked=verdict.slice, problem=verdict.problem)
+        for checked in self._own.checks.poll():
+            self._link.send(checked=checked.slice, problem=checked.problem)
         ready = connection.wait(
             [self._link, sigterm, *self._channels],  # type: ignore[list-item]
             _LOOK_SECS,

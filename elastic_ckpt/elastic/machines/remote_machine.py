@@ -18,7 +18,7 @@ from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.decision import Train
 from elastic_ckpt.elastic.machines import machine_link
 from elastic_ckpt.elastic.member import Member
-from elastic_ckpt.elastic.slice_check import Verdict
+from elastic_ckpt.elastic.slice_check import Checked
 from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
@@ -138,7 +138,7 @@ class RemoteMachine:
         self._numbers = itertools.count()
         self._hosts: dict[int, RemoteHost] = {}
         self._ports: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Checked] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Takes in the messages of the machine until the link is lost; in a thread."""
@@ -201,14 +201,14 @@ class RemoteMachine:
         self.unsound.add(number)
         self._link.send(check=number)
 
-    def poll(self) -> list[Verdict]:
+    def poll(self) -> list[Checked]:
         """The checks that have ended since the last call."""
-        verdicts = []
+        results = []
         with contextlib.suppress(queue.Empty):
             while True:
-                verdicts.append(self._verdicts.get_nowait())
-        self.unsound -= {each.slice for each in verdicts if each.problem is None}
-        return verdicts
+                results.append(self._results.get_nowait())
+        self.unsound -= {each.slice for each in results if each.problem is None}
+        return results
 
     def inject(self, kind: faults.Kind, number: int) -> None:
         """Carries out a fault of a slice on the machine; see `LocalSlices.inject`."""
@@ -248,7 +248,7 @@ class RemoteMachine:
             case {"reserved": str(address)}:
                 self._ports.put(address)
             case {"checked": int(number), "problem": problem}:
-                self._verdicts.put(Verdict(slice=number, problem=problem))
+                self._results.put(Checked(slice=number, problem=problem))
             case {"leaving": True}:
                 self.is_leaving = True
             case _:

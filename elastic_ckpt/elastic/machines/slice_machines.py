@@ -41,6 +41,12 @@ class SliceMachines:
         others = frozenset[int]() if self._others is None else self._others.slices()
         return others.union(self._own.numbers)
 
+    def numbers(self, slices: Collection[int]) -> frozenset[int]:
+        """The machines of slices; empty if the run has only one."""
+        if not self.are_several:
+            return frozenset()
+        return frozenset(number // len(self._own.numbers) for number in slices)
+
     def checkers(
         self,
     ) -> list[slice_check.SliceChecks | remote_machine.RemoteMachine]:

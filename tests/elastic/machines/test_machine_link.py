@@ -9,7 +9,7 @@ import pytest
 from elastic_ckpt.elastic import cluster, decision, faults
 from elastic_ckpt.elastic.machines import machine_link, remote_machine
 from elastic_ckpt.elastic.member import Member
-from elastic_ckpt.elastic.slice_check import Verdict
+from elastic_ckpt.elastic.slice_check import Checked
 
 WORK = decision.Train(slices=(0, 2), spares=(1,), rows=24, accumulated=3)
 MEMBER = Member(address="127.0.0.1:1", num_hosts=2, host=1)
@@ -123,10 +123,10 @@ def test_a_slice_of_another_machine_is_unsound_until_it_has_passed_its_check(lin
     for problem in ("its device 0 computed 7", None):
         assert linked.machine.unsound == {1}
         linked.far.send(checked=1, problem=problem)
-        verdicts = []
-        while not verdicts:
-            verdicts = linked.machine.poll()
-        assert verdicts == [Verdict(slice=1, problem=problem)]
+        results = []
+        while not results:
+            results = linked.machine.poll()
+        assert results == [Checked(slice=1, problem=problem)]
     assert not linked.machine.unsound
 
 

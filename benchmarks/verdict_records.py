@@ -1,0 +1,589 @@
+"""Faults as a run records them, for the suite `verdicts`.
+
+What needs a fault of hardware is told here by what records it: the functions that turn
+an exception of JAX, an exit code, a heartbeat that is missing, an error of storage, the
+numbers of a check or of a loss into failures and events. The texts are those of the
+drivers and services. The world is a scripted cluster under the real loop of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import pathlib
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+import elastic_ckpt as ec
+from elastic_ckpt.core import errors, events, storage_cause
+from elastic_ckpt.elastic import (
+    decision,
+    host_failure,
+    host_load,
+    slice_check,
+    slow_hosts,
+    supervisor,
+    watch,
+)
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.host_failure import HostFailure
+from elastic_ckpt.training import callbacks, divergence
+
+_SETTLED_SECS = 1e6
+
+
+@dataclasses.dataclass(kw_only=True)
+class World:
+    """A world in which something is recorded.
+
+    Attributes:
+      draw: random numbers.
+      emit: called for events.
+      hosts: how many there are, one of each slice.
+      host: that has the fault.
+      step: after which it has.
+    """
+
+    draw: random.Random
+    emit: events.Emit
+    hosts: int
+    host: int
+    step: int
+
+    def others(self) -> list[int]:
+        """All hosts but the one with the fault."""
+        return [host for host in range(self.hosts) if host != self.host]
+
+
+Records = Callable[[World], Sequence[HostFailure]]
+
+
+class ScriptedCluster:
+    """A cluster whose first worlds fail as they are told; an `elastic.Cluster`.
+
+    Args:
+      draw: random numbers.
+      records: of each world that has a fault.
+      gone: whether the slice of the host with the fault is gone with its memory.
+      is_machine: whether it is with its machine.
+    """
+
+    devices_per_slice = 1
+
+    def __init__(
+        self,
+        draw: random.Random,
+        records: Sequence[Records],
+        *,
+        gone: bool = False,
+        is_machine: bool = False,
+    ) -> None:
+        self.hosts = draw.randint(3, 8)
+        self.host = draw.randrange(self.hosts)
+        self.step = draw.randint(1, 40)
+        self._draw = draw
+        self._records = list(records)
+        self._gone = gone
+        self._is_machine = is_machine
+        self._absent: set[int] = set()
+
+    def slices(self, current: frozenset[int]) -> decision.Slices:
+        """See `Cluster`."""
+        there = set(range(self.hosts)) - self._absent
+        return decision.Slices(
+            current=current - self._absent,
+            present_secs=dict.fromkeys(sorted(there), _SETTLED_SECS),
+        )
+
+    def run_world(
+        self,
+        train: TrainFunction,
+        assignment: Assignment,
+        *,
+        emit: events.Emit,
+        has_changed: Callable[[], decision.Decision | None],
+    ) -> bool:
+        """See `Cluster`."""
+        del train, has_changed
+        emit("world_joined", world=assignment.number)
+        for step in range(1, self.step + 1):
+            emit("step_done", step=step)
+        if not self._records:
+            return True
+        world = World(
+            draw=self._draw,
+            emit=emit,
+            hosts=self.hosts,
+            host=self.host,
+            step=self.step,
+        )
+        failures = self._records.pop(0)(world)
+        if not failures:
+            return True
+        error = supervisor.error_of(failures, self.hosts, described="lost")
+        if isinstance(error, host_failure.WorldLostError) and self._gone:
+            self._absent.add(self.host)
+            error.gone = frozenset([self.host])
+            if self._is_machine:
+                error.machines = frozenset([self.host])
+        raise error
+
+    def wait(self, secs: float) -> None:
+        """See `Cluster`."""
+
+    def close(self) -> None:
+        """See `Cluster`."""
+
+
+def _raised(host: int, error: BaseException, phase: str = "step") -> HostFailure:
+    # As `host_process.run` reports it.
+    try:
+        raise error
+    except BaseException as raised:
+        failure = host_failure.of_exception(host, raised)
+    return dataclasses.replace(failure, phase=phase)
+
+
+_GLOO = (
+    "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547]"
+    " Connection closed by peer [10.0.0.{}]:{}",
+    "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538]"
+    " Read error [10.0.0.{}]:{}: Connection reset by peer",
+)
+_ABORTED_LOG = (
+    "client.h:80] Terminating process because the JAX distributed service detected"
+    " fatal errors. This most likely indicates that another task died\n"
+    "    @     0x7f9467d040ee  xla::CoordinationServiceAgent::SetError()"
+)
+
+
+def _followers(world: World) -> list[HostFailure]:
+    # What other hosts report when one has left a collective: not all of them in time.
+    seen = []
+    for host in world.others():
+        kind = world.draw.choice(["connection", "aborted", "nothing"])
+        if kind == "connection":
+            text = world.draw.choice(_GLOO)
+            text = text.format(world.host, world.draw.randint(1024, 65535))
+            seen.append(_raised(host, ValueError(text)))
+        elif kind == "aborted":
+            death = host_failure.silent_death(host, -signal.SIGABRT)
+            seen.append(dataclasses.replace(death, log=_ABORTED_LOG, phase="step"))
+    return seen
+
+
+def _on_one(*texts: str) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        error = jax.errors.JaxRuntimeError(world.draw.choice(texts))
+        # The others lose their connections when its process has ended, or before.
+        after = [
+            each for each in _followers(world) if not each.is_silent or world.host == 0
+        ]
+        seen = [_raised(world.host, error), *after]
+        world.draw.shuffle(seen)
+        return seen
+
+    return records
+
+
+def _on_all(*texts: str, kind: type[Exception] = jax.errors.JaxRuntimeError) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        text = world.draw.choice(texts)
+        order = world.draw.sample(range(world.hosts), world.hosts)
+        return [
+            _raised(
+                host,
+                kind(text.format(world.draw.randint(1, 99), world.draw.randint(1, 99))),
+            )
+            for host in order
+        ]
+
+    return records
+
+
+def _dies(
+    *codes: int, log: str = "", oom_kills: int = 0, has_followers: bool = True
+) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        death = host_failure.silent_death(
+            world.host, world.draw.choice(codes), oom_kills=oom_kills
+        )
+        death = dataclasses.replace(death, log=log, phase="step")
+        # Connections end a moment after the process.
+        after = _followers(world) if has_followers else []
+        return [death, *after]
+
+    return records
+
+
+def _hangs(phase: str, *, everywhere: bool = False, is_silent: bool = False) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        now_secs = time.monotonic()
+        limits = watch.Limits(most_secs=120.0, heartbeat_secs=30.0)
+        began_secs = now_secs - 300.0
+        watched = watch.Watch(limits, world.hosts, now_secs=began_secs)
+        for host in range(world.hosts):
+            watched.begin(host, "reach", now_secs=began_secs)
+            is_here = everywhere or host == world.host
+            if not is_here or phase != "reach":
+                watched.begin(host, "join", now_secs=began_secs + 1)
+                watched.begin(host, phase, now_secs=began_secs + 2)
+            if not is_here and phase != "reach":
+                watched.begin(host, "evaluate", now_secs=began_secs + 3)
+            secs = 3.0 if is_silent and host == world.host else 299.9
+            watched.heartbeat(host, now_secs=began_secs + secs)
+        hang = watched.hang(now_secs=now_secs)
+        assert hang is not None
+        return [
+            host_failure.of_hang(host, hang, watched.phase(host), now_secs=now_secs)
+            for host in hang.hosts or [0]
+        ]
+
+    return records
+
+
+def _degrades(tier: str, *errors_: BaseException) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        error = world.draw.choice(errors_)
+        # Of each save, until it has passed.
+        for step in range(world.step, world.step + world.draw.randint(1, 4)):
+            storage_cause.report(world.emit, tier, step, f"{error}")
+        return []
+
+    return records
+
+
+def _os_error(number: int, path: str) -> OSError:
+    return OSError(number, os.strerror(number), path)
+
+
+def _then(*several: Records) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        return [failure for each in several for failure in each(world)]
+
+    return records
+
+
+def _computes_wrongly(world: World) -> Sequence[HostFailure]:
+    values = {0: [slice_check.EXPECTED] * 4, 1: [slice_check.EXPECTED] * 4}
+    values[world.draw.randrange(2)][world.draw.randrange(4)] += 1
+    why = slice_check.problem_of(values)
+    world.emit("slice_refused", slice=world.host, why=why)
+    return []
+
+
+def _is_slow(kind: str) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        slow = slow_hosts.SlowHosts(now_secs=0.0)
+        found: list[slow_hosts.SlowHost] = []
+        for second in range(1, 60):
+            for host in range(world.hosts):
+                part = 0.7 if host == world.host else 0.02
+                slow.note(host, {"secs": 1.0, kind: part}, phase="step")
+            found += slow.newly_slow(now_secs=float(second))
+        for each in found:
+            world.emit("slow_host", slice=each.host, **dataclasses.asdict(each))
+        return []
+
+    return records
+
+
+def _diverges(loss: float) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        detectors: dict[str, Any] = {
+            "non_finite": divergence.Detector(
+                divergence.NonFinite(), action=callbacks.Action.WARN
+            ),
+            "loss_above_best": divergence.Detector(
+                divergence.AboveBest(smoothing=0.5, factor=1.5),
+                action=callbacks.Action.WARN,
+                patience=2,
+            ),
+        }
+        for step in range(1, 9):
+            report = callbacks.Report(
+                loss=loss if step > 5 else 2.0 + world.draw.random() / 10,
+                gradient_norm=1.0,
+                tokens=64,
+                learning_rate=0.1,
+            )
+            for name, detector in detectors.items():
+                finding = detector.after_step(step, report)
+                if finding is not None:
+                    world.emit(
+                        "divergence_found",
+                        step=step,
+                        callback=name,
+                        action=finding.action.value,
+                        why=finding.why,
+                    )
+                    return []
+        return []
+
+    return records
+
+
+def _preempts(world: World) -> Sequence[HostFailure]:
+    world.emit("slice_preempted", slice=world.host)
+    return []
+
+
+def _restores_bad_copies(world: World) -> Sequence[HostFailure]:
+    with tempfile.TemporaryDirectory() as directory:
+        root = pathlib.Path(directory)
+        tiers = [
+            ec.Local(root / "ram", every=1),
+            ec.Persistent(root / "storage", every=1),
+        ]
+        with ec.Checkpointer(tiers) as checkpointer:
+            checkpointer.save(1, {"w": jax.numpy.full(1000, 1.0)})
+        files = [each for each in (root / "ram").rglob("*") if each.is_file()]
+        largest = max(files, key=lambda each: each.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[world.draw.randrange(len(content))] ^= 1
+        largest.write_bytes(content)
+        with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
+            checkpointer.load()
+    return []
+
+
+def _is_down(*texts: str) -> Records:
+    # Under one controller, whose only host is the process that trains.
+    def records(world: World) -> Sequence[HostFailure]:
+        error = jax.errors.JaxRuntimeError(world.draw.choice(texts))
+        return [_raised(0, error)]
+
+    return records
+
+
+_BUCKET = "gs://models/run/checkpoints/40"
+_PEER = "http://10.0.0.8:8470"
+_FULL = _os_error(errno.ENOSPC, "/dev/shm/run/hosts/0/40")
+_CHECK_LOG = (
+    "F1126 11:35:33.808 hlo_verifier.cc:91] Check failed: instruction->shape() == shape"
+)
+# By kind of the verdict, and a variant: what each of the first worlds records. The
+# slice of those in `GONE` is gone.
+RECORDS: dict[str, tuple[Records, ...]] = {
+    "host_out_of_memory": (_dies(-signal.SIGKILL, oom_kills=1),),
+    "host_killed": (_dies(-signal.SIGKILL),),
+    "host_ended": (_dies(-signal.SIGTERM, -signal.SIGHUP, -signal.SIGXCPU),),
+    "host_crashed": (_dies(-signal.SIGSEGV, -signal.SIGABRT, log=_CHECK_LOG),),
+    "host_memory_bad": (_dies(-signal.SIGBUS),),
+    "ram_disk_full": (_degrades("local", _FULL),),
+    "ram_disk_full: it is mapped": (
+        _then(_degrades("local", _FULL), _dies(-signal.SIGBUS)),
+    ),
+    "host_exited": (_dies(3, 1, 134),),
+    "host_cut_off": (_dies(-signal.SIGABRT, log=_ABORTED_LOG, has_followers=False),),
+    "slice_lost": (_dies(-signal.SIGKILL),),
+    "machine_lost": (_dies(-signal.SIGKILL),),
+    "slice_restarted": (
+        _is_down("DATA_LOSS: Data loss: the slice was restarted", "DATA_LOSS: 0x7f"),
+    ),
+    "slice_preempted": (_preempts,),
+    "host_unreachable": (_hangs("reach"),),
+    "host_stopped": (_hangs("step", is_silent=True),),
+    "restore_hangs": (_hangs("restore"),),
+    "compile_hangs": (_hangs("compile", everywhere=True),),
+    "host_hangs": (_hangs("step"),),
+    "collective_hangs": (_hangs("step", everywhere=True),),
+    "device_memory_bad": (
+        _on_one(
+            "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error"
+            " encountered",
+            "INTERNAL: stream did not block host until done; NVRM: Xid"
+            " (PCI:0000:44:00): 94, pid=871, Contained ECC error",
+        ),
+    ),
+    "device_lost": (
+        _on_one(
+            "INTERNAL: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected",
+            "INTERNAL: NVRM: Xid (PCI:0000:b3:00): 79, GPU has fallen off the bus",
+            "INTERNAL: TPU chip 3 is unhealthy",
+        ),
+    ),
+    "device_link_down": (
+        _on_one(
+            "INTERNAL: CUDA_ERROR_NVLINK_UNCORRECTABLE: uncorrectable NVLink error"
+            " detected during the execution",
+            "INTERNAL: NVRM: Xid (PCI:0000:44:00): 74, NVLink: fatal error detected",
+            "INTERNAL: an ICI link of the slice has failed",
+        ),
+    ),
+    "device_memory_taken": (
+        _on_one(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592"
+            " bytes",
+        ),
+    ),
+    "device_failed": (
+        _on_one(
+            "INTERNAL: Core halted unexpectedly: Accelerator device halted prematurely",
+            "INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure",
+        ),
+    ),
+    "program_fails_on_devices": (
+        _on_all(
+            "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was"
+            " encountered at 0x{}{}",
+            "INTERNAL: Core halted unexpectedly: semaphore {} has a nonzero value",
+        ),
+    ),
+    "device_memory_exhausted": (
+        _on_all("RESOURCE_EXHAUSTED: Out of memory allocating {}{}000 bytes"),
+    ),
+    "program_refused_by_xla": (
+        _on_all(
+            "INVALID_ARGUMENT: Argument 0 of {} is sharded otherwise",
+            "UNIMPLEMENTED: no kernel for f8e4m3 on device {}",
+        ),
+    ),
+    "program_fails_again": (
+        _on_one("INTERNAL: device-side assert at index 512 of 512"),
+        _on_one("INTERNAL: device-side assert at index 519 of 512"),
+    ),
+    "program_failed": (
+        _on_all("shapes ({}, {}) do not fit", "layer {}", kind=ValueError),
+    ),
+    "program_failed: it speaks of devices": (
+        _on_all("CUDA_ERROR_ECC_UNCORRECTABLE is no dataset", kind=AssertionError),
+    ),
+    "fabric_failed": (
+        _on_all(
+            "INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error"
+            " (run with NCCL_DEBUG=INFO for details)",
+            "INTERNAL: NET/IB : Got completion from peer 10.0.35.{}<49189> with error"
+            " 12, opcode 0, len 0, vendor err 129 (Recv)",
+        ),
+    ),
+    "name_not_resolved": (
+        _on_all("INTERNAL: DNS resolution failed for host-{}.run.default: NXDOMAIN"),
+    ),
+    "coordination_timed_out": (
+        _on_all("DEADLINE_EXCEEDED: Barrier timed out. Id: restore/{}. Tasks: {}"),
+    ),
+    "coordination_lost": (
+        _on_all(
+            "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN:"
+            " ipv4:10.0.0.{}:8476: Failed to connect to remote host",
+        ),
+    ),
+    "connections_lost": (_on_all(*_GLOO, kind=ValueError),),
+    "device_wrong": (_computes_wrongly,),
+    "host_slow": (_is_slow(host_load.LATE),),
+    "data_slow": (_is_slow("data"),),
+    "loss_not_finite": (_diverges(float("nan")),),
+    "loss_diverges": (_diverges(9.0),),
+    "diverged": (
+        _on_all("loss_above_best: the loss is {}", kind=errors.DivergedError),
+    ),
+    "replaced": (
+        _on_all("another start continues the run", kind=errors.ReplacedError),
+    ),
+    "other_model": (
+        _on_all(
+            "the saved step has no leaf params/layer_{}/w", kind=errors.OtherModelError
+        ),
+    ),
+    "data_changed": (
+        _on_all(
+            "the data state was saved by another pipeline (shards: saved {}, now {})",
+            kind=errors.DataError,
+        ),
+    ),
+    "data_unusable": (
+        _on_all(
+            "an example to pack has features of several lengths, [{}, {}]",
+            kind=errors.DataError,
+        ),
+    ),
+    "step_of_another_run": (
+        _on_all(
+            "/mnt/run contains the steps of another run, 'a', and this run is 'b'",
+            kind=errors.CheckpointError,
+        ),
+    ),
+    "step_not_stored": (
+        _on_all(
+            "step {} is not in /mnt/run: No space left on device",
+            kind=errors.NotStoredError,
+        ),
+    ),
+    "grace_exceeded": (
+        _on_all("hosts {} did not save and end within {} s", kind=errors.StoppedError),
+    ),
+    "copies_damaged": (_restores_bad_copies,),
+    "tier_failed": (_degrades("persistent", OSError("INTERNAL: cannot be encoded")),),
+    "storage_full": (_degrades("persistent", _os_error(errno.ENOSPC, "/mnt/run")),),
+    "storage_read_only": (_degrades("persistent", _os_error(errno.EROFS, "/mnt/r")),),
+    "storage_throttled": (
+        _degrades(
+            "persistent",
+            OSError("HTTP status 429: rateLimitExceeded: the object exceeded its rate"),
+            OSError("An error occurred (SlowDown): Please reduce your request rate"),
+        ),
+    ),
+    "storage_refused": (
+        _degrades(
+            "persistent",
+            OSError(f"PERMISSION_DENIED: {_BUCKET}: HTTP status 403"),
+            OSError("An error occurred (AccessDenied) when calling PutObject"),
+            PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/mnt/run"),
+        ),
+    ),
+    "storage_stale": (_degrades("persistent", _os_error(errno.ESTALE, "/mnt/run")),),
+    "storage_io_error": (_degrades("persistent", _os_error(errno.EIO, "/mnt/run")),),
+    "storage_slow": (
+        _degrades(
+            "persistent",
+            TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)),
+            OSError(f"DEADLINE_EXCEEDED: {_BUCKET}: no answer within 60 s"),
+        ),
+    ),
+    "storage_unreachable": (
+        _degrades(
+            "persistent",
+            OSError(f"UNAVAILABLE: {_BUCKET}: HTTP status 503"),
+            ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        ),
+    ),
+    "storage_missing": (
+        _degrades(
+            "persistent",
+            OSError("NOT_FOUND: the bucket does not exist"),
+            _os_error(errno.ENOENT, "/mnt/run/checkpoints"),
+        ),
+    ),
+    "peer_unreachable": (
+        _degrades(
+            "peer",
+            OSError(f"the items of host 3 cannot be read: {_PEER}: Connection refused"),
+            OSError(f"{_PEER}: timed out"),
+        ),
+    ),
+    "peer_refused": (
+        _degrades("peer", OSError(f"{_PEER} does not take the run's secret")),
+    ),
+    "copies_differ": (
+        _degrades("local", OSError("the digest differs of params/w at hosts 1 and 3")),
+    ),
+    "component_failed": (
+        _degrades("persistent", OSError("components were not written: ['metrics']")),
+    ),
+    "wrong_clock": (
+        _degrades(
+            "persistent",
+            OSError("An error occurred (RequestTimeTooSkewed) when calling PutObject"),
+            OSError("certificate verify failed: certificate is not yet valid"),
+        ),
+    ),
+}
+GONE = ("slice_lost", "machine_lost")

@@ -1,0 +1,201 @@
+"""Faults in real processes, for the suite `verdicts`: what a host does at a step.
+
+Each is what happens in a program or to a process, not a note about it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+
+from elastic_ckpt.core import topology
+from elastic_ckpt.elastic.world import World
+
+_LONG_SECS = 3600.0
+
+
+def train(world: World, *, fault: str, host: int, at_step: int, steps: int) -> None:
+    """Adds up numbers over all devices, and has a fault in the first world.
+
+    Args:
+      world: the hosts.
+      fault: a name of `FAULTS` or `HANGS`; empty for none.
+      host: on which it is; -1 for all.
+      at_step: the step that it is in.
+      steps: of the run.
+    """
+    import jax
+    import numpy as np
+
+    sharding = topology.over_all_devices(world.mesh)
+    ones = jax.make_array_from_callback(
+        (world.mesh.size,), sharding, lambda _: np.ones(1, np.float32)
+    )
+    total = jax.jit(jax.numpy.sum)
+    for step in range(1, steps + 1):
+        world.begin("step")
+        float(total(ones))
+        is_here = host in (-1, topology.this_host())
+        if step == at_step and fault in HANGS and world.number == 1:
+            # All hosts begin the phase.
+            world.begin(HANGS[fault])
+            if is_here:
+                time.sleep(_LONG_SECS)
+        # That of a program is there in each world.
+        is_due = step == at_step and (world.number == 1 or host == -1)
+        if is_here and is_due and fault in FAULTS:
+            FAULTS[fault](world)
+        if world.should_stop(step):
+            return
+
+
+def _signal(number: signal.Signals) -> Callable[[World], None]:
+    def fault(world: World) -> None:
+        del world
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            # A launcher may have it ignored, as nohup does.
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        time.sleep(_LONG_SECS)
+
+    return fault
+
+
+def _segfault(world: World) -> None:
+    del world
+    ctypes.string_at(0)
+
+
+def _bus_error(world: World) -> None:
+    del world
+    # As a file on a RAM disk that is full: it is longer than what it has.
+    with tempfile.TemporaryFile() as file:
+        file.truncate(2 * mmap.PAGESIZE)
+        mapped = mmap.mmap(file.fileno(), 2 * mmap.PAGESIZE)
+        file.truncate(0)
+        mapped[mmap.PAGESIZE]
+
+
+def _exit(world: World) -> None:
+    del world
+    os._exit(3)
+
+
+def _raise(world: World) -> None:
+    raise ValueError(f"the shapes of layer {world.number} do not fit")
+
+
+def _need_device_memory(world: World) -> None:
+    import jax
+
+    del world
+    jax.numpy.zeros((1 << 50,), "float32").block_until_ready()
+
+
+def _need_memory(world: World) -> None:
+    del world
+    bytearray(1 << 60)
+
+
+def _open_files(world: World) -> None:
+    del world
+    soft = len(os.listdir("/proc/self/fd")) + 16
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    kept = [open(os.devnull) for _ in range(1000)]  # noqa: SIM115
+    del kept
+
+
+def _fill_disk(world: World) -> None:
+    del world
+    with open("/dev/full", "wb", buffering=0) as file:
+        file.write(b"a step")
+
+
+def _import(world: World) -> None:
+    del world
+    __import__("a_package_that_is_not_installed")
+
+
+def _use_service(world: World) -> None:
+    del world
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port), timeout=60):
+        pass
+
+
+def _resolve(world: World) -> None:
+    del world
+    socket.getaddrinfo("storage.invalid", 443)
+
+
+def _read_missing_data(world: World) -> None:
+    import elastic_ckpt as ec
+
+    files = (f"/nowhere/{time.monotonic_ns()}/*.array_record",)
+    data = ec.data.positional(files=files, max_target_length=8)
+    ec.batches(data, mesh=world.mesh, global_batch_size=6)
+
+
+def _read_damaged_data(world: World) -> None:
+    import elastic_ckpt as ec
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/texts.array_record"
+        ec.data.lm.write_arrayrecord("python-stdlib/email", path)
+        size = os.path.getsize(path)
+        os.truncate(path, size // 2)
+        data = ec.data.positional(files=(path,), max_target_length=64)
+        batches = ec.batches(data, mesh=world.mesh, global_batch_size=6)
+        while True:
+            next(batches)
+
+
+def _load_nothing(world: World) -> None:
+    import elastic_ckpt as ec
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ec.Checkpointer([ec.Persistent(directory, every=1)], mesh=world.mesh) as steps,
+    ):
+        steps.load(7)
+
+
+def _configure_wrongly(world: World) -> None:
+    import elastic_ckpt as ec
+
+    ec.Persistent("steps", every=-1)
+    del world
+
+
+# The phase of each fault in which a host goes on no further.
+HANGS = {"hang": "step", "hang_in_restore": "restore", "hang_in_compile": "compile"}
+FAULTS: dict[str, Callable[[World], None]] = {
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "hang_up": _signal(signal.SIGHUP),
+    "segfault": _segfault,
+    "bus_error": _bus_error,
+    "exit": _exit,
+    "raise": _raise,
+    "need_device_memory": _need_device_memory,
+    "need_memory": _need_memory,
+    "open_files": _open_files,
+    "fill_disk": _fill_disk,
+    "import": _import,
+    "use_service": _use_service,
+    "resolve": _resolve,
+    "read_missing_data": _read_missing_data,
+    "read_damaged_data": _read_damaged_data,
+    "load_nothing": _load_nothing,
+    "configure_wrongly": _configure_wrongly,
+}

@@ -1,0 +1,330 @@
+"""Suite `verdicts`: each fault is injected ten times, and its verdict compared.
+
+Faults of processes are injected into real ones (`verdict_worlds`, and the supervisor's
+own `faults`); what takes broken hardware is told by the functions that record it
+(`verdict_records`), in scripted worlds under the real loop of a run. Hosts, steps and
+phases are drawn at random, from a seed that is printed. What judges sees the records of
+the run alone.
+
+* `verdicts_right_percent`: of all injected faults, those whose last verdict has the
+  right kind and names the right host, slice, machine or file; and of which nothing else
+  was said. The confusion matrix is printed: the kinds that were meant, and what was
+  judged.
+* `verdict_secs`: from when the run noticed a fault (the death of a process, an error, a
+  limit of time that was passed) to its verdict, in real processes.
+* `healthy_verdicts`: of 20 healthy runs, those with a verdict; 0.
+* `kinds`, `kinds_in_processes`: that were injected.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import report, verdict_records, verdict_worlds
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import decision, faults, processes, runtime, verdict, watch
+
+_TIMES = 10
+_HEALTHY = 20
+_SLICES = 3
+_KINDS = {kind.name: kind for kind in verdict.KINDS}
+# Those of which a run does not know the number.
+_UNNUMBERED = ("slice_restarted", "wrong_clock")
+_NUMBERED_LINKS = ("host_cut_off", "host_unreachable")
+_HANG = watch.Limits(most_secs=8.0, heartbeat_secs=60.0)
+_SILENT = watch.Limits(most_secs=120.0, heartbeat_secs=5.0)
+_PATIENT = watch.Limits(most_secs=120.0, heartbeat_secs=60.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InProcesses:
+    """A fault in real processes.
+
+    Attributes:
+      fault: of `verdict_worlds.FAULTS`; empty for one of the supervisor.
+      everywhere: whether it is on all hosts.
+      injected: by the supervisor; empty for one of `fault`.
+      limits: of the hosts.
+      late_secs: how long after its begin it is noticed.
+    """
+
+    fault: str = ""
+    everywhere: bool = False
+    injected: str = ""
+    limits: watch.Limits = _PATIENT
+    late_secs: float = 0.0
+
+
+_hangs = functools.partial(InProcesses, limits=_HANG, late_secs=_HANG.most_secs)
+_everywhere = functools.partial(InProcesses, everywhere=True)
+# By kind of the verdict.
+IN_PROCESSES: dict[str, InProcesses] = {
+    "host_killed": InProcesses(fault="kill"),
+    "host_crashed": InProcesses(fault="segfault"),
+    "host_memory_bad": InProcesses(fault="bus_error"),
+    "host_ended": InProcesses(fault="hang_up"),
+    "host_exited": InProcesses(fault="exit"),
+    "host_stopped": InProcesses(
+        fault="stop", limits=_SILENT, late_secs=_SILENT.heartbeat_secs
+    ),
+    "host_hangs": _hangs(fault="hang"),
+    "collective_hangs": _hangs(fault="hang", everywhere=True),
+    "restore_hangs": _hangs(fault="hang_in_restore"),
+    "compile_hangs": _hangs(fault="hang_in_compile", everywhere=True),
+    "host_cut_off": InProcesses(injected="cut_off"),
+    "slice_lost": InProcesses(injected="kill_slice"),
+    "slice_preempted": InProcesses(injected="preempt_slice"),
+    "program_failed": _everywhere(fault="raise"),
+    "program_failed_on_one_host": InProcesses(fault="raise"),
+    "program_crashes": _everywhere(fault="segfault"),
+    "program_exits": _everywhere(fault="exit"),
+    "program_not_importable": _everywhere(fault="import"),
+    "device_memory_exhausted": _everywhere(fault="need_device_memory"),
+    "host_memory_exhausted": _everywhere(fault="need_memory"),
+    "too_many_files": _everywhere(fault="open_files"),
+    "storage_full": _everywhere(fault="fill_disk"),
+    "service_unreachable": _everywhere(fault="use_service"),
+    "name_not_resolved": _everywhere(fault="resolve"),
+    "data_missing": _everywhere(fault="read_missing_data"),
+    "data_damaged": _everywhere(fault="read_damaged_data"),
+    "step_unreadable": _everywhere(fault="load_nothing"),
+    "wrong_configuration": _everywhere(fault="configure_wrongly"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A fault, and what was said of it.
+
+    Attributes:
+      meant: the kind of the fault, and a variant.
+      verdicts: the events, in order.
+      host: that had it.
+      secs: from when it was noticed to its verdict; 0 in scripted worlds.
+      failed: why the run ended; empty if it did not fail.
+    """
+
+    meant: str
+    verdicts: Sequence[dict[str, Any]]
+    host: int
+    secs: float = 0.0
+    failed: str = ""
+
+    @property
+    def said(self) -> str:
+        """The kind of the last verdict."""
+        return self.verdicts[-1]["kind"] if self.verdicts else "nothing"
+
+    @property
+    def is_right(self) -> bool:
+        """Whether each verdict is, and names what has failed."""
+        meant = self.meant.partition(":")[0]
+        if meant == "program_fails_again":
+            # At first it looks like the device.
+            kinds = ["device_failed", meant]
+        else:
+            kinds = [meant] * len(self.verdicts) or [meant]
+        return [each["kind"] for each in self.verdicts] == kinds and self._is_named()
+
+    def _is_named(self) -> bool:
+        last = self.verdicts[-1]
+        what = _KINDS[last["kind"]].what
+        numbered = (
+            verdict.What.HOST,
+            verdict.What.SLICE,
+            verdict.What.MACHINE,
+            verdict.What.DEVICE,
+        )
+        if last["kind"] in _UNNUMBERED:
+            return True
+        if what in numbered or last["kind"] in _NUMBERED_LINKS:
+            return str(self.host) in last["which"].split()
+        if last["kind"] in ("data_missing", "data_damaged"):
+            return "array_record" in last["which"] or "/nowhere" in last["which"]
+        return True
+
+
+class _Said:
+    # An `Emit` that keeps the verdicts.
+    def __init__(self) -> None:
+        self.verdicts: list[dict[str, Any]] = []
+        self.times: list[float] = []
+
+    def __call__(self, name: str, **fields: Any) -> None:
+        events.check(name, fields)
+        if name == "verdict":
+            self.verdicts.append(fields)
+            self.times.append(time.time())
+
+
+def in_processes(kind: str, draw: random.Random) -> Judged:
+    """Injects a fault into real processes, and returns what was said of it."""
+    case = IN_PROCESSES[kind]
+    host, at_step = draw.randrange(_SLICES), draw.randint(2, 40)
+    injected = []
+    if case.injected:
+        injected = [faults.Fault(kind=case.injected, target=host, at_step=at_step)]
+    train = functools.partial(
+        verdict_worlds.train,
+        fault=case.fault,
+        host=-1 if case.everywhere else host,
+        at_step=at_step,
+        # A fault of the supervisor comes some steps later.
+        steps=2000 if injected else at_step + 2,
+    )
+    said = _Said()
+    failed = _run(train, said, limits=case.limits, injected=injected)
+    secs = 0.0
+    if said.verdicts:
+        secs = said.times[-1] - said.verdicts[-1]["since"] - case.late_secs
+    return Judged(
+        meant=kind, verdicts=said.verdicts, host=host, secs=secs, failed=failed
+    )
+
+
+def in_records(meant: str, draw: random.Random) -> Judged:
+    """Records a fault in scripted worlds, and returns what was said of it."""
+    kind = meant.partition(":")[0]
+    cluster = verdict_records.ScriptedCluster(
+        draw,
+        verdict_records.RECORDS[meant],
+        gone=kind in verdict_records.GONE,
+        is_machine=kind == "machine_lost",
+    )
+    said, failed = _Said(), ""
+    try:
+        runtime.run(_nothing, cluster=cluster, emit=said)
+    except errors.ElasticCkptError as error:
+        failed = str(error)
+    return Judged(meant=meant, verdicts=said.verdicts, host=cluster.host, failed=failed)
+
+
+def healthy(draw: random.Random) -> list[dict[str, Any]]:
+    """Runs without a fault, which may change its slices; returns its verdicts."""
+    said = _Said()
+    policies = [decision.Policy(max_slices=n, settle_secs=0) for n in (3, 2, 1, 3)]
+    policy = policies[0]
+
+    def present() -> decision.Policy:
+        return policy
+
+    def emit(name: str, **fields: Any) -> None:
+        nonlocal policy
+        said(name, **fields)
+        # An operator wants another number of slices now and then.
+        if name == "step_done" and draw.random() < 0.01:
+            policy = draw.choice(policies)
+
+    train = functools.partial(
+        verdict_worlds.train,
+        fault="",
+        host=0,
+        at_step=0,
+        steps=draw.choice([5, 100, 300]),
+    )
+    failed = _run(train, emit, policy=present)
+    if failed:
+        raise RuntimeError(f"a healthy run failed: {failed}")
+    return said.verdicts
+
+
+def _row(meant: str, judged: Sequence[Judged]) -> str:
+    # A row of the confusion matrix: what was judged of a kind.
+    said = collections.Counter(each.said for each in judged)
+    right = sum(each.is_right for each in judged)
+    told = ", ".join(f"{kind} {times}" for kind, times in said.most_common())
+    return f"{meant:<38} {right:>5}  {told}"
+
+
+def measure(
+    times: int = _TIMES, num_healthy: int = _HEALTHY
+) -> dict[str, report.Figure]:
+    """Runs the suite.
+
+    Args:
+      times: how often each fault is injected.
+      num_healthy: how many healthy runs there are.
+    """
+    seed = random.randrange(2**16)
+    print(f"seed {seed}\n{'meant':<38} right  judged")
+    draw = random.Random(seed)
+    real = _injected(in_processes, IN_PROCESSES, times, draw)
+    recorded = _injected(in_records, verdict_records.RECORDS, times, draw)
+    well = [healthy(draw) for _ in range(num_healthy)]
+    judged = [*real, *recorded]
+    for each in judged:
+        if not each.is_right:
+            print(f"host {each.host}, {each.meant}: {each.verdicts}")
+    kinds = {each.meant.partition(":")[0] for each in judged}
+    return {
+        "verdicts_right_percent": report.figure(
+            "%",
+            "at least 95",
+            [100 * sum(each.is_right for each in judged) / len(judged)],
+        ),
+        "verdict_secs": report.figure(
+            "s", "at most 5, in real processes", [each.secs for each in real]
+        ),
+        "healthy_verdicts": report.figure(
+            "runs", f"0 of {num_healthy}", [sum(map(bool, well))]
+        ),
+        "kinds": report.figure("kinds of faults", "at least 40", [len(kinds)]),
+        "kinds_in_processes": report.figure(
+            "kinds of faults", "at least 15", [len(IN_PROCESSES)]
+        ),
+    }
+
+
+def _injected(
+    inject: Callable[[str, random.Random], Judged],
+    kinds: dict[str, Any],
+    times: int,
+    draw: random.Random,
+) -> list[Judged]:
+    judged = []
+    for kind in kinds:
+        of_kind = [inject(kind, draw) for _ in range(times)]
+        print(_row(kind, of_kind), flush=True)
+        judged += of_kind
+    return judged
+
+
+def _run(
+    train: Callable[..., object],
+    emit: events.Emit,
+    *,
+    limits: watch.Limits = _PATIENT,
+    injected: Sequence[faults.Fault] = (),
+    policy: Callable[[], decision.Policy] | None = None,
+) -> str:
+    # Why the run failed; empty if it did not.
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        contextlib.closing(
+            processes.Processes(
+                slices=_SLICES, logs=directory, limits=limits, injected=injected
+            )
+        ) as cluster,
+    ):
+        try:
+            runtime.run(
+                train,
+                cluster=cluster,
+                policy=policy or decision.Policy(settle_secs=0),
+                emit=emit,
+            )
+        except errors.ElasticCkptError as error:
+            return str(error)
+    return ""
+
+
+def _nothing(world: object) -> None:
+    del world
