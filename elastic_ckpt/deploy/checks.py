@@ -34,11 +34,11 @@ def run(config: schema.Config) -> machine.Machine:
     is_train = program.is_train(config)
     if is_train or deploy.maxtext:
         volumes.check_shared(config)
-    if pods.spot and pods.reservation:
-        raise errors.ConfigError(
-            f"spot=true with reservation={pods.reservation}: Spot VMs cannot be"
-            " reserved; set only one of the two"
-        )
+    names.refuse(
+        pods.spot and pods.reservation,
+        f"spot=true with reservation={pods.reservation}: Spot VMs cannot be"
+        " reserved; set only one of the two",
+    )
     _metrics(config)
     _gpu_direct(config)
     host = machine.from_config(config)
@@ -59,21 +59,21 @@ def run(config: schema.Config) -> machine.Machine:
 def multicontroller(config: schema.Config, host: machine.Machine) -> None:
     """Raises a ConfigError if the hosts of a run cannot each run the program."""
     deploy, world = config.deploy, config.world
-    if world.hardware == "tpu" and world.slices > 1 and host.hosts_per_slice == 1:
-        raise errors.ConfigError(
-            f"slices={world.slices} of topology={deploy.topology} on"
-            f" machine_type={deploy.machine_type} have one host each, but GKE connects"
-            " only slices of several hosts; choose a larger topology, or set"
-            " enable_single_controller=true"
-        )
+    names.refuse(
+        world.hardware == "tpu" and world.slices > 1 and host.hosts_per_slice == 1,
+        f"slices={world.slices} of topology={deploy.topology} on"
+        f" machine_type={deploy.machine_type} have one host each, but GKE connects"
+        " only slices of several hosts; choose a larger topology, or set"
+        " enable_single_controller=true",
+    )
     wrong = host.devices and world.devices_per_host != host.devices
-    if config.data.colocated_python_data_input and wrong:
-        raise errors.ConfigError(
-            f"devices_per_host={world.devices_per_host}: a host of"
-            f" machine_type={deploy.machine_type} has {host.devices} devices, and"
-            " colocated Python needs as many CPU devices; set"
-            f" devices_per_host={host.devices}"
-        )
+    names.refuse(
+        config.data.colocated_python_data_input and wrong,
+        f"devices_per_host={world.devices_per_host}: a host of"
+        f" machine_type={deploy.machine_type} has {host.devices} devices, and"
+        " colocated Python needs as many CPU devices; set"
+        f" devices_per_host={host.devices}",
+    )
 
 
 def backup_hosts(config: schema.Config) -> None:
@@ -84,28 +84,28 @@ def backup_hosts(config: schema.Config) -> None:
     names.check_size("backup_size_limit", deploy.backup_size_limit)
     names.check_mount("local_checkpoint_directory", tiers.local_checkpoint_directory)
     strategy = deploy.restart_strategy
-    if not program.has_supervisors(config) and strategy != "restart_job":
-        raise errors.ConfigError(
-            f"backup_hosts={deploy.backup_hosts} with restart_strategy={strategy}:"
-            " backup hosts would be made anew, without their memory, with all pods; set"
-            " elastic_enabled=true, or on TPUs restart_strategy=restart_job"
-        )
-    if program.is_train(config) and not tiers.enable_multi_tier_checkpointing:
-        raise errors.ConfigError(
-            f"backup_hosts={deploy.backup_hosts} with"
-            " enable_multi_tier_checkpointing=false: there would be no steps in memory"
-            " for them to hold; set enable_multi_tier_checkpointing=true"
-        )
-    if tiers.peer_backup_urls:
-        raise errors.ConfigError(
-            f"peer_backup_urls={tiers.peer_backup_urls!r}: the pods of backup_hosts"
-            " have names of their JobSet; leave it empty"
-        )
-    if not tiers.peer_secret_file:
-        raise errors.ConfigError(
-            f"backup_hosts={deploy.backup_hosts} needs peer_secret_file: mount a Secret"
-            " with pod_volumes, and name its file"
-        )
+    names.refuse(
+        not program.has_supervisors(config) and strategy != "restart_job",
+        f"backup_hosts={deploy.backup_hosts} with restart_strategy={strategy}:"
+        " backup hosts would be made anew, without their memory, with all pods; set"
+        " elastic_enabled=true, or on TPUs restart_strategy=restart_job",
+    )
+    names.refuse(
+        program.is_train(config) and not tiers.enable_multi_tier_checkpointing,
+        f"backup_hosts={deploy.backup_hosts} with"
+        " enable_multi_tier_checkpointing=false: there would be no steps in memory"
+        " for them to hold; set enable_multi_tier_checkpointing=true",
+    )
+    names.refuse(
+        tiers.peer_backup_urls,
+        f"peer_backup_urls={tiers.peer_backup_urls!r}: the pods of backup_hosts"
+        " have names of their JobSet; leave it empty",
+    )
+    names.refuse(
+        not tiers.peer_secret_file,
+        f"backup_hosts={deploy.backup_hosts} needs peer_secret_file: mount a Secret"
+        " with pod_volumes, and name its file",
+    )
 
 
 def node_agent(config: schema.Config, image: str) -> None:
@@ -124,12 +124,12 @@ def node_agent(config: schema.Config, image: str) -> None:
     if not limit:
         return
     names.check_size("node_agent_size_limit", limit)
-    if quantity.to_bytes(limit) < quantity.to_bytes(run_limit):
-        raise errors.ConfigError(
-            f"node_agent_size_limit={limit} is below"
-            f" local_checkpoint_size_limit={run_limit}, and holds for all runs on a"
-            " node together; raise it, or lower that of the run"
-        )
+    names.refuse(
+        quantity.to_bytes(limit) < quantity.to_bytes(run_limit),
+        f"node_agent_size_limit={limit} is below"
+        f" local_checkpoint_size_limit={run_limit}, and holds for all runs on a"
+        " node together; raise it, or lower that of the run",
+    )
 
 
 def fit(
@@ -137,18 +137,18 @@ def fit(
 ) -> None:
     """Raises a ConfigError if a pod requests more than its host has."""
     machine_type = config.deploy.machine_type
-    if host.memory_gib is not None and memory_bytes > host.memory_gib * 2**30:
-        raise errors.ConfigError(
-            f"a pod requests {quantity.of_bytes(memory_bytes)} of memory, that of its"
-            f" program and of all volumes in memory, and machine_type={machine_type}"
-            f" has {host.memory_gib}Gi; lower program_memory, sidecar_memory,"
-            " local_checkpoint_size_limit or shared_memory_size_limit"
-        )
-    if host.cpus is not None and cpus > host.cpus:
-        raise errors.ConfigError(
-            f"a pod requests {cpus:g} CPUs, and machine_type={machine_type} has"
-            f" {host.cpus}; lower program_cpus or sidecar_cpus"
-        )
+    names.refuse(
+        host.memory_gib is not None and memory_bytes > host.memory_gib * 2**30,
+        f"a pod requests {quantity.of_bytes(memory_bytes)} of memory, that of its"
+        f" program and of all volumes in memory, and machine_type={machine_type}"
+        f" has {host.memory_gib}Gi; lower program_memory, sidecar_memory,"
+        " local_checkpoint_size_limit or shared_memory_size_limit",
+    )
+    names.refuse(
+        host.cpus is not None and cpus > host.cpus,
+        f"a pod requests {cpus:g} CPUs, and machine_type={machine_type} has"
+        f" {host.cpus}; lower program_cpus or sidecar_cpus",
+    )
 
 
 def _names(config: schema.Config) -> None:
@@ -184,27 +184,27 @@ def _restarts(config: schema.Config) -> None:
     strategy, world = config.deploy.restart_strategy, config.world
     if strategy == "recreate":
         return
-    if world.enable_single_controller:
-        raise errors.ConfigError(
-            f"restart_strategy={strategy} with enable_single_controller=true: the head"
-            " of Pathways starts again with all of its workers; set"
-            " restart_strategy=recreate"
-        )
-    if program.has_supervisors(config):
-        raise errors.ConfigError(
-            f"restart_strategy={strategy} with elastic_enabled=true: the supervisors"
-            " restart hosts, and a pod that fails is replaced alone; set"
-            " restart_strategy=recreate"
-        )
+    names.refuse(
+        world.enable_single_controller,
+        f"restart_strategy={strategy} with enable_single_controller=true: the head"
+        " of Pathways starts again with all of its workers; set"
+        " restart_strategy=recreate",
+    )
+    names.refuse(
+        program.has_supervisors(config),
+        f"restart_strategy={strategy} with elastic_enabled=true: the supervisors"
+        " restart hosts, and a pod that fails is replaced alone; set"
+        " restart_strategy=recreate",
+    )
     if strategy == "in_place":
         image = config.deploy.in_place_restart_image
         names.check_image("in_place_restart_image", image)
-    elif world.hardware != "tpu":
-        raise errors.ConfigError(
-            f"restart_strategy=restart_job with hardware={world.hardware}: all hosts"
-            " are one Job, so that nothing else would go on; set"
-            " restart_strategy=in_place or recreate"
-        )
+    names.refuse(
+        strategy == "restart_job" and world.hardware != "tpu",
+        f"restart_strategy=restart_job with hardware={world.hardware}: all hosts"
+        " are one Job, so that nothing else would go on; set"
+        " restart_strategy=in_place or recreate",
+    )
 
 
 def _metrics(config: schema.Config) -> None:
@@ -239,53 +239,53 @@ def _gpu_direct(config: schema.Config) -> None:
     deploy, pods, methods = config.deploy, config.pods, gpu_network.METHODS
     if not pods.gpu_direct:
         return
-    if config.world.hardware != "gpu" or deploy.machine_type not in methods:
-        raise errors.ConfigError(
-            f"gpu_direct=true with hardware={config.world.hardware} and"
-            f" machine_type={deploy.machine_type}: only {', '.join(methods)} have it"
-        )
-    if pods.host_network:
-        raise errors.ConfigError(
-            "gpu_direct=true with host_network=true: the interfaces of GPUs are"
-            " networks of the pod; set host_network=false"
-        )
+    names.refuse(
+        config.world.hardware != "gpu" or deploy.machine_type not in methods,
+        f"gpu_direct=true with hardware={config.world.hardware} and"
+        f" machine_type={deploy.machine_type}: only {', '.join(methods)} have it",
+    )
+    names.refuse(
+        pods.host_network,
+        "gpu_direct=true with host_network=true: the interfaces of GPUs are"
+        " networks of the pod; set host_network=false",
+    )
     number = len(methods[deploy.machine_type]["networks"])
-    if len(gpu_network.networks(config)) != number:
-        raise errors.ConfigError(
-            f"gpu_direct_networks={pods.gpu_direct_networks!r}: a host of"
-            f" machine_type={deploy.machine_type} has {number} networks; separate their"
-            " names by ;"
-        )
+    names.refuse(
+        len(gpu_network.networks(config)) != number,
+        f"gpu_direct_networks={pods.gpu_direct_networks!r}: a host of"
+        f" machine_type={deploy.machine_type} has {number} networks; separate their"
+        " names by ;",
+    )
 
 
 def _supervisors(config: schema.Config, host: machine.Machine) -> None:
     world = config.world
-    if world.hardware == "tpu":
-        raise errors.ConfigError(
-            "elastic_enabled=true with hardware=tpu: supervisors start hosts on CPUs"
-            " and GPUs; set enable_single_controller=true, or elastic_enabled=false"
-        )
-    if config.deploy.maxtext:
-        raise errors.ConfigError(
-            "elastic_enabled=true with maxtext: its supervisor works on one machine"
-            " only; set elastic_enabled=false"
-        )
-    if config.elastic.elastic_machines:
-        raise errors.ConfigError(
-            f"elastic_machines={config.elastic.elastic_machines!r}: the pods have names"
-            " of their JobSet; leave it empty"
-        )
-    if world.slices < 2:
-        raise errors.ConfigError(
-            f"elastic_enabled=true with slices={world.slices}: each slice is a pod,"
-            " and when one is lost the run needs another to continue on; set slices to"
-            " 2 or more, and hosts to a multiple of it"
-        )
+    names.refuse(
+        world.hardware == "tpu",
+        "elastic_enabled=true with hardware=tpu: supervisors start hosts on CPUs"
+        " and GPUs; set enable_single_controller=true, or elastic_enabled=false",
+    )
+    names.refuse(
+        config.deploy.maxtext,
+        "elastic_enabled=true with maxtext: its supervisor works on one machine"
+        " only; set elastic_enabled=false",
+    )
+    names.refuse(
+        config.elastic.elastic_machines,
+        f"elastic_machines={config.elastic.elastic_machines!r}: the pods have names"
+        " of their JobSet; leave it empty",
+    )
+    names.refuse(
+        world.slices < 2,
+        f"elastic_enabled=true with slices={world.slices}: each slice is a pod,"
+        " and when one is lost the run needs another to continue on; set slices to"
+        " 2 or more, and hosts to a multiple of it",
+    )
     devices = host.hosts_per_slice * world.devices_per_host
-    if host.devices and devices != host.devices:
-        raise errors.ConfigError(
-            f"devices_per_host={world.devices_per_host} with hosts={world.hosts} in"
-            f" slices={world.slices}: the hosts of a pod use {devices} devices, and"
-            f" machine_type={config.deploy.machine_type} has {host.devices}; set"
-            f" hosts={world.slices} and devices_per_host={host.devices}"
-        )
+    names.refuse(
+        host.devices and devices != host.devices,
+        f"devices_per_host={world.devices_per_host} with hosts={world.hosts} in"
+        f" slices={world.slices}: the hosts of a pod use {devices} devices, and"
+        f" machine_type={config.deploy.machine_type} has {host.devices}; set"
+        f" hosts={world.slices} and devices_per_host={host.devices}",
+    )

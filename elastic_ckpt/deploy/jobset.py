@@ -75,23 +75,24 @@ def documents(config: schema.Config) -> list[Object]:
     jobs = _jobs(config, host)
     names.check_jobset_name(config.run.run_name, jobs)
     values = settings.values(config)
-    values |= parts(values) | node_fields(values, host) | _world(config, host, jobs)
+    values |= _parts(values) | node_fields(values, host)
+    values |= _world(config, host, jobs, values)
     built: list[Object] = fill(template.read("templates/jobset.yaml"), values)
     if is_pathways:
         built = [built[0], pathways.jobset(config, values)]
     else:
-        left_out = set()
-        if not values["access_rules"]:
-            left_out |= {"Role", "RoleBinding"}
-        if config.deploy.service_account or not values["access_rules"]:
-            left_out.add("ServiceAccount")
-        built = [each for each in built if each["kind"] not in left_out]
+        # The permissions of the pods, and an account for those who have none.
+        rights = {"Role", "RoleBinding"} if values["access_rules"] else set()
+        if rights and not config.deploy.service_account:
+            rights.add("ServiceAccount")
+        kinds = {"ConfigMap", "JobSet", *rights}
+        built = [each for each in built if each["kind"] in kinds]
     built[-1] = _completed(config, host, built[-1], values)
     served = next(iter(jobs))
     return [*built, *monitoring.documents(config, served)]
 
 
-def parts(values: Object) -> Object:
+def _parts(values: Object) -> Object:
     """The parts of `templates/pods.yaml` that pods of several kinds have."""
     pods = template.read("templates/pods.yaml")
     has_disk = values["local_checkpoint_directory"]
@@ -146,7 +147,10 @@ def _jobs(config: schema.Config, host: machine.Machine) -> dict[str, tuple[int, 
 
 
 def _world(
-    config: schema.Config, host: machine.Machine, jobs: dict[str, tuple[int, int]]
+    config: schema.Config,
+    host: machine.Machine,
+    jobs: dict[str, tuple[int, int]],
+    values: Object,
 ) -> Object:
     """The values of `templates/jobset.yaml` that are no keys."""
     pods = template.read("templates/pods.yaml")
@@ -177,13 +181,13 @@ def _world(
         "access_rules": rules,
         "account": account,
         "awaited_jobs": [job] if backups else [],
-        "backup_job": _backup_job(config) if backups else None,
+        "backup_job": _backup_job(config, values) if backups else None,
         "config_exit_code": errors.CONFIG_EXIT_CODE,
     }
 
 
-def _backup_job(config: schema.Config) -> Object:
-    tiers, values = config.tiers, settings.values(config)
+def _backup_job(config: schema.Config, values: Object) -> Object:
+    tiers = config.tiers
     directory = f"{tiers.local_checkpoint_directory}/{config.run.run_name}"
     options = {
         "--secret-file": tiers.peer_secret_file,
@@ -194,10 +198,8 @@ def _backup_job(config: schema.Config) -> Object:
         "--tls-ca": tiers.peer_tls_ca,
     }
     words = ["elastic-ckpt", "agent", directory, "--backup", *program.words(options)]
-    values |= {"agent_command": words, "agent_port": program.BACKUP_PORT}
-    job: Object = fill(
-        template.read("templates/backup_hosts.yaml"), values | parts(values)
-    )
+    agent = {"agent_command": words, "agent_port": program.BACKUP_PORT}
+    job: Object = fill(template.read("templates/backup_hosts.yaml"), values | agent)
     return job
 
 

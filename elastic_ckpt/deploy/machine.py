@@ -9,7 +9,7 @@ import re
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import template
+from elastic_ckpt.deploy import names, template
 
 _TPU = "cloud.google.com/gke-tpu-accelerator"
 _GPU = "cloud.google.com/gke-accelerator"
@@ -66,20 +66,20 @@ def from_config(config: schema.Config) -> Machine:
         slices.
     """
     deploy, world = config.deploy, config.world
-    if deploy.machine_gpus and world.hardware != "gpu":
-        raise errors.ConfigError(
-            f"machine_gpus={deploy.machine_gpus} with hardware={world.hardware}: only"
-            " pods with hardware=gpu take GPUs; leave it out"
-        )
+    names.refuse(
+        deploy.machine_gpus and world.hardware != "gpu",
+        f"machine_gpus={deploy.machine_gpus} with hardware={world.hardware}: only"
+        " pods with hardware=gpu take GPUs; leave it out",
+    )
     if world.hardware == "tpu":
         tpu = _chosen(deploy.machine_type, _TPUS, "tpu")
         hosts_per_slice = _hosts_of_topology(deploy, tpu)
-        if world.hosts not in (1, hosts_per_slice * world.slices):
-            raise errors.ConfigError(
-                f"hosts={world.hosts}, but slices={world.slices} of"
-                f" topology={deploy.topology} have {hosts_per_slice * world.slices}"
-                f" hosts with machine_type={deploy.machine_type}; leave hosts out"
-            )
+        names.refuse(
+            world.hosts not in (1, hosts_per_slice * world.slices),
+            f"hosts={world.hosts}, but slices={world.slices} of"
+            f" topology={deploy.topology} have {hosts_per_slice * world.slices}"
+            f" hosts with machine_type={deploy.machine_type}; leave hosts out",
+        )
         return Machine(
             node_selector={
                 _TPU: tpu.label,
@@ -91,17 +91,17 @@ def from_config(config: schema.Config) -> Machine:
             cpus=tpu.cpus,
             memory_gib=tpu.memory_gib,
         )
-    if deploy.topology:
-        raise errors.ConfigError(
-            f"topology={deploy.topology} with hardware={world.hardware}: only TPU"
-            " slices have a topology; leave it empty"
-        )
-    if world.hosts % world.slices:
-        raise errors.ConfigError(
-            f"hosts={world.hosts} cannot be divided evenly among"
-            f" slices={world.slices}; set hosts, which counts those of all slices, to a"
-            " multiple of slices"
-        )
+    names.refuse(
+        deploy.topology,
+        f"topology={deploy.topology} with hardware={world.hardware}: only TPU"
+        " slices have a topology; leave it empty",
+    )
+    names.refuse(
+        world.hosts % world.slices,
+        f"hosts={world.hosts} cannot be divided evenly among"
+        f" slices={world.slices}; set hosts, which counts those of all slices, to a"
+        " multiple of slices",
+    )
     hosts_per_slice = world.hosts // world.slices
     selector = {_INSTANCE: deploy.machine_type} if deploy.machine_type else {}
     if world.hardware != "gpu":
@@ -120,11 +120,11 @@ def from_config(config: schema.Config) -> Machine:
             hosts_per_slice=hosts_per_slice,
         )
     gpu = _chosen(deploy.machine_type, _GPUS, "gpu")
-    if gpus > gpu.chips:
-        raise errors.ConfigError(
-            f"machine_gpus={gpus} with machine_type={deploy.machine_type}, which has"
-            f" {gpu.chips} GPUs; set machine_gpus to at most {gpu.chips}"
-        )
+    names.refuse(
+        gpus > gpu.chips,
+        f"machine_gpus={gpus} with machine_type={deploy.machine_type}, which has"
+        f" {gpu.chips} GPUs; set machine_gpus to at most {gpu.chips}",
+    )
     return Machine(
         node_selector={_GPU: gpu.label},
         limits={deploy.gpu_resource: str(gpus or gpu.chips)},
@@ -162,11 +162,11 @@ def _chosen(
 def _hosts_of_topology(deploy: schema.DeploySection, tpu: _Accelerator) -> int:
     # pathwaysutils counts the hosts of a slice in the same way.
     topology = deploy.topology
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology):
-        raise errors.ConfigError(
-            f"topology={topology!r} is not that of a TPU slice; write its chips along"
-            " each dimension, 4x4 or 2x2x4"
-        )
+    names.refuse(
+        not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", topology),
+        f"topology={topology!r} is not that of a TPU slice; write its chips along"
+        " each dimension, 4x4 or 2x2x4",
+    )
     lengths = [int(length) for length in topology.split("x")]
     is_of_cubes = (
         tpu.topologies == _CUBIC

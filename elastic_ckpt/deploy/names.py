@@ -15,6 +15,12 @@ _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _CHARACTERS = 63
 
 
+def refuse(condition: object, message: str) -> None:
+    """Raises a ConfigError with `message` if `condition` holds."""
+    if condition:
+        raise errors.ConfigError(message)
+
+
 def check_jobset_name(
     run_name: str, replicated_jobs: Mapping[str, tuple[int, int]]
 ) -> None:
@@ -48,36 +54,36 @@ def check_jobset_name(
 def check_name(key: str, value: str, *, dots: bool = False) -> None:
     """Raises a ConfigError unless `value` is a name; with `dots` it may have dots."""
     parts = value.split(".") if dots else [value]
-    if not all(_NAME.fullmatch(part) for part in parts) or len(value) > _CHARACTERS:
-        raise errors.ConfigError(
-            f"{key}={value!r} is not a valid Kubernetes name: use at most"
-            f" {_CHARACTERS} letters a to z, digits and hyphens, with no hyphen first"
-            " or last"
-        )
+    refuse(
+        not all(_NAME.fullmatch(part) for part in parts) or len(value) > _CHARACTERS,
+        f"{key}={value!r} is not a valid Kubernetes name: use at most"
+        f" {_CHARACTERS} letters a to z, digits and hyphens, with no hyphen first"
+        " or last",
+    )
 
 
 def check_size(key: str, value: str) -> None:
     """Raises a ConfigError unless `value` is an amount of memory."""
-    if not quantity.is_valid(value):
-        raise errors.ConfigError(
-            f"{key}={value!r} is not an amount of memory; write 64Gi or 512Mi"
-        )
+    refuse(
+        not quantity.is_valid(value),
+        f"{key}={value!r} is not an amount of memory; write 64Gi or 512Mi",
+    )
 
 
 def check_image(key: str, value: str) -> None:
     """Raises a ConfigError unless `value` names an image and its version."""
     repository, _, tag = value.rpartition(":")
-    if not repository or not tag or "/" in tag or re.search(r"\s", value):
-        raise errors.ConfigError(
-            f"{key}={value!r} does not name an image and its version; push one"
-            " (docs/pages/guides/kubernetes.md) and write registry/repository:tag"
-        )
+    refuse(
+        not repository or not tag or "/" in tag or re.search(r"\s", value),
+        f"{key}={value!r} does not name an image and its version; push one"
+        " (docs/pages/guides/kubernetes.md) and write registry/repository:tag",
+    )
 
 
 def check_mount(key: str, value: str) -> None:
     """Raises a ConfigError unless `value` is an absolute path that may be mounted."""
-    if not re.fullmatch(r"(/[\w.-]+)+", value) or value in ("/tmp", "/dev/shm"):
-        raise errors.ConfigError(
-            f"{key}={value!r} cannot be mounted; write an absolute path that nothing"
-            " else uses, for example /local, or leave it empty"
-        )
+    refuse(
+        not re.fullmatch(r"(/[\w.-]+)+", value) or value in ("/tmp", "/dev/shm"),
+        f"{key}={value!r} cannot be mounted; write an absolute path that nothing"
+        " else uses, for example /local, or leave it empty",
+    )

@@ -6,8 +6,15 @@ import re
 import urllib.parse
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import checks, jobset, program, quantity, settings, template
+from elastic_ckpt.deploy import (
+    checks,
+    jobset,
+    names,
+    program,
+    quantity,
+    settings,
+    template,
+)
 from elastic_ckpt.deploy.template import Object, fill
 
 _NAME = "elastic-ckpt-node-agent"
@@ -22,11 +29,11 @@ def documents(config: schema.Config) -> list[Object]:
       ConfigError: if a value is invalid, or nodes need nothing.
     """
     volume = config.deploy.local_checkpoint_volume
-    if volume not in ("node_agent", "gke_multitier"):
-        raise errors.ConfigError(
-            f"local_checkpoint_volume={volume} needs nothing of the nodes; set"
-            " local_checkpoint_volume=node_agent or gke_multitier"
-        )
+    names.refuse(
+        volume not in ("node_agent", "gke_multitier"),
+        f"local_checkpoint_volume={volume} needs nothing of the nodes; set"
+        " local_checkpoint_volume=node_agent or gke_multitier",
+    )
     host = checks.run(config)
     values = settings.values(config)
     values |= jobset.node_fields(values, host)
@@ -39,12 +46,12 @@ def documents(config: schema.Config) -> list[Object]:
 def _checkpoint_configuration(config: schema.Config, values: Object) -> Object:
     directory = config.run.base_output_directory
     url = urllib.parse.urlsplit(directory)
-    if url.scheme != "gs":
-        raise errors.ConfigError(
-            f"base_output_directory={directory!r} is not in a bucket of Google Cloud,"
-            " which local_checkpoint_volume=gke_multitier needs; set"
-            " base_output_directory=gs://bucket/path"
-        )
+    names.refuse(
+        url.scheme != "gs",
+        f"base_output_directory={directory!r} is not in a bucket of Google Cloud,"
+        " which local_checkpoint_volume=gke_multitier needs; set"
+        " base_output_directory=gs://bucket/path",
+    )
     tolerations = [*values["tolerations"], *values["spot_tolerations"]]
     if taint := _TAINTS.get(config.world.hardware):
         tolerations.append({"key": taint, "operator": "Exists", "effect": "NoSchedule"})

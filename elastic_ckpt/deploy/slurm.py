@@ -37,7 +37,12 @@ _DIRECTORY = re.compile(r"(/[\w.-]+)+/?")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 # Ends the files in the script, as in its template.
 _FILE_END = "END_OF_FILE"
-_ALONE_SECS = 300
+# Stands for the directory of the files, which is known on the nodes alone.
+_RAM = "RAM:/"
+# All hosts find a wrong configuration, and end with its status by themselves. Those
+# that a host leaves alone end when JAX misses it, at the latest after 300 seconds.
+_OF_HOSTS = "--label --kill-on-bad-exit=0 --wait=300"
+_OF_SUPERVISORS = "--label --no-kill --kill-on-bad-exit=0 --wait=0"
 
 
 def script(config: schema.Config) -> str:
@@ -59,7 +64,7 @@ def script(config: schema.Config) -> str:
         "write_files": files,
         "task_commands": _task(config),
         "program_commands": _program(config),
-        "srun_options": " ".join(_srun(config)),
+        "srun_options": _OF_SUPERVISORS if _is_elastic(config) else _OF_HOSTS,
         "config_exit_code": errors.CONFIG_EXIT_CODE,
         "max_restarts": config.deploy.max_restarts,
     }
@@ -82,48 +87,49 @@ def _check(config: schema.Config) -> None:
     section, world = config.slurm, config.world
     program.check_one(config)
     _check_keys(config)
-    if not _NAME.fullmatch(config.run.run_name):
-        raise errors.ConfigError(
-            f"run_name={config.run.run_name!r} cannot name a job; use letters, digits,"
-            " points and hyphens"
-        )
-    if world.hardware == "tpu" or world.enable_single_controller:
-        raise errors.ConfigError(
-            "Slurm runs hosts with CPUs and GPUs; set hardware=cpu or hardware=gpu, and"
-            " enable_single_controller=false"
-        )
-    if world.hosts % section.slurm_tasks_per_node:
-        raise errors.ConfigError(
-            f"hosts={world.hosts} are not divided evenly among nodes with"
-            f" slurm_tasks_per_node={section.slurm_tasks_per_node}; set hosts to a"
-            " multiple"
-        )
-    if _is_elastic(config) and (
-        _nodes(config) < 2
-        or world.slices % _nodes(config)
-        or world.hosts % world.slices
-    ):
-        raise errors.ConfigError(
-            f"elastic_enabled=true with hosts={world.hosts}, slices={world.slices} and"
-            f" slurm_tasks_per_node={section.slurm_tasks_per_node}: an elastic run has"
-            " two nodes or more, with the same number of slices each; set slices to a"
-            " multiple of the nodes, and hosts to one of slices"
-        )
-    if program.is_train(config) and world.hosts % world.slices:
-        raise errors.ConfigError(
-            f"hosts={world.hosts} cannot be divided evenly among slices={world.slices};"
-            " set hosts, which counts those of all slices, to a multiple of slices"
-        )
-    if not _TIME.fullmatch(section.slurm_time):
-        raise errors.ConfigError(
-            f"slurm_time={section.slurm_time!r} is no time limit of Slurm; write"
-            " 1-12:00:00, 12:30:00 or minutes"
-        )
-    if not _DIRECTORY.fullmatch(section.slurm_ram_directory):
-        raise errors.ConfigError(
-            f"slurm_ram_directory={section.slurm_ram_directory!r} is no absolute path;"
-            " set it to that of a RAM disk, such as /dev/shm"
-        )
+    names.refuse(
+        not _NAME.fullmatch(config.run.run_name),
+        f"run_name={config.run.run_name!r} cannot name a job; use letters, digits,"
+        " points and hyphens",
+    )
+    names.refuse(
+        world.hardware == "tpu" or world.enable_single_controller,
+        "Slurm runs hosts with CPUs and GPUs; set hardware=cpu or hardware=gpu, and"
+        " enable_single_controller=false",
+    )
+    names.refuse(
+        world.hosts % section.slurm_tasks_per_node,
+        f"hosts={world.hosts} are not divided evenly among nodes with"
+        f" slurm_tasks_per_node={section.slurm_tasks_per_node}; set hosts to a"
+        " multiple",
+    )
+    names.refuse(
+        _is_elastic(config)
+        and (
+            _nodes(config) < 2
+            or world.slices % _nodes(config)
+            or world.hosts % world.slices
+        ),
+        f"elastic_enabled=true with hosts={world.hosts}, slices={world.slices} and"
+        f" slurm_tasks_per_node={section.slurm_tasks_per_node}: an elastic run has"
+        " two nodes or more, with the same number of slices each; set slices to a"
+        " multiple of the nodes, and hosts to one of slices",
+    )
+    names.refuse(
+        program.is_train(config) and world.hosts % world.slices,
+        f"hosts={world.hosts} cannot be divided evenly among slices={world.slices};"
+        " set hosts, which counts those of all slices, to a multiple of slices",
+    )
+    names.refuse(
+        not _TIME.fullmatch(section.slurm_time),
+        f"slurm_time={section.slurm_time!r} is no time limit of Slurm; write"
+        " 1-12:00:00, 12:30:00 or minutes",
+    )
+    names.refuse(
+        not _DIRECTORY.fullmatch(section.slurm_ram_directory),
+        f"slurm_ram_directory={section.slurm_ram_directory!r} is no absolute path;"
+        " set it to that of a RAM disk, such as /dev/shm",
+    )
     if config.pods.program_memory:
         names.check_size("program_memory", config.pods.program_memory)
         size = config.tiers.local_checkpoint_size_limit
@@ -139,11 +145,11 @@ def _check_keys(config: schema.Config) -> None:
         default = type(section)()
         for key in sorted(keys):
             value = getattr(section, key)
-            if value != getattr(default, key):
-                raise errors.ConfigError(
-                    f"{key}={value!r} is for Kubernetes, and Slurm has nothing like it;"
-                    " unset it, and use slurm_options or slurm_setup"
-                )
+            names.refuse(
+                value != getattr(default, key),
+                f"{key}={value!r} is for Kubernetes, and Slurm has nothing like it;"
+                " unset it, and use slurm_options or slurm_setup",
+            )
 
 
 def _options(config: schema.Config) -> list[str]:
@@ -176,19 +182,17 @@ def _options(config: schema.Config) -> list[str]:
         "no-kill": _is_elastic(config),
         **settings.mapping("slurm_options", section.slurm_options),
     }
-    return [_option(key, value) for key, value in values.items() if value not in _UNSET]
-
-
-_UNSET: tuple[object, ...] = ("", None, False)
+    unset: tuple[object, ...] = ("", None, False)
+    return [_option(key, value) for key, value in values.items() if value not in unset]
 
 
 def _option(key: str, value: object) -> str:
     if value is True:
         return f"--{key}"
-    if re.search(r"\s", f"{key}{value}"):
-        raise errors.ConfigError(
-            f"{key}={value!r} has a space, which an option of sbatch cannot have"
-        )
+    names.refuse(
+        re.search(r"\s", f"{key}{value}"),
+        f"{key}={value!r} has a space, which an option of sbatch cannot have",
+    )
     return f"--{key}={value}"
 
 
@@ -218,11 +222,11 @@ def _task(config: schema.Config) -> str:
                 f"pod_env has {name} from {value!r}, which only Kubernetes has; export"
                 " it in slurm_setup, or from where you call sbatch"
             )
-        if not _VARIABLE.fullmatch(name):
-            raise errors.ConfigError(
-                f"pod_env has {name!r}, which cannot name a variable of a shell; use"
-                " letters, digits and underscores"
-            )
+        names.refuse(
+            not _VARIABLE.fullmatch(name),
+            f"pod_env has {name!r}, which cannot name a variable of a shell; use"
+            " letters, digits and underscores",
+        )
         lines.append(f"export {name}={shlex.quote(settings.text(value))}")
     port, on_node = config.metrics.prometheus_port, config.slurm.slurm_tasks_per_node
     if port and on_node > 1 and not _is_elastic(config) and not _is_of_user(config):
@@ -235,7 +239,6 @@ def _task(config: schema.Config) -> str:
 
 def _program(config: schema.Config) -> str:
     words = [
-        # The directory of the files is known on the nodes alone.
         f'"$ram"/{word.removeprefix(_RAM)}'
         if word.startswith(_RAM)
         else shlex.quote(word)
@@ -259,14 +262,3 @@ def _program(config: schema.Config) -> str:
             'machines=$(sed "s/\\$/:$port/" <<< "$nodes" | paste -sd ";" -)',
         ]
     return "\n".join([*exports, f"program=({' '.join(words)})"])
-
-
-_RAM = "RAM:/"
-
-
-def _srun(config: schema.Config) -> list[str]:
-    if _is_elastic(config):
-        return ["--label", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-    # All hosts find a wrong configuration, and end with its status by themselves. Those
-    # that a host leaves alone end when JAX misses it, at the latest after this time.
-    return ["--label", "--kill-on-bad-exit=0", f"--wait={_ALONE_SECS}"]

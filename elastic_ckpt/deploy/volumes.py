@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.deploy import settings
+from elastic_ckpt.deploy import names, settings
 from elastic_ckpt.deploy.template import Object
 
 _OF_MOUNT = ("readOnly", "subPath")
@@ -41,11 +41,11 @@ def volumes(
     """
     built, mounts = [], []
     for path, value in by_path.items():
-        if path in taken:
-            raise errors.ConfigError(
-                f"pod_volumes has {path}, where the manifest mounts another volume;"
-                " choose another path"
-            )
+        names.refuse(
+            path in taken,
+            f"pod_volumes has {path}, where the manifest mounts another volume;"
+            " choose another path",
+        )
         name, source = _name(path), _source(path, value)
         fields = {key: value[key] for key in value if key in _OF_MOUNT}
         mounts.append({"name": name, "mountPath": path, **fields})
@@ -63,13 +63,13 @@ def check_shared(config: schema.Config) -> None:
         return
     by_path = settings.mapping("pod_volumes", config.pods.pod_volumes)
     mounted = [path for path in by_path if _is_above(path, directory)]
-    if not mounted:
-        raise errors.ConfigError(
-            f"base_output_directory={directory!r} is local to each pod and is deleted"
-            " with it; set base_output_directory=gs://bucket/path, or mount a shared"
-            " file system there: pod_volumes={/runs: {persistentVolumeClaim:"
-            " {claimName: runs}}} and base_output_directory=/runs"
-        )
+    names.refuse(
+        not mounted,
+        f"base_output_directory={directory!r} is local to each pod and is deleted"
+        " with it; set base_output_directory=gs://bucket/path, or mount a shared"
+        " file system there: pod_volumes={/runs: {persistentVolumeClaim:"
+        " {claimName: runs}}} and base_output_directory=/runs",
+    )
     path = max(mounted, key=len)
     value = by_path[path]
     source = _source(path, value)
@@ -79,11 +79,11 @@ def check_shared(config: schema.Config) -> None:
             f" mounts at {path}, which each pod has for itself; mount a shared file"
             " system there, such as {persistentVolumeClaim: {claimName: runs}}"
         )
-    if value.get("readOnly"):
-        raise errors.ConfigError(
-            f"base_output_directory={directory!r} is on {path}, which pod_volumes"
-            " mounts with readOnly: true; remove that"
-        )
+    names.refuse(
+        value.get("readOnly"),
+        f"base_output_directory={directory!r} is on {path}, which pod_volumes"
+        " mounts with readOnly: true; remove that",
+    )
 
 
 def _is_above(path: str, directory: str) -> bool:
@@ -94,11 +94,11 @@ def _is_above(path: str, directory: str) -> bool:
 
 def _name(path: str) -> str:
     words = re.sub(r"[^a-z0-9]+", "-", path.lower()).strip("-")
-    if not path.startswith("/") or not words:
-        raise errors.ConfigError(
-            f"pod_volumes has the path {path!r}; write an absolute path of letters and"
-            " digits, such as /data"
-        )
+    names.refuse(
+        not path.startswith("/") or not words,
+        f"pod_volumes has the path {path!r}; write an absolute path of letters and"
+        " digits, such as /data",
+    )
     return f"user-{words}"[:63].rstrip("-")
 
 
