@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Iterator, Mapping
 
-from elastic_ckpt.application import journal, listeners
-from elastic_ckpt.application.assemble import assemble
-from elastic_ckpt.application.job import Job
+from elastic_ckpt.application import configured, journal, listeners
+from elastic_ckpt.application.job import Job, assemble
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, process, topology
 from elastic_ckpt.elastic import termination, watch
@@ -45,7 +43,6 @@ def train(
     """
     began_secs = time.monotonic()
     emit = world.emit if topology.is_primary() else events.nobody
-    given, config = config, _at(config, world)
     # The journal of a process that trains in several worlds has its listeners.
     has_listeners = world.devices is not None
     listening = contextlib.nullcontext() if has_listeners else listeners.started(config)
@@ -59,8 +56,6 @@ def train(
             callbacks=callbacks,
             emit=emit,
         )
-        # Others find all memory of the run by it.
-        job = dataclasses.replace(job, given=given)
         emit(
             "run_started",
             run=config.run.run_name,
@@ -76,12 +71,12 @@ def train(
                 job.abandon()
             elif topology.num_hosts() == 1:
                 job.abandon(alone=error)
-            elif job.checkpointer is not None:
+            elif job.saver is not None:
                 # This process ends at once, and what it wrote to is free.
-                job.checkpointer.let_others_write()
+                job.saver.let_others_write()
             raise
         if ended.is_stopped:
-            emit("run_stopped", step=ended.step, saved=job.checkpointer is not None)
+            emit("run_stopped", step=ended.step, saved=job.saver is not None)
         else:
             secs = time.monotonic() - began_secs
             emit("run_finished", step=ended.step, secs=secs)
@@ -95,20 +90,8 @@ def compile_ahead(config: schema.Config, world: World) -> None:
       config: of the run; the files of its data exist.
       world: of this host, in a world of that size.
     """
-    config = _at(config, world)
+    job = assemble(configured.only_compiled(config), world.topology, place=world)
     # Batches grow to their last size, and keep it.
-    data = dataclasses.replace(config.data, eval_interval=0)
-    checkpoint = dataclasses.replace(config.checkpoint, enable_checkpointing=False)
-    job = assemble(
-        dataclasses.replace(
-            config,
-            data=data,
-            checkpoint=checkpoint,
-            divergence=schema.DivergenceSection(),
-        ),
-        world.topology,
-        place=world,
-    )
     job.batches.begin_at(config.run.steps)
     job.batches.resize(job.sizes.at(config.run.steps))
     world.compiled(job.program.step, job.program.abstract_state, next(job.batches))
@@ -129,7 +112,7 @@ def _run(job: Job, world: World) -> loop.Ended:
     world.begin(watch.CLOSE)
     world.put_state(ended.step, ended.state)
     job.close()
-    newest = job.checkpointer.latest_step if job.checkpointer else None
+    newest = job.saver.latest_step if job.saver else None
     if ended.finding is not None:
         kept = "saved" if newest == ended.step else "not saved"
         left = (
@@ -154,7 +137,7 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
         emit.stopped_without_a_save()
 
     with termination.in_this_process(
-        grace_secs=termination.grace_secs(config.deploy), ended=ended, emit=emit
+        grace_secs=configured.grace_secs(config), ended=ended, emit=emit
     ) as is_ending:
         slices = config.world.slices
         # An outer launcher starts the hosts again, which take over.
@@ -169,15 +152,3 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
             should_stop=is_ending,
             _between=BetweenWorlds(claimant=claimant),
         )
-
-
-def _at(config: schema.Config, world: World) -> schema.Config:
-    # The configuration for the memory of a world.
-    if world.ram_directory is None:
-        return config
-    tiers = dataclasses.replace(
-        config.tiers,
-        # To which the name of the run is added.
-        local_checkpoint_directory=os.path.dirname(world.ram_directory),
-    )
-    return dataclasses.replace(config, tiers=tiers)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.elastic import host_process, watch
+from elastic_ckpt.elastic.hardware import Hardware
 
 if TYPE_CHECKING:
     import jax
@@ -65,7 +65,7 @@ class SliceChecks:
 
     def __init__(
         self,
-        hardware: schema.WorldSection,
+        hardware: Hardware,
         *,
         hosts_per_slice: int,
         first_slice: int = 0,
@@ -150,7 +150,7 @@ class _Check:
     def __init__(
         self,
         number: int,
-        hardware: schema.WorldSection,
+        hardware: Hardware,
         *,
         slots: range,
         log_directory: str,
@@ -206,7 +206,7 @@ class _Check:
 
 
 def run(
-    hardware: schema.WorldSection,
+    hardware: Hardware,
     slot: int,
     broken: bool,
     log: str,

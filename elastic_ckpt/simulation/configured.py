@@ -6,8 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from elastic_ckpt.application import elastic_run
-from elastic_ckpt.checkpoint import configured_tiers
+from elastic_ckpt.application import configured
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.simulation.costs import Costs
@@ -76,7 +75,7 @@ def on_cluster(config: schema.Config, cluster: Cluster) -> schema.Config:
         data=dataclasses.replace(config.data, global_batch_size=rows),
         elastic=elastic,
     )
-    elastic_run.check_counts(changed)
+    configured.check_counts(changed)
     return changed
 
 
@@ -101,7 +100,7 @@ def plan(
       ConfigError: if the configuration cannot run on it.
     """
     config = on_cluster(config, cluster)
-    groups = elastic_run.groups(config)
+    groups = configured.groups(config)
     local, peers, persistent = _tiers(config)
     by_racks = peers is not None and failure_domains.smallest(peers.domain) != "slice"
     if by_racks and not cluster.hosts_per_rack:
@@ -116,8 +115,8 @@ def plan(
             hosts_per_slice=max(1, groups.full.hosts // groups.number),
             hosts_per_rack=cluster.hosts_per_rack or 1,
         ),
-        policy=elastic_run.policy(config, groups),
-        work=elastic_run.work(config, groups),
+        policy=configured.policy(config, groups),
+        work=configured.work(config, groups),
         setting=Setting(
             costs=costs,
             state_bytes=state_bytes,
@@ -153,14 +152,11 @@ def state_bytes(config: schema.Config) -> int:
     import numpy as np
 
     from elastic_ckpt.core import topology
-    from elastic_ckpt.data.lm import pipeline
-    from elastic_ckpt.training import train_step
 
     jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()[:1]
     mesh = topology.mesh_of(topology.present(1, devices), devices)
-    vocab_size = config.model.vocab_size or pipeline.vocab_size(config.data)
-    program = train_step.build(config, mesh, vocab_size=vocab_size)
+    program = configured.program(config, mesh)
     leaves = jax.tree.leaves(program.abstract_state)
     return sum(
         int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves
@@ -169,7 +165,7 @@ def state_bytes(config: schema.Config) -> int:
 
 def _tiers(config: schema.Config) -> tuple[Local | None, Peers | None, Persistent]:
     by_kind: Mapping[type, object] = {
-        type(tier): tier for tier in configured_tiers.tiers(config, persistent="steps")
+        type(tier): tier for tier in configured.tiers(config, persistent="steps")
     }
     local, peers = by_kind.get(Local), by_kind.get(Peers)
     persistent = by_kind[Persistent]

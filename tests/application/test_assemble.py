@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.application.assemble import assemble
+from elastic_ckpt.application.job import assemble
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.training import step_log
@@ -116,7 +116,7 @@ def test_a_job_evaluates_on_its_own_devices(tmp_path, corpus):
             enable_checkpointing=False,
         )
         job = assembled(config, slices, num_devices)
-        assert job.checkpointer is None
+        assert job.saver is None
         means.append(job.evaluation.run(0, job.restore_or_init()))
         job.close()
     np.testing.assert_allclose(*means, rtol=LOSS_RTOL)

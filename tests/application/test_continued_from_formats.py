@@ -8,7 +8,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import universal
-from elastic_ckpt.application.assemble import assemble
+from elastic_ckpt.application.job import assemble
 from elastic_ckpt.core import errors, storage, topology
 from elastic_ckpt.training import step_log
 from tests.application import foreign_states

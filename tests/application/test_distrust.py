@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.application.assemble import assemble
+from elastic_ckpt.application.job import assemble
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.config import load
 from elastic_ckpt.core import topology

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.application.assemble import assemble
+from elastic_ckpt.application.job import assemble
 from elastic_ckpt.cli import main
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors, events, storage, topology
