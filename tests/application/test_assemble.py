@@ -25,15 +25,19 @@ def assembled(config, slices, num_devices):
     world = topology.Topology(hosts=1, slices=slices, devices=num_devices)
     job = assemble(config, world, devices=devices)
     assert job.world == world
-    assert set(job.mesh.devices.flat) == set(devices)
-    assert job.mesh.shape["slice"] == slices
+    assert set(mesh_of(job).devices.flat) == set(devices)
+    assert mesh_of(job).shape["slice"] == slices
     return job
+
+
+def mesh_of(job):
+    return job.program.abstract_state["step"].sharding.mesh
 
 
 def train(job):
     state = job.restore_or_init()
     for leaf in jax.tree.leaves(state):
-        assert leaf.sharding.device_set == set(job.mesh.devices.flat)
+        assert leaf.sharding.device_set == set(mesh_of(job).devices.flat)
     ended = job.run(state)
     job.close()
     return ended

@@ -36,7 +36,7 @@ def test_devices_of_one_process_stand_for_slices_if_the_run_is_elastic(
         ({"enable_single_controller": True}, False),
     ):
         config = load.load(configured(tmp_path, corpus, **settings), [])
-        assert settings.is_simulated(config) is is_simulated
+        assert conversions.is_simulated(config) is is_simulated
 
 
 def test_faults_of_hosts_are_refused(tmp_path, corpus):
