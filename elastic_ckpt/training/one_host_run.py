@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,20 +9,7 @@ import numpy as np
 from elastic_ckpt.core import digest
 from elastic_ckpt.data import delivery, elastic_data, example_id, rows, stages, state
 from elastic_ckpt.training.step_log import Attempt
-from elastic_ckpt.training.step_record import StepRecord
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
-    """The rows of a batch, in order.
-
-    Attributes:
-      ids: their example ids, uint64 `[rows]`.
-      digests: of their tokens, uint32 `[rows]`.
-    """
-
-    ids: np.ndarray
-    digests: np.ndarray
+from elastic_ckpt.training.step_record import Rows, StepRecord
 
 
 class OneHostRun:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from elastic_ckpt.application import configured as conversions
 from elastic_ckpt.application import elastic_run
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
