@@ -32,8 +32,15 @@ from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic import executables
 from elastic_ckpt.elastic.world import World, of_run
 from elastic_ckpt.frontend import Checkpointer, configured_batches
-from elastic_ckpt.training import evaluation, loop, rollback, step_log, train_step
-from elastic_ckpt.training.callbacks import Action, Callback, Callbacks, Finding
+from elastic_ckpt.training import loop, step_log, train_step
+from elastic_ckpt.training.callbacks import (
+    Action,
+    Callback,
+    Callbacks,
+    Finding,
+    Rollbacks,
+    good_step,
+)
 
 # If a host dies meanwhile, the coordination service ends the others.
 _COMPILE_TIMEOUT_SECS = 24 * 3600
@@ -102,7 +109,7 @@ def assemble(
         of_eval = pipeline.eval_from_config(
             data, global_batch_size=rows, vocab_size=vocab_size
         )
-        evaluated = evaluation.Evaluation(
+        evaluated = loop.Evaluation(
             evaluate=program.evaluate,
             batches=global_batches(of_eval, global_batch_size=rows),
             interval=data.eval_interval,
@@ -144,7 +151,7 @@ def assemble(
         evaluation=evaluated,
         validation=configured.validation(config.validation, emit, preserve=preserve),
         callbacks=called,
-        rollbacks=rollback.Rollbacks(
+        rollbacks=Rollbacks(
             most=divergence.divergence_max_rollbacks,
             margin=divergence.divergence_rollback_steps,
             # A run that goes on from another one cannot begin anew.
@@ -231,10 +238,10 @@ class Job:
     batches: Batches
     sizes: batch_size.Schedule
     saver: run_saver.RunSaver | None
-    evaluation: evaluation.Evaluation | None
+    evaluation: loop.Evaluation | None
     validation: ValidationSchedule | None
     callbacks: Callbacks
-    rollbacks: rollback.Rollbacks
+    rollbacks: Rollbacks
     distrust_steps: int
     initial: InitialWeights | None
     start_step: int
@@ -445,7 +452,7 @@ class Job:
         # start does not continue from one of them.
         saver = self.saver
         saved = saver.complete() if saver else []
-        step = rollback.good_step([s.step for s in saved], since=finding.since)
+        step = good_step([s.step for s in saved], since=finding.since)
         if saver is None or step is None or step == saved[-1].step:
             return
         (good,) = (each for each in saved if each.step == step)

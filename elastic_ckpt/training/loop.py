@@ -12,9 +12,12 @@ import jax
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.data import batch_size, elastic_data
-from elastic_ckpt.training import evaluation, step_log, train_step
+from elastic_ckpt.training import step_log, train_step
 from elastic_ckpt.training.callbacks import COMPONENT as CALLBACKS
 from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
+
+# The name of the mean loss among the metrics that rank a step.
+EVAL_METRIC = "eval_loss"
 
 
 class Saver(Protocol):
@@ -48,6 +51,62 @@ class Compile(Protocol):
 
     def __call__(self, jitted: Any, *arguments: Any, step: int) -> Callable[..., Any]:
         """The compiled `jitted` for `arguments`, as the program of step `step`."""
+
+
+class Restartable(Protocol):
+    """Finite global batches that can start again."""
+
+    def __next__(self) -> elastic_data.Batch:
+        """The next batch; StopIteration at the end, on all hosts at once."""
+
+    def reset(self) -> None:
+        """Moves to the beginning."""
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The periodic evaluation of a run.
+
+    Attributes:
+      evaluate: the `evaluate` function of the program.
+      batches: finite global batches; padding in the last one is not counted.
+      interval: training steps between two evaluations.
+      max_batches: the most batches of an evaluation; 0 takes all.
+      emit: called after each evaluation.
+    """
+
+    evaluate: Callable[
+        [train_step.TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]
+    ]
+    batches: Restartable
+    interval: int
+    max_batches: int
+    emit: events.Emit
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate now that `step` steps are done."""
+        return step % self.interval == 0
+
+    def run(self, step: int, state: train_step.TrainState) -> float:
+        """The mean loss in nats per target, over the data from its beginning."""
+        began = time.monotonic()
+        self.batches.reset()
+        loss, targets, num_batches = 0.0, 0, 0
+        while not self.max_batches or num_batches < self.max_batches:
+            try:
+                batch = next(self.batches)
+            except StopIteration:
+                break
+            summed, count = self.evaluate(state, batch)
+            loss, targets = loss + float(summed), targets + int(count)
+            num_batches += 1
+        mean = loss / max(targets, 1)
+        secs = time.monotonic() - began
+        self.emit("evaluated", step=step, loss=mean, batches=num_batches, secs=secs)
+        return mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +159,7 @@ class Loop:
     sizes: batch_size.Schedule
     log: step_log.StepLog | None
     saver: Saver | None
-    evaluation: evaluation.Evaluation | None
+    evaluation: Evaluation | None
     emit: events.Emit
     compiled: Compile
     validation: validation_schedule.ValidationSchedule | None = None
@@ -182,13 +241,13 @@ class Loop:
         return Ended(state=state, step=done, is_stopped=stopping, finding=finding)
 
     def _evaluate(
-        self, evaluated: evaluation.Evaluation, step: int, state: train_step.TrainState
+        self, evaluated: Evaluation, step: int, state: train_step.TrainState
     ) -> None:
         self.begin("evaluate")
         loss = evaluated.run(step, state)
         self.callbacks.after_evaluation(step, loss)
         if self.saver:
-            self.saver.record(step, {evaluation.METRIC: loss})
+            self.saver.record(step, {EVAL_METRIC: loss})
 
     def _is_end_due(self, step: int, finding: Finding | None) -> bool:
         # Whether to save the step with which the loop ends; a bad one is not.

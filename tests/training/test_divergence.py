@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from elastic_ckpt.application import configured as settings
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import divergence, rollback
-from elastic_ckpt.training.callbacks import Action, Finding, Report
+from elastic_ckpt.training import divergence
+from elastic_ckpt.training.callbacks import (
+    Action,
+    Finding,
+    Report,
+    Rollbacks,
+    good_step,
+)
 
 RULES = {
     "non_finite": divergence.NonFinite(),
@@ -205,13 +211,13 @@ def test_weights_that_are_no_weights_are_refused(fast, slow):
     margin=st.integers(0, 5),
 )
 def test_the_newest_step_whose_own_loss_was_good_is_chosen(saved, since, margin):
-    step = rollback.good_step(saved, since=since, margin=margin)
+    step = good_step(saved, since=since, margin=margin)
     # The loss of the state after n steps is that of step n + 1.
     good = [s for s in saved if s + 1 < since - margin]
     assert step == (max(good) if good else None)
 
 
-ROLLBACKS = rollback.Rollbacks(most=2, margin=3)
+ROLLBACKS = Rollbacks(most=2, margin=3)
 FINDING = Finding(action=Action.ROLLBACK, why="the loss is nan", since=10)
 
 
@@ -231,7 +237,7 @@ def test_a_run_without_a_good_step_says_which_there_are():
 
 def chosen(saved, since, *, first_due=4, **options):
     finding = Finding(action=Action.ROLLBACK, why="the loss is nan", since=since)
-    rollbacks = rollback.Rollbacks(first_due=first_due)
+    rollbacks = Rollbacks(first_due=first_due)
     return rollbacks.choose(finding, saved, **{"before": 0, **options})
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from elastic_ckpt.core import events
 from elastic_ckpt.data import batch_size
-from elastic_ckpt.training import callbacks, evaluation, loop, train_step
+from elastic_ckpt.training import callbacks, loop, train_step
 
 
 class Journal:
@@ -390,7 +390,7 @@ def test_an_evaluation_is_the_mean_over_all_targets_each_time_anew(
 ):
     recorded = []
     batches = Evaluated()
-    evaluated = evaluation.Evaluation(
+    evaluated = loop.Evaluation(
         evaluate=lambda _, batch: batch,
         batches=batches,
         interval=2,
