@@ -235,19 +235,19 @@ class _State:
     ) -> search.Step:
         # A save of those hosts, with copies, as it is left on the slices `after`.
         offers = list(map(functools.partial(_offer, contents), hosts, saved))
-        tiers = self._config.tiers
-        if tiers.enable_multi_tier_checkpointing:
+        peers = configured.peers(self._config)
+        if peers is not None:
             copied = search.Step.from_offers(offers).holdings
-            kinds = tiers.peer_domain
+            kinds = peers.domain
             domain = failure_domains.kind_of(hosts, kinds)
             placed = placement.place(
                 copied,
                 hosts,
                 placement.Policy(
-                    copies=tiers.peer_copies,
+                    copies=peers.copies,
                     domain=domain,
                     inner=failure_domains.inner_kind(hosts, kinds, domain),
-                    assume_data_parallelism=tiers.peer_assume_data_parallelism,
+                    assume_data_parallelism=peers.assume_data_parallelism,
                 ),
             )
             parts = {

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     import optax
     from etils import epath
 
+    from elastic_ckpt.application.initial_weights import InitialWeights
     from elastic_ckpt.checkpoint.components import validation_schedule
     from elastic_ckpt.checkpoint.run_saver import Saved
     from elastic_ckpt.core.topology import Topology
     from elastic_ckpt.steps.retention import PreservationPolicy
-    from elastic_ckpt.training.callbacks import Callback, Callbacks
+    from elastic_ckpt.training.callbacks import Callback, Callbacks, Rollbacks
     from elastic_ckpt.training.train_step import Program
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
@@ -95,13 +96,6 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[Tier]:
             persistent, every=steps or None, every_minutes=minutes or None, keep=keep
         ),
     ]
-
-
-def first_save(config: schema.Config) -> int:
-    """The first step that a run saves."""
-    if config.tiers.enable_multi_tier_checkpointing:
-        return config.tiers.local_checkpoint_period
-    return config.checkpoint.checkpoint_period
 
 
 def saved(section: schema.CheckpointSection) -> Saved:
@@ -199,6 +193,13 @@ def _best_steps(section: schema.CheckpointSection) -> BestN:
         metric=section.best_checkpoint_metric,
         higher_is_better=section.best_checkpoint_mode == "max",
     )
+
+
+def peers(config: schema.Config) -> Peers | None:
+    """The copies in the RAM of peers; None if steps are in storage alone."""
+    if not config.tiers.enable_multi_tier_checkpointing:
+        return None
+    return _peers(config.tiers)
 
 
 def _peers(section: schema.TiersSection) -> Peers:
@@ -416,6 +417,34 @@ def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
         rule = divergence.NonFinite()
         chosen["non_finite"] = divergence.Detector(rule, action=action)
     return chosen
+
+
+def rollbacks(config: schema.Config) -> Rollbacks:
+    """How far and how often a run goes back at a divergence."""
+    from elastic_ckpt.training.callbacks import Rollbacks
+
+    first_save = config.checkpoint.checkpoint_period
+    if config.tiers.enable_multi_tier_checkpointing:
+        first_save = config.tiers.local_checkpoint_period
+    return Rollbacks(
+        most=config.divergence.divergence_max_rollbacks,
+        margin=config.divergence.divergence_rollback_steps,
+        # A run that goes on from another one cannot begin anew.
+        first_due=0 if config.model.init_from_optimizer else first_save,
+    )
+
+
+def initial_weights(section: schema.ModelSection) -> InitialWeights | None:
+    """Where the weights of a new run are; None if they are drawn."""
+    from elastic_ckpt.application.initial_weights import InitialWeights
+
+    if not section.init_from:
+        return None
+    return InitialWeights(
+        path=section.init_from,
+        layout=section.init_from_layout,
+        is_whole_state=section.init_from_optimizer,
+    )
 
 
 # Slices and hosts.

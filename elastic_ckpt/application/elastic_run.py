@@ -81,7 +81,7 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
     single_controller.check_installed("elastic_enabled=true in one process")
     from pathwaysutils.elastic import manager
 
-    from elastic_ckpt.application import host_program
+    from elastic_ckpt.application import job
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import pathways, simulated_slices
 
@@ -107,7 +107,7 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
         run(
             config,
             cluster,
-            host_program.train,
+            job.train,
             groups=Groups(number=number, full=topology.present(number)),
             emit=emit,
         )

@@ -16,7 +16,7 @@ from elastic_ckpt.elastic import faults, processes, supervisor
 from elastic_ckpt.elastic.world import World
 
 # The fork server imports it, and with it nearly all that a host needs.
-_HOST_PROGRAM = "elastic_ckpt.application.host_program"
+_HOST_PROGRAM = "elastic_ckpt.application.job"
 # The rest, which hosts would import in the pause of a change.
 _LATER_IMPORTS = (
     "elastic_ckpt.elastic.multicontroller",
@@ -38,17 +38,17 @@ def warm_up() -> None:
 
 def train(config: schema.Config, world: World) -> None:
     """Trains on one of several hosts of this machine."""
-    from elastic_ckpt.application import host_program
+    from elastic_ckpt.application import job
     from elastic_ckpt.core import topology
 
-    host_program.train(listeners.of_process(config, topology.this_host()), world)
+    job.train(listeners.of_process(config, topology.this_host()), world)
 
 
 def compile_ahead(config: schema.Config, world: World) -> None:
     """Compiles on one of several hosts of this machine what they may train next."""
-    from elastic_ckpt.application import host_program
+    from elastic_ckpt.application import job
 
-    host_program.compile_ahead(config, world)
+    job.compile_ahead(config, world)
 
 
 def run(

@@ -92,7 +92,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import host_program
+    from elastic_ckpt.application import job
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import multicontroller
 
@@ -100,13 +100,13 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     config = _with_files(config)
     if not topology.is_primary():
         shown.close()
-        with host_program.alone(config, events.nobody) as world:
-            return host_program.train(config, world)
+        with job.alone(config, events.nobody) as world:
+            return job.train(config, world)
     with (
         journal.kept(config, shown) as emit,
-        host_program.alone(config, emit) as world,
+        job.alone(config, emit) as world,
     ):
-        return host_program.train(config, world)
+        return job.train(config, world)
 
 
 def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:

@@ -9,9 +9,8 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
-from elastic_ckpt.application import configured
+from elastic_ckpt.application import configured, run_directory
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.simulation import cluster as clusters
@@ -21,11 +20,10 @@ from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
 from elastic_ckpt.simulation.simulated_run import Outcome, RunPlan
 from elastic_ckpt.steps import failure_domains, placement
-from elastic_ckpt.tiers.choices import Local, Peers, Persistent
+from elastic_ckpt.tiers.choices import Chosen
 
 # Settings of the cluster that may vary besides the keys of a configuration.
 OF_CLUSTER = ("spares", "slices")
-_Kind = TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,8 +212,9 @@ def plan(
     """
     config = on_cluster(config, cluster)
     groups = configured.groups(config)
-    local, peers = _tier(config, Local), _tier(config, Peers)
-    persistent = _tier(config, Persistent)
+    directory = run_directory.path_of(config)
+    tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))
+    local, peers, persistent = tiers.local, tiers.peers, tiers.persistent
     assert persistent is not None
     by_racks = peers is not None and failure_domains.smallest(peers.domain) != "slice"
     if by_racks and not cluster.hosts_per_rack:
@@ -249,7 +248,7 @@ def plan(
 
 def copies(config: schema.Config) -> placement.Policy:
     """The policy of copies of a configuration; none without a local tier."""
-    peers = _tier(config, Peers)
+    peers = configured.peers(config)
     if peers is None:
         return placement.Policy(copies=0)
     return placement.Policy(
@@ -274,11 +273,6 @@ def state_bytes(config: schema.Config) -> int:
     return sum(
         int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves
     )
-
-
-def _tier(config: schema.Config, kind: type[_Kind]) -> _Kind | None:
-    tiers = configured.tiers(config, persistent="steps")
-    return next((tier for tier in tiers if isinstance(tier, kind)), None)
 
 
 def _name(values: Mapping[str, str]) -> str:
