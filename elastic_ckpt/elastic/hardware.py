@@ -13,12 +13,12 @@ class Hardware:
       hosts: their number, all slices together.
       slices: that they are divided into.
       devices_per_host: on CPUs and GPUs.
-      hardware: `cpu`, `gpu` or `tpu`.
       jax_cache_dir: of JAX's compilation cache; empty uses none.
+      hardware: `cpu`, `gpu` or `tpu`.
     """
 
     hosts: int = 1
     slices: int = 1
     devices_per_host: int = 1
-    hardware: str = "cpu"
     jax_cache_dir: str = ""
+    hardware: str = "cpu"
