@@ -13,11 +13,10 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from absl import logging
-from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.application import (
     configured,
@@ -33,7 +32,6 @@ from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import allgather, errors, events, process, topology
 from elastic_ckpt.data import batch_size
-from elastic_ckpt.data.leaving_out import LeavingOut
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic import executables, termination, watch
@@ -55,20 +53,6 @@ _COMPILE_TIMEOUT_SECS = 24 * 3600
 
 # Returns the state after a number of steps, in the form of an abstract one, or None.
 HandedOver = Callable[[int, Any], Any]
-
-
-class Batches(loop.Batches, ocp.StatefulCheckpointable, Protocol):
-    """The global batches of a run, open until they are closed."""
-
-    @property
-    def left_out(self) -> Ranges:
-        """The rows that were left out, see `data.state`; all hosts ask together."""
-
-    def leaving_out(self) -> LeavingOut:
-        """A component in place of the data when the run goes back to a step."""
-
-    def close(self) -> None:
-        """Ends the threads and workers that read ahead."""
 
 
 def assemble(
@@ -233,7 +217,7 @@ class Job:
     steps: int
     world: topology.Topology
     program: train_step.Program
-    batches: Batches
+    batches: loop.Batches
     sizes: batch_size.Schedule
     saver: run_saver.RunSaver | None
     evaluation: loop.Evaluation | None
@@ -274,8 +258,7 @@ class Job:
         restored_step = self.saver.latest_step
         assert restored_step is not None
         train_step.check_step(state, restored_step)
-        if self.sizes.at(restored_step) != self.sizes.at(self.start_step):
-            self.batches.resize(self.sizes.at(restored_step))
+        self._resize(self.start_step, restored_step)
         return state
 
     def run(

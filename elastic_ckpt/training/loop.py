@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.components import validation_schedule
+from elastic_ckpt.checkpoint.run_saver import RunSaver
 from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.data import batch_size, elastic_data
+from elastic_ckpt.data.leaving_out import LeavingOut
+from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.training import step_log, train_step
 from elastic_ckpt.training.callbacks import COMPONENT as CALLBACKS
 from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
@@ -20,21 +24,8 @@ from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
 EVAL_METRIC = "eval_loss"
 
 
-class Saver(Protocol):
-    """Saves the run."""
-
-    def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether to save now that `step` steps are done; `last` ends the run."""
-
-    def save(self, step: int, state: train_step.TrainState, *, last: bool) -> None:
-        """Starts to save `state` and the position of the data; `last` ends the run."""
-
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of an evaluation at `step`, which may not be saved."""
-
-
-class Batches(Protocol):
-    """Global batches, at the position of the first step."""
+class Batches(ocp.StatefulCheckpointable, Protocol):
+    """The global batches of a run, open until they are closed."""
 
     def __next__(self) -> elastic_data.Batch:
         """The next batch; StopIteration at the end, on all hosts at once."""
@@ -44,6 +35,16 @@ class Batches(Protocol):
 
     def begin_at(self, step: int) -> None:
         """Says of which step the next batch is; a stage of the data may begin there."""
+
+    @property
+    def left_out(self) -> Ranges:
+        """The rows that were left out, see `data.state`; all hosts ask together."""
+
+    def leaving_out(self) -> LeavingOut:
+        """A component in place of the data when the run goes back to a step."""
+
+    def close(self) -> None:
+        """Ends the threads and workers that read ahead."""
 
 
 class Compile(Protocol):
@@ -158,7 +159,7 @@ class Loop:
     batches: Batches
     sizes: batch_size.Schedule
     log: step_log.StepLog | None
-    saver: Saver | None
+    saver: RunSaver | None
     evaluation: Evaluation | None
     emit: events.Emit
     compiled: Compile
