@@ -1,4 +1,4 @@
-"""How runs end: with their data, an error, a name that is taken, a missing directory."""
+"""How runs end: with their data, an error, a taken name, a directory that is gone."""
 
 import fcntl
 import os
