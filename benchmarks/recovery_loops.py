@@ -104,7 +104,7 @@ def _train(turns: Turns, config: schema.Config, world: World) -> None:
             saver = run_saver.RunSaver(
                 checkpointer,
                 configured.saved(config.checkpoint),
-                data=cast(Any, job.batches),
+                data=cast(Any, job.loop.batches),
             )
             secs = _taken(turns, world, job, saver, checkpointer.wait)
         job.close()
@@ -119,20 +119,18 @@ def _taken(
     from jax.experimental import multihost_utils
 
     state = job.restore_or_init()
-    compiled = world.compiled(job.program.step, state, next(job.batches))
+    compiled = world.compiled(job.loop.program.step, state, next(job.loop.batches))
 
     def bare(state: Any) -> Any:
         for _ in range(turns.steps):
-            state, _ = compiled(state, next(job.batches))
+            state, _ = compiled(state, next(job.loop.batches))
         return state
 
     def looped(state: Any, period: int | None) -> Any:
         steps = int(state["step"]) + turns.steps
-        turn = dataclasses.replace(
-            job,
-            steps=steps,
-            saver=None if period is None else cast(Any, _Every(saver, period)),
-        )
+        every = None if period is None else cast(Any, _Every(saver, period))
+        inner = dataclasses.replace(job.loop, saver=every)
+        turn = dataclasses.replace(job, steps=steps, loop=inner)
         return turn.run(
             state,
             compiled=lambda *_, **__: compiled,

@@ -27,7 +27,6 @@ from elastic_ckpt.application import (
 )
 from elastic_ckpt.application.initial_weights import InitialWeights
 from elastic_ckpt.checkpoint import run_saver
-from elastic_ckpt.checkpoint.components.validation_schedule import ValidationSchedule
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import allgather, errors, events, process, topology
@@ -38,15 +37,15 @@ from elastic_ckpt.elastic import executables, termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World, of_run
 from elastic_ckpt.frontend import Checkpointer, configured_batches
 from elastic_ckpt.tiers.persistent import claims
-from elastic_ckpt.training import loop, step_log, train_step
+from elastic_ckpt.training import step_log, train_step
 from elastic_ckpt.training.callbacks import (
     Action,
     Callback,
-    Callbacks,
     Finding,
     Rollbacks,
     good_step,
 )
+from elastic_ckpt.training.loop import Compile, Ended, Evaluation, Loop
 
 # If a host dies meanwhile, the coordination service ends the others.
 _COMPILE_TIMEOUT_SECS = 24 * 3600
@@ -101,7 +100,7 @@ def assemble(
         of_eval = pipeline.eval_from_config(
             data, global_batch_size=rows, vocab_size=vocab_size
         )
-        evaluated = loop.Evaluation(
+        evaluated = Evaluation(
             evaluate=program.evaluate,
             batches=global_batches(of_eval, global_batch_size=rows),
             interval=data.eval_interval,
@@ -131,19 +130,24 @@ def assemble(
     return Job(
         steps=config.run.steps,
         world=world,
-        program=program,
-        batches=batches,
-        sizes=sizes,
-        saver=saver,
-        evaluation=evaluated,
-        validation=configured.validation(config.validation, emit, preserve=preserve),
-        callbacks=called,
+        loop=Loop(
+            program=program,
+            batches=batches,
+            sizes=sizes,
+            saver=saver,
+            evaluation=evaluated,
+            validation=configured.validation(
+                config.validation, emit, preserve=preserve
+            ),
+            callbacks=called,
+            emit=emit,
+            compiled=executables.Executables(kept=None, emit=emit).compiled,
+        ),
         rollbacks=configured.rollbacks(config),
         distrust_steps=config.divergence.distrust_steps,
         initial=configured.initial_weights(config.model),
         start_step=start_step,
         open_log=functools.partial(_open_log, config, world),
-        emit=emit,
     )
 
 
@@ -197,13 +201,7 @@ class Job:
     Attributes:
       steps: at which the run ends.
       world: the topology that the job was assembled for.
-      program: compiled for the mesh over the devices of the world.
-      batches: global batches, of the size of the first step.
-      sizes: the batch size of each step.
-      saver: None trains without checkpoints.
-      evaluation: None trains without evaluating.
-      validation: compares copies of the state; None does not.
-      callbacks: called for each step and evaluation.
+      loop: over the devices of the world; as it is without a log of its steps.
       rollbacks: to which step, and how often, the run goes back at a divergence.
       distrust_steps: after a restore from RAM, in which a divergence is first put down
         to that copy; 0 trusts it.
@@ -211,24 +209,16 @@ class Job:
       start_step: steps that are done already; 0 for a new run.
       open_log: opens the step log of an attempt on the primary host, given its first
         step, the number of the claimed world, and the rows that were left out.
-      emit: called for each event of the run.
     """
 
     steps: int
     world: topology.Topology
-    program: train_step.Program
-    batches: loop.Batches
-    sizes: batch_size.Schedule
-    saver: run_saver.RunSaver | None
-    evaluation: loop.Evaluation | None
-    validation: ValidationSchedule | None
-    callbacks: Callbacks
+    loop: Loop
     rollbacks: Rollbacks
     distrust_steps: int
     initial: InitialWeights | None
     start_step: int
     open_log: Callable[[int, int, Ranges], step_log.StepLog]
-    emit: events.Emit
 
     def restore_or_init(
         self, *, handed_over: HandedOver = lambda *_: None
@@ -246,16 +236,16 @@ class Job:
           ConfigError: if the layout or the step of `init_from` does not fit.
         """
         # A run that has gone back to its beginning has a step 0.
-        if self.saver is None or self.saver.latest_step is None:
+        if self.loop.saver is None or self.loop.saver.latest_step is None:
             return self._new_state()
         if self.initial:
             path = self.initial.path
-            self.emit("weights_skipped", path=path, step=self.start_step)
-        state = handed_over(self.start_step, self.program.abstract_state)
-        if state is not None and self.saver.restore_data(self.start_step):
+            self.loop.emit("weights_skipped", path=path, step=self.start_step)
+        state = handed_over(self.start_step, self.loop.program.abstract_state)
+        if state is not None and self.loop.saver.restore_data(self.start_step):
             return state
-        state = self.saver.restore(self.program.abstract_state)
-        restored_step = self.saver.latest_step
+        state = self.loop.saver.restore(self.loop.program.abstract_state)
+        restored_step = self.loop.saver.latest_step
         assert restored_step is not None
         train_step.check_step(state, restored_step)
         self._resize(self.start_step, restored_step)
@@ -265,12 +255,12 @@ class Job:
         self,
         state: train_step.TrainState,
         *,
-        compiled: loop.Compile | None = None,
+        compiled: Compile | None = None,
         begin: Callable[[str], None] = lambda _: None,
         is_stopping: Callable[[int], bool] = lambda _: False,
         is_ending: Callable[[int], bool] = lambda _: False,
         is_left: Callable[[], bool] = lambda: False,
-    ) -> loop.Ended:
+    ) -> Ended:
         """Trains from `state` to the last step, or until asked to stop.
 
         When a callback has found a divergence it may go back to an older step, and
@@ -287,24 +277,13 @@ class Job:
           is_ending: see `Loop`.
           is_left: see `Loop`.
         """
-        number = self.saver.claim_world() if self.saver else 0
+        number = self.loop.saver.claim_world() if self.loop.saver else 0
         gather = functools.partial(
             allgather.of_this_world().gather, timeout_secs=_COMPILE_TIMEOUT_SECS
         )
-        compiled = (
-            compiled or executables.Executables(kept=None, emit=self.emit).compiled
-        )
-        trained = loop.Loop(
-            program=self.program,
-            batches=self.batches,
-            sizes=self.sizes,
-            log=None,
-            saver=self.saver,
-            evaluation=self.evaluation,
-            validation=self.validation,
-            callbacks=self.callbacks,
-            emit=self.emit,
-            compiled=_Compiled(compiled),
+        trained = dataclasses.replace(
+            self.loop,
+            compiled=_Compiled(compiled or self.loop.compiled),
             begin=begin,
             barrier=functools.partial(gather, "compiled", None),
             is_stopping=is_stopping,
@@ -315,10 +294,10 @@ class Job:
         self._distrust_restore(int(state["step"]), begin)
         while True:
             start_step = int(state["step"])
-            if self.validation and start_step:
-                self.validation.restored(start_step)
+            if self.loop.validation and start_step:
+                self.loop.validation.restored(start_step)
             # All hosts ask for it.
-            left_out = self.batches.left_out
+            left_out = self.loop.batches.left_out
             log = None
             if topology.is_primary():
                 log = self.open_log(start_step, number, left_out)
@@ -350,11 +329,11 @@ class Job:
         Only after a `run` that returned: after an error the other hosts may be gone,
         and closing waits for them.
         """
-        if self.saver:
-            self.saver.close()
-        if self.evaluation:
-            self.evaluation.batches.close()
-        self.batches.close()
+        if self.loop.saver:
+            self.loop.saver.close()
+        if self.loop.evaluation:
+            self.loop.evaluation.batches.close()
+        self.loop.batches.close()
 
     def abandon(self, *, alone: BaseException | None = None) -> None:
         """Ends the parts of the job after an error.
@@ -366,27 +345,27 @@ class Job:
             finished. Otherwise they are not waited for.
         """
         parts: list[Callable[[], None]] = []
-        if self.saver and alone is not None:
-            parts.append(functools.partial(self.saver.leave, alone))
-        elif self.saver:
-            parts.append(self.saver.abandon)
-        if self.evaluation:
-            parts.append(self.evaluation.batches.close)
-        for end in [*parts, self.batches.close]:
+        if self.loop.saver and alone is not None:
+            parts.append(functools.partial(self.loop.saver.leave, alone))
+        elif self.loop.saver:
+            parts.append(self.loop.saver.abandon)
+        if self.loop.evaluation:
+            parts.append(self.loop.evaluation.batches.close)
+        for end in [*parts, self.loop.batches.close]:
             try:
                 end()
             except Exception as error:
                 logging.warning("a part of a failed job cannot be ended: %r", error)
 
     def _new_state(self) -> train_step.TrainState:
-        initial, abstract = self.initial, self.program.abstract_state
+        initial, abstract = self.initial, self.loop.program.abstract_state
         if initial is None:
-            return self.program.init()
+            return self.loop.program.init()
         if not initial.is_whole_state:
             wanted = {initial_weights.PARAMS: abstract[initial_weights.PARAMS]}
-            weights = initial_weights.load(initial, wanted, self.emit)
-            return self.program.begin(weights[initial_weights.PARAMS])
-        state = initial_weights.load(initial, abstract, self.emit)
+            weights = initial_weights.load(initial, wanted, self.loop.emit)
+            return self.loop.program.begin(weights[initial_weights.PARAMS])
+        state = initial_weights.load(initial, abstract, self.loop.emit)
         step = int(state[initial_weights.STEP])
         if not 0 <= step <= self.steps:
             raise errors.ConfigError(
@@ -398,7 +377,7 @@ class Job:
         return state
 
     def _distrust_restore(self, restored: int, begin: Callable[[str], None]) -> None:
-        saver, within = self.saver, self.distrust_steps
+        saver, within = self.loop.saver, self.distrust_steps
         if saver is None or not within:
             return
 
@@ -410,43 +389,43 @@ class Job:
             begin("step")
             return False
 
-        self.callbacks.distrust_until(restored + within, go_back)
+        self.loop.callbacks.distrust_until(restored + within, go_back)
 
-    def _restore_from_storage(self, ended: loop.Ended) -> loop.Ended:
+    def _restore_from_storage(self, ended: Ended) -> Ended:
         # As if the loop had ended with the step that the checkpointer has gone back to.
-        saver, rollbacks = self.saver, self.callbacks.rollbacks
+        saver, rollbacks = self.loop.saver, self.loop.callbacks.rollbacks
         assert saver is not None
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
-        state = saver.restore(self.program.abstract_state)
+        state = saver.restore(self.loop.program.abstract_state)
         step = saver.latest_step
         assert step is not None
         train_step.check_step(state, step)
-        self.callbacks.go_on()
-        self.callbacks.rollbacks = rollbacks
-        self.batches.resize(self.sizes.at(step))
-        return loop.Ended(state=state, step=step, is_stopped=ended.is_stopped)
+        self.loop.callbacks.go_on()
+        self.loop.callbacks.rollbacks = rollbacks
+        self.loop.batches.resize(self.loop.sizes.at(step))
+        return Ended(state=state, step=step, is_stopped=ended.is_stopped)
 
     def _leave_newest_good(self, finding: Finding) -> None:
         # Steps that were saved since the divergence are abandoned, so that the next
         # start does not continue from one of them.
-        saver = self.saver
+        saver = self.loop.saver
         saved = saver.complete() if saver else []
         step = good_step([s.step for s in saved], since=finding.since)
         if saver is None or step is None or step == saved[-1].step:
             return
         (good,) = (each for each in saved if each.step == step)
-        state = saver.go_back(good, self.program.abstract_state, data=self.batches)
+        state = saver.go_back(
+            good, self.loop.program.abstract_state, data=self.loop.batches
+        )
         saver.save_again(step, state)
 
-    def _go_back(
-        self, ended: loop.Ended, finding: Finding, *, began_at: int
-    ) -> loop.Ended:
+    def _go_back(self, ended: Ended, finding: Finding, *, began_at: int) -> Ended:
         # As if the loop had ended with an older step, which is saved. If the run has to
         # end instead, the finding has the reason.
         began_secs = time.monotonic()
-        saver, callbacks = self.saver, self.callbacks
+        saver, callbacks = self.loop.saver, self.loop.callbacks
         saved = saver.complete() if saver else []
         try:
             step = self.rollbacks.choose(
@@ -464,20 +443,20 @@ class Job:
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
-        data = self.batches.leaving_out()
+        data = self.loop.batches.leaving_out()
         good = next((each for each in saved if each.step == step), None)
         if good is None:
             state = self._new_state()
             data.leave_out(None)
             saver.begin_anew()
         else:
-            state = saver.go_back(good, self.program.abstract_state, data=data)
+            state = saver.go_back(good, self.loop.program.abstract_state, data=data)
         train_step.check_step(state, step)
         callbacks.rollbacks = rollbacks
         self._resize(read, step)
         saver.save_again(step, state)
-        first, last = self.batches.left_out[-1]
-        self.emit(
+        first, last = self.loop.batches.left_out[-1]
+        self.loop.emit(
             "rolled_back",
             step=ended.step,
             to_step=step,
@@ -485,7 +464,7 @@ class Job:
             rollbacks=rollbacks,
             secs=time.monotonic() - began_secs,
         )
-        return loop.Ended(state=state, step=step, is_stopped=ended.is_stopped)
+        return Ended(state=state, step=step, is_stopped=ended.is_stopped)
 
     def _read_to(self, step: int, *, done: int) -> int:
         # Returns the last step whose batch was read, from 0. Mostly the loop has read
@@ -494,13 +473,13 @@ class Job:
         for number in range(done, step):
             self._resize(number - 1, number)
             with contextlib.suppress(StopIteration):
-                next(self.batches)
+                next(self.loop.batches)
         return max(done, step) - 1
 
     def _resize(self, before: int, step: int) -> None:
         # Batches are of the size of step `before`.
-        if self.sizes.at(step) != self.sizes.at(before):
-            self.batches.resize(self.sizes.at(step))
+        if self.loop.sizes.at(step) != self.loop.sizes.at(before):
+            self.loop.batches.resize(self.loop.sizes.at(step))
 
 
 class _Compiled:
@@ -510,7 +489,7 @@ class _Compiled:
       compiled: compiles it.
     """
 
-    def __init__(self, compiled: loop.Compile) -> None:
+    def __init__(self, compiled: Compile) -> None:
         self._compiled = compiled
         self._rows = 0
         self._step: Callable[..., Any] | None = None
@@ -573,12 +552,12 @@ def train(
                 job.abandon()
             elif topology.num_hosts() == 1:
                 job.abandon(alone=error)
-            elif job.saver is not None:
+            elif job.loop.saver is not None:
                 # This process ends at once, and what it wrote to is free.
-                job.saver.let_others_write()
+                job.loop.saver.let_others_write()
             raise
         if ended.is_stopped:
-            emit("run_stopped", step=ended.step, saved=job.saver is not None)
+            emit("run_stopped", step=ended.step, saved=job.loop.saver is not None)
         else:
             secs = time.monotonic() - began_secs
             emit("run_finished", step=ended.step, secs=secs)
@@ -594,13 +573,15 @@ def compile_ahead(config: schema.Config, world: World) -> None:
     """
     job = assemble(configured.only_compiled(config), world.topology, place=world)
     # Batches grow to their last size, and keep it.
-    job.batches.begin_at(config.run.steps)
-    job.batches.resize(job.sizes.at(config.run.steps))
-    world.compiled(job.program.step, job.program.abstract_state, next(job.batches))
+    job.loop.batches.begin_at(config.run.steps)
+    job.loop.batches.resize(job.loop.sizes.at(config.run.steps))
+    world.compiled(
+        job.loop.program.step, job.loop.program.abstract_state, next(job.loop.batches)
+    )
     job.close()
 
 
-def _run(job: Job, world: World) -> loop.Ended:
+def _run(job: Job, world: World) -> Ended:
     world.begin("restore")
     state = job.restore_or_init(handed_over=world.take_state)
     ended = job.run(
@@ -614,7 +595,7 @@ def _run(job: Job, world: World) -> loop.Ended:
     world.begin(watch.CLOSE)
     world.put_state(ended.step, ended.state)
     job.close()
-    newest = job.saver.latest_step if job.saver else None
+    newest = job.loop.saver.latest_step if job.loop.saver else None
     if ended.finding is not None:
         kept = "saved" if newest == ended.step else "not saved"
         left = (

@@ -158,11 +158,11 @@ class Loop:
     program: train_step.Program
     batches: Batches
     sizes: batch_size.Schedule
-    log: step_log.StepLog | None
     saver: RunSaver | None
     evaluation: Evaluation | None
     emit: events.Emit
     compiled: Compile
+    log: step_log.StepLog | None = None
     validation: validation_schedule.ValidationSchedule | None = None
     callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
     begin: Callable[[str], None] = lambda _: None

@@ -27,7 +27,7 @@ def assembled(config, slices, num_devices):
 
 
 def mesh_of(job):
-    return job.program.abstract_state["step"].sharding.mesh
+    return job.loop.program.abstract_state["step"].sharding.mesh
 
 
 def train(job):
@@ -116,8 +116,8 @@ def test_a_job_evaluates_on_its_own_devices(tmp_path, corpus):
             enable_checkpointing=False,
         )
         job = assembled(config, slices, num_devices)
-        assert job.saver is None
-        means.append(job.evaluation.run(0, job.restore_or_init()))
+        assert job.loop.saver is None
+        means.append(job.loop.evaluation.run(0, job.restore_or_init()))
         job.close()
     np.testing.assert_allclose(*means, rtol=LOSS_RTOL)
 

@@ -65,7 +65,7 @@ def of_orbax(tmp_path_factory, corpus):
         if (params, devices) not in held:
             folder = tmp_path_factory.mktemp("of_orbax")
             job = assembled(folder / "abstract", corpus, devices)
-            state = state_of(params, job.program.abstract_state)
+            state = state_of(params, job.loop.program.abstract_state)
             job.close()
             ocp.save_checkpointables(folder / "2", {"state": state})
             keys = {"init_from": str(folder / "2")}
