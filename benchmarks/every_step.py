@@ -147,10 +147,10 @@ def _host(
     from jax.sharding import NamedSharding, PartitionSpec
 
     from elastic_ckpt import frontend
-    from elastic_ckpt.config import schema
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import multicontroller
     from elastic_ckpt.tiers import choices
+    from elastic_ckpt.training import schema
 
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(host):

@@ -81,10 +81,10 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
     import numpy as np
     from elastic_ckpt_sidecar import RemoteIterator
 
-    from elastic_ckpt.config import load
     from elastic_ckpt.core import topology
     from elastic_ckpt.data import iterator, positional_data, rows
     from elastic_ckpt.data.lm import text
+    from elastic_ckpt.training import load
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)

@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from elastic_ckpt.application import journal, local_world, training_files
-from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic.world import World
+from elastic_ckpt.training import journal, load, local_world, schema, training_files
 
 if TYPE_CHECKING:
-    from elastic_ckpt.application.job import Job
     from elastic_ckpt.checkpoint.run_saver import RunSaver
+    from elastic_ckpt.training.job import Job
 
 BARE = "bare"
 LOOP = "loop"
@@ -82,10 +81,10 @@ def measure(
 
 
 def _train(turns: Turns, config: schema.Config, world: World) -> None:
-    from elastic_ckpt.application import configured, listeners
-    from elastic_ckpt.application.job import assemble
     from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.core import topology
+    from elastic_ckpt.training import configured, listeners
+    from elastic_ckpt.training.job import assemble
 
     directory = config.run.base_output_directory
     without = dataclasses.replace(config.checkpoint, enable_checkpointing=False)

@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from elastic_ckpt.config import load
 from elastic_ckpt.elastic import member, multicontroller
+from elastic_ckpt.training import load
 
 _SAVED_STEP = 3
 _NEVER = 10**9
@@ -208,11 +208,11 @@ def _train(
     with multicontroller.joined(place):
         import jax
 
-        from elastic_ckpt.application import configured
         from elastic_ckpt.core import topology
         from elastic_ckpt.data import batch_size
         from elastic_ckpt.data.lm import pipeline
         from elastic_ckpt.frontend import configured_batches
+        from elastic_ckpt.training import configured
 
         world = topology.present(place.num_hosts)
         mesh = topology.mesh_of(world)

@@ -28,13 +28,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import report, soak
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import simulate
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import faults
 from elastic_ckpt.simulation import cluster, decisions, simulated_run, study
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.simulated_run import Outcome
+from elastic_ckpt.training import run_directory
 
 _TRACE = "trace.jsonl"
 # The state of the soaked model; its bytes cost next to nothing.

@@ -24,10 +24,10 @@ from orbax.checkpoint import multihost
 
 from benchmarks import free_memory
 from elastic_ckpt import frontend
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import member, multicontroller
 from elastic_ckpt.tiers import choices
+from elastic_ckpt.training import schema
 
 _RUN = "benchmark"
 _TIMEOUT_MS = 600_000

@@ -17,10 +17,10 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from elastic_ckpt.application import local_world
 from elastic_ckpt.core import metrics
 from elastic_ckpt.data import positional_data
 from elastic_ckpt.monitoring import subscription
+from elastic_ckpt.training import local_world
 from tests import corpora, shared_memory
 
 jax.config.update("jax_platforms", "cpu")

@@ -2,10 +2,9 @@
 
 import jax
 
-from elastic_ckpt.application.job import assemble
-from elastic_ckpt.config import load
 from elastic_ckpt.core import topology
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import load, step_log
+from elastic_ckpt.training.job import assemble
 from tests import runs
 
 

@@ -14,9 +14,8 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver, util
 
-from elastic_ckpt.application import local_world
 from elastic_ckpt.cli import main
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import local_world, step_log
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Far more than any run of a test takes.

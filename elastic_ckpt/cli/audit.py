@@ -17,10 +17,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import run_directory
-from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.data import data_keys
+from elastic_ckpt.training import keys, load, run_directory, schema
 
 if TYPE_CHECKING:
     from elastic_ckpt.data import elastic_data

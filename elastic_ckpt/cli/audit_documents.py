@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import datasets
+from elastic_ckpt.training import run_directory
 
 if TYPE_CHECKING:
     from etils import epath

@@ -12,9 +12,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations, tier_report
 from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.training import run_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Collection
 
 from elastic_ckpt.cli import overrides
-from elastic_ckpt.config import keys, load
 from elastic_ckpt.core import errors
+from elastic_ckpt.training import keys, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

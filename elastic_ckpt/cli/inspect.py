@@ -15,10 +15,9 @@ import json
 import os
 from typing import Any
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations, tier_report
-from elastic_ckpt.config import keys
 from elastic_ckpt.core import errors, option_numbers, storage
+from elastic_ckpt.training import keys, run_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from elastic_ckpt.application import change_plan
 from elastic_ckpt.checkpoint import summary as saved_steps
 from elastic_ckpt.core import storage
 from elastic_ckpt.data import plan, state
@@ -28,7 +27,7 @@ from elastic_ckpt.inspect import (
     verification,
 )
 from elastic_ckpt.simulation import simulated_run
-from elastic_ckpt.training import audit, provenance
+from elastic_ckpt.training import audit, change_plan, provenance
 from elastic_ckpt.universal.writing import summary
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.training import run_directory
 
 if TYPE_CHECKING:
     from elastic_ckpt.inspect import tier_locations
@@ -74,8 +74,8 @@ def ram_disks(path: str) -> list[epath.Path]:
     Raises:
       ConfigError: if the run's configuration cannot be read.
     """
-    from elastic_ckpt.application import configured
     from elastic_ckpt.inspect import tier_locations
+    from elastic_ckpt.training import configured
 
     own = run_directory.read_loop(path)
     if own is not None:

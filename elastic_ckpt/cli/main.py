@@ -96,8 +96,7 @@ def _place(parsed: argparse.Namespace) -> str:
         names = ("run", "path", "paths", "source", "directory", "config")
         given = next((vars(parsed)[name] for name in names if name in parsed), "")
         return " ".join(given) if isinstance(given, list) else str(given)
-    from elastic_ckpt.application import run_directory
-    from elastic_ckpt.config import load
+    from elastic_ckpt.training import load, run_directory
 
     return run_directory.path_of(load.load(parsed.config, parsed.overrides))
 

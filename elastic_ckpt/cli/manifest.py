@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from elastic_ckpt.cli import overrides
-from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.training import load, schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the manifest."""
-    from elastic_ckpt.application import configured
     from elastic_ckpt.deploy import manifest, nodes, program, slurm
+    from elastic_ckpt.training import configured
 
     config = load.load(arguments.config, arguments.overrides)
     configured.check_keys(config)
@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_train(config: schema.Config, *, is_slurm: bool) -> None:
-    from elastic_ckpt.application import configured
     from elastic_ckpt.deploy import settings
+    from elastic_ckpt.training import configured
 
     data = config.data
     if not data.grain_train_files and not data.grain_train_mixture_config_path:

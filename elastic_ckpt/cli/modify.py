@@ -90,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lock_run(path: str, locks: contextlib.ExitStack) -> None:
     # The supervisor of an elastic run holds this lock between two worlds, too.
-    from elastic_ckpt.application import run_directory
     from elastic_ckpt.cli import locations
+    from elastic_ckpt.training import run_directory
 
     run = storage.absolute(path).parent.parent
     lock = os.path.join(run, run_directory.LOCK)

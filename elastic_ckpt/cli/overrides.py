@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from elastic_ckpt.config import keys
 from elastic_ckpt.core import sections
+from elastic_ckpt.training import keys
 
 
 def add_arguments(

@@ -13,12 +13,12 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.training import load
 
 if TYPE_CHECKING:
-    from elastic_ckpt.application import change_plan
     from elastic_ckpt.data import elastic_data, plan
+    from elastic_ckpt.training import change_plan
 
 _SHOWN_RANGES = 3
 
@@ -129,7 +129,7 @@ def _outlooks_of(
 
 
 def _run_change(arguments: argparse.Namespace) -> int:
-    from elastic_ckpt.application import change_plan
+    from elastic_ckpt.training import change_plan
 
     if not arguments.config or arguments.before is None or arguments.after is None:
         raise errors.ConfigError("--from and --to need each other and a configuration")

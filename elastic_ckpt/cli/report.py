@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.training import run_directory
 
 if TYPE_CHECKING:
     from elastic_ckpt.inspect.run_record import Mixture, Record

@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import bucket_clients, errors, option_numbers
 from elastic_ckpt.monitoring import progress
+from elastic_ckpt.training import run_directory
 
 _LOOK_SECS = 0.5
 _ENDS = ("run_finished", "run_stopped", "run_failed")
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Requests the number, and waits for the change."""
-    from elastic_ckpt.application import configured
     from elastic_ckpt.elastic import scale_request
+    from elastic_ckpt.training import configured
 
     directory, slices = arguments.run, arguments.slices
     if run_directory.read_loop(directory) is not None:

@@ -173,9 +173,9 @@ def of_run(directory: str) -> Costs:
     Raises:
       RunError: if there is no run, or it has trained no step.
     """
-    from elastic_ckpt.application import run_directory
     from elastic_ckpt.monitoring import jsonl
     from elastic_ckpt.simulation import costs
+    from elastic_ckpt.training import run_directory
 
     run_directory.run_of(directory)
     lines = jsonl.read(storage.absolute(directory) / run_directory.METRICS)

@@ -15,9 +15,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations
 from elastic_ckpt.core import bucket_clients, errors, storage_cause
+from elastic_ckpt.training import run_directory
 
 if TYPE_CHECKING:
     from elastic_ckpt.inspect.restorable import NewestStep

@@ -1,6 +1,6 @@
 """`elastic-ckpt train CONFIG key=value...`: trains, or continues, one run.
 
-It parses and prints; `application` has what it starts.
+It parses and prints; `training` has what it starts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ import os
 import signal
 import types
 
-from elastic_ckpt.application import journal, listeners, run_directory, training_files
 from elastic_ckpt.cli import overrides
-from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import termination
 from elastic_ckpt.monitoring import progress
+from elastic_ckpt.training import (
+    journal,
+    keys,
+    listeners,
+    load,
+    run_directory,
+    schema,
+    training_files,
+)
 
 _EXAMPLES = """\
 Examples:
@@ -41,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
       0 when the run has trained all of its steps, 143 if SIGTERM ended it before, and
       130 if Ctrl-C did.
     """
-    from elastic_ckpt.application import configured
+    from elastic_ckpt.training import configured
 
     config = load.load(arguments.config, arguments.overrides)
     if not config.run.run_name:
@@ -70,7 +77,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         if config.elastic.elastic_enabled:
             return _run_controlled(config, shown)
         return _run_here(config, shown)
-    from elastic_ckpt.application import configured, local_world
+    from elastic_ckpt.training import configured, local_world
 
     # At once, though an outer launcher may yet be found: importing takes seconds.
     if config.world.hosts > 1:
@@ -92,9 +99,9 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import job
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import multicontroller
+    from elastic_ckpt.training import job
 
     multicontroller.check_devices(config.world.hardware)
     config = _with_files(config)
@@ -110,7 +117,7 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import local_world
+    from elastic_ckpt.training import local_world
 
     config = _with_files(config)
     listening = listeners.of_supervisor(config)
@@ -120,7 +127,7 @@ def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_on_machines(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import configured, local_world, machine_run
+    from elastic_ckpt.training import configured, local_world, machine_run
 
     place = machine_run.place(config, os.environ)
     local_world.warm_up()
@@ -132,7 +139,7 @@ def _run_on_machines(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_controlled(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import elastic_run
+    from elastic_ckpt.training import elastic_run
 
     config = _with_files(config)
     listening = listeners.started(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.deploy import (
@@ -14,6 +13,7 @@ from elastic_ckpt.deploy import (
     quantity,
     volumes,
 )
+from elastic_ckpt.training import schema
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.deploy import template
 from elastic_ckpt.deploy.template import Object
+from elastic_ckpt.training import schema
 
 METHODS: dict[str, Object] = {
     machine: method

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import (
     checks,
@@ -27,6 +26,7 @@ from elastic_ckpt.deploy import (
 )
 from elastic_ckpt.deploy.patch import merged
 from elastic_ckpt.deploy.template import Object, fill
+from elastic_ckpt.training import schema
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _BACKUP_MEMORY = "4Gi"

@@ -7,9 +7,9 @@ import difflib
 import math
 import re
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import names, template
+from elastic_ckpt.training import schema
 
 _TPU = "cloud.google.com/gke-tpu-accelerator"
 _GPU = "cloud.google.com/gke-accelerator"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import yaml
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import jobset, patch, settings
 from elastic_ckpt.deploy.template import Object
+from elastic_ckpt.training import schema
 
 
 def documents(config: schema.Config) -> list[Object]:

@@ -7,9 +7,9 @@ the metrics of the run while it leads.
 
 from __future__ import annotations
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.deploy import program, settings, template
 from elastic_ckpt.deploy.template import Object
+from elastic_ckpt.training import schema
 
 _ACTIONS = ("exec", "httpGet", "tcpSocket", "grpc")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import urllib.parse
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.deploy import (
     checks,
     jobset,
@@ -16,6 +15,7 @@ from elastic_ckpt.deploy import (
     template,
 )
 from elastic_ckpt.deploy.template import Object, fill
+from elastic_ckpt.training import schema
 
 _NAME = "elastic-ckpt-node-agent"
 # GKE's name of the taint of its accelerator nodes, by hardware.

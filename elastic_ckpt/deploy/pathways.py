@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, extras
 from elastic_ckpt.deploy import names
 from elastic_ckpt.deploy.template import Object
+from elastic_ckpt.training import schema
 
 HEAD, WORKER = "pathways-head", "pathways-worker"
 SIDECAR = "colocated-python-sidecar"

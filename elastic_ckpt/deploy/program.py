@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import settings
+from elastic_ckpt.training import keys, schema
 
 # The directory of the files in a pod.
 DIRECTORY = "/etc/elastic-ckpt"

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors, sections
+from elastic_ckpt.training import keys, schema
 
 # Operators of a shell, which would be arguments of the program.
 _OF_A_SHELL = re.compile(r"[|;&<>]+|\$\(|`")

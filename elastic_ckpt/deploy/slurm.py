@@ -16,9 +16,9 @@ import math
 import re
 import shlex
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import names, program, quantity, settings, template
+from elastic_ckpt.training import schema
 
 # The keys of pods that Slurm has, too; others would be lost in silence.
 _OF_SLURM = ("pod_env", "program_cpus", "program_memory", "reservation")

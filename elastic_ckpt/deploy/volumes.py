@@ -14,10 +14,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.deploy import names, settings
 from elastic_ckpt.deploy.template import Object
+from elastic_ckpt.training import schema
 
 _OF_MOUNT = ("readOnly", "subPath")
 # Sources that end with the pod, or hold files of Kubernetes.

@@ -36,9 +36,7 @@ from etils import epath
 from orbax import checkpoint
 
 from elastic_ckpt import frontend
-from elastic_ckpt.application import configured
 from elastic_ckpt.checkpoint import component_io
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import data_keys, elastic_data, iterator
 from elastic_ckpt.data.lm import pipeline
@@ -50,6 +48,7 @@ from elastic_ckpt.integrations import (
     maxtext_tiers,
     maxtext_world,
 )
+from elastic_ckpt.training import configured, schema
 
 # The inputs of a step of MaxText, all int32 `[B, L]`.
 FEATURES = tuple(

@@ -14,11 +14,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys, datasets
 from elastic_ckpt.data.sources import files
 from elastic_ckpt.integrations import maxtext_files
+from elastic_ckpt.training import load, schema
 
 # Keys of MaxText's tiers of checkpoints, which mean the same here.
 TIER_KEYS = (

@@ -13,11 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import configured, journal, listeners, local_world
-from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from elastic_ckpt.training import (
+    configured,
+    journal,
+    listeners,
+    load,
+    local_world,
+    schema,
+)
 
 if TYPE_CHECKING:
     from elastic_ckpt.elastic.world import World

@@ -17,11 +17,9 @@ from typing import Any
 
 from absl import logging
 
-from elastic_ckpt.application import journal, listeners, run_directory
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import elastic_data
-from elastic_ckpt.training import batch_log
+from elastic_ckpt.training import batch_log, journal, listeners, run_directory, schema
 
 
 class RunRecord:

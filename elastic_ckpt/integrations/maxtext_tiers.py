@@ -14,12 +14,12 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.application import configured
 from elastic_ckpt.checkpoint import component_io, run_saver
 from elastic_ckpt.checkpoint.components import validation_schedule
-from elastic_ckpt.config.schema import ValidationSection
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.frontend import Checkpointer
+from elastic_ckpt.training import configured
+from elastic_ckpt.training.schema import ValidationSection
 
 # The names under which MaxText saves its train state and its iterator.
 ITEMS = "items"

@@ -22,10 +22,10 @@ from torch import distributed
 from torchdata import stateful_dataloader
 from torchtitan.components import dataloader, loss
 
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import elastic_data, local_batches, sharded_state, torch_dataset
 from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.training import load
 
 # Makes the data from torchtitan's tokenizer and the length of a sequence.
 MakeData = Callable[[Any, int], elastic_data.ElasticData]

@@ -10,8 +10,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from elastic_ckpt.application import configured, run_directory
-from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.simulation import cluster as clusters
 from elastic_ckpt.simulation import simulated_run
@@ -21,6 +19,7 @@ from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
 from elastic_ckpt.simulation.simulated_run import Outcome, RunPlan
 from elastic_ckpt.steps import failure_domains, placement
 from elastic_ckpt.tiers.choices import Chosen
+from elastic_ckpt.training import configured, load, run_directory, schema
 
 # Settings of the cluster that may vary besides the keys of a configuration.
 OF_CLUSTER = ("spares", "slices")

@@ -1,1 +1,1 @@
-"""The training program: model, step, loop, step log and audit."""
+"""The reference trainer: its configuration, its runs, and what they leave behind."""

@@ -12,8 +12,8 @@ import pytest
 
 from elastic_ckpt import data, elastic
 from elastic_ckpt.cli import main
-from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import events, metrics
+from elastic_ckpt.training import keys, load, schema
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("elastic_ckpt", "elastic_ckpt_sidecar")

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.application import run_directory
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import metrics, storage
 from elastic_ckpt.simulation import cluster
 from elastic_ckpt.tiers.persistent import persistent_root
+from elastic_ckpt.training import run_directory, schema
 from tests import runs
 from tests.tiers import tiered_steps
 

@@ -7,16 +7,15 @@ import re
 import numpy as np
 import pytest
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.cli import inspect as verb
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, digest, storage
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk
+from elastic_ckpt.training import run_directory, schema
 from tests import runs, shared_memory
 from tests.tiers import served, tiered_steps
 

@@ -9,9 +9,9 @@ import zipfile
 import pytest
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import sections
 from elastic_ckpt.data.sources import arrayrecord, parquet, tfrecord
+from elastic_ckpt.training import keys, load, schema
 from tests import runs
 
 

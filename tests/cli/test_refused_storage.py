@@ -5,9 +5,8 @@ import os
 
 import pytest
 
-from elastic_ckpt.application import run_directory
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage_cause
+from elastic_ckpt.training import run_directory, schema
 from tests import faulty_buckets, runs
 
 

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import scale
-from elastic_ckpt.config import load, schema
 from elastic_ckpt.elastic import decision, scale_request
+from elastic_ckpt.training import load, run_directory, schema
 from tests import runs
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import RemoteIterator, worker
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import compatibility, iterator, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import schema
 from tests import pipelines
 
 

@@ -23,8 +23,6 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import elastic_ckpt as ec
-from elastic_ckpt.application import training_files
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import (
     batch_size,
@@ -38,6 +36,7 @@ from elastic_ckpt.data import (
     state,
 )
 from elastic_ckpt.data.lm import language, pipeline
+from elastic_ckpt.training import schema, training_files
 from tests import formats, worlds
 from tests.data import test_format
 

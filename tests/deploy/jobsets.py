@@ -2,8 +2,8 @@
 
 import pathlib
 
-from elastic_ckpt.config import load
 from elastic_ckpt.deploy import manifest
+from elastic_ckpt.training import load
 
 SHIPPED = pathlib.Path(__file__).parents[2] / "configs" / "deploy"
 PATHWAYS, TPU, GPU = "pathways_v6e", "multicontroller_v6e", "multicontroller_h100"

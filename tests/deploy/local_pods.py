@@ -11,10 +11,9 @@ import re
 import signal
 import subprocess
 
-from elastic_ckpt.application import run_directory
-from elastic_ckpt.config import load
 from elastic_ckpt.core import storage
 from elastic_ckpt.deploy import manifest, program
+from elastic_ckpt.training import load, run_directory
 from tests import runs
 from tests.deploy import jobsets
 from tests.multiprocess import backup_hosts as started_backups

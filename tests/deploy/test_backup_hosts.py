@@ -4,10 +4,9 @@ import argparse
 
 import pytest
 
-from elastic_ckpt.application import configured
 from elastic_ckpt.cli import agent as agent_verb
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
+from elastic_ckpt.training import configured, load
 from tests.deploy import jobsets, manifest_check
 
 BACKUP = "backup_h100"

@@ -7,9 +7,8 @@ import subprocess
 import pytest
 import yaml
 
-from elastic_ckpt.application import configured
-from elastic_ckpt.config import load
 from elastic_ckpt.deploy import manifest, nodes
+from elastic_ckpt.training import configured, load
 from tests.deploy import jobsets, manifest_check
 
 KUSTOMIZE = jobsets.SHIPPED / "kustomize"

@@ -6,9 +6,9 @@ import pytest
 import yaml
 from jax._src.clusters import k8s_cluster
 
-from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import machine, manifest
+from elastic_ckpt.training import keys, load, schema
 from tests.deploy import manifest_check
 from tests.deploy.jobsets import GPU, PATHWAYS, SHIPPED, TPU, documents, only
 

@@ -5,9 +5,9 @@ import argparse
 import pytest
 
 from elastic_ckpt.cli import agent as agent_verb
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import manifest, nodes
+from elastic_ckpt.training import load
 from tests.deploy import jobsets, manifest_check
 
 NODE = "node_agent_h100"

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.deploy import alerts, dashboard
+from elastic_ckpt.training import run_directory
 from tests import process_tree, prometheus_server, runs, shared_memory
 from tests.deploy import observed_callbacks
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors
+from elastic_ckpt.training import keys, load, schema
 from tests.deploy import jobsets, manifest_check
 
 ALL = ("host", "head", "worker")

@@ -10,10 +10,9 @@ import time
 
 import pytest
 
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import slurm
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import load, step_log
 from tests import runs, shared_memory
 from tests.deploy import fake_slurm, own_program
 from tests.multiprocess import supervisors

@@ -17,9 +17,9 @@ import sys
 
 import pytest
 
-from elastic_ckpt.config import load
 from elastic_ckpt.core import storage
 from elastic_ckpt.deploy import nodes, slurm
+from elastic_ckpt.training import load
 from tests import runs, shared_memory
 from tests.deploy import fake_slurm, jobsets, local_pods
 from tests.multiprocess import outer_launcher
@@ -193,7 +193,7 @@ OWN_PROGRAM = """
 import os, sys
 import jax
 import elastic_ckpt as ec
-from elastic_ckpt.config import load
+from elastic_ckpt.training import load
 from elastic_ckpt.elastic import multicontroller
 
 config = load.load(os.environ["ELASTIC_CKPT_CONFIG"])

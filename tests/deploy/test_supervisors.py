@@ -2,10 +2,9 @@
 
 import pytest
 
-from elastic_ckpt.application import listeners, machine_run
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import program
+from elastic_ckpt.training import listeners, load, machine_run
 from tests.deploy import jobsets, manifest_check
 
 ELASTIC = "elastic_h100"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.config import keys
+from elastic_ckpt.training import keys
 from tests import pages
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"

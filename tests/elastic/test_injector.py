@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import metrics, topology
 from elastic_ckpt.elastic import (
     decision,
@@ -20,6 +19,7 @@ from elastic_ckpt.elastic import (
 )
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.training import schema
 from tests.elastic import tiny_hosts
 from tests.recorded_events import RecordedEvents
 

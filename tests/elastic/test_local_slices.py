@@ -5,10 +5,9 @@ import contextlib
 import pytest
 import trustme
 
-from elastic_ckpt.application import configured
-from elastic_ckpt.config import load
 from elastic_ckpt.elastic import local_slices
 from elastic_ckpt.tiers.peers import known_agents
+from elastic_ckpt.training import configured, load
 from tests import runs, shared_memory
 
 

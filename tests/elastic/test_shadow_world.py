@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import cluster, decision, processes, watch
+from elastic_ckpt.training import schema
 from tests.elastic import tiny_hosts
 
 FEWER = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)

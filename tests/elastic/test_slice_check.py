@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.elastic import slice_check, watch
+from elastic_ckpt.training import schema
 
 SECS = 600
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import (
     host_failure,
@@ -21,6 +20,7 @@ from elastic_ckpt.elastic import (
     termination,
     watch,
 )
+from elastic_ckpt.training import schema
 from tests import runs
 from tests.recorded_events import RecordedEvents
 
@@ -272,7 +272,7 @@ def test_of_several_failures_the_cause_is_told(tmp_path, monkeypatch):
 
 WARM_WORLD = """
 import sys
-from elastic_ckpt.application import local_world
+from elastic_ckpt.training import local_world
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import supervisor
 from tests.elastic import warm_host
@@ -305,8 +305,8 @@ def test_a_warm_server_has_imported_everything_and_started_nothing(tmp_path):
 WARM_TRAINING = """
 import functools
 import sys
-from elastic_ckpt.application import local_world
-from elastic_ckpt.config import load
+from elastic_ckpt.training import local_world
+from elastic_ckpt.training import load
 from elastic_ckpt.elastic import supervisor
 from tests.elastic import warm_host
 

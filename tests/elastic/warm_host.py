@@ -36,8 +36,8 @@ PLUGINS = ("jax_plugins", "jax._src.cudacheck")
 
 def train(config, place, channel):
     """Trains, and reports the modules that were imported after the fork."""
-    from elastic_ckpt.application import local_world
     from elastic_ckpt.elastic import cluster, decision, world_host
+    from elastic_ckpt.training import local_world
 
     at_fork = set(sys.modules)
     work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)

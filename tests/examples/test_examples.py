@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import load
 from elastic_ckpt.deploy import manifest, slurm
+from elastic_ckpt.training import load
 from tests import pages, shared_memory
 from tests.deploy import fake_slurm, manifest_check
 

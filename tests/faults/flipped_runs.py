@@ -12,11 +12,10 @@ import jax
 import numpy as np
 
 import elastic_ckpt as ec
-from elastic_ckpt.application import run_directory, training_files
 from elastic_ckpt.checkpoint import run_saver
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.training import load, run_directory, training_files
 from tests.faults import spoilt_files
 
 

@@ -8,11 +8,10 @@ import os
 import re
 import signal
 
-from elastic_ckpt.application import journal, local_world, training_files
-from elastic_ckpt.config import load
 from elastic_ckpt.core import storage, topology
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.monitoring import progress
+from elastic_ckpt.training import journal, load, local_world, training_files
 from elastic_ckpt.training.callbacks import Rollbacks
 
 _WRITERS = ("write_atomic", "rename", "create", "remove")

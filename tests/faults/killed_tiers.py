@@ -14,10 +14,10 @@ import threading
 from typing import Literal
 
 from elastic_ckpt import frontend
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller
 from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.training import schema
 from tests.multiprocess import tier_worlds
 
 HOST = "elastic_ckpt.checkpoint.host"

@@ -7,11 +7,10 @@ import functools
 import os
 import signal
 
-from elastic_ckpt.application import journal, local_world, training_files
-from elastic_ckpt.config import load
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.monitoring import progress
+from elastic_ckpt.training import journal, load, local_world, training_files
 
 
 def _wrap(owner, name, kill, *, before, condition=None):

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from elastic_ckpt.application import job, run_directory
 from elastic_ckpt.checkpoint import due_steps
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import metrics, segmented_log, storage
 from elastic_ckpt.monitoring import subscription
 from elastic_ckpt.tiers.persistent import persistent_root
+from elastic_ckpt.training import job, run_directory
 from tests import faulty_buckets, runs, shared_memory
 
 # A backup is due at each fourth step; the steps at which an outage begins and ends.

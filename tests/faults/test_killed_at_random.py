@@ -17,9 +17,9 @@ import threading
 import pytest
 
 from elastic_ckpt import frontend
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import schema
 from tests.multiprocess import machines, tier_worlds
 
 HOSTS = 3

@@ -6,10 +6,10 @@ import types
 
 import pytest
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import data_keys
 from elastic_ckpt.integrations import maxtext_config
+from elastic_ckpt.training import schema
 
 # The keys of MaxText's base.yml that are read, and files.
 DEFAULTS = {

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from elastic_ckpt.cli import main as cli
-from elastic_ckpt.config import keys
 from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from elastic_ckpt.training import keys
 from tests import corpora, pages, shared_memory
 from tests.maxtext import environment, small_models
 from tests.universal import safetensors_files

@@ -13,12 +13,12 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.integrations import orbax_v0_steps
 from elastic_ckpt.tiers.persistent import ocdbt, upload
+from elastic_ckpt.training import schema
 from tests import pipelines
 from tests.multiprocess import tier_worlds
 

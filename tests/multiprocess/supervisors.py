@@ -9,10 +9,9 @@ import socket
 import subprocess
 import time
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import working_directory
 from elastic_ckpt.steps import layout
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import run_directory, step_log
 from tests import process_tree, runs
 from tests.multiprocess import test_elastic_run
 

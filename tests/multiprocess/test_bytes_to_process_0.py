@@ -20,10 +20,10 @@ from elastic_ckpt_sidecar import RemoteIterator
 from jax.experimental import multihost_utils
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import schema
 
 HOSTS, NUM_SHARDS, ROWS, BATCHES = 3, 6, 6, 4
 # Each far more than all the messages between hosts.

@@ -8,10 +8,10 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import elastic_data, sharded_data, stages
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import schema
 from tests import pipelines, worlds
 
 NUM_SHARDS = 64

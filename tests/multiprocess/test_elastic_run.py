@@ -8,10 +8,8 @@ import signal
 import numpy as np
 import pytest
 
-from elastic_ckpt.application import local_world
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import load, local_world, step_log
 from tests import runs, shared_memory
 from tests.multiprocess import test_stopped_run
 

@@ -17,9 +17,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import schema
 from elastic_ckpt.data import example_id
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import schema
 
 BATCH = 8
 STEPS_A_WORLD = 2

@@ -10,10 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.application import initial_weights
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import initial_weights, schema
 from elastic_ckpt.universal.reading import byte_source, encoded_arrays
 from tests.universal import safetensors_files
 

@@ -6,10 +6,9 @@ import signal
 
 import pytest
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.persistent import claims
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import run_directory, step_log
 from tests import runs, shared_memory
 from tests.multiprocess import test_stopped_run
 

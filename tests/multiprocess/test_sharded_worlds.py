@@ -8,10 +8,10 @@ from elastic_ckpt_sidecar import RemoteIterator
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import positional_data, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import schema
 from tests import pipelines, worlds
 
 NUM_SHARDS = 12

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import schema
 from elastic_ckpt.data import elastic_data, positional_data, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import schema
 from tests import pipelines, worlds
 
 NUM_SHARDS = 12

@@ -8,10 +8,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import frontend
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.tiers import choices
+from elastic_ckpt.training import schema
 
 SHAPES = {"w": (48, 40), "b": (240,), "scale": (), "m": (24, 10, 4)}
 

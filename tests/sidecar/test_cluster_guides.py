@@ -7,9 +7,9 @@ import shlex
 import pytest
 import yaml
 
-from elastic_ckpt.config import keys
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import compatibility
+from elastic_ckpt.training import keys
 from tests import pages, runs
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import tomllib
 
 import pytest
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.training import schema
 from tests.sidecar import image_work, in_image
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import pytest
 
 from elastic_ckpt import frontend
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import failure_domains, manifest
 from elastic_ckpt.tiers.choices import Local, Peers
 from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.training import schema
 
 
 @pytest.mark.parametrize(

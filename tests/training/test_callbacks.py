@@ -5,10 +5,9 @@ import logging
 import pytest
 from etils import epath
 
-from elastic_ckpt.application import configured as settings
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import callbacks
+from elastic_ckpt.training import callbacks, schema
+from elastic_ckpt.training import configured as settings
 from elastic_ckpt.training.callbacks import Action, Finding
 from tests import iterator_contract
 from tests.recorded_events import RecordedEvents

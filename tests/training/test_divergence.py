@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.application import configured as settings
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import divergence
+from elastic_ckpt.training import configured as settings
+from elastic_ckpt.training import divergence, schema
 from elastic_ckpt.training.callbacks import (
     Action,
     Finding,

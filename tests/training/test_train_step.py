@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from elastic_ckpt.application import configured
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import digest, topology
 from elastic_ckpt.data import example_id, iterator, rows, tokens
+from elastic_ckpt.training import configured, schema
 from tests.conftest import data_of
 
 CONFIG = schema.Config(

@@ -19,10 +19,10 @@ from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.components import loading
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.checkpoint.components.rng import Rng
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.tiers import choices
+from elastic_ckpt.training import schema
 
 SAVED_ON = 4
 # By the number of hosts, the sizes of the axes `data` and `model`.

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.training import schema
 from tests.checkpoint.components.flipped import flipped
 
 HOSTS = 3

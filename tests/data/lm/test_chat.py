@@ -12,7 +12,6 @@ import pytest
 import tokenizers as hf
 from absl import logging
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     data_keys,
@@ -32,7 +31,7 @@ from elastic_ckpt.data.lm import (
     tokenizers,
 )
 from elastic_ckpt.data.sources import lines
-from elastic_ckpt.training import transformer
+from elastic_ckpt.training import schema, transformer
 from tests import formats, worlds
 from tests.data.lm import test_tokenizers
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     data_keys,
@@ -19,6 +18,7 @@ from elastic_ckpt.data import (
     state,
 )
 from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.training import schema
 from tests import corpora, formats, worlds
 
 LENGTH = 16

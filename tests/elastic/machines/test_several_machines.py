@@ -10,7 +10,6 @@ import threading
 
 import pytest
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import (
     cluster,
@@ -22,6 +21,7 @@ from elastic_ckpt.elastic import (
     watch,
 )
 from elastic_ckpt.elastic.machines import follower, followers, handover
+from elastic_ckpt.training import schema
 from tests.elastic import tiny_hosts
 
 # Hosts train on until they leave, or the world is lost.

@@ -17,26 +17,25 @@ from typing import TYPE_CHECKING, Any, cast
 
 from absl import logging
 
-from elastic_ckpt.application import run_directory
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import decision, faults, watch, world_host
 from elastic_ckpt.steps import failure_domains, layout
 from elastic_ckpt.steps.best_steps import BestN
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
 from elastic_ckpt.tiers.peers import agent_url
+from elastic_ckpt.training import run_directory, schema
 
 if TYPE_CHECKING:
     import jax
     import optax
     from etils import epath
 
-    from elastic_ckpt.application.initial_weights import InitialWeights
     from elastic_ckpt.checkpoint.components import validation_schedule
     from elastic_ckpt.checkpoint.run_saver import Saved
     from elastic_ckpt.core.topology import Topology
     from elastic_ckpt.steps.retention import PreservationPolicy
     from elastic_ckpt.training.callbacks import Callback, Callbacks, Rollbacks
+    from elastic_ckpt.training.initial_weights import InitialWeights
     from elastic_ckpt.training.train_step import Program
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
@@ -436,7 +435,7 @@ def rollbacks(config: schema.Config) -> Rollbacks:
 
 def initial_weights(section: schema.ModelSection) -> InitialWeights | None:
     """Where the weights of a new run are; None if they are drawn."""
-    from elastic_ckpt.application.initial_weights import InitialWeights
+    from elastic_ckpt.training.initial_weights import InitialWeights
 
     if not section.init_from:
         return None

@@ -3,10 +3,9 @@
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.application import configured
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
+from elastic_ckpt.training import configured, load
 
 KEYS = {
     "run_name": "first",

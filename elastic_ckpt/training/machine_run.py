@@ -11,19 +11,20 @@ import hashlib
 import os
 from collections.abc import Mapping
 
-from elastic_ckpt.application import (
-    elastic_run,
-    journal,
-    listeners,
-    local_world,
-    run_directory,
-)
-from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import faults, local_slices, processes
 from elastic_ckpt.elastic.machine_supervisor import MachineSupervisor, Run
 from elastic_ckpt.elastic.machines import follower, membership, places
 from elastic_ckpt.elastic.machines.places import Place
+from elastic_ckpt.training import (
+    elastic_run,
+    journal,
+    keys,
+    listeners,
+    local_world,
+    run_directory,
+    schema,
+)
 
 # Keys that may differ between machines.
 _OWN_KEYS = (

@@ -18,11 +18,16 @@ from typing import Any
 import jax
 from etils import epath
 
-from elastic_ckpt.application import journal, listeners, run_directory
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause, topology
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.tiers.choices import Chosen, Tier
-from elastic_ckpt.training import batch_log, step_record
+from elastic_ckpt.training import (
+    batch_log,
+    journal,
+    listeners,
+    run_directory,
+    step_record,
+)
 
 
 class RunDirectory:

@@ -1,8 +1,8 @@
 """Every configuration key: its section, type, default and description.
 
 Keys are flat, as in MaxText, and have the same names if they have the same meaning.
-They are defined here and, for the input pipeline, in `data.data_keys`; `config.keys`
-looks them up.
+They are defined here and, for the input pipeline, in `data.data_keys`; `keys` looks
+them up.
 """
 
 from __future__ import annotations

@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from elastic_ckpt.application import elastic_run, listeners, run_directory
-from elastic_ckpt.application.configured import groups, limits, memory
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import faults, processes, supervisor
 from elastic_ckpt.elastic.world import World
+from elastic_ckpt.training import elastic_run, listeners, run_directory, schema
+from elastic_ckpt.training.configured import groups, limits, memory
 
 # The fork server imports it, and with it nearly all that a host needs.
-_HOST_PROGRAM = "elastic_ckpt.application.job"
+_HOST_PROGRAM = "elastic_ckpt.training.job"
 # The rest, which hosts would import in the pause of a change.
 _LATER_IMPORTS = (
     "elastic_ckpt.elastic.multicontroller",
@@ -38,15 +37,15 @@ def warm_up() -> None:
 
 def train(config: schema.Config, world: World) -> None:
     """Trains on one of several hosts of this machine."""
-    from elastic_ckpt.application import job
     from elastic_ckpt.core import topology
+    from elastic_ckpt.training import job
 
     job.train(listeners.of_process(config, topology.this_host()), world)
 
 
 def compile_ahead(config: schema.Config, world: World) -> None:
     """Compiles on one of several hosts of this machine what they may train next."""
-    from elastic_ckpt.application import job
+    from elastic_ckpt.training import job
 
     job.compile_ahead(config, world)
 

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys
+from elastic_ckpt.training import schema
 
 _MIXTURE = "grain_train_mixture_config_path"
 

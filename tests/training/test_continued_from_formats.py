@@ -10,8 +10,8 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt import universal
 from elastic_ckpt.core import errors, storage
 from tests import jobs
-from tests.application import foreign_states
-from tests.application import test_initial_weights as weights
+from tests.training import foreign_states
+from tests.training import test_initial_weights as weights
 from tests.universal.formats import llama_values as llama
 
 STEPS = llama.STEPS + 3

@@ -6,8 +6,6 @@ import multiprocessing
 import jax
 import pytest
 
-from elastic_ckpt.application import configured
-from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.lm import token_blocks
 from elastic_ckpt.elastic import (
@@ -18,6 +16,7 @@ from elastic_ckpt.elastic import (
     multicontroller,
     world_host,
 )
+from elastic_ckpt.training import configured, load, schema
 from tests import runs
 
 

@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 import yaml
 from etils import epath
 
-from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors, sections, storage
 from elastic_ckpt.core.sections import Setting, Value
+from elastic_ckpt.training import keys, schema
 
 # The base with every key's default, which need not exist as a file.
 DEFAULTS = "base.yml"

@@ -13,8 +13,8 @@ import socket
 import tempfile
 from typing import Any
 
-from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import append_log, errors, events, storage
+from elastic_ckpt.training import keys, load, schema
 
 CONFIG = "config.json"
 LOOP = "loop.json"

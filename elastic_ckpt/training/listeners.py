@@ -7,8 +7,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
-from elastic_ckpt.application import run_directory
-from elastic_ckpt.config import schema
+from elastic_ckpt.training import run_directory, schema
 
 
 def check(section: schema.MetricsSection) -> None:

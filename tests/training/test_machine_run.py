@@ -2,9 +2,8 @@
 
 import pytest
 
-from elastic_ckpt.application import machine_run
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
+from elastic_ckpt.training import load, machine_run
 from tests import runs
 
 

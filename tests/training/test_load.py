@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors
+from elastic_ckpt.training import keys, load, schema
 
 
 def write(path, text):

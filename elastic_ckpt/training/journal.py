@@ -16,8 +16,6 @@ from collections.abc import Iterator
 
 from absl import logging
 
-from elastic_ckpt.application import run_directory
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import (
     append_log,
     bucket_clients,
@@ -27,6 +25,7 @@ from elastic_ckpt.core import (
     storage_cause,
 )
 from elastic_ckpt.elastic import host_failure
+from elastic_ckpt.training import run_directory, schema
 
 _MAX_REASON = 500
 # Between two writes of a log in an object store.

@@ -18,17 +18,8 @@ from typing import Any
 import jax
 from absl import logging
 
-from elastic_ckpt.application import (
-    configured,
-    initial_weights,
-    journal,
-    listeners,
-    run_directory,
-)
-from elastic_ckpt.application.initial_weights import InitialWeights
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.run_world import ALONE
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import allgather, errors, events, process, topology
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.data.lm import pipeline
@@ -37,7 +28,16 @@ from elastic_ckpt.elastic import executables, termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World, of_run
 from elastic_ckpt.frontend import Checkpointer, configured_batches
 from elastic_ckpt.tiers.persistent import claims
-from elastic_ckpt.training import step_log, train_step
+from elastic_ckpt.training import (
+    configured,
+    initial_weights,
+    journal,
+    listeners,
+    run_directory,
+    schema,
+    step_log,
+    train_step,
+)
 from elastic_ckpt.training.callbacks import (
     Action,
     Callback,
@@ -45,6 +45,7 @@ from elastic_ckpt.training.callbacks import (
     Rollbacks,
     good_step,
 )
+from elastic_ckpt.training.initial_weights import InitialWeights
 from elastic_ckpt.training.loop import Compile, Ended, Evaluation, Loop
 
 # If a host dies meanwhile, the coordination service ends the others.

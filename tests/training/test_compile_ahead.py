@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from elastic_ckpt.application import job
-from elastic_ckpt.config import load
 from elastic_ckpt.elastic import kept_executables
 from elastic_ckpt.elastic.world import BetweenWorlds, World
+from elastic_ckpt.training import job, load
 from tests import runs
 
 

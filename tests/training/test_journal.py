@@ -4,11 +4,10 @@ import time
 
 import pytest
 
-from elastic_ckpt.application import journal, listeners, run_directory
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import append_log, errors, events, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.tiers.persistent import claims
+from elastic_ckpt.training import journal, listeners, run_directory, schema
 
 RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {

@@ -14,7 +14,7 @@ import orbax.checkpoint as v0
 
 from elastic_ckpt.frontend import Checkpointer
 from elastic_ckpt.tiers.choices import Local
-from tests.application import test_initial_weights as weights
+from tests.training import test_initial_weights as weights
 from tests.universal import safetensors_files
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import llama_values as llama

@@ -9,18 +9,17 @@ import contextlib
 import functools
 from collections.abc import Callable
 
-from elastic_ckpt.application import configured, journal, run_directory
-from elastic_ckpt.application.configured import (
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import faults, runtime, scale_request, single_controller
+from elastic_ckpt.elastic.cluster import Cluster
+from elastic_ckpt.elastic.world import World
+from elastic_ckpt.training import configured, journal, run_directory, schema
+from elastic_ckpt.training.configured import (
     Groups,
     check_checkpoints,
     groups,
     policy,
 )
-from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import faults, runtime, scale_request, single_controller
-from elastic_ckpt.elastic.cluster import Cluster
-from elastic_ckpt.elastic.world import World
 
 __all__ = ["check_checkpoints", "groups", "policy", "run", "run_here"]
 
@@ -81,9 +80,9 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
     single_controller.check_installed("elastic_enabled=true in one process")
     from pathwaysutils.elastic import manager
 
-    from elastic_ckpt.application import job
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import pathways, simulated_slices
+    from elastic_ckpt.training import job
 
     number = config.world.slices
     if configured.is_simulated(config):

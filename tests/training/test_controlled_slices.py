@@ -2,11 +2,9 @@
 
 import pytest
 
-from elastic_ckpt.application import configured as conversions
-from elastic_ckpt.application import elastic_run
-from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import configured as conversions
+from elastic_ckpt.training import elastic_run, load, step_log
 from tests import runs, shared_memory
 
 

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.application.job import assemble
 from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.training import step_log
+from elastic_ckpt.training.job import assemble
 from tests import jobs
 
 # The same float32 sums in another order, over other devices.

@@ -19,9 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from elastic_ckpt.application import configured
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, errors, topology
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.steps import failure_domains, placement, read_plan, search
@@ -34,6 +32,7 @@ from elastic_ckpt.steps.manifest import (
     Leaf,
     Manifest,
 )
+from elastic_ckpt.training import configured, schema
 
 # The number of a leaf, and a box of it.
 _Part = tuple[int, boxes.Box]

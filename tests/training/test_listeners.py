@@ -5,9 +5,8 @@ import urllib.request
 
 import pytest
 
-from elastic_ckpt.application import listeners
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import append_log, errors, metrics
+from elastic_ckpt.training import listeners, schema
 from tests import runs
 from tests.monitoring import event_file
 

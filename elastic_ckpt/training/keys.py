@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core.sections import Value, render
+from elastic_ckpt.training import schema
 
 # The lines of a key with a value.
 _Lines = Callable[[dataclasses.Field[Any], Value], list[str]]
@@ -77,9 +77,9 @@ def base_yaml() -> str:
         return ["", *wrapped, f"{field.name}: {render(value)}"]
 
     return (
-        "# Every key with its default, generated from elastic_ckpt/config and\n"
-        "# elastic_ckpt/data/data_keys.py; a test compares them. Start your own file\n"
-        "# with `base_config: base.yml`.\n\n"
+        "# Every key with its default, written from elastic_ckpt/training/schema.py\n"
+        "# and elastic_ckpt/data/data_keys.py; a test compares them. Start your own\n"
+        "# file with `base_config: base.yml`.\n\n"
         + _by_section(schema.Config(), lines, heading="######## ")
         + "\n"
     )

@@ -1,1 +1,0 @@
-"""Assembles runs from their configuration, apart from the command line."""

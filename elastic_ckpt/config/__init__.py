@@ -1,1 +1,0 @@
-"""MaxText-style configuration, strictly checked: YAML files, `key=value` overrides."""
