@@ -75,12 +75,14 @@ class LocalSlices:
             )
             self.checks = slice_check.SliceChecks(
                 hardware,
+                machine=self.machine,
                 hosts_per_slice=self.hosts_per_slice,
                 first_slice=self.numbers[0],
                 log_directory=log_directory,
                 limits=limits,
             )
             resources.callback(self._end_agents)
+            resources.callback(self.machine.close)
             resources.callback(self.checks.close)
             for number in self.numbers:
                 self.serve(number)
@@ -93,6 +95,16 @@ class LocalSlices:
         return functools.partial(
             world_host.run_host, train, self.hardware, assignment, self._owned
         )
+
+    def stand_by(self, program: host_process.Program) -> None:
+        """Has processes stand by for the next world; called often while one trains.
+
+        Args:
+          program: of its hosts.
+        """
+        # Those of a slice check it first.
+        hosts = (len(self.numbers) + 1) * self.hosts_per_slice
+        self.machine.stand_by(hosts, program)
 
     def hosts_of(self, number: int, slices: Sequence[int]) -> range:
         """The hosts of a slice in a world of `slices`; none if it is not in it."""

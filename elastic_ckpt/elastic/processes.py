@@ -194,6 +194,7 @@ class ProcessCluster:
         self._crashed.clear()
         self._injector.begin_world()
         has_trained = False
+        program = self._own.program(train, assignment)
         # Until it has restored, a world is where the one before was left.
         start_step = self._step
         shadows = contextlib.ExitStack()
@@ -221,6 +222,8 @@ class ProcessCluster:
                 step=self._step,
                 hosts_of=lambda number: self._own.hosts_of(number, slices),
             )
+            if has_trained:
+                self._own.stand_by(program)
             self._note_hosts(running, slices)
             decided = has_changed()
             if self._handover.began:

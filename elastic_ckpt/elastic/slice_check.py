@@ -10,19 +10,20 @@ takes too long, is refused; it is checked again later, after longer and longer t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import connection, process
+from multiprocessing import connection
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.elastic import host_process, watch
+from elastic_ckpt.elastic import host_process, host_start, watch
 
 if TYPE_CHECKING:
     import jax
@@ -57,6 +58,7 @@ class SliceChecks:
 
     Args:
       hardware: the devices of each host.
+      machine: that has the slices.
       hosts_per_slice: each has a process.
       first_slice: the lowest number of the slices of this machine.
       log_directory: the directory for the output of these processes.
@@ -67,12 +69,14 @@ class SliceChecks:
         self,
         hardware: schema.WorldSection,
         *,
+        machine: host_start.ThisMachine,
         hosts_per_slice: int,
         first_slice: int = 0,
         log_directory: str,
         limits: watch.Limits,
     ) -> None:
         self._hardware = hardware
+        self._machine = machine
         self._hosts_per_slice = hosts_per_slice
         self._first_slice = first_slice
         self._log_directory = log_directory
@@ -126,6 +130,7 @@ class SliceChecks:
         self._checks[number] = _Check(
             number,
             self._hardware,
+            machine=self._machine,
             slots=self._slots(number),
             log_directory=self._log_directory,
             broken=number in self.broken,
@@ -152,29 +157,23 @@ class _Check:
         number: int,
         hardware: schema.WorldSection,
         *,
+        machine: host_start.ThisMachine,
         slots: range,
         log_directory: str,
         broken: bool,
     ) -> None:
         self._slice = number
         self._values: dict[int, list[int]] = {}
-        self._processes: list[process.BaseProcess] = []
+        self._processes: list[host_start.LocalProcess] = []
         self._pipes: dict[connection.Connection, int] = {}
         self.began_secs = time.monotonic()
-        context = multiprocessing.get_context("forkserver")
         storage.make_directory(log_directory)
         self._log = os.path.join(log_directory, f"check-of-slice-{number}.log")
         for host, slot in enumerate(slots):
-            receiver, sender = context.Pipe(duplex=False)
-            child = context.Process(
-                target=run,
-                args=(hardware, slot, broken, self._log, sender),
-                name=f"check-of-slice-{number}",
-            )
-            child.start()
-            sender.close()
+            child = machine.process()
+            child.begin(functools.partial(run, hardware, slot, broken, self._log))
             self._processes.append(child)
-            self._pipes[receiver] = host
+            self._pipes[child.channel] = host
 
     def result(self, limit_secs: float, *, now_secs: float) -> Checked | None:
         """The result; None while there is none."""
@@ -183,7 +182,7 @@ class _Check:
             host = self._pipes.pop(pipe)
             try:
                 self._values[host] = json.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):
                 problem = f"its host {host} failed in the check; see {self._log}"
                 return Checked(slice=self._slice, problem=problem)
         secs = now_secs - self.began_secs
@@ -198,11 +197,10 @@ class _Check:
     def close(self) -> None:
         """Ends the processes."""
         for child in self._processes:
-            child.kill()
+            child.send_signal(signal.SIGKILL)
         for child in self._processes:
-            child.join()
-        for pipe in self._pipes:
-            pipe.close()
+            child.wait()
+            child.channel.close()
 
 
 def run(
@@ -221,7 +219,7 @@ def run(
       log: the file for the output.
       pipe: to the supervisor.
     """
-    host_process.detach(log)
+    host_process.redirect_output(log)
     os.nice(19)
     from elastic_ckpt.elastic import multicontroller
 
