@@ -335,6 +335,15 @@ ERRORS = (
         " machines that are left.",
     ),
     Entry(
+        name="ProgramFailedError",
+        symptom="The program itself failed: all hosts raised at one step, or the same"
+        " error came again there in the next world. The message begins with its"
+        " traceback.",
+        commands=("grep verdict RUN/events.jsonl", _REPORT),
+        remedy="Correct the program at the line that the traceback names, and start the"
+        " run again: it continues from its newest step.",
+    ),
+    Entry(
         name="ReplacedError",
         symptom="Another start has continued the run.",
         commands=(_STATUS,),
