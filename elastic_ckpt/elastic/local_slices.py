@@ -66,9 +66,10 @@ class LocalSlices:
         self.interface = interface
         self._agents: dict[int, agent_process.AgentProcess] = {}
         with contextlib.ExitStack() as resources:
+            kept = resources.enter_context(kept_executables.kept())
             self._owned = world_host.Owned(
                 memory=memory,
-                kept=resources.enter_context(kept_executables.kept()),
+                kept=kept,
                 grace_secs=limits.grace_secs,
                 most_hosts=len(self.numbers) * self.hosts_per_slice,
                 first_slice=self.numbers[0],
@@ -76,6 +77,7 @@ class LocalSlices:
             self.checks = slice_check.SliceChecks(
                 hardware,
                 machine=self.machine,
+                kept=kept,
                 hosts_per_slice=self.hosts_per_slice,
                 first_slice=self.numbers[0],
                 log_directory=log_directory,

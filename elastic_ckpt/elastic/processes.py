@@ -258,7 +258,7 @@ class ProcessCluster:
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""
-        time.sleep(min(secs, _LOOK_SECS))
+        self._own.checks.wait(min(secs, _LOOK_SECS))
 
     def close(self) -> None:
         """Ends the agents, and removes the executables."""
