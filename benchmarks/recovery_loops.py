@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import time
 from collections.abc import Callable
@@ -83,23 +82,19 @@ def measure(
 
 
 def _train(turns: Turns, config: schema.Config, world: World) -> None:
-    from elastic_ckpt.application import assemble, listeners
-    from elastic_ckpt.checkpoint import configured_tiers, run_saver
+    from elastic_ckpt.application import configured, listeners
+    from elastic_ckpt.application.job import assemble
+    from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.core import topology
 
     directory = config.run.base_output_directory
     without = dataclasses.replace(config.checkpoint, enable_checkpointing=False)
-    assert world.ram_directory is not None
-    tiers = dataclasses.replace(
-        config.tiers,
-        # The directory of a run is there by its name.
-        local_checkpoint_directory=os.path.dirname(world.ram_directory),
-    )
-    chosen = configured_tiers.tiers(
-        dataclasses.replace(config, tiers=tiers), persistent=f"{directory}/steps"
+    chosen = configured.tiers(
+        configured.in_memory_of(config, world.ram_directory),
+        persistent=f"{directory}/steps",
     )
     with listeners.started(config):
-        job = assemble.assemble(
+        job = assemble(
             dataclasses.replace(config, checkpoint=without),
             world.topology,
             place=world,
@@ -107,7 +102,9 @@ def _train(turns: Turns, config: schema.Config, world: World) -> None:
         )
         with world.checkpointer(chosen, run=config.run.run_name) as checkpointer:
             saver = run_saver.RunSaver(
-                checkpointer, config.checkpoint, data=cast(Any, job.batches)
+                checkpointer,
+                configured.saved(config.checkpoint),
+                data=cast(Any, job.batches),
             )
             secs = _taken(turns, world, job, saver, checkpointer.wait)
         job.close()
@@ -131,11 +128,10 @@ def _taken(
 
     def looped(state: Any, period: int | None) -> Any:
         steps = int(state["step"]) + turns.steps
-        run = dataclasses.replace(job.config.run, steps=steps)
         turn = dataclasses.replace(
             job,
-            config=dataclasses.replace(job.config, run=run),
-            checkpointer=None if period is None else cast(Any, _Every(saver, period)),
+            steps=steps,
+            saver=None if period is None else cast(Any, _Every(saver, period)),
         )
         return turn.run(
             state,

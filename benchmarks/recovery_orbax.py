@@ -208,11 +208,11 @@ def _train(
     with multicontroller.joined(place):
         import jax
 
+        from elastic_ckpt.application import configured
         from elastic_ckpt.core import topology
         from elastic_ckpt.data import batch_size
         from elastic_ckpt.data.lm import pipeline
         from elastic_ckpt.frontend import configured_batches
-        from elastic_ckpt.training import train_step
 
         world = topology.present(place.num_hosts)
         mesh = topology.mesh_of(world)
@@ -223,7 +223,7 @@ def _train(
             mesh=mesh,
             global_batch_size=batch_size.schedule(config.data, world).at(0),
         )
-        program = train_step.build(config, mesh, vocab_size=vocab_size)
+        program = configured.program(config, mesh)
         manager = make(directory, mesh, program.abstract_state, place.host)
         newest = manager.newest()
         state = program.init() if newest is None else manager.load(newest)

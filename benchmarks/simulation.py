@@ -24,21 +24,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks import report, soak
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import simulate
 from elastic_ckpt.core import storage
-from elastic_ckpt.simulation import (
-    configured,
-    decisions,
-    simulated_run,
-    trace,
-    trace_of_run,
-    world_layout,
-)
+from elastic_ckpt.elastic import faults
+from elastic_ckpt.simulation import cluster, decisions, simulated_run, study
 from elastic_ckpt.simulation.costs import Costs
-from elastic_ckpt.simulation.run_plan import Outcome
+from elastic_ckpt.simulation.simulated_run import Outcome
 
 _TRACE = "trace.jsonl"
 # The state of the soaked model; its bytes cost next to nothing.
@@ -52,6 +48,15 @@ _LARGE = (
     *("--vary", "spares=2", "--json"),
 )
 _PERIOD = "local_checkpoint_period=5"
+
+
+# Other faults are no events of a trace.
+_KINDS = {
+    faults.Kind.KILL_SLICE: cluster.What.KILL_SLICE,
+    faults.Kind.RETURN_SLICE: cluster.What.RETURN_SLICE,
+    faults.Kind.KILL_HOST: cluster.What.KILL_HOST,
+    faults.Kind.HANG_HOST: cluster.What.HANG_HOST,
+}
 
 
 def costs_of(run: pathlib.Path) -> Costs:
@@ -69,23 +74,52 @@ def simulated(run: pathlib.Path, costs: Costs) -> Outcome:
       costs: of this run, or of another one.
     """
     config = run_directory.read_config(str(run))
-    plan = configured.plan(
-        config, configured.Cluster(), costs=costs, state_bytes=_STATE_BYTES
-    )
+    plan = study.plan(config, study.Cluster(), costs=costs, state_bytes=_STATE_BYTES)
     size = plan.hardware
-    faults = trace_of_run.trace_of_run(
+    trace = trace_of(
         run_directory.read_events(str(run)), hosts_per_slice=size.hosts_per_slice
     )
-    storage.write_atomic(run / _TRACE, trace.to_bytes(faults))
-    numbers = {target: size.number_of(target) for target in ("slice", "machine")}
+    storage.write_atomic(run / _TRACE, cluster.to_bytes(trace))
     return simulated_run.simulate(
         plan,
-        trace.read(str(run / _TRACE), numbers=numbers),
+        cluster.read(str(run / _TRACE), size),
         decisions.Decisions(
-            world_layout.WorldLayout(state_bytes=_STATE_BYTES),
-            configured.copies(config),
+            decisions.WorldLayout(state_bytes=_STATE_BYTES),
+            study.copies(config),
         ),
     )
+
+
+def trace_of(
+    events: Sequence[Mapping[str, Any]], *, hosts_per_slice: int
+) -> list[cluster.Event]:
+    """The faults of a run, by time.
+
+    Hosts of faults are numbered as in the world that runs; those of a trace as in the
+    cluster.
+
+    Args:
+      events: of the run, in order.
+      hosts_per_slice: of the run.
+    """
+    slices: Sequence[int] = ()
+    trace = []
+    for event in events:
+        if event["event"] == "world_started":
+            slices = event["slices"]
+        if event["event"] != "fault_injected":
+            continue
+        kind, which = faults.Kind(event["kind"]), event["target"]
+        if kind not in _KINDS:
+            continue
+        if kind in faults.OF_HOSTS:
+            place, host = divmod(which, hosts_per_slice)
+            if place >= len(slices):
+                continue
+            which = slices[place] * hosts_per_slice + host
+        secs = event["time"] - events[0]["time"]
+        trace.append(cluster.Event(time=secs, what=_KINDS[kind], which=which))
+    return trace
 
 
 def measure() -> dict[str, report.Figure]:

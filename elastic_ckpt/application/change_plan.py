@@ -19,11 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from elastic_ckpt.application import elastic_run
+from elastic_ckpt.application import configured
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, errors, topology
-from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.steps import failure_domains, placement, read_plan, search
 from elastic_ckpt.steps.holdings import Offer, Tier
@@ -35,7 +34,6 @@ from elastic_ckpt.steps.manifest import (
     Leaf,
     Manifest,
 )
-from elastic_ckpt.training import train_step
 
 # The number of a leaf, and a box of it.
 _Part = tuple[int, boxes.Box]
@@ -89,15 +87,15 @@ def plan(config: schema.Config, *, before: int, after: int) -> ChangePlan:
     Raises:
       ConfigError: if the run cannot train on `before` slices, or has fewer.
     """
-    groups = elastic_run.groups(config)
+    groups = configured.groups(config)
     if not 0 <= after <= groups.number >= before > 0:
         raise errors.ConfigError(
             f"--from {before} --to {after}: the configuration has {groups.number}"
             " slices, each of whole hosts; set `hosts` and `slices`, or choose numbers"
             " within them"
         )
-    policy = elastic_run.policy(config, groups)
-    work = elastic_run.work(config, groups)
+    policy = configured.policy(config, groups)
+    work = configured.work(config, groups)
     first = decision.decide(_slices(range(before)), policy, work)
     if not isinstance(first, decision.Train):
         raise errors.ConfigError(f"--from {before}: {first.why}")
@@ -138,12 +136,11 @@ class _State:
     """The state of a run, laid out on meshes of devices that stand for its own."""
 
     def __init__(
-        self, config: schema.Config, groups: elastic_run.Groups, *, most_slices: int
+        self, config: schema.Config, groups: configured.Groups, *, most_slices: int
     ) -> None:
         self._config = config
         self._hosts_per_slice = max(1, groups.full.hosts // groups.number)
         self._devices_per_slice = groups.full.devices // groups.number
-        self._vocab_size = config.model.vocab_size or pipeline.vocab_size(config.data)
         self._devices = _stand_ins(most_slices * self._devices_per_slice)
 
     def reads(
@@ -204,7 +201,7 @@ class _State:
         # The leaves of the state, and the boxes that each host holds.
         devices = self._devices[: len(slices) * self._devices_per_slice]
         mesh = topology.mesh_of(topology.present(len(slices), devices), devices)
-        program = train_step.build(self._config, mesh, vocab_size=self._vocab_size)
+        program = configured.program(self._config, mesh)
         leaves = trees.leaves({"state": program.abstract_state})
         paths = sorted(leaves)
         contents = Contents(
@@ -238,19 +235,19 @@ class _State:
     ) -> search.Step:
         # A save of those hosts, with copies, as it is left on the slices `after`.
         offers = list(map(functools.partial(_offer, contents), hosts, saved))
-        tiers = self._config.tiers
-        if tiers.enable_multi_tier_checkpointing:
+        peers = configured.peers(self._config)
+        if peers is not None:
             copied = search.Step.from_offers(offers).holdings
-            kinds = tiers.peer_domain
+            kinds = peers.domain
             domain = failure_domains.kind_of(hosts, kinds)
             placed = placement.place(
                 copied,
                 hosts,
                 placement.Policy(
-                    copies=tiers.peer_copies,
+                    copies=peers.copies,
                     domain=domain,
                     inner=failure_domains.inner_kind(hosts, kinds, domain),
-                    assume_data_parallelism=tiers.peer_assume_data_parallelism,
+                    assume_data_parallelism=peers.assume_data_parallelism,
                 ),
             )
             parts = {

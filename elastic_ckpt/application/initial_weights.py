@@ -1,13 +1,14 @@
 """The weights of a new run, from a checkpoint of any format: the key `init_from`.
 
-The new run has its own data. It has its own optimizer and steps, too, unless the key
-`init_from_optimizer` is set: then the run goes on from the checkpoint. Each host reads
+The new run has its own data. It has its own optimizer and steps, too, unless it reads
+the whole state: then the run goes on from the checkpoint. Each host reads
 what its devices need. A step that was saved by a run of the same model needs no layout;
 every other checkpoint is read through one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.universal import (
@@ -33,11 +33,27 @@ PARAMS = "params"
 STEP = "step"
 
 
-def load(model: schema.ModelSection, wanted: Any, emit: events.Emit) -> Any:
-    """Reads the weights, or the whole state, that `init_from` names.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitialWeights:
+    """Where the weights of a new run are.
+
+    Attributes:
+      path: of the checkpoint.
+      layout: of its tensors, a file or the name of one that ships; empty if they are
+        those of the same model.
+      is_whole_state: whether the optimizer's state and the step are read, too.
+    """
+
+    path: str
+    layout: str = ""
+    is_whole_state: bool = False
+
+
+def load(initial: InitialWeights, wanted: Any, emit: events.Emit) -> Any:
+    """Reads the weights, or the whole state, of a new run.
 
     Args:
-      model: with the keys that begin with `init_from`.
+      initial: where they are.
       wanted: shapes, dtypes and shardings of a state, or of its weights alone.
       emit: called once they are there.
 
@@ -49,21 +65,21 @@ def load(model: schema.ModelSection, wanted: Any, emit: events.Emit) -> Any:
       CheckpointError: if the checkpoint cannot be read, or is of another model.
     """
     began_secs = time.monotonic()
-    path = str(opening.resolved(model.init_from))
+    path = str(opening.resolved(initial.path))
     bucket_clients.prepare(path)
     # Another run may be saving there, and removes its old steps.
     with leases.leased_if_ours(path):
-        if not model.init_from_layout:
+        if not initial.layout:
             state = _of_same_leaves(path, wanted)
-        elif model.init_from_optimizer:
-            layout = shipped_layouts.resolve(model.init_from_layout)
+        elif initial.is_whole_state:
+            layout = shipped_layouts.resolve(initial.layout)
             state = _with_counts(path, wanted, layout)
         else:
-            layout = shipped_layouts.resolve(model.init_from_layout).weights()
+            layout = shipped_layouts.resolve(initial.layout).weights()
             state = loading.load(path, wanted, layout=layout)
     emit(
         "weights_loaded",
-        path=model.init_from,
+        path=initial.path,
         bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
         step=int(state[STEP]) if STEP in state else 0,
         secs=time.monotonic() - began_secs,

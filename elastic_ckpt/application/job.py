@@ -1,30 +1,52 @@
-"""A job: the parts of a run in one world, over one mesh."""
+"""The program of a host: a job, the parts of a run in one world, over one mesh.
+
+It is the same in a single process, in a world that the local launcher starts, and under
+an outer launcher. Nothing outlives a job or is shared between two: a run that continues
+on other hosts assembles another job, from the same configuration and another topology.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import os
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from absl import logging
-from jax.sharding import Mesh
-from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.application import initial_weights, run_directory
+from elastic_ckpt.application import (
+    configured,
+    initial_weights,
+    journal,
+    listeners,
+    run_directory,
+)
+from elastic_ckpt.application.initial_weights import InitialWeights
 from elastic_ckpt.checkpoint import run_saver
-from elastic_ckpt.checkpoint.components import validation_schedule
+from elastic_ckpt.checkpoint.components.validation_schedule import ValidationSchedule
+from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import allgather, errors, events, topology
+from elastic_ckpt.core import allgather, errors, events, process, topology
 from elastic_ckpt.data import batch_size
-from elastic_ckpt.data.leaving_out import LeavingOut
+from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.state import Ranges
-from elastic_ckpt.elastic import executables
-from elastic_ckpt.training import evaluation, loop, rollback, step_log, train_step
-from elastic_ckpt.training.callbacks import Action, Callbacks, Finding
+from elastic_ckpt.elastic import executables, termination, watch
+from elastic_ckpt.elastic.world import BetweenWorlds, World, of_run
+from elastic_ckpt.frontend import Checkpointer, configured_batches
+from elastic_ckpt.tiers.persistent import claims
+from elastic_ckpt.training import loop, step_log, train_step
+from elastic_ckpt.training.callbacks import (
+    Action,
+    Callback,
+    Callbacks,
+    Finding,
+    Rollbacks,
+    good_step,
+)
 
 # If a host dies meanwhile, the coordination service ends the others.
 _COMPILE_TIMEOUT_SECS = 24 * 3600
@@ -33,18 +55,137 @@ _COMPILE_TIMEOUT_SECS = 24 * 3600
 HandedOver = Callable[[int, Any], Any]
 
 
-class Batches(loop.Batches, ocp.StatefulCheckpointable, Protocol):
-    """The global batches of a run, open until they are closed."""
+def assemble(
+    config: schema.Config,
+    world: topology.Topology,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    place: World | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
+    emit: events.Emit = events.nobody,
+) -> Job:
+    """The job of a run on `world`; every host of it calls this.
 
-    @property
-    def left_out(self) -> Ranges:
-        """The rows that were left out, see `data.state`; all hosts ask together."""
+    Args:
+      config: of the run; the files of its data exist.
+      world: the hosts, slices and devices to train on.
+      devices: those of `world`; by default all that JAX has.
+      place: of this host in an elastic run.
+      callbacks: your own by name, the same on all hosts, besides the configured ones.
+      emit: called for each event of the run.
 
-    def leaving_out(self) -> LeavingOut:
-        """A component in place of the data when the run goes back to a step."""
+    Raises:
+      ConfigError: if parts, devices or the number of steps do not fit together.
+      DataError: if the data cannot be read.
+      RunError: if another run uses the RAM disk, or hosts cannot be reached.
+    """
+    data = config.data
+    if data.use_dpo:
+        raise errors.ConfigError(
+            "use_dpo=true: this trainer has no loss for preference pairs; read them by"
+            " ec.data.from_config in a loop of your own"
+        )
+    called = configured.callbacks(config, callbacks or {}, emit=emit)
+    mesh = topology.mesh_of(world, devices)
+    sizes = batch_size.schedule(data, world)
+    vocab_size = configured.vocab_size(config)
+    parts = 1 if place is None else place.microbatches
+    program = configured.program(config, mesh, microbatches=parts)
+    global_batches = functools.partial(configured_batches, section=data, mesh=mesh)
+    batches = global_batches(
+        pipeline.from_config(data, vocab_size=vocab_size), global_batch_size=sizes.at(0)
+    )
+    evaluated = None
+    if data.eval_interval:
+        rows = batch_size.global_batch_size(data, world)
+        of_eval = pipeline.eval_from_config(
+            data, global_batch_size=rows, vocab_size=vocab_size
+        )
+        evaluated = loop.Evaluation(
+            evaluate=program.evaluate,
+            batches=global_batches(of_eval, global_batch_size=rows),
+            interval=data.eval_interval,
+            max_batches=data.eval_steps,
+            emit=emit,
+        )
+    saver, start_step = None, 0
+    with contextlib.ExitStack() as on_error:
+        if config.checkpoint.enable_checkpointing:
+            checkpointer = _checkpointer(config, world, mesh, place, emit)
+            on_error.enter_context(checkpointer)
+            saved = configured.saved(config.checkpoint)
+            saver = run_saver.RunSaver(
+                checkpointer, saved, data=batches, callbacks=called or None
+            )
+            start_step = saver.latest_step or 0
+        if start_step > config.run.steps:
+            raise errors.ConfigError(
+                f"steps={config.run.steps}, but {run_directory.path_of(config)} is"
+                f" already at step {start_step}: steps counts over all starts of a run;"
+                f" set it above {start_step} to continue, or choose another run_name"
+            )
+        if sizes.at(start_step) != sizes.at(0):
+            batches.resize(sizes.at(start_step))
+        on_error.pop_all()
+    preserve = saver.preserve_newest if saver else lambda _: None
+    return Job(
+        steps=config.run.steps,
+        world=world,
+        program=program,
+        batches=batches,
+        sizes=sizes,
+        saver=saver,
+        evaluation=evaluated,
+        validation=configured.validation(config.validation, emit, preserve=preserve),
+        callbacks=called,
+        rollbacks=configured.rollbacks(config),
+        distrust_steps=config.divergence.distrust_steps,
+        initial=configured.initial_weights(config.model),
+        start_step=start_step,
+        open_log=functools.partial(_open_log, config, world),
+        emit=emit,
+    )
 
-    def close(self) -> None:
-        """Ends the threads and workers that read ahead."""
+
+def _checkpointer(
+    config: schema.Config,
+    world: topology.Topology,
+    mesh: jax.sharding.Mesh,
+    place: World | None,
+    emit: events.Emit,
+) -> Checkpointer:
+    if place is not None:
+        config = configured.in_memory_of(config, place.ram_directory)
+    directory = os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
+    slice_name = topology.slice_of_this_host(world.slices)
+    return Checkpointer(
+        configured.tiers(config, persistent=directory),
+        mesh=mesh,
+        run=config.run.run_name,
+        slice_name=slice_name if place is None else place.slice_name,
+        world=ALONE if place is None else of_run(place),
+        emit=emit,
+    )
+
+
+def _open_log(
+    config: schema.Config,
+    world: topology.Topology,
+    step: int,
+    number: int,
+    left_out: Ranges,
+) -> step_log.StepLog:
+    # Begins an attempt. Others find all memory of the run by its configuration.
+    directory = run_directory.path_of(config)
+    run_directory.write_config(directory, config)
+    start = step_log.Start(
+        step=step,
+        world=world,
+        data=dataclasses.asdict(config.data),
+        number=number,
+        left_out=left_out,
+    )
+    return step_log.StepLog(directory, start, detail=config.run.step_log)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,33 +195,40 @@ class Job:
     Every host of the world has one, and calls its methods in the same order.
 
     Attributes:
-      config: of the run.
+      steps: at which the run ends.
       world: the topology that the job was assembled for.
-      mesh: over the devices of the world; all parts share it.
-      program: compiled for the mesh.
+      program: compiled for the mesh over the devices of the world.
       batches: global batches, of the size of the first step.
       sizes: the batch size of each step.
-      checkpointer: None trains without checkpoints.
+      saver: None trains without checkpoints.
       evaluation: None trains without evaluating.
+      validation: compares copies of the state; None does not.
       callbacks: called for each step and evaluation.
+      rollbacks: to which step, and how often, the run goes back at a divergence.
+      distrust_steps: after a restore from RAM, in which a divergence is first put down
+        to that copy; 0 trusts it.
+      initial: the weights of a new run; None draws them.
       start_step: steps that are done already; 0 for a new run.
+      open_log: opens the step log of an attempt on the primary host, given its first
+        step, the number of the claimed world, and the rows that were left out.
       emit: called for each event of the run.
-      given: the configuration that the run was started with, if that of its hosts is
-        another one.
     """
 
-    config: schema.Config
+    steps: int
     world: topology.Topology
-    mesh: Mesh
     program: train_step.Program
-    batches: Batches
+    batches: loop.Batches
     sizes: batch_size.Schedule
-    checkpointer: run_saver.RunSaver | None
-    evaluation: evaluation.Evaluation | None
+    saver: run_saver.RunSaver | None
+    evaluation: loop.Evaluation | None
+    validation: ValidationSchedule | None
     callbacks: Callbacks
+    rollbacks: Rollbacks
+    distrust_steps: int
+    initial: InitialWeights | None
     start_step: int
+    open_log: Callable[[int, int, Ranges], step_log.StepLog]
     emit: events.Emit
-    given: schema.Config | None = None
 
     def restore_or_init(
         self, *, handed_over: HandedOver = lambda *_: None
@@ -98,18 +246,19 @@ class Job:
           ConfigError: if the layout or the step of `init_from` does not fit.
         """
         # A run that has gone back to its beginning has a step 0.
-        if self.checkpointer is None or self.checkpointer.latest_step is None:
+        if self.saver is None or self.saver.latest_step is None:
             return self._new_state()
-        self._note_skipped_weights()
+        if self.initial:
+            path = self.initial.path
+            self.emit("weights_skipped", path=path, step=self.start_step)
         state = handed_over(self.start_step, self.program.abstract_state)
-        if state is not None and self.checkpointer.restore_data(self.start_step):
+        if state is not None and self.saver.restore_data(self.start_step):
             return state
-        state = self.checkpointer.restore(self.program.abstract_state)
-        restored_step = self.checkpointer.latest_step
+        state = self.saver.restore(self.program.abstract_state)
+        restored_step = self.saver.latest_step
         assert restored_step is not None
         train_step.check_step(state, restored_step)
-        if self.sizes.at(restored_step) != self.sizes.at(self.start_step):
-            self.batches.resize(self.sizes.at(restored_step))
+        self._resize(self.start_step, restored_step)
         return state
 
     def run(
@@ -138,7 +287,7 @@ class Job:
           is_ending: see `Loop`.
           is_left: see `Loop`.
         """
-        number = self.checkpointer.claim_world() if self.checkpointer else 0
+        number = self.saver.claim_world() if self.saver else 0
         gather = functools.partial(
             allgather.of_this_world().gather, timeout_secs=_COMPILE_TIMEOUT_SECS
         )
@@ -150,9 +299,9 @@ class Job:
             batches=self.batches,
             sizes=self.sizes,
             log=None,
-            saver=self.checkpointer,
+            saver=self.saver,
             evaluation=self.evaluation,
-            validation=self._validation(),
+            validation=self.validation,
             callbacks=self.callbacks,
             emit=self.emit,
             compiled=_Compiled(compiled),
@@ -166,12 +315,16 @@ class Job:
         self._distrust_restore(int(state["step"]), begin)
         while True:
             start_step = int(state["step"])
-            if trained.validation and start_step:
-                trained.validation.restored(start_step)
-            log = self._open_log(start_step, number)
+            if self.validation and start_step:
+                self.validation.restored(start_step)
+            # All hosts ask for it.
+            left_out = self.batches.left_out
+            log = None
+            if topology.is_primary():
+                log = self.open_log(start_step, number, left_out)
             with contextlib.closing(log) if log else contextlib.nullcontext():
                 ended = dataclasses.replace(trained, log=log).run(
-                    state, start_step=start_step, steps=self.config.run.steps
+                    state, start_step=start_step, steps=self.steps
                 )
             finding = ended.finding
             if finding and finding.action is Action.DISTRUST:
@@ -197,8 +350,8 @@ class Job:
         Only after a `run` that returned: after an error the other hosts may be gone,
         and closing waits for them.
         """
-        if self.checkpointer:
-            self.checkpointer.close()
+        if self.saver:
+            self.saver.close()
         if self.evaluation:
             self.evaluation.batches.close()
         self.batches.close()
@@ -213,10 +366,10 @@ class Job:
             finished. Otherwise they are not waited for.
         """
         parts: list[Callable[[], None]] = []
-        if self.checkpointer and alone is not None:
-            parts.append(functools.partial(self.checkpointer.leave, alone))
-        elif self.checkpointer:
-            parts.append(self.checkpointer.abandon)
+        if self.saver and alone is not None:
+            parts.append(functools.partial(self.saver.leave, alone))
+        elif self.saver:
+            parts.append(self.saver.abandon)
         if self.evaluation:
             parts.append(self.evaluation.batches.close)
         for end in [*parts, self.batches.close]:
@@ -225,41 +378,27 @@ class Job:
             except Exception as error:
                 logging.warning("a part of a failed job cannot be ended: %r", error)
 
-    def _validation(self) -> validation_schedule.ValidationSchedule | None:
-        saver = self.checkpointer
-        return validation_schedule.configured(
-            self.config.validation,
-            self.emit,
-            preserve=saver.preserve_newest if saver else lambda _: None,
-        )
-
     def _new_state(self) -> train_step.TrainState:
-        model = self.config.model
-        if not model.init_from:
+        initial, abstract = self.initial, self.program.abstract_state
+        if initial is None:
             return self.program.init()
-        abstract = self.program.abstract_state
-        if not model.init_from_optimizer:
+        if not initial.is_whole_state:
             wanted = {initial_weights.PARAMS: abstract[initial_weights.PARAMS]}
-            weights = initial_weights.load(model, wanted, self.emit)
+            weights = initial_weights.load(initial, wanted, self.emit)
             return self.program.begin(weights[initial_weights.PARAMS])
-        state = initial_weights.load(model, abstract, self.emit)
-        step, steps = int(state[initial_weights.STEP]), self.config.run.steps
-        if not 0 <= step <= steps:
+        state = initial_weights.load(initial, abstract, self.emit)
+        step = int(state[initial_weights.STEP])
+        if not 0 <= step <= self.steps:
             raise errors.ConfigError(
-                f"steps={steps}, but {model.init_from} is already at step {step}:"
+                f"steps={self.steps}, but {initial.path} is already at step {step}:"
                 " steps counts from the beginning of that training; set it above"
                 f" {step} to continue, or init_from_optimizer=false to begin at step 0"
             )
         self._resize(0, step)
         return state
 
-    def _note_skipped_weights(self) -> None:
-        path = self.config.model.init_from
-        if path:
-            self.emit("weights_skipped", path=path, step=self.start_step)
-
     def _distrust_restore(self, restored: int, begin: Callable[[str], None]) -> None:
-        saver, within = self.checkpointer, self.config.divergence.distrust_steps
+        saver, within = self.saver, self.distrust_steps
         if saver is None or not within:
             return
 
@@ -275,7 +414,7 @@ class Job:
 
     def _restore_from_storage(self, ended: loop.Ended) -> loop.Ended:
         # As if the loop had ended with the step that the checkpointer has gone back to.
-        saver, rollbacks = self.checkpointer, self.callbacks.rollbacks
+        saver, rollbacks = self.saver, self.callbacks.rollbacks
         assert saver is not None
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
@@ -292,25 +431,14 @@ class Job:
     def _leave_newest_good(self, finding: Finding) -> None:
         # Steps that were saved since the divergence are abandoned, so that the next
         # start does not continue from one of them.
-        saver = self.checkpointer
+        saver = self.saver
         saved = saver.complete() if saver else []
-        step = rollback.good_step([s.step for s in saved], since=finding.since)
+        step = good_step([s.step for s in saved], since=finding.since)
         if saver is None or step is None or step == saved[-1].step:
             return
         (good,) = (each for each in saved if each.step == step)
         state = saver.go_back(good, self.program.abstract_state, data=self.batches)
         saver.save_again(step, state)
-
-    @property
-    def _first_due(self) -> int:
-        # The first step that a run saves; 0 if it cannot begin anew, with step 0.
-        config = self.config
-        if config.model.init_from_optimizer:
-            return 0
-        tiers = config.tiers
-        if tiers.enable_multi_tier_checkpointing:
-            return tiers.local_checkpoint_period
-        return config.checkpoint.checkpoint_period
 
     def _go_back(
         self, ended: loop.Ended, finding: Finding, *, began_at: int
@@ -318,16 +446,14 @@ class Job:
         # As if the loop had ended with an older step, which is saved. If the run has to
         # end instead, the finding has the reason.
         began_secs = time.monotonic()
-        saver, callbacks = self.checkpointer, self.callbacks
+        saver, callbacks = self.saver, self.callbacks
         saved = saver.complete() if saver else []
         try:
-            step = rollback.choose(
+            step = self.rollbacks.choose(
                 finding,
                 [each.step for each in saved],
-                rollbacks=callbacks.rollbacks,
-                section=self.config.divergence,
+                before=callbacks.rollbacks,
                 began_at=began_at,
-                first_due=self._first_due,
             )
         except errors.DivergedError as error:
             why = dataclasses.replace(finding, action=Action.ABORT, why=str(error))
@@ -376,25 +502,6 @@ class Job:
         if self.sizes.at(step) != self.sizes.at(before):
             self.batches.resize(self.sizes.at(step))
 
-    def _open_log(self, start_step: int, number: int) -> step_log.StepLog | None:
-        # All hosts ask for it.
-        left_out = self.batches.left_out
-        if not topology.is_primary():
-            return None
-        directory = run_directory.path_of(self.config)
-        run_directory.write_config(directory, self.given or self.config)
-        return step_log.StepLog(
-            directory,
-            step_log.Start(
-                step=start_step,
-                world=self.world,
-                data=dataclasses.asdict(self.config.data),
-                number=number,
-                left_out=left_out,
-            ),
-            detail=self.config.run.step_log,
-        )
-
 
 class _Compiled:
     """Compiles the step, or takes the last one for batches of the same size.
@@ -415,3 +522,135 @@ class _Compiled:
             self._step = self._compiled(jitted, *arguments, step=step)
             self._rows = rows
         return self._step
+
+
+def train(
+    config: schema.Config,
+    world: World,
+    *,
+    callbacks: Mapping[str, Callback] | None = None,
+) -> bool:
+    """Trains on this host, a member of a world that all of its hosts have joined.
+
+    Args:
+      config: of the run; the files of its data exist.
+      world: of this host; its events are emitted on the primary host alone.
+      callbacks: your own by name, besides the configured ones.
+
+    Returns:
+      Whether the hosts left before the last step.
+
+    Raises:
+      DivergedError: if a callback has ended the run.
+    """
+    began_secs = time.monotonic()
+    emit = world.emit if topology.is_primary() else events.nobody
+    # The journal of a process that trains in several worlds has its listeners.
+    has_listeners = world.devices is not None
+    listening = contextlib.nullcontext() if has_listeners else listeners.started(config)
+    with listening:
+        world.begin("prepare")
+        job = assemble(
+            config,
+            world.topology,
+            devices=world.devices,
+            place=world,
+            callbacks=callbacks,
+            emit=emit,
+        )
+        emit(
+            "run_started",
+            run=config.run.run_name,
+            **dataclasses.asdict(job.world),
+            start_step=job.start_step,
+            steps=config.run.steps,
+        )
+        try:
+            ended = _run(job, world)
+        except Exception as error:
+            if world.devices is not None:
+                # This process goes on.
+                job.abandon()
+            elif topology.num_hosts() == 1:
+                job.abandon(alone=error)
+            elif job.saver is not None:
+                # This process ends at once, and what it wrote to is free.
+                job.saver.let_others_write()
+            raise
+        if ended.is_stopped:
+            emit("run_stopped", step=ended.step, saved=job.saver is not None)
+        else:
+            secs = time.monotonic() - began_secs
+            emit("run_finished", step=ended.step, secs=secs)
+    return ended.is_stopped
+
+
+def compile_ahead(config: schema.Config, world: World) -> None:
+    """Compiles the step of a world that may follow; reads one batch, writes nothing.
+
+    Args:
+      config: of the run; the files of its data exist.
+      world: of this host, in a world of that size.
+    """
+    job = assemble(configured.only_compiled(config), world.topology, place=world)
+    # Batches grow to their last size, and keep it.
+    job.batches.begin_at(config.run.steps)
+    job.batches.resize(job.sizes.at(config.run.steps))
+    world.compiled(job.program.step, job.program.abstract_state, next(job.batches))
+    job.close()
+
+
+def _run(job: Job, world: World) -> loop.Ended:
+    world.begin("restore")
+    state = job.restore_or_init(handed_over=world.take_state)
+    ended = job.run(
+        state,
+        compiled=world.compiled,
+        begin=world.begin,
+        is_stopping=world.should_stop,
+        is_ending=world.should_stop_early,
+        is_left=world.will_resume,
+    )
+    world.begin(watch.CLOSE)
+    world.put_state(ended.step, ended.state)
+    job.close()
+    newest = job.saver.latest_step if job.saver else None
+    if ended.finding is not None:
+        kept = "saved" if newest == ended.step else "not saved"
+        left = (
+            f"; the newest step is {newest}" if newest not in (None, ended.step) else ""
+        )
+        raise errors.DivergedError(
+            f"the run was ended after step {ended.step}, which is {kept}:"
+            f" {ended.finding.why}{left}"
+        )
+    return ended
+
+
+@contextlib.contextmanager
+def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
+    """The world of this process, if no supervisor has started it.
+
+    SIGTERM ends the run while the block runs: before the first step at once.
+    """
+
+    def ended() -> None:
+        assert isinstance(emit, journal.Journal)
+        emit.stopped_without_a_save()
+
+    with termination.in_this_process(
+        grace_secs=configured.grace_secs(config), ended=ended, emit=emit
+    ) as is_ending:
+        slices = config.world.slices
+        # An outer launcher starts the hosts again, which take over.
+        claimant = claims.new_claimant(
+            process.this() if topology.num_hosts() == 1 else None
+        )
+        yield World(
+            number=1,
+            slices=tuple(range(slices)),
+            slice_name=topology.slice_of_this_host(slices),
+            emit=emit,
+            should_stop=is_ending,
+            _between=BetweenWorlds(claimant=claimant),
+        )

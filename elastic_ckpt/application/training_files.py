@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys
+
+_MIXTURE = "grain_train_mixture_config_path"
 
 
 def prepare(
@@ -31,52 +33,41 @@ def prepare(
 
     data = config.data
     directories = [part for part in data.text_directory.split(";") if part]
-    keys = ["grain_train_files"] + ["grain_eval_files"] * bool(data.eval_interval)
-    if data.grain_train_mixture_config_path:
-        path = storage.absolute(data.grain_train_mixture_config_path)
-        data = dataclasses.replace(
-            data, grain_train_mixture_config_path=os.fspath(path)
-        )
-        keys.remove("grain_train_files")
+    keys = ["grain_train_files"] * (not data.grain_train_mixture_config_path)
+    keys += ["grain_eval_files"] * bool(data.eval_interval)
     for key in keys:
-        with_files = []
         for dataset in datasets.from_list(getattr(data, key), key=key):
             directory = directories.pop(0) if directories else ""
             if directory:
                 _write(dataset.patterns, directory, data.grain_file_type, report)
-            patterns = files.absolute(dataset.patterns)
-            files.find_files(patterns)
-            with_files.append(dataclasses.replace(dataset, patterns=patterns))
-        changed: dict[str, Any] = {key: datasets.to_list(with_files)}
-        data = dataclasses.replace(data, **changed)
+            files.find_files(files.absolute(dataset.patterns))
+    values = _absolute({key: vars(data)[key] for key in (_MIXTURE, *keys)})
     if data.data_stages:
         # As they are now: the file may change, and another start may be elsewhere.
-        data = dataclasses.replace(data, data_stages=_stages(data))
-    return dataclasses.replace(config, data=data)
+        stages = []
+        for begin, stage in data_keys.stages(data):
+            own = {k: v for k, v in vars(stage).items() if v != vars(data)[k]}
+            stages.append({"begin_step": begin, **_absolute(own)})
+        values["data_stages"] = json.dumps(stages)
+    return dataclasses.replace(config, data=dataclasses.replace(data, **values))
 
 
-def _stages(data: data_keys.DataKeys) -> str:
-    # The stages as JSON, with absolute file names.
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    # The values of keys of data, with absolute file names.
     from elastic_ckpt.data import datasets
     from elastic_ckpt.data.sources import files
 
-    found = []
-    for begin, stage in data_keys.stages(data):
-        own = {
-            key: value for key, value in vars(stage).items() if value != vars(data)[key]
-        }
-        mixture, train = "grain_train_mixture_config_path", "grain_train_files"
-        if own.get(mixture):
-            own[mixture] = os.fspath(storage.absolute(own[mixture]))
-        if own.get(train):
-            own[train] = datasets.to_list(
-                [
-                    dataclasses.replace(each, patterns=files.absolute(each.patterns))
-                    for each in datasets.from_list(own[train], key=train)
-                ]
-            )
-        found.append({"begin_step": begin, **own})
-    return json.dumps(found)
+    absolute = dict(values)
+    for key, value in values.items():
+        if value and key == _MIXTURE:
+            absolute[key] = os.fspath(storage.absolute(value))
+        elif value and key in ("grain_train_files", "grain_eval_files"):
+            listed = [
+                dataclasses.replace(each, patterns=files.absolute(each.patterns))
+                for each in datasets.from_list(value, key=key)
+            ]
+            absolute[key] = datasets.to_list(listed)
+    return absolute
 
 
 def _write(

@@ -7,18 +7,18 @@ A step is named by the number of steps done. It holds the checkpointables `state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import configured_tiers
 from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import bucket_clients, errors, metrics, topology
 from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.best_steps import BestN
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
@@ -36,12 +36,30 @@ class Callbacks(ocp.StatefulCheckpointable, Protocol):
         """Continues a step without states of callbacks."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The steps that a run saves besides those that are due in its tiers.
+
+    Attributes:
+      at_end: whether the last step is.
+      steps: others, by their numbers, in storage.
+      best: ranks evaluations; a step that is better than all before is saved to
+        storage. None saves none for its evaluation.
+      in_background: whether training continues before a step is committed.
+    """
+
+    at_end: bool = True
+    steps: Collection[int] = ()
+    best: BestN | None = None
+    in_background: bool = True
+
+
 class RunSaver:
     """Saves and restores a run; every host makes one, and all call it alike.
 
     Args:
       checkpointer: over the tiers.
-      section: whether to save in the background, and at the end.
+      saved: the steps to save besides those that are due.
       data: the data iterator.
       callbacks: None if the run has none.
     """
@@ -49,20 +67,19 @@ class RunSaver:
     def __init__(
         self,
         checkpointer: HostsCheckpointer,
-        section: schema.CheckpointSection,
+        saved: Saved,
         *,
         data: ocp.StatefulCheckpointable,
         callbacks: Callbacks | None = None,
     ) -> None:
         self._checkpointer = checkpointer
-        self._section = section
+        self._saved = saved
         self._data = data
         self._callbacks = callbacks
         # The step that ends the run, once it is saved.
         self._last_step: int | None = None
         # The step whose evaluation was better than all before.
         self._best_step: int | None = None
-        self._pinned_steps = configured_tiers.pinned_steps(section)
         self._is_closed = False
 
     def claim_world(self) -> int:
@@ -100,7 +117,7 @@ class RunSaver:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of an evaluation of `step`, which may also be saved."""
-        if self._section.save_best_checkpoint and self._is_best(metrics):
+        if self._saved.best is not None and self._is_best(self._saved.best, metrics):
             self._best_step = step
         self._checkpointer.record_metrics(step, metrics)
 
@@ -180,7 +197,7 @@ class RunSaver:
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save `step`, which has just been computed."""
-        if last and self._section.save_checkpoint_on_completion:
+        if last and self._saved.at_end:
             return not self._checkpointer.is_durable(step)
         return self._checkpointer.should_save(step) or self._is_kept(step)
 
@@ -199,14 +216,13 @@ class RunSaver:
                 force=last or self._is_kept(step),
                 overwrite=overwrite,
             )
-            if saving is not None and not self._section.async_checkpointing:
+            if saving is not None and not self._saved.in_background:
                 saving.result()
 
     def _is_kept(self, step: int) -> bool:
-        return step == self._best_step or step in self._pinned_steps
+        return step == self._best_step or step in self._saved.steps
 
-    def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        policy = configured_tiers.best_steps(self._section)
+    def _is_best(self, policy: BestN, metrics: Mapping[str, float]) -> bool:
         rank = policy.rank(metrics)
         before = self._evaluations()
         if before is None or rank is None:

@@ -27,7 +27,7 @@ from elastic_ckpt.inspect import (
     survey,
     verification,
 )
-from elastic_ckpt.simulation import run_plan
+from elastic_ckpt.simulation import simulated_run
 from elastic_ckpt.training import audit, provenance
 from elastic_ckpt.universal.writing import summary
 
@@ -253,7 +253,7 @@ OUTPUTS: dict[str, tuple[type, ...]] = {
     "audit --step": (StepDocuments,),
     "plan --hosts --batches": (Outlooks,),
     "plan --from --to": (Decision, change_plan.ChangePlan),
-    "simulate": (Setting, run_plan.Outcome),
+    "simulate": (Setting, simulated_run.Outcome),
     "status": (status.Status,),
     "inspect": (Inspected,),
     "verify": (Verified,),

@@ -74,7 +74,7 @@ def ram_disks(path: str) -> list[epath.Path]:
     Raises:
       ConfigError: if the run's configuration cannot be read.
     """
-    from elastic_ckpt.checkpoint import configured_tiers
+    from elastic_ckpt.application import configured
     from elastic_ckpt.inspect import tier_locations
 
     own = run_directory.read_loop(path)
@@ -84,7 +84,7 @@ def ram_disks(path: str) -> list[epath.Path]:
         config = run_directory.read_config(path)
         if not config.tiers.enable_multi_tier_checkpointing:
             return []
-        named = configured_tiers.ram_directories(config)
+        named = configured.ram_directories(config)
     directories = map(storage.absolute, named)
     return list(filter(tier_locations.is_ram_disk, directories))
 

@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the manifest."""
-    from elastic_ckpt.application import elastic_run
+    from elastic_ckpt.application import configured
     from elastic_ckpt.deploy import manifest, nodes, program, slurm
 
     config = load.load(arguments.config, arguments.overrides)
-    elastic_run.check_keys(config)
+    configured.check_keys(config)
     if arguments.slurm:
         text = slurm.script(config)
     elif arguments.nodes:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_train(config: schema.Config, *, is_slurm: bool) -> None:
-    from elastic_ckpt.application import elastic_run
+    from elastic_ckpt.application import configured
     from elastic_ckpt.deploy import settings
 
     data = config.data
@@ -58,7 +58,7 @@ def _check_train(config: schema.Config, *, is_slurm: bool) -> None:
             " a volume that all hosts mount"
         )
     if is_slurm:
-        elastic_run.check_world(config)
+        configured.check_world(config)
         return
     files = data.grain_train_mixture_config_path or data.grain_train_files
     mounted = settings.mapping("pod_volumes", config.pods.pod_volumes)

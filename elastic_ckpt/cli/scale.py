@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Requests the number, and waits for the change."""
-    from elastic_ckpt.application import elastic_run
+    from elastic_ckpt.application import configured
     from elastic_ckpt.elastic import scale_request
 
     directory, slices = arguments.run, arguments.slices
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{directory} was not started with elastic_enabled=true; stop it, and start"
             " it again with another number of slices"
         )
-    elastic_run.check_request(config, slices)
+    configured.check_request(config, slices)
     known = _events(directory)
     _check_alive(directory, known)
     scale_request.write(directory, slices)

@@ -74,13 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the settings side by side."""
-    from elastic_ckpt.simulation import comparison, configured, failures, study
+    from elastic_ckpt.simulation import cluster, comparison, study
 
     days = arguments.days
     if days is None and not arguments.trace:
         days = _DAYS
-    model = failures.FailureModel(seed=arguments.seed)
-    model = failures.FailureModel(
+    model = cluster.FailureModel(seed=arguments.seed)
+    model = cluster.FailureModel(
         between_hours=dict(arguments.fails) or model.between_hours,
         repair_hours={
             **model.repair_hours,
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         study.Study(
             config=arguments.config,
             overrides=arguments.overrides,
-            cluster=configured.Cluster(
+            cluster=study.Cluster(
                 hosts=arguments.hosts,
                 slices=arguments.slices,
                 hosts_per_rack=arguments.rack_hosts,
@@ -175,7 +175,7 @@ def of_run(directory: str) -> Costs:
     """
     from elastic_ckpt.application import run_directory
     from elastic_ckpt.monitoring import jsonl
-    from elastic_ckpt.simulation import costs, measured_costs
+    from elastic_ckpt.simulation import costs
 
     run_directory.run_of(directory)
     lines = jsonl.read(storage.absolute(directory) / run_directory.METRICS)
@@ -183,4 +183,4 @@ def of_run(directory: str) -> Costs:
         events = run_directory.read_events(directory)
     except FileNotFoundError:
         events = []
-    return measured_costs.measured(events, lines.get("run", ()), given=costs.Costs())
+    return costs.measured(events, lines.get("run", ()), given=costs.Costs())

@@ -41,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
       0 when the run has trained all of its steps, 143 if SIGTERM ended it before, and
       130 if Ctrl-C did.
     """
-    from elastic_ckpt.application import elastic_run
+    from elastic_ckpt.application import configured
 
     config = load.load(arguments.config, arguments.overrides)
     if not config.run.run_name:
         raise errors.ConfigError(
             "run_name is empty; set it, for example run_name=first"
         )
-    elastic_run.check_checkpoints(config)
+    configured.check_checkpoints(config)
     listeners.check(config.metrics)
     signal.signal(signal.SIGTERM, _end_on_sigterm)
     with (
@@ -70,7 +70,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         if config.elastic.elastic_enabled:
             return _run_controlled(config, shown)
         return _run_here(config, shown)
-    from elastic_ckpt.application import controlled_slices, local_world
+    from elastic_ckpt.application import configured, local_world
 
     # At once, though an outer launcher may yet be found: importing takes seconds.
     if config.world.hosts > 1:
@@ -80,9 +80,9 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     multicontroller.configure(config.world)
     if multicontroller.join_outer_launcher():
         return _run_here(config, shown)
-    local_world.check(config)
+    configured.check_local(config)
     run = _run_here if config.world.hosts == 1 else _run_supervised
-    if controlled_slices.is_simulated(config):
+    if configured.is_simulated(config):
         run = _run_controlled
     is_stopped = run(config, shown)
     path = run_directory.path_of(config)
@@ -92,7 +92,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import host_program
+    from elastic_ckpt.application import job
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import multicontroller
 
@@ -100,13 +100,13 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     config = _with_files(config)
     if not topology.is_primary():
         shown.close()
-        with host_program.alone(config, events.nobody) as world:
-            return host_program.train(config, world)
+        with job.alone(config, events.nobody) as world:
+            return job.train(config, world)
     with (
         journal.kept(config, shown) as emit,
-        host_program.alone(config, emit) as world,
+        job.alone(config, emit) as world,
     ):
-        return host_program.train(config, world)
+        return job.train(config, world)
 
 
 def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
@@ -120,24 +120,24 @@ def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_on_machines(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import local_world, machine_run
+    from elastic_ckpt.application import configured, local_world, machine_run
 
     place = machine_run.place(config, os.environ)
     local_world.warm_up()
     from elastic_ckpt.elastic import multicontroller
 
     multicontroller.configure(config.world)
-    local_world.check(config)
+    configured.check_local(config)
     return machine_run.run(_with_files(config), place, shown)
 
 
 def _run_controlled(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import controlled_slices
+    from elastic_ckpt.application import elastic_run
 
     config = _with_files(config)
     listening = listeners.started(config)
     with journal.kept(config, shown, listening=listening) as emit:
-        controlled_slices.run(config, emit)
+        elastic_run.run_here(config, emit)
         return emit.is_stopped
 
 

@@ -1,22 +1,17 @@
 """Every configuration key: its section, type, default and description.
 
 Keys are flat, as in MaxText, and have the same names if they have the same meaning.
-They are defined here, in the other modules of this package and, for the input
-pipeline, in `data.data_keys`; `config.keys` looks them up.
+They are defined here and, for the input pipeline, in `data.data_keys`; `config.keys`
+looks them up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from elastic_ckpt.config.deploy_section import DeploySection
-from elastic_ckpt.config.divergence_section import DivergenceSection
-from elastic_ckpt.config.elastic_section import ElasticSection
-from elastic_ckpt.config.pods_section import PodsSection
-from elastic_ckpt.config.slurm_section import SlurmSection
-from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core.sections import key
 from elastic_ckpt.data.data_keys import DataKeys
+from elastic_ckpt.elastic.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +47,7 @@ class RunSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WorldSection:
+class WorldSection(Hardware):
     """The world: hosts and devices."""
 
     hosts: int = key(
@@ -212,6 +207,109 @@ class CheckpointSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DivergenceSection:
+    """Callbacks of the training loop, and detectors of a loss that diverges."""
+
+    training_callbacks: str = key(
+        "",
+        "Your own callbacks: `module:function`, a function that takes the"
+        " configuration and returns callbacks by name"
+        " (elastic_ckpt.training.callbacks). Every host calls it. Empty uses none.",
+    )
+    distrust_steps: int = key(
+        20,
+        "If the loss is not finite, or a detector or callback finds a divergence,"
+        " within this many steps of a restore from RAM, return to the newest earlier"
+        " checkpoint in storage, once, and train on the same rows again: the copy in"
+        " RAM may have been corrupt when it was saved. 0 disables this.",
+        at_least=0,
+    )
+    divergence_action: str = key(
+        "off",
+        "What the detectors below do: `warn` reports; `stop` ends the run with the"
+        " newest checkpoint from before the divergence; `abort` ends it without a"
+        " save; `rollback` returns to that checkpoint, or else the beginning, and"
+        " skips the data read since.",
+        choices=("off", "warn", "stop", "abort", "rollback"),
+    )
+    divergence_non_finite: bool = key(
+        True, "Act at once if the loss or the gradient norm is infinite or NaN."
+    )
+    divergence_patience_steps: int = key(
+        10,
+        "Consecutive bad steps after which a detector acts; a loss that is not finite"
+        " needs only one.",
+        at_least=1,
+    )
+    divergence_warmup_steps: int = key(
+        100,
+        "Steps at the beginning of a run in which only values that are not finite"
+        " count.",
+        at_least=0,
+    )
+    divergence_loss_smoothing: float = key(
+        0.9,
+        "Weight of the past in the smoothed loss, which is compared with its best"
+        " value so far and with a slower average.",
+        at_least=0,
+        below=1,
+    )
+    divergence_loss_margin: float = key(
+        0.0,
+        "A step is bad if the smoothed loss is this many nats above its best value; 0"
+        " disables this detector.",
+        at_least=0,
+    )
+    divergence_loss_factor: float = key(
+        0.0,
+        "A step is bad if the smoothed loss is this many times its best value, such"
+        " as 1.5; 0 disables this detector.",
+        at_least=0,
+    )
+    divergence_slow_smoothing: float = key(
+        0.99,
+        "Weight of the past in the slower average of the loss; choose it above"
+        " divergence_loss_smoothing.",
+        at_least=0,
+        below=1,
+    )
+    divergence_slow_margin: float = key(
+        0.0,
+        "A step is bad if the smoothed loss is this many nats above the slower"
+        " average; 0 disables this detector.",
+        at_least=0,
+    )
+    divergence_window_steps: int = key(
+        50,
+        "Steps in each of the two windows whose mean losses are compared.",
+        at_least=1,
+    )
+    divergence_window_margin: float = key(
+        0.0,
+        "A step is bad if the mean loss of the last window is this many nats above"
+        " that of the window before; 0 disables this detector.",
+        at_least=0,
+    )
+    divergence_gradient_norm_factor: float = key(
+        0.0,
+        "A step is bad if its gradient norm, before clipping, is this many times the"
+        " smoothed norm of earlier steps, such as 10; 0 disables this detector.",
+        at_least=0,
+    )
+    divergence_rollback_steps: int = key(
+        0,
+        "With `rollback`, return to a checkpoint at least this many steps before the"
+        " first bad step.",
+        at_least=0,
+    )
+    divergence_max_rollbacks: int = key(
+        3,
+        "Number of rollbacks; at the next divergence the run ends instead.",
+        at_least=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TiersSection:
     """Checkpoints in the memory of hosts, with copies in the memory of peers."""
 
@@ -322,6 +420,139 @@ class TiersSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidationSection:
+    """Comparison of the copies of the state that should be equal."""
+
+    replica_validation: str = key(
+        "none",
+        "Compare the copies of the state on devices and hosts, to find memory that"
+        " changed without an error: `quick` compares a sample of each array, `tensor`"
+        " a digest of it, `full` every element.",
+        choices=("none", "quick", "tensor", "full"),
+    )
+    replica_validation_at_saves: bool = key(True, "Compare before each save.")
+    replica_validation_interval: int = key(
+        0,
+        "Steps between two further comparisons, in addition to those before saves; 0"
+        " makes none.",
+        at_least=0,
+    )
+    replica_validation_tolerance: float = key(
+        0.0,
+        "With `full`, the largest difference between two elements, absolute and"
+        " relative, that counts as equal.",
+        at_least=0,
+    )
+    replica_validation_action: str = key(
+        "warn",
+        "What to do if copies differ: `warn` reports it, preserves the newest earlier"
+        " step in storage and continues; `stop` ends the run before the step is saved.",
+        choices=("warn", "stop"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticSection:
+    """Elastic runs: slices that are lost, and slices that come back."""
+
+    elastic_enabled: bool = key(
+        False,
+        "When a slice is lost, continue on the others, and take it back when it"
+        " returns. If false, the run ends when a host fails.",
+    )
+    elastic_min_slice_count: int = key(
+        0, "Minimum number of slices to train on; 0 requires all.", at_least=0, off=-1
+    )
+    elastic_max_slice_count: int = key(
+        0,
+        "Maximum number of slices to train on. Slices beyond it are spares, which"
+        " replace lost ones; 0 trains on all.",
+        at_least=0,
+    )
+    elastic_timeout_seconds: int = key(
+        300,
+        "How long to wait for elastic_min_slice_count slices before the run ends.",
+        at_least=0,
+    )
+    elastic_max_retries: int = key(
+        10,
+        "How often the run may continue after a loss without a new step in between;"
+        " then it ends with the first cause.",
+        at_least=0,
+    )
+    elastic_settle_seconds: float = key(
+        10.0,
+        "How long a slice must be back before the run continues on it.",
+        at_least=0,
+    )
+    elastic_quarantine_failures: int = key(
+        3,
+        "Failures within elastic_quarantine_seconds after which a slice is not used"
+        " again until the next start: it was lost, or computed wrong values when it"
+        " came back. 0 disables this.",
+        at_least=0,
+    )
+    elastic_quarantine_seconds: float = key(
+        3600.0, "The time within which the failures of a slice are counted.", at_least=0
+    )
+    elastic_leave_out_slow_hosts: bool = key(
+        False,
+        "Continue without the slices of slow hosts if enough others are left, until"
+        " they are replaced or the run is started again. If false, slow hosts are only"
+        " reported.",
+    )
+    elastic_hang_timeout_seconds: float = key(
+        600.0,
+        "Maximum time that a host may take for a step, or to compile one. Its own"
+        " earlier steps shorten the limit; those of other hosts do not.",
+        at_least=1,
+    )
+    elastic_heartbeat_timeout_seconds: float = key(
+        30.0,
+        "A host that sends no heartbeat for this long, because it is stopped or"
+        " frozen, counts as lost.",
+        at_least=2,
+    )
+    elastic_compile_ahead_seconds: float = key(
+        600.0,
+        "Time limit to compile the program for one slice fewer, at low priority,"
+        " while the run trains; 0 compiles it only when a slice is lost.",
+        at_least=0,
+    )
+    elastic_machines: str = key(
+        "",
+        "The machines of the run: `host:port` separated by `;`, the same on all."
+        " Start the same command on each; their supervisors agree through these"
+        " addresses, and the slices are divided evenly. Empty uses this machine only.",
+    )
+    elastic_machine: int = key(
+        -1,
+        "Number of this machine in elastic_machines, from 0. -1 reads it from"
+        " NODE_RANK, SLURM_NODEID or JOB_COMPLETION_INDEX in the environment.",
+        at_least=-1,
+    )
+    elastic_machine_timeout_seconds: float = key(
+        10.0,
+        "A machine that gives no sign of life for this long counts as lost; of the"
+        " others, the one with the lowest number leads.",
+        at_least=2,
+    )
+    elastic_machine_majority: bool = key(
+        False,
+        "Continue only with more than half of the machines. Required if they do not"
+        " share the storage of base_output_directory.",
+    )
+    faults: str = key(
+        "",
+        "Failures to inject, for tests and demonstrations: [{kill_slice: 1, at_step:"
+        " 40}, {return_slice: 1, at_step: 80}]. Others are kill_host, hang_host,"
+        " slow_host and cut_off; in_phase: restore (or another) and in_world: 2 may"
+        " replace at_step.",
+        lists="any",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsSection:
     """Outputs of metrics besides the JSON lines in the run's `metrics/`."""
 
@@ -346,6 +577,371 @@ class MetricsSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DeploySection:
+    """The JobSet on GKE that `elastic-ckpt manifest` writes (guides/kubernetes.md)."""
+
+    command: str = key(
+        "",
+        "Program of each host (with Pathways, of the head): python train.py --lr=1,"
+        " or a list of arguments. No shell interprets it; [sh, -c, ...] starts one."
+        " Empty trains with this configuration.",
+        lists="yaml",
+    )
+    python_module: str = key(
+        "",
+        "Python module, with its arguments, to run instead of `command`:"
+        " my_project.train --lr=1, or a list.",
+        lists="yaml",
+    )
+    maxtext: str = key(
+        "",
+        "Keys of MaxText, and of ours that it takes, to run `elastic-ckpt maxtext`"
+        " instead of `command`: {base_config: base.yml, model_name: llama2-7b}."
+        " run_name, base_output_directory, steps and the RAM disk come from this file.",
+        lists="yaml",
+    )
+
+    docker_image: str = key(
+        "", "Image with elastic_ckpt for the head, or without Pathways for every host."
+    )
+    machine_type: str = key(
+        "",
+        "Machine type of the accelerator hosts, on GKE ct6e-standard-4t or"
+        " a3-highgpu-8g; for TPUs it is that of a multi-host slice. Without"
+        " accelerators, or with machine_gpus, it may be that of any cloud, and empty"
+        " allows any.",
+    )
+    machine_gpus: int = key(
+        0,
+        "GPUs of each pod; 0 uses all of a known machine_type. Set it for other"
+        " machines, and select their nodes with machine_type or pod_node_selector.",
+        at_least=0,
+    )
+    gpu_resource: str = key(
+        "nvidia.com/gpu",
+        "Name of the GPUs among the resources of a Kubernetes node; for AMD it is"
+        " amd.com/gpu.",
+    )
+    topology: str = key(
+        "",
+        "Chips of a TPU slice along each dimension, for example 4x4; this determines"
+        " the hosts of a slice. On other hardware, `hosts` are divided among `slices`.",
+    )
+    namespace: str = key("default", "Namespace of all objects in the manifest.")
+    service_account: str = key(
+        "",
+        "Kubernetes service account of the pods, for example one with access to the"
+        " bucket. Empty uses the namespace's default, or a new one in the manifest if"
+        " JAX queries the Kubernetes API for the hosts.",
+    )
+    local_checkpoint_volume: str = key(
+        "empty_dir",
+        "Volume of local_checkpoint_directory. `empty_dir` is lost with the pod;"
+        " `node_agent` belongs to the node, and `elastic-ckpt manifest --nodes`"
+        " deploys its agent; `gke_multitier` belongs to GKE's multi-tier"
+        " checkpointing.",
+        choices=("empty_dir", "node_agent", "gke_multitier"),
+    )
+    node_agent_directory: str = key(
+        "/dev/shm/elastic-ckpt",
+        "node_agent: directory of the node, on a file system in its memory.",
+    )
+    node_agent_image: str = key(
+        "", "node_agent: image of the agent; empty uses docker_image."
+    )
+    node_agent_size_limit: str = key(
+        "",
+        "node_agent: memory limit, such as 256Gi, for all runs of a node together."
+        " Above it, the runs unused for the longest time are removed. Empty sets no"
+        " limit.",
+    )
+    node_agent_port: int = key(
+        0,
+        "node_agent: port of the agent on the node's network for one run; others on"
+        " the node have the next ones. 0 lets the system choose.",
+        at_least=0,
+    )
+    node_agent_priority_class: str = key(
+        "",
+        "node_agent: priority class of the agents. Empty adds a class to the manifest"
+        " that is above all pods of runs, so that they do not evict agents.",
+    )
+    node_agent_hours_unused: float = key(
+        24.0,
+        "node_agent: hours after which the memory of a run is freed if no process"
+        " uses it; 0 keeps it.",
+        at_least=0,
+    )
+    node_agent_domain_labels: str = key(
+        "",
+        "node_agent: node labels that name failure domains, by kind:"
+        " rack=example.com/rack;row=example.com/row. Region and zone, and on GKE block"
+        " and rack, are known without labels here.",
+    )
+    backup_hosts: int = key(
+        0,
+        "Number of pods without accelerators that together hold one more copy of"
+        " everything in memory, as for a huge model with peer_copies=0. Needs"
+        " peer_secret_file, and elastic_enabled=true or restart_strategy=restart_job.",
+        at_least=0,
+    )
+    backup_machine_type: str = key(
+        "",
+        "GKE machine type of the backup hosts, such as m3-ultramem-32; empty allows"
+        " any.",
+    )
+    backup_size_limit: str = key(
+        "64Gi",
+        "Memory for steps on each backup host; choose three times its share of a step.",
+    )
+    shared_memory_size_limit: str = key(
+        "16Gi",
+        "Size of /dev/shm on each host; with Pathways, also of the memory in which a"
+        " host's server and sidecar pass batches.",
+    )
+    restart_strategy: str = key(
+        "recreate",
+        "What JobSet restarts after a failure: `recreate` replaces all pods;"
+        " `in_place` restarts all containers and replaces only failed pods;"
+        " `restart_job` replaces the pods of the failed slice."
+        " docs/pages/guides/kubernetes-failures.md lists versions and feature gates.",
+        choices=("recreate", "in_place", "restart_job"),
+    )
+    in_place_restart_image: str = key(
+        "",
+        "in_place: image of JobSet's restart agent, built from"
+        " cmd/in-place-restart-agent of JobSet.",
+    )
+    max_restarts: int = key(
+        10,
+        "Number of restarts of the whole job after failures. Preemptions do not"
+        " count; a wrong configuration is never restarted.",
+        at_least=0,
+    )
+    ttl_seconds_after_finished: int = key(
+        -1,
+        "Seconds until the JobSet is deleted after its end; -1 keeps it.",
+        at_least=-1,
+    )
+    kueue_queue: str = key(
+        "",
+        "Kueue's LocalQueue that admits the JobSet, which is suspended until then;"
+        " empty uses none.",
+    )
+    metrics_monitor: str = key(
+        "none",
+        "What collects the metrics at prometheus_port: Google Cloud's managed"
+        " Prometheus (`pod_monitoring`), or the Prometheus operator (`pod_monitor`, or"
+        " `service_monitor` with a Service).",
+        choices=("none", "pod_monitoring", "pod_monitor", "service_monitor"),
+    )
+    termination_grace_period_seconds: int = key(
+        60,
+        "Seconds between SIGTERM and SIGKILL, in which the run saves its last step.",
+        at_least=1,
+    )
+    colocated_python_sidecar_image: str = key(
+        "", "Pathways: image of the sidecar, built from sidecar/Dockerfile."
+    )
+    server_image: str = key(
+        "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/server:jax-0.10.0",
+        "Pathways: image of the resource manager and the workers.",
+    )
+    proxy_server_image: str = key(
+        "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/proxy_server:jax-0.10.0",
+        "Pathways: image of the proxy beside the head.",
+    )
+    pathways_gcs_location: str = key(
+        "",
+        "Pathways: directory of its servers' scratch files, gs://bucket/path; empty"
+        " uses base_output_directory/pathways.",
+    )
+    pathways_head_node_pool: str = key(
+        "cpu-np", "Pathways: node pool, without accelerators, for the head."
+    )
+    manifest_patches: str = key(
+        "",
+        "Changes to the manifest: [{kind: JobSet, patch: {spec: {managedBy: x}}}]."
+        " Mappings are merged, and so are lists of named members; other lists are"
+        " replaced, and null removes a key. `name` selects among several objects of a"
+        " kind.",
+        lists="yaml",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PodsSection:
+    """The pods of the JobSet: their resources, nodes, environment and volumes."""
+
+    program_cpus: float = key(
+        0.0,
+        "CPUs that the program of a host (with Pathways, of the head) requests; 0"
+        " requests none.",
+        at_least=0,
+    )
+    program_memory: str = key(
+        "",
+        "Memory that this program itself needs: 200Gi. The pod's request and limit"
+        " add its RAM disk and shared memory, which count as its memory. Empty"
+        " requests only these, and sets no limit.",
+    )
+    sidecar_cpus: float = key(
+        0.0,
+        "Pathways: CPUs that the sidecar of each worker requests; 0 requests none.",
+        at_least=0,
+    )
+    sidecar_memory: str = key(
+        "", "Pathways: memory that the sidecar itself needs, as in program_memory."
+    )
+    spot: bool = key(
+        False, "Run the accelerator hosts on GKE's Spot VMs, which may be preempted."
+    )
+    reservation: str = key(
+        "",
+        "Compute Engine reservation for the accelerator hosts: NAME, or PROJECT/NAME"
+        " if another project shares it. On Slurm, the name of a Slurm reservation.",
+    )
+    pod_node_selector: str = key(
+        "",
+        "Further labels that the nodes of the accelerator hosts must have, such as"
+        " {pool: a}.",
+        lists="yaml",
+    )
+    pod_affinity: str = key(
+        "",
+        "Affinity of the accelerator hosts, in Kubernetes' syntax: {nodeAffinity:"
+        " {...}}.",
+        lists="yaml",
+    )
+    pod_tolerations: str = key(
+        "",
+        "Tolerations of all pods, in Kubernetes' syntax: [{key: team, operator:"
+        " Exists}].",
+        lists="yaml",
+    )
+    pod_unreachable_seconds: int = key(
+        -1,
+        "Seconds until Kubernetes evicts a pod whose node is unreachable or not"
+        " ready; -1 uses the cluster's default, 300.",
+        at_least=-1,
+    )
+    pod_priority_class: str = key("", "Priority class of all pods.")
+    pod_labels: str = key(
+        "",
+        "Labels of the JobSet and of all pods, such as {team: speech}.",
+        lists="yaml",
+    )
+    pod_annotations: str = key(
+        "", "Annotations of the JobSet and of all pods.", lists="yaml"
+    )
+    pod_image_pull_secrets: str = key(
+        "",
+        "Names of the secrets to pull images with, such as [registry].",
+        lists="yaml",
+    )
+    pod_env: str = key(
+        "",
+        "Environment variables of the programs and sidecars: {LEVEL: info, TOKEN:"
+        " {secretKeyRef: {name: hub, key: token}}}. A mapping is a source in"
+        " Kubernetes' syntax.",
+        lists="yaml",
+    )
+    pod_env_secrets: str = key(
+        "",
+        "Names of secrets whose keys become environment variables, such as [hub].",
+        lists="yaml",
+    )
+    pod_volumes: str = key(
+        "",
+        "Volumes of the programs and sidecars, by mount path: {/data:"
+        " {persistentVolumeClaim: {claimName: texts}}, /bucket: {gcsfuse: my-bucket},"
+        " /keys: {secret: {secretName: keys}, readOnly: true}}.",
+        lists="yaml",
+    )
+    pod_security_context: str = key(
+        "",
+        "Security context of all pods, in Kubernetes' syntax: {runAsUser: 1000,"
+        " fsGroup: 1000}.",
+        lists="yaml",
+    )
+    program_security_context: str = key(
+        "",
+        "Security context of the programs and sidecars: {capabilities: {add:"
+        " [IPC_LOCK]}}.",
+        lists="yaml",
+    )
+    pod_startup_probe: str = key(
+        "",
+        "Probe of the program that must succeed once, in Kubernetes' syntax: {exec:"
+        " {command: [test, -e, /tmp/ready]}, failureThreshold: 60}. Without exec,"
+        " httpGet, tcpSocket or grpc it reads the metrics at prometheus_port.",
+        lists="yaml",
+    )
+    pod_liveness_probe: str = key(
+        "",
+        "Probe that must keep succeeding, or the program is killed; written as"
+        " pod_startup_probe.",
+        lists="yaml",
+    )
+    host_network: bool = key(
+        False, "Use the nodes' network; DNS still resolves the cluster's names."
+    )
+    gpu_direct: bool = key(
+        False,
+        "Connect the GPUs of different hosts directly, by the method of machine_type:"
+        " GPUDirect-TCPX on A3 High, GPUDirect-TCPXO on A3 Mega, RDMA on A3 Ultra and"
+        " A4.",
+    )
+    gpu_direct_networks: str = key(
+        "",
+        "Networks of the GPUs, in the order of their interfaces, separated by `;`."
+        " Empty uses the names of Google's guides: vpc1;vpc2;... or rdma-0;rdma-1;...",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmSection:
+    """The batch script of `elastic-ckpt manifest --slurm` (guides/slurm.md)."""
+
+    slurm_tasks_per_node: int = key(
+        1,
+        "Hosts on each node; the job requests `hosts` divided by this many nodes.",
+        at_least=1,
+    )
+    slurm_partition: str = key("", "Partition; empty uses the cluster's default.")
+    slurm_account: str = key("", "Account to charge; empty uses your default.")
+    slurm_time: str = key(
+        "", "Time limit, such as 2-00:00:00 for two days; empty uses the partition's."
+    )
+    slurm_gres: str = key(
+        "",
+        "Generic resources of each node, such as gpu:h100:8. Empty requests"
+        " devices_per_host GPUs for each host with hardware=gpu.",
+    )
+    slurm_options: str = key(
+        "",
+        "Further options of sbatch, such as {constraint: ib, exclusive: true, mem: 0}.",
+        lists="yaml",
+    )
+    slurm_ram_directory: str = key(
+        "/dev/shm",
+        "RAM disk of each node. Each job has a directory there, and removes it when"
+        " the run has ended.",
+    )
+    slurm_setup: str = key(
+        "",
+        "Commands that each node runs before the program, such as module load cuda;"
+        " several lines are allowed.",
+    )
+    slurm_port: int = key(
+        0,
+        "First port of the supervisors of an elastic run; 0 derives one from the"
+        " number of the job.",
+        at_least=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A complete configuration; no two sections have the same key."""
 
@@ -355,11 +951,11 @@ class Config:
     optimizer: OptimizerSection = OptimizerSection()
     data: DataKeys = dataclasses.field(default_factory=DataKeys)
     checkpoint: CheckpointSection = CheckpointSection()
-    divergence: DivergenceSection = dataclasses.field(default_factory=DivergenceSection)
+    divergence: DivergenceSection = DivergenceSection()
     tiers: TiersSection = TiersSection()
-    validation: ValidationSection = dataclasses.field(default_factory=ValidationSection)
-    elastic: ElasticSection = dataclasses.field(default_factory=ElasticSection)
+    validation: ValidationSection = ValidationSection()
+    elastic: ElasticSection = ElasticSection()
     metrics: MetricsSection = MetricsSection()
-    deploy: DeploySection = dataclasses.field(default_factory=DeploySection)
-    pods: PodsSection = dataclasses.field(default_factory=PodsSection)
-    slurm: SlurmSection = dataclasses.field(default_factory=SlurmSection)
+    deploy: DeploySection = DeploySection()
+    pods: PodsSection = PodsSection()
+    slurm: SlurmSection = SlurmSection()

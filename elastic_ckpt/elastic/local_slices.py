@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import (
     faults,
@@ -19,6 +18,7 @@ from elastic_ckpt.elastic import (
     world_host,
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.hardware import Hardware
 from elastic_ckpt.tiers.peers import agent, agent_process, known_agents
 from elastic_ckpt.tiers.ram import machine
 
@@ -48,7 +48,7 @@ class LocalSlices:
 
     def __init__(
         self,
-        hardware: schema.WorldSection,
+        hardware: Hardware,
         *,
         log_directory: str,
         memory: world_host.SliceMemory | None = None,

@@ -14,12 +14,12 @@ from jax._src import config as jax_config
 from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import addresses, errors, storage
 from elastic_ckpt.elastic import member, termination, watch
+from elastic_ckpt.elastic.hardware import Hardware
 
 
-def configure(world: schema.WorldSection, *, slot: int | None = None) -> None:
+def configure(world: Hardware, *, slot: int | None = None) -> None:
     """Chooses the devices; must be called before any other use of JAX.
 
     Args:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, process, storage
 from elastic_ckpt.elastic import (
     faults,
@@ -45,6 +44,7 @@ from elastic_ckpt.elastic.cluster import (
     leaving_for,
 )
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
+from elastic_ckpt.elastic.hardware import Hardware
 from elastic_ckpt.elastic.machines import (
     followers,
     handover,
@@ -541,7 +541,7 @@ class Processes(ProcessCluster):
                 _check_writable(name, os.path.abspath(path))
         supervisor.warm_up(_HOST_IMPORTS)
         own = local_slices.LocalSlices(
-            schema.WorldSection(
+            Hardware(
                 hosts=slices * hosts_per_slice,
                 slices=slices,
                 devices_per_host=devices_per_host,
@@ -572,7 +572,7 @@ def of_machine(cluster: object) -> OfMachine | None:
 
 
 def configured(
-    hardware: schema.WorldSection,
+    hardware: Hardware,
     *,
     log_directory: str,
     memory: world_host.SliceMemory | None = None,

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.elastic import host_process, host_start, kept_executables, watch
+from elastic_ckpt.elastic.hardware import Hardware
 
 if TYPE_CHECKING:
     import jax
@@ -68,7 +68,7 @@ class SliceChecks:
 
     def __init__(
         self,
-        hardware: schema.WorldSection,
+        hardware: Hardware,
         *,
         machine: host_start.ThisMachine,
         kept: kept_executables.KeptExecutables | None = None,
@@ -171,7 +171,7 @@ class _Check:
     def __init__(
         self,
         number: int,
-        hardware: schema.WorldSection,
+        hardware: Hardware,
         *,
         machine: host_start.ThisMachine,
         kept: kept_executables.KeptExecutables | None,
@@ -221,7 +221,7 @@ class _Check:
 
 
 def run(
-    hardware: schema.WorldSection,
+    hardware: Hardware,
     slot: int,
     kept: kept_executables.KeptExecutables | None,
     broken: bool,

@@ -20,7 +20,6 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import events
 
 # The exit status that a shell reports for a process ended by SIGTERM.
@@ -143,12 +142,6 @@ def call_beside(number: signal.Signals, call: Callable[[], object]) -> None:
                     call()
 
     threading.Thread(target=wait, name=f"await-{number.name}", daemon=True).start()
-
-
-def grace_secs(section: schema.DeploySection) -> float:
-    """How long a run may take to save and end after SIGTERM, in seconds."""
-    # The rest of the time is for the report.
-    return 0.9 * section.termination_grace_period_seconds
 
 
 class Notice:

@@ -6,10 +6,10 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import host_process, kept_executables, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.hardware import Hardware
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.world import BetweenWorlds, Steps, World
 from elastic_ckpt.steps import layout
@@ -80,7 +80,7 @@ class Owned:
 
 def run_host(
     train: TrainFunction,
-    hardware: schema.WorldSection,
+    hardware: Hardware,
     assignment: Assignment,
     owned: Owned,
     member: Member,
@@ -149,7 +149,7 @@ def run_host(
 
 
 def _take_share(
-    hardware: schema.WorldSection,
+    hardware: Hardware,
     assignment: Assignment,
     owned: Owned,
     member: Member,
@@ -164,7 +164,7 @@ def _take_share(
 
 
 def _simulated(
-    slices: Sequence[int], hardware: schema.WorldSection, member: Member
+    slices: Sequence[int], hardware: Hardware, member: Member
 ) -> tuple[tuple[int, ...], int]:
     # The slices of the mesh, and the first that is this host's: it may be several.
     parts = max(1, hardware.slices // hardware.hosts)

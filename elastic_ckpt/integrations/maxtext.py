@@ -36,7 +36,8 @@ from etils import epath
 from orbax import checkpoint
 
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import component_io, configured_tiers
+from elastic_ckpt.application import configured
+from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import data_keys, elastic_data, iterator
@@ -291,7 +292,7 @@ class Taken:
             )
         with _past_maxtext():
             chosen = maxtext_config.tiers_config(config, self._own)
-            tiers = configured_tiers.tiers(chosen, persistent=config.checkpoint_dir)
+            tiers = configured.tiers(chosen, persistent=config.checkpoint_dir)
             if self._world is not None:
                 over_tiers = self._world.checkpointer(tiers, run=config.run_name)
             else:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.config import elastic_section, load, schema
+from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys, datasets
 from elastic_ckpt.data.sources import files
@@ -66,7 +66,7 @@ OWN_WORLD_KEYS = (
     "devices_per_host",
     *(
         field.name
-        for field in dataclasses.fields(elastic_section.ElasticSection)
+        for field in dataclasses.fields(schema.ElasticSection)
         if field.name not in ELASTIC_KEYS
     ),
 )

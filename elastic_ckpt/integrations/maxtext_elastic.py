@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import journal, listeners, local_world
+from elastic_ckpt.application import configured, journal, listeners, local_world
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import supervisor
@@ -166,7 +166,7 @@ def run(
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
     maxtext_seams.check_installed(maxtext_config.explicit_keys(arguments))
-    local_world.check(config)
+    configured.check_local(config)
     supervisor.warm_up([_HOST_PROGRAM, maxtext_seams.MAIN.module])
     listening = listeners.of_supervisor(config)
     with journal.kept(config, emit, listening=listening) as kept:

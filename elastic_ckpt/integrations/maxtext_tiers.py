@@ -14,9 +14,10 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.application import configured
 from elastic_ckpt.checkpoint import component_io, run_saver
 from elastic_ckpt.checkpoint.components import validation_schedule
-from elastic_ckpt.config.validation_section import ValidationSection
+from elastic_ckpt.config.schema import ValidationSection
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.frontend import Checkpointer
 
@@ -72,9 +73,7 @@ class TieredManager:
         def preserve(step: int) -> int | None:
             return run_saver.preserve_newest(self._checkpointer, up_to=step)
 
-        self._validation = validation_schedule.configured(
-            section, emit, preserve=preserve
-        )
+        self._validation = configured.validation(section, emit, preserve=preserve)
 
     def end(self) -> None:
         """Saves what is saved next to every tier, also a step that RAM has already."""

@@ -1,19 +1,31 @@
 """The seconds that phases of a run take, and the bytes that hosts move in a second.
 
 The defaults are the medians of our benchmarks, on two cores and a local disk
-(docs/pages/reference/simulate.md names the figure of each). `measured_costs` reads them
-from a run, and `--cost` sets any of them by its name.
+(docs/pages/reference/simulate.md names the figure of each). `measured` reads them from
+the events and metrics of a real run, and `--cost` sets any of them by its name.
+
+Phases of changes are those of the events `recovered`, separately for losses and planned
+changes. Times are means, because their sum is what a run pays. Rates of reading and
+writing are not measured: the bytes of the simulated state take time at the given rates,
+besides the times of the run. Measure with a small state, or on machines of the kind.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.steps import read_plan
 
 _MIB = 2**20
+# An event, or a line of metrics.
+_Record: TypeAlias = Mapping[str, Any]
+# A metric that is recorded with an event has its time.
+_SAME_SECS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,3 +162,126 @@ class Costs:
 
 def _secs(size: float, mib_per_sec: float) -> float:
     return size / (mib_per_sec * _MIB)
+
+
+# Costs by the event that has their seconds.
+_SECS = {
+    "executable_loaded": "load_secs",
+    "compiled": "compile_secs",
+    "compiled_ahead": "compile_ahead_secs",
+    "save_blocked": "block_secs",
+    "saved": "save_secs",
+    "replicated": "copy_secs",
+    "backed_up": "backup_secs",
+}
+
+
+def measured(
+    events: Iterable[_Record], lines: Iterable[_Record], *, given: Costs
+) -> Costs:
+    """The costs of a run.
+
+    Args:
+      events: of the run, in order.
+      lines: of the metrics of the run as a whole.
+      given: the costs of what the run did not do, and the rates.
+
+    Raises:
+      RunError: if the run has trained no step.
+    """
+    lines = list(lines)
+    taken: dict[str, list[float]] = collections.defaultdict(list)
+    # The beginnings of worlds with their slices, and the ends of those that were left.
+    worlds: list[tuple[float, int]] = []
+    left: list[float] = []
+    # When hosts were killed, and a slice was there; whether the change was planned.
+    killed = there = None
+    is_planned = False
+    for event in events:
+        name, time = event["event"], event["time"]
+        if name in _SECS:
+            taken[_SECS[name]].append(event["secs"])
+        elif name == "run_started":
+            worlds.append((time, event["slices"]))
+        elif name == "world_started":
+            killed = None
+        elif name == "fault_injected":
+            killed = (killed or time) if event["kind"].startswith("kill_") else None
+        elif name == "host_lost":
+            is_planned = False
+            if killed is not None:
+                # Until its world has ended.
+                taken["detect_secs"].append(time - killed)
+                killed = None
+        elif name in ("slice_lost", "slice_returned"):
+            is_planned = is_planned and name != "slice_lost"
+            there = time
+        elif name == "world_leaving" and there is not None:
+            # The hosts are asked to leave for the slice.
+            taken["check_secs"].append(time - there)
+            there = None
+        elif name == "world_left":
+            is_planned = True
+            left.append(time)
+        elif name == "recovered":
+            there = None if there is None else max(there, time - event["secs"])
+            kind = "planned" if is_planned else "lost"
+            for phase in ("end", "start"):
+                taken[f"{phase} {kind}"].append(event[f"{phase}_secs"])
+            for phase in ("decide", "prepare", "restore"):
+                taken[f"{phase}_secs"].append(event[f"{phase}_secs"])
+            taken["first_step_secs"].append(event["step_secs"])
+    steps = _step_secs(worlds, lines)
+    if not steps:
+        raise errors.RunError(
+            "the run of --costs has recorded no step; name one that has trained"
+        )
+    values = {name: _mean(secs) for name, secs in taken.items()}
+    if taken["check_secs"]:
+        values["check_secs"] = statistics.median(taken["check_secs"])
+    if ends := taken.pop("end planned", []):
+        values["leave_secs"] = statistics.median(ends)
+    values |= {
+        "step_secs": steps[max(steps)],
+        "detect_secs": values.get("detect_secs") or values.get("end lost"),
+        "start_secs": values.get("start lost"),
+        "planned_start_secs": values.get("start planned"),
+        "leave_secs": _mean(_leaves(left, lines)) or values.get("leave_secs"),
+    }
+    known = {
+        name: value
+        for name, value in values.items()
+        if value is not None and " " not in name
+    }
+    costs = given.with_values(known)
+    return dataclasses.replace(costs, step_secs_by_slices=steps)
+
+
+def _step_secs(
+    worlds: Sequence[tuple[float, int]], lines: Iterable[_Record]
+) -> dict[int, float]:
+    # By the number of slices, the mean of a step without saves.
+    names = {metrics.GOODPUT_SECS[cause].name for cause in ("productive", "again")}
+    sums: collections.Counter[int] = collections.Counter()
+    counts: collections.Counter[int] = collections.Counter()
+    for line in lines:
+        before = [slices for time, slices in worlds if time <= line["time"]]
+        if line["metric"] in names and before:
+            sums[before[-1]] += line["sum"]
+            counts[before[-1]] += line["count"]
+    return {slices: sums[slices] / counts[slices] for slices in sorted(counts)}
+
+
+def _leaves(left: Sequence[float], lines: Iterable[_Record]) -> list[float]:
+    # From the last step of a world until its hosts have left.
+    name = metrics.GOODPUT_SECS["end"].name
+    return [
+        line["sum"]
+        for line in lines
+        if line["metric"] == name and line["count"] == 1
+        if any(abs(line["time"] - time) < _SAME_SECS for time in left)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

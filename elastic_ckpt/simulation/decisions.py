@@ -1,31 +1,237 @@
 """The decisions of a run over simulated manifests, cached by equivalent inputs.
 
-Every answer is that of `steps.placement`, `search` or `read_plan`. Without the
-cache these are called for each world and each restore, with all hosts. With it, inputs
-count as equal when they differ only in what the functions must not depend on:
+The state is that of a run: sharded over the hosts of a slice, and the same in all
+slices. Each host also writes one file of the data state. Hosts are named by their place
+in the world, so that worlds of the same shape have equal manifests.
 
-* placement: which machines the hosts are. Hosts are named by their place in the world.
+Every answer is that of `steps.placement`, `search` or `read_plan`. Without the cache
+these are called for each world and each restore, with all hosts. With it, inputs count
+as equal when they differ only in what the functions must not depend on:
+
+* placement: which machines the hosts are.
 * completeness: which holders an item has, as long as the least number of holders that
   an item has left is the same.
 * nearness of a read: which reader and which item, as long as the same kinds of holders
   (the reader, its failure domain, others, storage) have the item.
 
 The tests compare both ways: a decision that came to depend on more would differ.
+
+Glossary: s slices, h hosts of a slice, n hosts of the world.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.simulation.world_layout import Shape, WorldLayout
+from elastic_ckpt.core import boxes
 from elastic_ckpt.steps import placement, read_plan, search
-from elastic_ckpt.steps.holdings import Holdings, Offer
-from elastic_ckpt.steps.manifest import Host
+from elastic_ckpt.steps.holdings import Holdings, Offer, Tier
+from elastic_ckpt.steps.manifest import (
+    ComponentFile,
+    Contents,
+    Fragments,
+    Host,
+    Leaf,
+    Manifest,
+)
+
+# Boxes of each host, if no other slice has them: placement copies them to several
+# hosts, which matters where copies are all that is left.
+_MOST_PARTS = 8
+_FILE_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """All that decisions depend on of a world.
+
+    Attributes:
+      slices: their number.
+      hosts_per_slice: the hosts of each.
+      racks: of each host, its rack, numbered by its first host; empty if racks do not
+        matter.
+    """
+
+    slices: int
+    hosts_per_slice: int
+    racks: tuple[int, ...] = ()
+
+    @property
+    def hosts(self) -> int:
+        """All hosts: n."""
+        return self.slices * self.hosts_per_slice
+
+    @property
+    def parts(self) -> int:
+        """The boxes of each host."""
+        return max(1, _MOST_PARTS // self.slices)
+
+    @property
+    def num_boxes(self) -> int:
+        """The different boxes of the state."""
+        return self.parts * self.hosts_per_slice
+
+    @property
+    def domains(self) -> np.ndarray:
+        """The failure domain of each host, int64 `[n]`."""
+        if self.racks:
+            return np.array(self.racks, np.int64)
+        return np.arange(self.hosts) // self.hosts_per_slice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldLayout:
+    """How the state lies on the hosts of worlds.
+
+    Attributes:
+      state_bytes: of the whole state, in one slice.
+      domain: the kind of failure domain that copies are spread over.
+    """
+
+    state_bytes: int
+    domain: str = "slice"
+
+    def part_bytes(self, shape: Shape) -> int:
+        """The bytes of a box."""
+        return max(1, -(-self.state_bytes // shape.num_boxes))
+
+    def host(self, number: int, domain: int, *, name: str = "host") -> Host:
+        """A host, by its place in the world, or a newcomer with another name."""
+        identity = f"{name}-{number:05d}"
+        return Host(
+            id=identity,
+            number=number,
+            domains={"host": identity, self.domain: str(domain)},
+        )
+
+    def contents(self, shape: Shape) -> Contents:
+        """The leaves and components of a step."""
+        size = shape.hosts_per_slice * self.part_bytes(shape)
+        leaves = [
+            Leaf(path=f"params/{number}", shape=(size,), dtype="uint8")
+            for number in range(shape.parts)
+        ]
+        return Contents(leaves=tuple(leaves), components={"data": shape.hosts})
+
+    def boxes(self, shape: Shape, items: np.ndarray) -> tuple[np.ndarray, boxes.Boxes]:
+        """The leaf and the box of items of the holdings, int64 `[i]`.
+
+        Items are numbered by leaf, then by the host's position in its slice.
+
+        Returns:
+          int32 `[i]`, and as many boxes.
+        """
+        leaf, position = np.divmod(items, shape.hosts_per_slice)
+        size = self.part_bytes(shape)
+        start = position[:, None] * size
+        return leaf.astype(np.int32), boxes.Boxes(start=start, stop=start + size)
+
+    def saved(self, shape: Shape) -> list[Offer]:
+        """The manifests of the hosts of a world that has saved a step."""
+        contents, per_slice = self.contents(shape), shape.hosts_per_slice
+        parts = [
+            self._fragments(shape, np.arange(shape.parts) * per_slice + place)
+            for place in range(per_slice)
+        ]
+        return [
+            _offer(
+                contents,
+                self.host(number, domain),
+                parts[number % per_slice],
+                [_file(number)],
+            )
+            for number, domain in enumerate(shape.domains.tolist())
+        ]
+
+    def copies(
+        self, shape: Shape, offers: Sequence[Offer], item: np.ndarray, host: np.ndarray
+    ) -> list[tuple[int, Offer]]:
+        """The manifests of copies that hosts have taken, with the numbers of the hosts.
+
+        Args:
+          shape: of the world.
+          offers: of its hosts, as `saved`.
+          item: of each copy, its number in the holdings.
+          host: of each copy, the number of the host that has it.
+        """
+        contents = offers[0].manifest.contents
+        num_boxes = shape.num_boxes
+        order = np.lexsort([item, host])
+        item, host = item[order], host[order]
+        holders, first = np.unique(host, return_index=True)
+        taken = np.split(item, first[1:]) if len(item) else []
+        return [
+            (
+                number,
+                _offer(
+                    contents,
+                    offers[number].host,
+                    self._fragments(shape, items[items < num_boxes]),
+                    [_file(n) for n in (items[items >= num_boxes] - num_boxes)],
+                ),
+            )
+            for number, items in zip(holders.tolist(), taken, strict=True)
+        ]
+
+    def stored(self, shape: Shape) -> Offer:
+        """The manifest of a step in persistent storage."""
+        num_boxes = shape.num_boxes
+        return _offer(
+            self.contents(shape),
+            Host(id="storage", number=0, domains={}),
+            self._fragments(shape, np.arange(num_boxes)),
+            [_file(number) for number in range(shape.hosts)],
+            tier="persistent",
+        )
+
+    def _fragments(self, shape: Shape, items: np.ndarray) -> Fragments:
+        leaf, of_items = self.boxes(shape, items)
+        zeros = np.zeros(len(items), np.int64)
+        return Fragments(
+            leaf=leaf,
+            boxes=of_items,
+            digest=np.zeros((len(items), 2), np.uint64),
+            file=zeros.astype(np.int32),
+            offset=zeros,
+            stored_bytes=np.full(len(items), self.part_bytes(shape)),
+            files=("values",),
+        )
+
+
+def _file(number: int) -> ComponentFile:
+    return ComponentFile(
+        component="data",
+        parts=(number, number + 1),
+        path=f"data/{number:06d}",
+        digest=bytes(16),
+        stored_bytes=_FILE_BYTES,
+    )
+
+
+def _offer(
+    contents: Contents,
+    host: Host,
+    fragments: Fragments,
+    files: Sequence[ComponentFile],
+    *,
+    tier: Tier = "local",
+) -> Offer:
+    manifest = Manifest(
+        run="simulated",
+        step=1,
+        save="",
+        host=host,
+        contents=contents,
+        fragments=fragments,
+        component_files=tuple(files),
+    )
+    return Offer(tier=tier, manifest=manifest)
+
 
 # Shapes whose placement is kept; 10,000 hosts take about 50 MB each.
 _MOST_SHAPES = 12
@@ -116,16 +322,16 @@ class Decisions:
         self._layout = layout
         self._policy = policy
         self._is_cached = is_cached
-        self._held: collections.OrderedDict[Shape, Held] = collections.OrderedDict()
+        self._kept = functools.lru_cache(_MOST_SHAPES)(self._held)
         self._complete: dict[tuple[int, bool], bool] = {}
         self._nearness: dict[int, int] = {}
         self._last: tuple[tuple[Any, ...], search.Step | None] | None = None
 
     def held(self, shape: Shape) -> Held:
         """A save of a world with the copies that placement gives it."""
-        if shape in self._held:
-            self._held.move_to_end(shape)
-            return self._held[shape]
+        return self._kept(shape) if self._is_cached else self._held(shape)
+
+    def _held(self, shape: Shape) -> Held:
         offers = self._layout.saved(shape)
         table = Holdings.from_offers(offers)
         hosts = [offer.host for offer in offers]
@@ -133,7 +339,7 @@ class Decisions:
         size = table.stored_bytes[placed.item]
         per_host = np.bincount(placed.target, size, shape.hosts)
         copies = self._layout.copies(shape, offers, placed.item, placed.target)
-        held = Held(
+        return Held(
             shape=shape,
             offers=[*enumerate(offers), *copies],
             item=np.concatenate([table.item, placed.item]),
@@ -141,11 +347,6 @@ class Decisions:
             copy_bytes=int(size.sum()),
             most_copy_bytes=int(per_host.max(initial=0)),
         )
-        if self._is_cached:
-            self._held[shape] = held
-            if len(self._held) > _MOST_SHAPES:
-                self._held.popitem(last=False)
-        return held
 
     def without_copies(self, held: Held) -> Held:
         """The same save before its copies are made."""
@@ -252,25 +453,24 @@ class Decisions:
         reader, part = wanted
         chosen, number = np.unique(reader, return_inverse=True)
         per_slice = held.shape.hosts_per_slice
-        leaf, boxes = self._layout.boxes(held.shape, chosen % per_slice)
-        row = number * held.shape.parts + part
+        leaf, wanted_boxes = self._layout.boxes(
+            held.shape, part * per_slice + reader % per_slice
+        )
         plan = read_plan.plan(
             step,
             [self._reader(readers, each) for each in chosen.tolist()],
             read_plan.Wanted(
-                reader=number.astype(np.int32), leaf=leaf[row], boxes=boxes.take(row)
+                reader=number.astype(np.int32), leaf=leaf, boxes=wanted_boxes
             ),
             domain=self._layout.domain,
         )
-        assert len(plan) == len(row)
+        assert len(plan) == len(part)
         first = step.holdings.holder[plan.choice[plan.first_choice[:-1]]]
-        offers = step.holdings.offers
-        holder = np.array(
-            [
-                _NOT_OF_WORLD if offer.tier == "persistent" else offer.host.number
-                for offer in offers
-            ]
-        )[first]
+        numbers = [
+            _NOT_OF_WORLD if offer.tier == "persistent" else offer.host.number
+            for offer in step.holdings.offers
+        ]
+        holder = np.array(numbers)[first]
         near = np.where(
             held.shape.domains[holder] == readers.domain[reader],
             read_plan.CLOSE,

@@ -1,4 +1,7 @@
-"""Several settings of a run, simulated under the same failures."""
+"""Several settings of a run, simulated under the same failures.
+
+A setting is a configuration on a cluster of another size.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,37 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from elastic_ckpt.application import configured, run_directory
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.simulation import configured, simulated_run, trace
-from elastic_ckpt.simulation.configured import Cluster
+from elastic_ckpt.simulation import cluster as clusters
+from elastic_ckpt.simulation import simulated_run
+from elastic_ckpt.simulation.cluster import FailureModel, Hardware
 from elastic_ckpt.simulation.costs import Costs
-from elastic_ckpt.simulation.decisions import Decisions
-from elastic_ckpt.simulation.failures import FailureModel
-from elastic_ckpt.simulation.hardware import Hardware
-from elastic_ckpt.simulation.run_plan import Outcome
-from elastic_ckpt.simulation.world_layout import WorldLayout
-from elastic_ckpt.steps import placement
+from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
+from elastic_ckpt.simulation.simulated_run import Outcome, RunPlan
+from elastic_ckpt.steps import failure_domains, placement
+from elastic_ckpt.tiers.choices import Chosen
 
 # Settings of the cluster that may vary besides the keys of a configuration.
 OF_CLUSTER = ("spares", "slices")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The cluster that a configuration is simulated on.
+
+    Attributes:
+      hosts: of the cluster; 0 for those of the configuration.
+      slices: that they are divided into; 0 keeps the hosts of a slice.
+      hosts_per_rack: of consecutive machines; 0 if there are no racks.
+      spares: slices that do not train; None for those of the configuration.
+    """
+
+    hosts: int = 0
+    slices: int = 0
+    hosts_per_rack: int = 0
+    spares: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,44 +117,162 @@ def run(study: Study, varied: Sequence[str] = ()) -> list[Result]:
     """
     size = study.state_bytes
     if not size:
-        size = configured.state_bytes(load.load(study.config, study.overrides))
+        size = state_bytes(load.load(study.config, study.overrides))
     decisions: dict[placement.Policy, Decisions] = {}
     results = []
     for values in settings(varied):
-        config, cluster = _configured(study, values)
+        keys = [f"{k}={v}" for k, v in values.items() if k not in OF_CLUSTER]
+        changed = {
+            key: _number(key, values[key]) for key in OF_CLUSTER if key in values
+        }
+        config = load.load(study.config, [*study.overrides, *keys])
+        cluster = dataclasses.replace(study.cluster, **changed)
         try:
-            plan = configured.plan(
+            planned = plan(
                 config, cluster, costs=study.costs, state_bytes=size, secs=study.secs
             )
         except errors.ConfigError as error:
             raise errors.ConfigError(f"{_name(values)}: {error}") from error
-        policy = configured.copies(config)
+        policy = copies(config)
         if policy not in decisions:
             layout = WorldLayout(state_bytes=size, domain=policy.domain)
             decisions[policy] = Decisions(layout, policy, is_cached=study.is_cached)
-        outcome = simulated_run.simulate(
-            plan, _events(study, plan.hardware), decisions[policy]
-        )
-        result = Result(values=values, hardware=plan.hardware, outcome=outcome)
-        results.append(result)
+        hardware = planned.hardware
+        if study.trace:
+            events = clusters.read(study.trace, hardware)
+        else:
+            events = study.failures.trace(hardware, secs=study.secs)
+        outcome = simulated_run.simulate(planned, events, decisions[policy])
+        results.append(Result(values=values, hardware=hardware, outcome=outcome))
     return results
 
 
-def _configured(
-    study: Study, values: Mapping[str, str]
-) -> tuple[schema.Config, Cluster]:
-    keys = [f"{k}={v}" for k, v in values.items() if k not in OF_CLUSTER]
-    changed = {key: _number(key, values[key]) for key in OF_CLUSTER if key in values}
-    config = load.load(study.config, [*study.overrides, *keys])
-    return config, dataclasses.replace(study.cluster, **changed)
+def on_cluster(config: schema.Config, cluster: Cluster) -> schema.Config:
+    """The configuration for another number of hosts: as many rows for each device.
+
+    Raises:
+      ConfigError: if hosts do not divide into slices, or all of them would be spares.
+    """
+    world = config.world
+    hosts = cluster.hosts or world.hosts
+    slices = cluster.slices or max(1, round(hosts * world.slices / world.hosts))
+    if hosts % slices:
+        raise errors.ConfigError(
+            f"{hosts} hosts do not divide into {slices} slices; choose --hosts and"
+            " --slices so that they do"
+        )
+    rows, rest = divmod(config.data.global_batch_size * hosts, world.hosts)
+    if rest:
+        raise errors.ConfigError(
+            f"global_batch_size={config.data.global_batch_size} for {world.hosts} hosts"
+            f" is no whole number of rows for {hosts}; set per_device_batch_size"
+        )
+    elastic = config.elastic
+    if cluster.spares is not None:
+        most = slices - cluster.spares
+        if not 0 < most <= slices:
+            raise errors.ConfigError(
+                f"spares={cluster.spares} leaves none of {slices} slices to train;"
+                " choose fewer, or more --slices"
+            )
+        elastic = dataclasses.replace(
+            elastic,
+            elastic_max_slice_count=most,
+            elastic_min_slice_count=min(elastic.elastic_min_slice_count, most),
+        )
+    changed = dataclasses.replace(
+        config,
+        world=dataclasses.replace(world, hosts=hosts, slices=slices),
+        data=dataclasses.replace(config.data, global_batch_size=rows),
+        elastic=elastic,
+    )
+    configured.check_counts(changed)
+    return changed
 
 
-def _events(study: Study, hardware: Hardware) -> list[trace.Event]:
-    if not study.trace:
-        return study.failures.trace(hardware, secs=study.secs)
-    targets = ("slice", "rack", "machine")
-    numbers = {target: hardware.number_of(target) for target in targets}
-    return trace.read(study.trace, numbers=numbers)
+def plan(
+    config: schema.Config,
+    cluster: Cluster,
+    *,
+    costs: Costs,
+    state_bytes: int,
+    secs: float = math.inf,
+) -> RunPlan:
+    """The run of a configuration on a cluster.
+
+    Args:
+      config: of the run, as it is; `cluster` changes it.
+      cluster: its size.
+      costs: of phases.
+      state_bytes: of the state, in one slice.
+      secs: to simulate; infinite until the configured steps are done.
+
+    Raises:
+      ConfigError: if the configuration cannot run on it.
+    """
+    config = on_cluster(config, cluster)
+    groups = configured.groups(config)
+    directory = run_directory.path_of(config)
+    tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))
+    local, peers, persistent = tiers.local, tiers.peers, tiers.persistent
+    assert persistent is not None
+    by_racks = peers is not None and failure_domains.smallest(peers.domain) != "slice"
+    if by_racks and not cluster.hosts_per_rack:
+        raise errors.ConfigError(
+            f"peer_domain={config.tiers.peer_domain}: name the hosts of each with"
+            " --rack-hosts, or set peer_domain=slice"
+        )
+    section = config.elastic
+    return RunPlan(
+        hardware=Hardware(
+            slices=groups.number,
+            hosts_per_slice=max(1, groups.full.hosts // groups.number),
+            hosts_per_rack=cluster.hosts_per_rack or 1,
+        ),
+        policy=configured.policy(config, groups),
+        work=configured.work(config, groups),
+        costs=costs,
+        state_bytes=state_bytes,
+        in_ram=local is not None,
+        most_mib_per_sec=config.tiers.peer_max_mib_per_sec,
+        period=local.every if local is not None else persistent.every or 1,
+        backup_steps=persistent.every or 0,
+        backup_minutes=persistent.every_minutes or 0.0,
+        hang_secs=section.elastic_heartbeat_timeout_seconds + costs.detect_secs,
+        compiles_ahead=bool(section.elastic_compile_ahead_seconds),
+        by_racks=by_racks,
+        secs=secs,
+        steps=0 if secs < math.inf else config.run.steps,
+    )
+
+
+def copies(config: schema.Config) -> placement.Policy:
+    """The policy of copies of a configuration; none without a local tier."""
+    peers = configured.peers(config)
+    if peers is None:
+        return placement.Policy(copies=0)
+    return placement.Policy(
+        copies=peers.copies,
+        domain=failure_domains.smallest(peers.domain),
+        assume_data_parallelism=peers.assume_data_parallelism,
+    )
+
+
+def state_bytes(config: schema.Config) -> int:
+    """The bytes of the state of the configured model."""
+    import jax
+    import numpy as np
+
+    from elastic_ckpt.core import topology
+
+    jax.config.update("jax_platforms", "cpu")
+    devices = jax.devices()[:1]
+    mesh = topology.mesh_of(topology.present(1, devices), devices)
+    program = configured.program(config, mesh)
+    leaves = jax.tree.leaves(program.abstract_state)
+    return sum(
+        int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves
+    )
 
 
 def _name(values: Mapping[str, str]) -> str:

@@ -7,23 +7,27 @@ of an incomplete batch) are missing in both, and the audit does not report them.
 leaves out what the run has left out when it went back to an older step, as the step log
 has it.
 
-A step whose ids are not listed is compared by its digests ([STEP_LOG.md](STEP_LOG.md)):
-if they are equal, so are its batch and, by `digest`, the order of its rows.
+The batch of the one-host run is described as the step log describes the one in its
+place, by ids or digests ([STEP_LOG.md](STEP_LOG.md)), and the two are compared.
+Examples that were lost or repeated are counted over the steps that differ: the others
+change neither number, so the memory does not grow with the run.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from elastic_ckpt.data import elastic_data, stages
-from elastic_ckpt.training import (
-    batch_comparison,
-    example_uses,
-    one_host_run,
-    step_log,
-)
-from elastic_ckpt.training.step_record import StepRecord
+import numpy as np
+
+from elastic_ckpt.core import digest
+from elastic_ckpt.data import delivery, elastic_data, example_id, rows, stages, state
+from elastic_ckpt.training import step_log
+from elastic_ckpt.training.step_record import Rows, StepRecord, block_rows
+
+_MAX_NAMED_IDS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,32 +111,31 @@ def audit(
     """
     lineage = step_log.lineage(attempts)
     steps = [lineage[step] for step in sorted(lineage)]
-    uses = example_uses.ExampleUses()
-    compared: list[batch_comparison.Compared] = []
-    oracle = one_host_run.OneHostRun(data_of, attempts)
+    oracle = OneHostRun(data_of, attempts)
     # It may go on from the checkpoint of another program.
     start = attempts[0].start_step
     of_stages = stages.of(data_of(attempts[-1].attempt))
+    uses = _Uses()
+    compared: list[_Compared] = []
+    difference = ""
     for number, record in enumerate(steps, start=start):
         one_host = oracle.next(record)
-        in_order = is_in_order(record.attempt)
-        step = batch_comparison.compare(
-            number + first_step,
-            dataclasses.replace(record, step=record.step + first_step),
-            one_host,
-            in_order=in_order,
-        )
+        named = dataclasses.replace(record, step=record.step + first_step)
+        step = _compare(named, one_host, in_order=is_in_order(record.attempt))
         uses.add(record, one_host, is_different=bool(step.in_batch))
         compared.append(step)
+        found = step.in_rows if step.is_in_order else step.in_batch
+        if record.step != number:
+            found = f"step {number + first_step} is missing from the step log"
+        if found and not difference:
+            difference = found + _hint(record, steps[0], attempts)
     oracle.close()
-    difference = next(
-        (
-            each.difference + _hint(record, steps[0], attempts)
-            for each, record in zip(compared, steps, strict=True)
-            if each.difference
-        ),
-        "",
-    ) or _lost_end(start + len(steps), num_saved_steps, first_step=first_step)
+    logged = start + len(steps)
+    if not difference and num_saved_steps > logged:
+        difference = (
+            f"step {logged + first_step} is missing from the step log, whose end was"
+            f" lost: checkpoint {num_saved_steps} was saved after it"
+        )
     num_lost, num_repeated, is_exact = uses.counted()
     return Audit(
         num_steps=len(steps),
@@ -155,6 +158,293 @@ def audit(
     )
 
 
+class OneHostRun:
+    """The run on one host, whose batch size and data change at the same steps.
+
+    It leaves out the same positions.
+
+    Args:
+      data_of: returns the configured data of an attempt, given its number.
+      attempts: the step log.
+
+    Attributes:
+      num_left_out: positions that it has left out so far.
+    """
+
+    def __init__(
+        self,
+        data_of: Callable[[int], elastic_data.ElasticData],
+        attempts: Sequence[step_log.Attempt],
+    ) -> None:
+        self.num_left_out = 0
+        self._configured = data_of
+        # The data of attempts so far, each with the names of the one before.
+        self._data: dict[int, elastic_data.ElasticData] = {}
+        self._left_out = {each.attempt: each.left_out for each in attempts}
+        self._taken = _taken(attempts)
+        # The attempt, size and stage of the batches.
+        self._now: tuple[int, int, int] | None = None
+        self._batches: elastic_data.HostBatches | None = None
+        # How many batches without a real row may come before one that has some.
+        self._max_empty = 0
+
+    def next(self, record: StepRecord) -> Rows:
+        """The batch of the step of `record`."""
+        self._leave_out(record)
+        batches = self._of_size(record.attempt, record.num_rows, record.step)
+        batch = next(batches)
+        for _ in range(self._max_empty):
+            if batch[elastic_data.MASK].any():
+                break
+            batch = next(batches)
+        tokens = np.concatenate(digest.row_features(batch), axis=1)
+        return Rows(
+            ids=example_id.joined(batch["example_id"]),
+            digests=digest.row_digests(tokens),
+        )
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        if self._batches:
+            self._batches.close()
+
+    def _leave_out(self, record: StepRecord) -> None:
+        # Ranges of the attempt that begin here, in the batches that the run once took.
+        for start, stop in self._left_out[record.attempt]:
+            position, attempt, step = start, record.attempt, record.step
+            size = record.num_rows
+            while self._position() == position < stop:
+                logged = self._taken.get(position)
+                if logged is not None:
+                    attempt, step, size = logged.attempt, logged.step, logged.num_rows
+                else:
+                    # Batches that were not logged follow the last one.
+                    data = stages.at(self._data_of(attempt), step)
+                    size = stages.size(data, size)
+                size = min(size, stop - position)
+                next(self._of_size(attempt, size, step))
+                self.num_left_out += size
+                position += size
+                step += 1
+
+    def _data_of(self, attempt: int) -> elastic_data.ElasticData:
+        if attempt not in self._data:
+            data = self._configured(attempt)
+            if self._data:
+                before = next(reversed(self._data.values()))
+                data = data.continuing(before.identity())
+            self._data[attempt] = data
+        return self._data[attempt]
+
+    def _position(self) -> int:
+        return state.row_of(self._batches.position()) if self._batches else 0
+
+    def _of_size(self, attempt: int, size: int, step: int) -> elastic_data.HostBatches:
+        data = stages.at(self._data_of(attempt), step)
+        of_stages = stages.of(data)
+        now = attempt, size, of_stages.number if of_stages else 0
+        if self._batches is None or self._now != now:
+            self._batches = self._continued(data, size)
+            self._now = now
+        return self._batches
+
+    def _continued(
+        self, data: elastic_data.ElasticData, size: int
+    ) -> elastic_data.HostBatches:
+        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+        self._max_empty = delivery.batches_of_end(data, size) - 1
+        continued = data.host_batches(placement)
+        if self._batches:
+            cursors = self._batches.shard_cursors()
+            continued.go_to(
+                self._batches.position(),
+                lambda shards: {shard: cursors[shard] for shard in shards},
+            )
+            self._batches.close()
+        return continued
+
+
+def _taken(attempts: Sequence[step_log.Attempt]) -> dict[int, StepRecord]:
+    # The newest batch at each position of the stream, with those that were left out.
+    taken: dict[int, StepRecord] = {}
+    # The position after each step.
+    stops: dict[int, int] = {}
+    for attempt in attempts:
+        position = 0
+        if attempt.start_step > attempts[0].start_step:
+            if attempt.start_step - 1 not in stops:
+                continue
+            position = stops[attempt.start_step - 1]
+        for start, stop in attempt.left_out:
+            if start == position:
+                position = stop
+        # What the attempt has not left out, it has read again.
+        taken = {at: record for at, record in taken.items() if at < position}
+        for record in attempt.records:
+            taken[position] = record
+            position += record.num_rows
+            stops[record.step] = position
+    return taken
+
+
+class _Compared(NamedTuple):
+    """A step, compared with that of the one-host run.
+
+    Attributes:
+      in_batch: how its examples or tokens differ, in any order; empty if not.
+      in_rows: how these or their order differ.
+      is_in_order: whether the pipeline guarantees the order.
+    """
+
+    in_batch: str
+    in_rows: str
+    is_in_order: bool
+
+
+def _compare(record: StepRecord, one_host: Rows, *, in_order: bool) -> _Compared:
+    expected = record.of_rows(one_host)
+    place = f"step {record.step}"
+    if record.digest == expected.digest and record.ids == expected.ids:
+        in_batch = in_rows = ""
+    elif record.runs:
+        in_batch = _listed_difference(record, expected, one_host)
+        in_rows = in_batch or _misplaced(record, expected)
+    elif record.digests is not None and expected.digests is not None:
+        used, wanted = record.digests, expected.digests
+        pairs = zip(used.block_digests, wanted.block_digests, strict=True)
+        blocks = [number for number, (one, two) in enumerate(pairs) if one != two]
+        size = block_rows(record.num_rows)
+        first = blocks[0] * size if blocks else 0
+        if blocks:
+            others = f" and {len(blocks) - 1} other blocks" if len(blocks) > 1 else ""
+            last = min(first + size, record.num_rows) - 1
+            place += f", rows {first} to {last}{others}"
+        in_batch = ""
+        if used.examples != wanted.examples:
+            ids = one_host.ids[first : first + _MAX_NAMED_IDS].tolist()
+            in_batch = (
+                f"{place}: other examples were used than those of the one-host run,"
+                f" which has {', '.join(map(str, ids))} ... from row {first} on"
+            )
+        elif used.contents != wanted.contents:
+            in_batch = f"{place}: {_other_tokens(record)}"
+        in_rows = in_batch or (
+            f"{place}: its examples are in other rows than in the one-host run, but the"
+            " pipeline guarantees their order"
+        )
+    else:
+        cannot = (
+            "; the log is a summary, which cannot show the rows that differ"
+            if in_order
+            else "; it may have the same rows in another order, which the pipeline"
+            " permits, but the log is a summary and cannot show it: use step_log=proof"
+        )
+        in_batch = in_rows = (
+            f"{place}: its batch has digest {record.digest}, not that of the one-host"
+            f" run{cannot}"
+        )
+    return _Compared(in_batch, in_rows, in_order)
+
+
+def _listed_difference(record: StepRecord, expected: StepRecord, one_host: Rows) -> str:
+    used, wanted = collections.Counter(record.ids), collections.Counter(expected.ids)
+    if used != wanted:
+        row, wrong = next(
+            (row, id_) for row, id_ in enumerate(record.ids) if used[id_] > wanted[id_]
+        )
+        return (
+            f"step {record.step}, row {row}: example {wrong} was used; the one-host run"
+            f" has [{_ranges((wanted - used).elements())}] in this batch instead of"
+            f" [{_ranges((used - wanted).elements())}]"
+        )
+    tokens = dict(zip(expected.ids, one_host.digests.tolist(), strict=True))
+    in_order = Rows(
+        ids=np.array(record.ids, np.uint64),
+        digests=np.array([tokens[id_] for id_ in record.ids], np.uint32),
+    )
+    if record.of_rows(in_order).digest != record.digest:
+        return f"step {record.step}: {_other_tokens(record)}"
+    return ""
+
+
+def _other_tokens(record: StepRecord) -> str:
+    return (
+        "the examples are those of the one-host run, but their tokens are not (digest"
+        f" {record.digest})"
+    )
+
+
+def _ranges(ids: Iterable[int]) -> str:
+    # The ids, ascending: `0-239, 300`.
+    ranges: list[list[int]] = []
+    for each in sorted(ids):
+        if ranges and each == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [each]
+        else:
+            ranges.append([each])
+    named = ["-".join(map(str, each)) for each in ranges[:_MAX_NAMED_IDS]]
+    return ", ".join([*named, *["..."] * (len(ranges) > _MAX_NAMED_IDS)])
+
+
+def _misplaced(record: StepRecord, expected: StepRecord) -> str:
+    for row, (used, wanted) in enumerate(zip(record.ids, expected.ids, strict=True)):
+        if used != wanted:
+            return (
+                f"step {record.step}, row {row}: example {used} is in the row of"
+                f" example {wanted} in the one-host run, but the pipeline guarantees"
+                " the order of rows"
+            )
+    return ""
+
+
+class _Uses:
+    """The examples of steps that differ, in the run and in the one-host run.
+
+    If a step lists no ids, its blocks of rows are counted in place of its examples.
+    """
+
+    def __init__(self) -> None:
+        # The rows of all steps, less those of padding.
+        self.num_examples = 0
+        self._used: collections.Counter[int | str] = collections.Counter()
+        self._expected: collections.Counter[int | str] = collections.Counter()
+        # Whether all examples are listed, and whether each step has a sum of them.
+        self._is_listed = self._has_sums = True
+        # The difference of the sums of hashed ids, used less expected.
+        self._sum = 0
+
+    def add(self, record: StepRecord, one_host: Rows, *, is_different: bool) -> None:
+        """Adds a step, with the batch of the one-host run and whether it differs."""
+        # If ids are not listed, the padding is taken to be that of the one-host run.
+        padding = np.uint64(example_id.NONE)
+        self.num_examples += (
+            record.num_rows - record.ids.count(example_id.NONE)
+            if record.runs
+            else int(np.count_nonzero(one_host.ids != padding))
+        )
+        if not is_different:
+            return
+        expected = record.of_rows(one_host)
+        self._used.update(record.parts())
+        self._expected.update(expected.parts())
+        self._sum += record.example_sum - expected.example_sum
+        self._is_listed = self._is_listed and bool(record.runs)
+        self._has_sums = self._has_sums and bool(record.runs or record.digests)
+
+    def counted(self) -> tuple[int, int, bool]:
+        """The numbers of lost and of repeated examples, and whether they are exact.
+
+        Otherwise they are limits from above.
+        """
+        if self._has_sums and not self._is_listed and self._sum % 2**64 == 0:
+            # The same examples in other steps, or with other tokens.
+            return 0, 0, True
+        for counter in (self._used, self._expected):
+            del counter[example_id.NONE]
+        lost, repeated = self._expected - self._used, self._used - self._expected
+        return lost.total(), repeated.total(), self._is_listed
+
+
 def _hint(
     record: StepRecord, first: StepRecord, attempts: list[step_log.Attempt]
 ) -> str:
@@ -166,16 +456,6 @@ def _hint(
     is_repeated = record.runs and record.ids[:num_rows] == first.ids[:num_rows]
     hint = "; these are the rows of the first step: was the data loaded at the resume?"
     return hint if is_repeated or record.digest == first.digest else ""
-
-
-def _lost_end(logged: int, saved: int, *, first_step: int) -> str:
-    # Describes the first step that is missing, if the log ends before the checkpoint.
-    if saved <= logged:
-        return ""
-    return (
-        f"step {logged + first_step} is missing from the step log, whose end was lost:"
-        f" checkpoint {saved} was saved after it"
-    )
 
 
 def missing_checkpoint(

@@ -17,9 +17,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
-from elastic_ckpt.config.divergence_section import DivergenceSection
-from elastic_ckpt.core import errors, storage
-from elastic_ckpt.training.callbacks import Action, Callback, Finding, Report
+from elastic_ckpt.core import storage
+from elastic_ckpt.training.callbacks import Action, Finding, Report
 
 # JSON.
 State: TypeAlias = dict[str, Any]
@@ -251,54 +250,6 @@ class Detector:
             raise ValueError("it is the state of another rule")
         self._seen, self._bad = state["seen"], state["bad"]
         self._since, self._state = state["since"], rule
-
-
-def from_config(section: DivergenceSection) -> dict[str, Callback]:
-    """The configured detectors by name; none if their action is `off`.
-
-    Raises:
-      ConfigError: if a weight of the past is not below 1.
-    """
-    if section.divergence_action == "off":
-        return {}
-    action = Action(section.divergence_action)
-    fast, slow = section.divergence_loss_smoothing, section.divergence_slow_smoothing
-    if not fast < slow < 1:
-        raise errors.ConfigError(
-            f"divergence_loss_smoothing={fast} and divergence_slow_smoothing={slow} are"
-            " weights of the past: set the first below the second, and both below 1"
-        )
-    rules: dict[str, Rule] = {}
-    if section.divergence_loss_margin or section.divergence_loss_factor:
-        rules["loss_above_best"] = AboveBest(
-            smoothing=fast,
-            margin=section.divergence_loss_margin,
-            factor=section.divergence_loss_factor,
-        )
-    if section.divergence_slow_margin:
-        margin = section.divergence_slow_margin
-        rules["loss_of_late"] = TwoScales(fast=fast, slow=slow, margin=margin)
-    if section.divergence_window_margin:
-        rules["loss_windows"] = Windows(
-            steps=section.divergence_window_steps,
-            margin=section.divergence_window_margin,
-        )
-    if section.divergence_gradient_norm_factor:
-        rules["gradient_norm"] = GradientSpike(
-            smoothing=slow, factor=section.divergence_gradient_norm_factor
-        )
-    detectors: dict[str, Callback] = {
-        name: Detector(
-            rule,
-            action=action,
-            patience=section.divergence_patience_steps,
-            warmup=section.divergence_warmup_steps,
-        )
-        for name, rule in rules.items()
-    }
-    if section.divergence_non_finite:
-        detectors["non_finite"] = Detector(NonFinite(), action=action)
-    return detectors
 
 
 _NO_AVERAGE: Mapping[str, Any] = {"sum": 0.0, "count": 0}

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.components import validation_schedule
+from elastic_ckpt.checkpoint.run_saver import RunSaver
 from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.data import batch_size, elastic_data
-from elastic_ckpt.training import evaluation, step_log, train_step
+from elastic_ckpt.data.leaving_out import LeavingOut
+from elastic_ckpt.data.state import Ranges
+from elastic_ckpt.training import step_log, train_step
 from elastic_ckpt.training.callbacks import COMPONENT as CALLBACKS
 from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
 
-
-class Saver(Protocol):
-    """Saves the run."""
-
-    def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether to save now that `step` steps are done; `last` ends the run."""
-
-    def save(self, step: int, state: train_step.TrainState, *, last: bool) -> None:
-        """Starts to save `state` and the position of the data; `last` ends the run."""
-
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of an evaluation at `step`, which may not be saved."""
+# The name of the mean loss among the metrics that rank a step.
+EVAL_METRIC = "eval_loss"
 
 
-class Batches(Protocol):
-    """Global batches, at the position of the first step."""
+class Batches(ocp.StatefulCheckpointable, Protocol):
+    """The global batches of a run, open until they are closed."""
 
     def __next__(self) -> elastic_data.Batch:
         """The next batch; StopIteration at the end, on all hosts at once."""
@@ -42,12 +36,78 @@ class Batches(Protocol):
     def begin_at(self, step: int) -> None:
         """Says of which step the next batch is; a stage of the data may begin there."""
 
+    @property
+    def left_out(self) -> Ranges:
+        """The rows that were left out, see `data.state`; all hosts ask together."""
+
+    def leaving_out(self) -> LeavingOut:
+        """A component in place of the data when the run goes back to a step."""
+
+    def close(self) -> None:
+        """Ends the threads and workers that read ahead."""
+
 
 class Compile(Protocol):
     """Compiles a jitted step."""
 
     def __call__(self, jitted: Any, *arguments: Any, step: int) -> Callable[..., Any]:
         """The compiled `jitted` for `arguments`, as the program of step `step`."""
+
+
+class Restartable(Protocol):
+    """Finite global batches that can start again."""
+
+    def __next__(self) -> elastic_data.Batch:
+        """The next batch; StopIteration at the end, on all hosts at once."""
+
+    def reset(self) -> None:
+        """Moves to the beginning."""
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The periodic evaluation of a run.
+
+    Attributes:
+      evaluate: the `evaluate` function of the program.
+      batches: finite global batches; padding in the last one is not counted.
+      interval: training steps between two evaluations.
+      max_batches: the most batches of an evaluation; 0 takes all.
+      emit: called after each evaluation.
+    """
+
+    evaluate: Callable[
+        [train_step.TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]
+    ]
+    batches: Restartable
+    interval: int
+    max_batches: int
+    emit: events.Emit
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate now that `step` steps are done."""
+        return step % self.interval == 0
+
+    def run(self, step: int, state: train_step.TrainState) -> float:
+        """The mean loss in nats per target, over the data from its beginning."""
+        began = time.monotonic()
+        self.batches.reset()
+        loss, targets, num_batches = 0.0, 0, 0
+        while not self.max_batches or num_batches < self.max_batches:
+            try:
+                batch = next(self.batches)
+            except StopIteration:
+                break
+            summed, count = self.evaluate(state, batch)
+            loss, targets = loss + float(summed), targets + int(count)
+            num_batches += 1
+        mean = loss / max(targets, 1)
+        secs = time.monotonic() - began
+        self.emit("evaluated", step=step, loss=mean, batches=num_batches, secs=secs)
+        return mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,8 +159,8 @@ class Loop:
     batches: Batches
     sizes: batch_size.Schedule
     log: step_log.StepLog | None
-    saver: Saver | None
-    evaluation: evaluation.Evaluation | None
+    saver: RunSaver | None
+    evaluation: Evaluation | None
     emit: events.Emit
     compiled: Compile
     validation: validation_schedule.ValidationSchedule | None = None
@@ -182,13 +242,13 @@ class Loop:
         return Ended(state=state, step=done, is_stopped=stopping, finding=finding)
 
     def _evaluate(
-        self, evaluated: evaluation.Evaluation, step: int, state: train_step.TrainState
+        self, evaluated: Evaluation, step: int, state: train_step.TrainState
     ) -> None:
         self.begin("evaluate")
         loss = evaluated.run(step, state)
         self.callbacks.after_evaluation(step, loss)
         if self.saver:
-            self.saver.record(step, {evaluation.METRIC: loss})
+            self.saver.record(step, {EVAL_METRIC: loss})
 
     def _is_end_due(self, step: int, finding: Finding | None) -> bool:
         # Whether to save the step with which the loop ends; a bad one is not.

@@ -73,13 +73,13 @@ class Reading:
       epoch_bytes: their bytes.
     """
 
-    shards: tuple[int, ...]
+    shards: tuple[int, ...] = ()
     num_rows: int
-    from_step: int | None
-    num_records: int | None
-    num_bytes: int | None
-    epoch_records: int
-    epoch_bytes: int
+    from_step: int | None = None
+    num_records: int | None = 0
+    num_bytes: int | None = 0
+    epoch_records: int = 0
+    epoch_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -559,7 +559,7 @@ class Provenance:
     ) -> Iterator[UsedRow]:
         origins = _Origins(data)
         if not trained.record.runs:
-            self._announce_order(trained.record.num_rows)
+            self._announce(Reading(num_rows=trained.record.num_rows))
         for row, number, epoch in self._positional(data, trained):
             documents = () if number is None else (origins.piece(number, epoch),)
             yield UsedRow(row=row, documents=documents)
@@ -606,7 +606,8 @@ class Provenance:
         uses: dict[int, list[Use]] = collections.defaultdict(list)
         unlisted = [trained for trained in self._trained if not trained.record.runs]
         if unlisted:
-            self._announce_order(sum(t.record.num_rows for t in unlisted))
+            num_rows = sum(trained.record.num_rows for trained in unlisted)
+            self._announce(Reading(num_rows=num_rows))
         for trained in self._trained:
             if trained.record.runs and number not in trained.record.ids:
                 continue
@@ -637,19 +638,6 @@ class Provenance:
                 document_tokens=None,
                 uses=tuple(uses[epoch]),
             )
-
-    def _announce_order(self, num_rows: int) -> None:
-        self._announce(
-            Reading(
-                shards=(),
-                num_rows=num_rows,
-                from_step=None,
-                num_records=0,
-                num_bytes=0,
-                epoch_records=0,
-                epoch_bytes=0,
-            )
-        )
 
     def use(
         self, trained: _Trained, row: int | None, first: int, number: int | None

@@ -135,9 +135,11 @@ class StepLog:
         row_digests: jax.Array,
     ) -> None:
         """Logs `step`, given the ids and digests of its rows as in `StepReport`."""
-        ids = example_id.joined(np.asarray(example_ids))
-        rows = np.asarray(row_digests)
-        self._log.append(step_record.line(step, loss, ids, rows, detail=self._detail))
+        rows = step_record.Rows(
+            ids=example_id.joined(np.asarray(example_ids)),
+            digests=np.asarray(row_digests),
+        )
+        self._log.append(step_record.line(step, loss, rows, detail=self._detail))
 
     def sync(self) -> str | None:
         """Makes every step so far durable; called before a checkpoint is saved.

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import digest, errors, topology
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.training import transformer
@@ -69,28 +68,38 @@ class Program:
 
 
 def build(
-    config: schema.Config, mesh: Mesh, *, vocab_size: int, microbatches: int = 1
+    mesh: Mesh,
+    *,
+    sizes: transformer.Sizes,
+    optimizer: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    seed: int = 0,
+    microbatches: int = 1,
 ) -> Program:
     """Builds the program: weights are sharded over `fsdp`, rows over both axes.
 
     Args:
-      config: of the run.
       mesh: with the axes `slice` and `fsdp`.
-      vocab_size: rows of the embedding.
+      sizes: of the model.
+      optimizer: of its parameters.
+      learning_rate: of the optimizer, by the step, for reports.
+      seed: of the initial weights.
       microbatches: equal parts of a device's rows, computed one after the other.
     """
-    learning_rate = _learning_rate(config)
-    optimizer = _optimizer(config, learning_rate)
 
     def begin(params: transformer.Params) -> TrainState:
         step = jnp.zeros((), jnp.int32)
         return {"params": params, "opt_state": optimizer.init(params), "step": step}
 
     def init() -> TrainState:
-        key = jax.random.key(config.model.init_weights_seed)
-        return begin(transformer.init(key, config.model, vocab_size=vocab_size))
+        return begin(transformer.init(jax.random.key(seed), sizes))
 
-    summed_loss = _summed_loss(config, mesh)
+    gather = functools.partial(
+        jax.lax.with_sharding_constraint, shardings=topology.replicated(mesh)
+    )
+    summed_loss = functools.partial(
+        transformer.loss, head_dim=sizes.head_dim, gather=gather
+    )
     differentiated = _differentiated(summed_loss, microbatches, mesh)
 
     def step(
@@ -212,15 +221,6 @@ def check_step(state: TrainState, step: int) -> None:
         )
 
 
-def _summed_loss(config: schema.Config, mesh: Mesh) -> SummedLoss:
-    gather = functools.partial(
-        jax.lax.with_sharding_constraint, shardings=topology.replicated(mesh)
-    )
-    return functools.partial(
-        transformer.loss, head_dim=config.model.head_dim, gather=gather
-    )
-
-
 def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     # Shards the longest dim that divides over a slice; replicates if there is none.
     size = mesh.shape[topology.FSDP_AXIS]
@@ -230,35 +230,3 @@ def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     longest = max(fitting, key=lambda dim: shape[dim])
     axes = [topology.FSDP_AXIS if dim == longest else None for dim in range(len(shape))]
     return NamedSharding(mesh, PartitionSpec(*axes))
-
-
-def _learning_rate(config: schema.Config) -> optax.Schedule:
-    section = config.optimizer
-    steps = section.learning_rate_schedule_steps
-    if steps < 0:
-        steps = config.run.steps
-    warmup_steps = int(steps * section.warmup_steps_fraction)
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=section.learning_rate,
-        warmup_steps=warmup_steps,
-        decay_steps=max(steps, warmup_steps + 1),
-        end_value=section.learning_rate * section.learning_rate_final_fraction,
-    )
-
-
-def _optimizer(
-    config: schema.Config, learning_rate: optax.Schedule
-) -> optax.GradientTransformation:
-    section = config.optimizer
-    adamw = optax.adamw(
-        learning_rate,
-        b1=section.adam_b1,
-        b2=section.adam_b2,
-        eps=section.adam_eps,
-        weight_decay=section.adam_weight_decay,
-    )
-    if not section.gradient_clipping_threshold:
-        return adamw
-    clip = optax.clip_by_global_norm(section.gradient_clipping_threshold)
-    return optax.chain(clip, adamw)

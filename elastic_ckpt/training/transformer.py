@@ -7,6 +7,7 @@ along a leading dim and scanned, so that compiling forty layers takes as long as
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.data import tokens
 
 Params = dict[str, jax.Array]
@@ -23,18 +23,33 @@ Batch = dict[str, jax.Array]
 Gather = Callable[[Params], Params]
 
 
-def init(key: jax.Array, model: schema.ModelSection, *, vocab_size: int) -> Params:
-    """Initial parameters, float32: LeCun's uniform distribution, variance 1 / fan-in.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a model.
 
-    Args:
-      key: a JAX PRNG key.
-      model: the sizes of the model.
-      vocab_size: rows of the embedding.
+    Attributes:
+      vocab: rows of the embedding.
+      layers: the number of decoder blocks.
+      emb: the width of the residual stream.
+      heads: of each block.
+      head_dim: the width of a head.
+      mlp: the width inside the feed-forward block.
     """
-    layers, emb = model.base_num_decoder_layers, model.base_emb_dim
-    heads, mlp = model.base_num_query_heads * model.head_dim, model.base_mlp_dim
+
+    vocab: int
+    layers: int
+    emb: int
+    heads: int
+    head_dim: int
+    mlp: int
+
+
+def init(key: jax.Array, sizes: Sizes) -> Params:
+    """Initial float32 parameters: LeCun's uniform distribution, variance 1 / fan-in."""
+    layers, emb, mlp = sizes.layers, sizes.emb, sizes.mlp
+    heads = sizes.heads * sizes.head_dim
     shapes = {
-        "embedding": (vocab_size, emb),
+        "embedding": (sizes.vocab, emb),
         "qkv": (layers, emb, 3 * heads),
         "attention_out": (layers, heads, emb),
         "mlp_in": (layers, emb, 2 * mlp),

@@ -4,36 +4,36 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.application.assemble import assemble
-from elastic_ckpt.config import load
+from elastic_ckpt.application.job import assemble
 from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.training import step_log
-from tests import runs
+from tests import jobs
 
 # The same float32 sums in another order, over other devices.
 LOSS_RTOL = 1e-5
 
 
 def configured(directory, corpus, **settings):
-    directory.mkdir(exist_ok=True)
     values = {"save_checkpoint_on_completion": False, **settings}
-    return load.load(runs.write_config(directory, corpus, **values))
+    return jobs.configured(directory, corpus, **values)
 
 
 def assembled(config, slices, num_devices):
-    devices = jax.devices()[-num_devices:]
-    world = topology.Topology(hosts=1, slices=slices, devices=num_devices)
-    job = assemble(config, world, devices=devices)
-    assert job.world == world
-    assert set(job.mesh.devices.flat) == set(devices)
-    assert job.mesh.shape["slice"] == slices
+    job = jobs.assembled(config, slices=slices, devices=num_devices)
+    assert (job.world.slices, job.world.devices) == (slices, num_devices)
+    assert set(mesh_of(job).devices.flat) == set(jax.devices()[-num_devices:])
+    assert mesh_of(job).shape["slice"] == slices
     return job
+
+
+def mesh_of(job):
+    return job.program.abstract_state["step"].sharding.mesh
 
 
 def train(job):
     state = job.restore_or_init()
     for leaf in jax.tree.leaves(state):
-        assert leaf.sharding.device_set == set(job.mesh.devices.flat)
+        assert leaf.sharding.device_set == set(mesh_of(job).devices.flat)
     ended = job.run(state)
     job.close()
     return ended
@@ -86,7 +86,7 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
 
 @pytest.mark.slow(minutes=0.1)
 def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
-    jobs = [
+    together = [
         assembled(
             configured(tmp_path / name, corpus, steps=3, enable_checkpointing=False),
             slices,
@@ -94,10 +94,10 @@ def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
         )
         for name, slices, num_devices in (("a", 2, 4), ("b", 1, 2), ("c", 2, 4))
     ]
-    states = [job.restore_or_init() for job in jobs]
-    for job, state in zip(jobs, states, strict=True):
+    states = [job.restore_or_init() for job in together]
+    for job, state in zip(together, states, strict=True):
         job.run(state)
-    for job in jobs:
+    for job in together:
         job.close()
     (a,), (b,), (c,) = (step_log.read(tmp_path / name / "tiny") for name in "abc")
     assert batches(a, range(3)) == batches(b, range(3)) == batches(c, range(3))
@@ -116,7 +116,7 @@ def test_a_job_evaluates_on_its_own_devices(tmp_path, corpus):
             enable_checkpointing=False,
         )
         job = assembled(config, slices, num_devices)
-        assert job.checkpointer is None
+        assert job.saver is None
         means.append(job.evaluation.run(0, job.restore_or_init()))
         job.close()
     np.testing.assert_allclose(*means, rtol=LOSS_RTOL)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from elastic_ckpt.application import host_program
+from elastic_ckpt.application import job
 from elastic_ckpt.config import load
 from elastic_ckpt.elastic import kept_executables
 from elastic_ckpt.elastic.world import BetweenWorlds, World
@@ -31,9 +31,9 @@ def test_the_training_loads_what_was_compiled_ahead_and_nothing_is_written(
             emit=emit,
             _between=BetweenWorlds(executables=kept),
         )
-        host_program.compile_ahead(config, dataclasses.replace(world, number=2))
+        job.compile_ahead(config, dataclasses.replace(world, number=2))
         assert events == ["compile_started", "compiled"]
         assert not (tmp_path / "tiny").exists()
-        host_program.train(config, world)
+        job.train(config, world)
         assert events[2:] == ["executable_loaded"]
     assert [step.step for step in runs.steps(tmp_path / "tiny")] == [0, 1]

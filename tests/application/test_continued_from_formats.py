@@ -8,9 +8,8 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import universal
-from elastic_ckpt.application.assemble import assemble
-from elastic_ckpt.core import errors, storage, topology
-from elastic_ckpt.training import step_log
+from elastic_ckpt.core import errors, storage
+from tests import jobs
 from tests.application import foreign_states
 from tests.application import test_initial_weights as weights
 from tests.universal.formats import llama_values as llama
@@ -22,30 +21,23 @@ LOSS_RTOL = 1e-3
 
 
 def assembled(directory, corpus, devices, **settings):
-    config = weights.configured(
-        directory,
-        corpus,
-        **{
-            "steps": STEPS,
-            "enable_checkpointing": False,
-            "init_from_optimizer": True,
-            **llama.SIZES,
-            **settings,
-        },
-    )
-    slices, devices = devices
-    world = topology.Topology(hosts=1, slices=slices, devices=devices)
-    return assemble(config, world, devices=jax.devices()[:devices])
+    values = {
+        "steps": STEPS,
+        "enable_checkpointing": False,
+        "init_from_optimizer": True,
+        **llama.SIZES,
+    }
+    config = weights.configured(directory, corpus, **{**values, **settings})
+    slices, num_devices = devices
+    return jobs.assembled(config, slices=slices, devices=num_devices)
 
 
 def losses(directory, corpus, devices, **settings):
     """The losses of the steps of a run that goes on."""
-    job = assembled(directory, corpus, devices, **settings)
-    job.run(job.restore_or_init())
-    job.close()
-    (attempt,) = step_log.read(directory / "tiny")
-    assert [each.step for each in attempt.records] == list(range(llama.STEPS, STEPS))
-    return [record.loss for record in attempt.records]
+    jobs.trained(assembled(directory, corpus, devices, **settings))
+    losses = jobs.losses(directory)
+    assert list(losses) == list(range(llama.STEPS, STEPS))
+    return list(losses.values())
 
 
 def state_of(params, abstract):
@@ -132,8 +124,7 @@ def test_a_layout_may_fill_counts_and_weights_alone_begin_with_step_0(tmp_path, 
     for is_whole in (True, False):
         keys["init_from_optimizer"] = is_whole
         job = assembled(tmp_path / "run", corpus, SAVED_ON, **keys)
-        states[is_whole] = job.restore_or_init()
-        job.close()
+        states[is_whole] = jobs.begun(job)
     _, (adam, _, schedule) = states[True]["opt_state"]
     assert int(adam.count) == int(states[True]["step"]) == llama.STEPS
     assert int(schedule.count) == 7
@@ -147,5 +138,4 @@ def test_a_step_beyond_those_of_the_run_is_refused(tmp_path, corpus):
     keys = keys_of("Megatron mp_rank", tmp_path)
     job = assembled(tmp_path / "run", corpus, SAVED_ON, steps=1, **keys)
     with pytest.raises(errors.ConfigError, match="is already at step 2"):
-        job.restore_or_init()
-    job.close()
+        jobs.begun(job)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from elastic_ckpt.application import controlled_slices
+from elastic_ckpt.application import configured as conversions
+from elastic_ckpt.application import elastic_run
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.training import step_log
@@ -36,7 +37,7 @@ def test_devices_of_one_process_stand_for_slices_if_the_run_is_elastic(
         ({"enable_single_controller": True}, False),
     ):
         config = load.load(configured(tmp_path, corpus, **settings), [])
-        assert controlled_slices.is_simulated(config) is is_simulated
+        assert conversions.is_simulated(config) is is_simulated
 
 
 def test_faults_of_hosts_are_refused(tmp_path, corpus):
@@ -48,7 +49,7 @@ def test_faults_of_hosts_are_refused(tmp_path, corpus):
             pass
 
     with pytest.raises(errors.ConfigError, match="faults contains kill_host"):
-        controlled_slices.run(config, Journal())
+        elastic_run.run_here(config, Journal())
 
 
 @pytest.mark.slow(minutes=0.5)

@@ -7,17 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.checkpoint import run_saver
-from elastic_ckpt.config import load
-from elastic_ckpt.core import topology
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.callbacks import Action, Finding
-from tests import runs
+from tests import jobs, runs
 from tests.multiprocess.callbacks import Stateless
 from tests.recorded_events import RecordedEvents
-
-DEVICES = 4
 
 
 def poisoned(state, factor=np.nan):
@@ -61,7 +56,6 @@ class Run:
     """Worlds of one run in this process."""
 
     def __init__(self, directory, corpus, **settings):
-        directory.mkdir()
         self._directory = directory
         self._corpus = corpus
         self._settings = {
@@ -79,16 +73,9 @@ class Run:
     def train(self, steps, *, handed_over=lambda *_: None, callbacks=None):
         """Trains in a new world; returns how its loop ended."""
         values = {**self._settings, "steps": steps}
-        config = load.load(runs.write_config(self._directory, self._corpus, **values))
-        world = topology.Topology(hosts=1, slices=1, devices=DEVICES)
+        config = jobs.configured(self._directory, self._corpus, **values)
         recorded = RecordedEvents()
-        job = assemble(
-            config,
-            world,
-            devices=jax.devices()[:DEVICES],
-            callbacks=callbacks,
-            emit=recorded,
-        )
+        job = jobs.assembled(config, slices=1, callbacks=callbacks, emit=recorded)
         try:
             state = job.restore_or_init(handed_over=handed_over)
             ended = job.run(state, begin=self.phases.append)

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.cli import main
-from elastic_ckpt.config import load
-from elastic_ckpt.core import errors, events, storage, topology
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import leases, persistent_root
-from elastic_ckpt.training import step_log
 from elastic_ckpt.universal import loading, shipped_layouts
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests import runs
+from tests import jobs
 from tests.universal import safetensors_files
 
 LAYOUT = """version: 1
@@ -47,23 +44,16 @@ rules:
 
 
 def configured(directory, corpus, **settings):
-    directory.mkdir(exist_ok=True)
     values = {"base_num_decoder_layers": 2, "steps": 2, **settings}
-    return load.load(runs.write_config(directory, corpus, **values))
-
-
-def assembled(config, emit=events.nobody):
-    world = topology.Topology(hosts=1, slices=2, devices=4)
-    return assemble(config, world, devices=jax.devices()[:4], emit=emit)
+    return jobs.configured(directory, corpus, **values)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory, corpus):
     """A step that a run of another seed saved, and its state in this memory."""
     directory = tmp_path_factory.mktemp("source")
-    job = assembled(configured(directory, corpus, init_weights_seed=7))
-    ended = job.run(job.restore_or_init())
-    job.close()
+    config = configured(directory, corpus, init_weights_seed=7)
+    ended = jobs.trained(jobs.assembled(config))
     state = jax.tree.map(np.asarray, ended.state)
     return directory / "tiny" / "checkpoints" / "2", state
 
@@ -79,11 +69,7 @@ def foreign(tmp_path, source):
 
 
 def begun(config):
-    job = assembled(config)
-    try:
-        return job.restore_or_init()
-    finally:
-        job.close()
+    return jobs.begun(jobs.assembled(config))
 
 
 def assert_params(state, params):
@@ -115,11 +101,8 @@ def as_other_program_has_it(params):
 
 
 def losses(directory, corpus, **settings):
-    job = assembled(configured(directory, corpus, **settings))
-    job.run(job.restore_or_init())
-    job.close()
-    (attempt,) = step_log.read(directory / "tiny")
-    return [record.loss for record in attempt.records]
+    jobs.trained(jobs.assembled(configured(directory, corpus, **settings)))
+    return jobs.losses(directory)
 
 
 def test_losses_from_safetensors_are_those_from_the_state_that_orbax_saved(
@@ -196,11 +179,13 @@ def test_a_run_that_has_saved_a_step_does_not_read_the_weights_again(
 ):
     _, saved = source
     emitted = []
+
+    def emit(name, **fields):
+        emitted.append((name, fields))
+
     for steps in (1, 2):
         config = configured(tmp_path / "run", corpus, steps=steps, **foreign)
-        job = assembled(config, lambda name, **fields: emitted.append((name, fields)))
-        job.run(job.restore_or_init())
-        job.close()
+        jobs.trained(jobs.assembled(config, emit=emit))
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
     loaded, skipped = [each for each in emitted if each[0].startswith("weights")]
     path = foreign["init_from"]

@@ -6,7 +6,7 @@ import multiprocessing
 import jax
 import pytest
 
-from elastic_ckpt.application import local_world
+from elastic_ckpt.application import configured
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.lm import token_blocks
@@ -51,7 +51,7 @@ def checked(directory, **settings):
         str(directory / "corpus"),
         **{"hosts": 4, "slices": 4, "global_batch_size": 24, **settings},
     )
-    local_world.check(load.load(path))
+    configured.check_local(load.load(path))
 
 
 def test_hosts_are_started_on_cpus_and_gpus(tmp_path):
@@ -70,7 +70,7 @@ def test_nothing_is_compiled_ahead_where_shadow_worlds_have_no_devices(tmp_path)
     path = runs.write_config(tmp_path, "", elastic_enabled=True, hosts=2, slices=2)
     for hardware, secs in (("cpu", 600.0), ("gpu", 0.0)):
         config = load.load(path, [f"hardware={hardware}"])
-        assert local_world.limits(config).compile_ahead_secs == secs
+        assert configured.limits(config).compile_ahead_secs == secs
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import elastic_ckpt as ec
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.components import validation_schedule
-from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import topology
 from tests.checkpoint.components.flipped import flipped
 from tests.checkpoint.test_tier_retention import stored
@@ -29,9 +28,9 @@ class Run:
         tiers = [ec.Persistent(tmp_path / "steps", every=1, keep=keep)]
         self.checkpointer = frontend.Checkpointer(tiers, run="run", slice_name="s0")
         self.events = []
-        self._validation = validation_schedule.configured(
-            ValidationSection(replica_validation="tensor"),
-            lambda name, **fields: self.events.append((name, fields["step"])),
+        self._validation = validation_schedule.ValidationSchedule(
+            "tensor",
+            emit=lambda name, **fields: self.events.append((name, fields["step"])),
             preserve=lambda step: run_saver.preserve_newest(
                 self.checkpointer, up_to=step
             ),

@@ -10,7 +10,6 @@ import elastic_ckpt as ec
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.host import backup
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import evaluations
 from tests.checkpoint.test_tier_retention import in_ram, opened, stored
@@ -104,17 +103,18 @@ def test_metrics_need_storage_and_if_it_is_away_the_run_goes_on(tmp_path, monkey
     assert "its metrics were not recorded: host 0: [Errno 5]" in why
 
 
-def saver(tmp_path, *, every=100, keep=None, **settings):
+LOWEST_LOSS = ec.BestN(0)
+
+
+def saver(tmp_path, *, every=100, keep=None, best=LOWEST_LOSS, steps=()):
     """A saver of a run that saves its best step."""
     tiers = [
         ec.Local(tmp_path / "ram", every=every),
         ec.Persistent(tmp_path / "steps", every=every, keep=keep),
     ]
-    section = schema.CheckpointSection(
-        save_best_checkpoint=True, async_checkpointing=False, **settings
-    )
+    saved = run_saver.Saved(best=best, steps=steps, in_background=False)
     checkpointer = frontend.Checkpointer(tiers, run="run", slice_name="s0")
-    return run_saver.RunSaver(checkpointer, section, data=tiered_steps.Cursors())
+    return run_saver.RunSaver(checkpointer, saved, data=tiered_steps.Cursors())
 
 
 def evaluate(run, *steps, sign=1):
@@ -129,12 +129,13 @@ def evaluate(run, *steps, sign=1):
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, mode):
     sign = 1 if mode == "min" else -1
-    first = saver(tmp_path, best_checkpoint_mode=mode)
+    best = ec.BestN(0, higher_is_better=mode == "max")
+    first = saver(tmp_path, best=best)
     losses = (1, 0.5), (2, 0.6), (3, 0.4), (4, 0.4), (5, float("nan"))
     evaluate(first, *losses, sign=sign)
     first.close()
     assert stored(tmp_path) == [1, 3]
-    again = saver(tmp_path, best_checkpoint_mode=mode)
+    again = saver(tmp_path, best=best)
     evaluate(again, (6, 0.45), (7, 0.3), sign=sign)
     again.close()
     assert stored(tmp_path) == [1, 3, 7]
@@ -149,7 +150,7 @@ def test_the_best_and_pinned_steps_reach_slow_storage(tmp_path, monkeypatch):
         return back_up(*args, **kwargs)
 
     monkeypatch.setattr(backup.HostBackup, "back_up", slow)
-    run = saver(tmp_path, every=2, checkpoint_steps_to_keep="5")
+    run = saver(tmp_path, every=2, steps=[5])
     for step, loss in enumerate((0.3, 0.2, 0.4, 0.5, 0.6, 0.7, 0.1, 0.8), start=1):
         run.record(step, {"eval_loss": loss})
         if run.is_due(step, last=False):

@@ -11,7 +11,6 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver, summary
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, metrics, storage, topology
 from elastic_ckpt.data import iterator
 from elastic_ckpt.tiers.choices import Local, Persistent
@@ -41,10 +40,10 @@ def tiers(request, tmp_path):
 def make(tiers, batches):
     made = []
 
-    def make(data=batches, emit=events.nobody, keep=None, **section):
+    def make(data=batches, emit=events.nobody, keep=None, **saved):
         checkpointer = frontend.Checkpointer(tiers(keep=keep), run="run", emit=emit)
-        section = schema.CheckpointSection(**section)
-        made.append(run_saver.RunSaver(checkpointer, section, data=data))
+        saved = run_saver.Saved(**saved)
+        made.append(run_saver.RunSaver(checkpointer, saved, data=data))
         return made[-1]
 
     yield make
@@ -89,7 +88,7 @@ def test_a_checkpoint_is_due_when_a_tier_is_and_at_the_end(make):
     run.save(9, state(), last=True)
     assert not run.is_due(9, last=True)
     run.close()
-    unfinished = make(save_checkpoint_on_completion=False)
+    unfinished = make(at_end=False)
     assert not unfinished.is_due(11, last=True)
 
 
@@ -101,7 +100,7 @@ def test_the_last_step_goes_to_storage_whatever_its_number(make, tmp_path):
 
 
 def test_saves_and_restores_are_measured(make, recorded, request):
-    run = make(async_checkpointing=False)
+    run = make(in_background=False)
     run.save(2, state(), last=False)
     run.save(4, state(), last=False)
     run.close()

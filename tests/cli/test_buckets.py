@@ -9,7 +9,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import metrics, storage
-from elastic_ckpt.simulation import trace
+from elastic_ckpt.simulation import cluster
 from elastic_ckpt.tiers.persistent import persistent_root
 from tests import runs
 from tests.tiers import tiered_steps
@@ -129,8 +129,8 @@ def test_failures_of_a_run_in_a_bucket_are_simulated_with_its_costs(
     path = f"{run}/{run_directory.METRICS}/run.jsonl"
     storage.write_atomic(path, storage.canonical_json(line) + b"\n")
     page, killed = f"{bucket}/page.html", f"{bucket}/trace.jsonl"
-    events = [trace.Event(time=400.0, what=trace.What.KILL_SLICE, which=0)]
-    storage.write_atomic(killed, trace.to_bytes(events))
+    events = [cluster.Event(time=400.0, what=cluster.What.KILL_SLICE, which=0)]
+    storage.write_atomic(killed, cluster.to_bytes(events))
     arguments += ["--output", page, "--trace", killed]
     (result,) = report("simulate", *arguments)
     assert result["losses"] == 1

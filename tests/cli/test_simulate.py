@@ -5,8 +5,8 @@ import json
 import pytest
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.simulation import trace
-from elastic_ckpt.simulation.trace import Event, What
+from elastic_ckpt.simulation import cluster
+from elastic_ckpt.simulation.cluster import Event, What
 from tests import json_outputs
 
 CONFIG = [
@@ -62,7 +62,7 @@ def test_a_trace_replaces_random_failures_and_runs_until_the_steps_are_done(
 ):
     path = tmp_path / "trace.jsonl"
     events = [Event(time=400.0, what=What.KILL_SLICE, which=1)]
-    path.write_bytes(trace.to_bytes(events))
+    path.write_bytes(cluster.to_bytes(events))
     arguments = [
         *("simulate", *CONFIG, "steps=100", "--trace", str(path), "--json"),
         *("--state-gib", "1", "--cost", "step_secs=10"),

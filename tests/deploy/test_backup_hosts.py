@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from elastic_ckpt.checkpoint import configured_tiers
+from elastic_ckpt.application import configured
 from elastic_ckpt.cli import agent as agent_verb
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
@@ -36,7 +36,7 @@ def test_the_programs_know_the_backup_hosts_by_the_names_of_their_pods(tmp_path)
     documents = jobsets.documents(BACKUP)
     path = tmp_path / "config.yml"
     path.write_text(jobsets.only("ConfigMap", documents)["data"]["config.yml"])
-    _, peers, _ = configured_tiers.tiers(load.load(path), persistent=str(tmp_path))
+    _, peers, _ = configured.tiers(load.load(path), persistent=str(tmp_path))
     (container,) = backup_pod()["containers"]
     (port,) = (each["containerPort"] for each in container["ports"])
     # JobSet names a pod by these.

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import yaml
 
-from elastic_ckpt.checkpoint import configured_tiers
+from elastic_ckpt.application import configured
 from elastic_ckpt.config import load
 from elastic_ckpt.deploy import manifest, nodes
 from tests.deploy import jobsets, manifest_check
@@ -79,7 +79,7 @@ def test_a_run_finds_backup_hosts_of_their_own_by_the_names_of_their_pods(tmp_pa
     built = jobsets.documents("backup_h100", *overrides)
     path = tmp_path / "config.yml"
     path.write_text(jobsets.only("ConfigMap", built)["data"]["config.yml"])
-    _, peers, _ = configured_tiers.tiers(load.load(path), persistent=str(tmp_path))
+    _, peers, _ = configured.tiers(load.load(path), persistent=str(tmp_path))
     assert peers.backups == (url,)
     assert "backup" not in jobsets.pods(built)
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import trustme
 
-from elastic_ckpt.application import local_world
+from elastic_ckpt.application import configured
 from elastic_ckpt.config import load
 from elastic_ckpt.elastic import local_slices
 from elastic_ckpt.tiers.peers import known_agents
@@ -31,8 +31,8 @@ def slices(tmp_path):
         started = local_slices.LocalSlices(
             config.world,
             log_directory=str(tmp_path / "logs"),
-            memory=local_world.memory(config),
-            limits=local_world.limits(config),
+            memory=configured.memory(config),
+            limits=configured.limits(config),
         )
         return resources.enter_context(contextlib.closing(started))
 

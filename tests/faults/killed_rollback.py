@@ -13,7 +13,7 @@ from elastic_ckpt.config import load
 from elastic_ckpt.core import storage, topology
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import rollback
+from elastic_ckpt.training.callbacks import Rollbacks
 
 _WRITERS = ("write_atomic", "rename", "create", "remove")
 
@@ -42,7 +42,7 @@ def _armed(pattern, moment, victim, config, world):
     def kill():
         os.killpg(0, signal.SIGKILL)
 
-    choose = rollback.choose
+    choose = Rollbacks.choose
 
     def chosen(*arguments, **keywords):
         step = choose(*arguments, **keywords)
@@ -53,7 +53,7 @@ def _armed(pattern, moment, victim, config, world):
         return step
 
     if topology.this_host() == victim:
-        rollback.choose = chosen
+        Rollbacks.choose = chosen
     local_world.train(config, world)
 
 

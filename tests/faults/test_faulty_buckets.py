@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from elastic_ckpt.application import host_program, run_directory
+from elastic_ckpt.application import job, run_directory
 from elastic_ckpt.checkpoint import due_steps
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import metrics, segmented_log, storage
@@ -109,14 +109,14 @@ class Outage:
 
 def train_through(path, config, waits):
     """Trains while the outage of a file comes and goes."""
-    train, outage = host_program.train, Outage(path, waits)
+    train, outage = job.train, Outage(path, waits)
     if waits[OUTAGE[1]][0] == "fail":  # uploads hang
         segmented_log.SegmentedLog.__init__.__kwdefaults__["wait_secs"] = 0.5
 
     def paced(config, world):
         return train(config, dataclasses.replace(world, should_stop=outage.should_stop))
 
-    host_program.train = paced
+    job.train = paced
     return main.main(["train", str(config)])
 
 

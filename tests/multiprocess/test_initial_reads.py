@@ -41,7 +41,7 @@ def write(path, source):
         params = jax.device_put(weights(), sharding)
         state = {"params": params, "opt_state": {"mu": params, "nu": params}}
         ocp.save_checkpointables(path / "2", {"state": state})
-        return {"init_from": str(path / "2")}
+        return {"path": str(path / "2")}
     tensors = {f"model.{name}": array for name, array in weights().items()}
     others = {f"optimizer.{name}": array for name, array in weights().items()}
     safetensors_files.write(path / "model.safetensors", {**others, **tensors})
@@ -55,8 +55,8 @@ def write(path, source):
     layout = {"version": 1, "rules": rules, "drop": ["optimizer.*"]}
     (path / "layout.yml").write_text(json.dumps(layout))
     return {
-        "init_from": str(path / "model.safetensors"),
-        "init_from_layout": str(path / "layout.yml"),
+        "path": str(path / "model.safetensors"),
+        "layout": str(path / "layout.yml"),
     }
 
 
@@ -87,8 +87,8 @@ def load(mesh, keys, path):
         )
         for name, array in expected.items()
     }
-    model = schema.ModelSection(**keys)
-    state = initial_weights.load(model, {"params": abstract}, _discard)
+    initial = initial_weights.InitialWeights(**keys)
+    state = initial_weights.load(initial, {"params": abstract}, _discard)
     for name, leaf in state["params"].items():
         for shard in leaf.addressable_shards:
             part = expected[name][shard.index]

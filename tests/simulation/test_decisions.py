@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.simulation.decisions import Decisions, Readers
-from elastic_ckpt.simulation.world_layout import Shape, WorldLayout
+from elastic_ckpt.simulation.decisions import Decisions, Readers, Shape, WorldLayout
 from elastic_ckpt.steps import placement
 
 

@@ -1,8 +1,7 @@
 import pytest
 
 from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.simulation import measured_costs
-from elastic_ckpt.simulation.costs import Costs
+from elastic_ckpt.simulation.costs import Costs, measured
 
 
 def event(time, name, **fields):
@@ -48,7 +47,7 @@ LINES = [
 
 
 def test_the_costs_of_a_run_are_those_of_its_phases():
-    costs = measured_costs.measured(EVENTS, LINES, given=Costs())
+    costs = measured(EVENTS, LINES, given=Costs())
     assert costs.step_secs_by_slices == {1: 3.0, 2: 1.2}
     assert costs.step_secs == 1.2
     assert costs.step_secs_on(1, rows_ratio=2.0) == 3.0
@@ -63,10 +62,10 @@ def test_the_costs_of_a_run_are_those_of_its_phases():
 
 
 def test_a_chosen_time_of_a_step_replaces_measured_ones():
-    costs = measured_costs.measured(EVENTS, LINES, given=Costs())
+    costs = measured(EVENTS, LINES, given=Costs())
     assert costs.with_values({"step_secs": 5.0}).step_secs_on(1, rows_ratio=2.0) == 10.0
 
 
 def test_a_run_that_trained_nothing_has_no_costs():
     with pytest.raises(errors.RunError, match="no step"):
-        measured_costs.measured(EVENTS, [], given=Costs())
+        measured(EVENTS, [], given=Costs())

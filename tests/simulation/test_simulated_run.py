@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.simulation import simulated_run
+from elastic_ckpt.simulation.cluster import Event, FailureModel, Hardware, What
 from elastic_ckpt.simulation.costs import Costs
-from elastic_ckpt.simulation.decisions import Decisions
-from elastic_ckpt.simulation.failures import FailureModel
-from elastic_ckpt.simulation.hardware import Hardware
-from elastic_ckpt.simulation.run_plan import RunPlan
-from elastic_ckpt.simulation.saves import Setting
-from elastic_ckpt.simulation.trace import Event, What
-from elastic_ckpt.simulation.world_layout import WorldLayout
+from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
+from elastic_ckpt.simulation.simulated_run import RunPlan
 from elastic_ckpt.steps import placement
 
 STATE_BYTES = 2**10
@@ -41,7 +37,8 @@ def plan(*, slices=4, hosts=1, costs=COSTS, policy=POLICY, **changed):
         work=decision.Work(
             num_slices=slices, rows=12, devices_per_slice=1, max_rows_per_device=12
         ),
-        setting=Setting(costs=costs, state_bytes=STATE_BYTES),
+        costs=costs,
+        state_bytes=STATE_BYTES,
         **{"period": 10, "backup_steps": 40, "steps": 100, **changed},
     )
 
@@ -165,10 +162,7 @@ def test_steps_whose_copies_are_not_made_yet_are_lost_with_a_machine():
 
 
 def test_without_ram_steps_are_restored_from_storage():
-    planned = plan(period=10, backup_steps=10)
-    planned = dataclasses.replace(
-        planned, setting=dataclasses.replace(planned.setting, in_ram=False)
-    )
+    planned = plan(period=10, backup_steps=10, in_ram=False)
     outcome = simulate(planned, at(35.5, "kill_host", 1))
     # The loss, and the return of the slice.
     assert outcome.restores == {"persistent": 2}

@@ -2,13 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import simulation
 from elastic_ckpt.core import errors
-from elastic_ckpt.simulation import trace, trace_of_run
-from elastic_ckpt.simulation.failures import FailureModel
-from elastic_ckpt.simulation.hardware import Hardware, Presence
-from elastic_ckpt.simulation.trace import Event, What
+from elastic_ckpt.elastic import decision
+from elastic_ckpt.simulation import cluster
+from elastic_ckpt.simulation.cluster import Event, FailureModel, Hardware, What
 
-NUMBERS = {"slice": 4, "rack": 2, "machine": 8}
 HARDWARE = Hardware(slices=4, hosts_per_slice=2, hosts_per_rack=4)
 
 
@@ -27,8 +26,8 @@ def event(time, what, which):
     )
 )
 def test_a_trace_that_is_written_is_read_back_by_time(events):
-    content = trace.to_bytes(events)
-    read = trace.parse(content, path="t", numbers=NUMBERS)
+    content = cluster.to_bytes(events)
+    read = cluster.parse(content, path="t", hardware=HARDWARE)
     assert read == sorted(events, key=lambda each: each.time)
 
 
@@ -50,34 +49,42 @@ def test_a_trace_that_is_written_is_read_back_by_time(events):
 def test_a_bad_line_is_named(line, named):
     content = b'{"version": 1}\n' + line.encode()
     with pytest.raises(errors.ConfigError, match=named):
-        trace.parse(content, path="t", numbers=NUMBERS)
+        cluster.parse(content, path="t", hardware=HARDWARE)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"version": 2}\n', b'{"time": 1}\n'])
 def test_a_file_of_another_version_is_refused(content):
     with pytest.raises(errors.ConfigError, match="does not begin with"):
-        trace.parse(content, path="t", numbers=NUMBERS)
+        cluster.parse(content, path="t", hardware=HARDWARE)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(errors.ConfigError, match="missing"):
-        trace.read(str(tmp_path / "missing"), numbers=NUMBERS)
+        cluster.read(str(tmp_path / "missing"), hardware=HARDWARE)
 
 
 def test_a_slice_is_whole_while_all_of_its_machines_are_there():
-    presence = Presence(HARDWARE)
-    for each in (
+    events = [
         event(1.0, "kill_machine", 2),
         event(2.0, "kill_rack", 0),
         event(3.0, "return_machine", 2),
         event(4.0, "kill_slice", 3),
         event(5.0, "kill_host", 7),
-    ):
-        presence.note(each)
-    assert presence.since == {2: 0.0}
-    presence.note(event(6.0, "return_rack", 0))
-    presence.note(event(7.0, "return_slice", 3))
-    assert presence.since == {0: 6.0, 1: 6.0, 2: 0.0, 3: 7.0}
+        event(6.0, "return_rack", 0),
+        event(7.0, "return_slice", 3),
+    ]
+    work = decision.Work(
+        num_slices=4, rows=8, devices_per_slice=2, max_rows_per_device=1
+    )
+    simulated = cluster.SimulatedCluster(
+        HARDWARE, events, policy=decision.Policy(min_slices=1), work=work, check_secs=0
+    )
+    for _ in range(5):
+        simulated.take_event()
+    assert simulated.since == {2: 0.0}
+    for _ in range(2):
+        simulated.take_event()
+    assert simulated.since == {0: 6.0, 1: 6.0, 2: 0.0, 3: 7.0}
 
 
 @given(st.integers(0, 100))
@@ -136,7 +143,7 @@ def test_the_faults_of_a_run_are_named_by_their_places_in_the_cluster():
         fault(150.0, "hang_host", 2),
         fault(160.0, "return_slice", 3),
     ]
-    assert trace_of_run.trace_of_run(events, hosts_per_slice=2) == [
+    assert simulation.trace_of(events, hosts_per_slice=2) == [
         event(10.0, "kill_host", 5),
         event(30.0, "kill_slice", 3),
         event(50.0, "hang_host", 4),

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from elastic_ckpt.training import batch_digests, id_runs, step_record
+from elastic_ckpt.training import step_record
 from tests.training import test_audit
 
 BATCH = test_audit.BATCH
@@ -15,9 +15,10 @@ STEPS = 6
 def record(rows, step, *, detail="proof", attempt=1):
     """The record of a step with these rows, each an id and its digest."""
     ids, tokens = (np.array(column) for column in zip(*rows, strict=True))
-    line = step_record.line(
-        step, 1.0, ids.astype(np.uint64), tokens.astype(np.uint32), detail=detail
+    batch = step_record.Rows(
+        ids=ids.astype(np.uint64), digests=tokens.astype(np.uint32)
     )
+    line = step_record.line(step, 1.0, batch, detail=detail)
     return step_record.parse(line, attempt=attempt)
 
 
@@ -36,8 +37,8 @@ def detail(request):
 @pytest.fixture(autouse=True)
 def without_lists(monkeypatch):
     """No ids are listed, and a block has two rows."""
-    monkeypatch.setattr(id_runs, "MAX_BYTES", 0)
-    monkeypatch.setattr(batch_digests, "MAX_BLOCKS", 4)
+    monkeypatch.setattr(step_record, "MAX_ID_BYTES", 0)
+    monkeypatch.setattr(step_record, "MAX_BLOCKS", 4)
 
 
 def outcome_of(rows, data, *, detail="proof", **options):

@@ -2,7 +2,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from elastic_ckpt.training import batch_digests, id_runs, step_record
+from elastic_ckpt.training import step_record
 
 IDS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=300)
 RUNS = st.lists(
@@ -20,27 +20,28 @@ def uint64(ids):
 
 @hypothesis.given(IDS | RUNS)
 def test_ids_that_are_listed_are_read_in_the_same_order(ids):
-    items = id_runs.encode(uint64(ids))
-    assert items is None or id_runs.decode(items) == tuple(ids)
+    items = step_record.encoded(uint64(ids))
+    assert items is None or step_record.decoded(items) == tuple(ids)
     # So many ids fit, whatever they are.
-    assert items is not None or len(ids) > id_runs.MAX_BYTES // 22
+    assert items is not None or len(ids) > step_record.MAX_ID_BYTES // 22
 
 
 def test_ids_in_the_order_of_files_are_one_run_of_any_length():
-    assert id_runs.encode(uint64(range(5, 10**6, 3))) == [[5, 333_332, 3]]
+    assert step_record.encoded(uint64(range(5, 10**6, 3))) == [[5, 333_332, 3]]
 
 
 @hypothesis.given(st.integers(1, 5000), st.randoms(use_true_random=False))
 def test_the_line_of_a_step_has_at_most_2000_bytes(num_rows, random):
     ids = uint64([random.getrandbits(64) for _ in range(num_rows)])
-    line = step_record.line(
-        2**53, -1.2345678901234567e-300, ids, np.zeros(num_rows), detail="proof"
-    )
+    rows = step_record.Rows(ids=ids, digests=np.zeros(num_rows))
+    line = step_record.line(2**53, -1.2345678901234567e-300, rows, detail="proof")
     assert len(str(line)) <= 2000
 
 
 def digests(ids, tokens):
-    return batch_digests.digests(uint64(ids), np.array(tokens, np.uint32))
+    return step_record.BatchDigests.of_rows(
+        step_record.Rows(ids=uint64(ids), digests=np.array(tokens, np.uint32))
+    )
 
 
 def blocks_that_differ(one, other):

@@ -5,9 +5,10 @@ import logging
 import pytest
 from etils import epath
 
+from elastic_ckpt.application import configured as settings
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import callbacks, configured_callbacks
+from elastic_ckpt.training import callbacks
 from elastic_ckpt.training.callbacks import Action, Finding
 from tests import iterator_contract
 from tests.recorded_events import RecordedEvents
@@ -184,7 +185,7 @@ def test_evaluations_reach_all_callbacks():
 
 def configured(own=None, **keys):
     section = schema.DivergenceSection(**keys)
-    return configured_callbacks.of_run(schema.Config(divergence=section), own or {})
+    return settings.callbacks(schema.Config(divergence=section), own or {})
 
 
 def own_callbacks(config):

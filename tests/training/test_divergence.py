@@ -5,10 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.config import divergence_section
+from elastic_ckpt.application import configured as settings
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import divergence, rollback
-from elastic_ckpt.training.callbacks import Action, Finding, Report
+from elastic_ckpt.training import divergence
+from elastic_ckpt.training.callbacks import (
+    Action,
+    Finding,
+    Report,
+    Rollbacks,
+    good_step,
+)
 
 RULES = {
     "non_finite": divergence.NonFinite(),
@@ -166,7 +173,7 @@ def test_the_state_of_another_rule_is_refused():
 
 
 def configured(**keys):
-    return divergence.from_config(divergence_section.DivergenceSection(**keys))
+    return settings.detectors(schema.DivergenceSection(**keys))
 
 
 def test_a_detector_whose_threshold_is_0_does_not_exist():
@@ -204,46 +211,41 @@ def test_weights_that_are_no_weights_are_refused(fast, slow):
     margin=st.integers(0, 5),
 )
 def test_the_newest_step_whose_own_loss_was_good_is_chosen(saved, since, margin):
-    step = rollback.good_step(saved, since=since, margin=margin)
+    step = good_step(saved, since=since, margin=margin)
     # The loss of the state after n steps is that of step n + 1.
     good = [s for s in saved if s + 1 < since - margin]
     assert step == (max(good) if good else None)
 
 
-SECTION = divergence_section.DivergenceSection(
-    divergence_max_rollbacks=2, divergence_rollback_steps=3
-)
+ROLLBACKS = Rollbacks(most=2, margin=3)
 FINDING = Finding(action=Action.ROLLBACK, why="the loss is nan", since=10)
 
 
 def test_a_run_goes_back_so_often():
     saved = [2, 4, 6, 8, 10]
-    assert rollback.choose(FINDING, saved, rollbacks=1, section=SECTION) == 4
+    assert ROLLBACKS.choose(FINDING, saved, before=1) == 4
     with pytest.raises(errors.DivergedError, match=r"nan, and the run has gone back 2"):
-        rollback.choose(FINDING, saved, rollbacks=2, section=SECTION)
+        ROLLBACKS.choose(FINDING, saved, before=2)
 
 
 def test_a_run_without_a_good_step_says_which_there_are():
     with pytest.raises(
         errors.DivergedError, match=r"complete steps are \[7, 8\]\. Keep more"
     ):
-        rollback.choose(FINDING, [7, 8], rollbacks=0, section=SECTION)
+        ROLLBACKS.choose(FINDING, [7, 8], before=0)
 
 
 def chosen(saved, since, *, first_due=4, **options):
     finding = Finding(action=Action.ROLLBACK, why="the loss is nan", since=since)
-    section = divergence_section.DivergenceSection()
-    options = {"rollbacks": 0, **options}
-    return rollback.choose(
-        finding, saved, section=section, first_due=first_due, **options
-    )
+    rollbacks = Rollbacks(first_due=first_due)
+    return rollbacks.choose(finding, saved, **{"before": 0, **options})
 
 
 def test_at_the_first_save_a_run_goes_back_to_the_step_before_or_to_the_beginning():
     # The state right before the bad step, then step 0.
     assert chosen([4], since=5) == 4
-    assert chosen([4], since=5, rollbacks=1, began_at=4) == 0
-    assert chosen([4], since=5, rollbacks=1, began_at=0) == 4
+    assert chosen([4], since=5, before=1, began_at=4) == 0
+    assert chosen([4], since=5, before=1, began_at=0) == 4
     # Nothing is saved, or only steps that are bad.
     assert chosen([], since=1) == 0
     assert chosen([], since=3) == 0
@@ -253,6 +255,6 @@ def test_at_the_first_save_a_run_goes_back_to_the_step_before_or_to_the_beginnin
     with pytest.raises(
         errors.DivergedError, match=r"complete steps are \[40\]\. Keep more"
     ):
-        chosen([40], since=41, rollbacks=1, began_at=40)
+        chosen([40], since=41, before=1, began_at=40)
     with pytest.raises(errors.DivergedError, match="complete steps are none"):
         chosen([], since=1, first_due=0)

@@ -3,7 +3,7 @@ import pytest
 
 from elastic_ckpt.core import events
 from elastic_ckpt.data import batch_size
-from elastic_ckpt.training import callbacks, evaluation, loop, train_step
+from elastic_ckpt.training import callbacks, loop, train_step
 
 
 class Journal:
@@ -86,18 +86,23 @@ def journal():
     return Journal(due={2})
 
 
-def run(journal, **changes):
+def looped(journal, *, steps=3, **changes):
+    """The end of a loop whose parts are a journal, but for those that are changed."""
     parts = {
+        "program": journal,
+        "emit": journal.emit,
+        "compiled": journal.compiled,
         "batches": Batches(journal, 100),
         "sizes": batch_size.Schedule(stages=((0, 8),)),
         "log": journal,
         "saver": journal,
         "evaluation": None,
-    } | changes
-    loop_ = loop.Loop(
-        program=journal, emit=journal.emit, compiled=journal.compiled, **parts
-    )
-    ended = loop_.run(0, start_step=0, steps=3)
+    }
+    return loop.Loop(**(parts | changes)).run(0, start_step=0, steps=steps)
+
+
+def run(journal, **changes):
+    ended = looped(journal, **changes)
     assert ended.is_stopped == ("is_stopping" in changes)
     return ended.state, ended.step
 
@@ -149,17 +154,7 @@ def test_a_host_that_writes_no_log_is_one_step_behind_the_devices_too(journal):
             _, report = super().step(state, batch)
             return state + 1, report._replace(loss=OnDevice(batch))
 
-    program = Program()
-    loop.Loop(
-        program=program,
-        batches=Batches(journal, 3),
-        sizes=batch_size.Schedule(stages=((0, 8),)),
-        log=None,
-        saver=None,
-        evaluation=None,
-        emit=program.emit,
-        compiled=program.compiled,
-    ).run(0, start_step=0, steps=3)
+    looped(Program(), log=None, saver=None)
     order = ["step 0", "wait 0", "step 1", "step 2", "wait 1", "wait 2"]
     assert journal.calls == order
 
@@ -253,17 +248,7 @@ def test_a_first_step_that_is_reported_is_saved_at_a_signal(journal):
 
 def test_the_last_step_is_not_stopped(journal):
     asked = []
-    ended = loop.Loop(
-        program=journal,
-        emit=journal.emit,
-        compiled=journal.compiled,
-        batches=Batches(journal, 100),
-        sizes=batch_size.Schedule(stages=((0, 8),)),
-        log=journal,
-        saver=journal,
-        evaluation=None,
-        is_stopping=lambda done: bool(asked.append(done)),
-    ).run(0, start_step=0, steps=3)
+    ended = looped(journal, is_stopping=lambda done: bool(asked.append(done)))
     assert (ended.is_stopped, asked) == (False, [1, 2])
 
 
@@ -317,18 +302,7 @@ class Recorded:
 
 def called(journal, **options):
     recorded = callbacks.Callbacks({"recorded": Recorded(journal, **options)})
-    loop_ = loop.Loop(
-        program=journal,
-        emit=journal.emit,
-        compiled=journal.compiled,
-        batches=Batches(journal, 100),
-        sizes=batch_size.Schedule(stages=((0, 8),)),
-        log=None,
-        saver=journal,
-        evaluation=None,
-        callbacks=recorded,
-    )
-    return loop_.run(0, start_step=0, steps=4)
+    return looped(journal, steps=4, log=None, callbacks=recorded)
 
 
 def test_callbacks_are_called_one_step_behind_and_before_a_save(journal):
@@ -390,7 +364,7 @@ def test_an_evaluation_is_the_mean_over_all_targets_each_time_anew(
 ):
     recorded = []
     batches = Evaluated()
-    evaluated = evaluation.Evaluation(
+    evaluated = loop.Evaluation(
         evaluate=lambda _, batch: batch,
         batches=batches,
         interval=2,
@@ -432,18 +406,8 @@ def test_a_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(
     asked = []
     recorded = callbacks.Callbacks()
     recorded.distrust_until(2, lambda step, why: asked.append((step, why)) or goes_back)
-    ended = loop.Loop(
-        program=program,
-        emit=program.emit,
-        compiled=program.compiled,
-        batches=Batches(program, 100),
-        sizes=batch_size.Schedule(stages=((0, 8),)),
-        # A host that does not write the log looks at the loss all the same.
-        log=None,
-        saver=program,
-        evaluation=Evaluation(),
-        callbacks=recorded,
-    ).run(0, start_step=0, steps=3)
+    # A host that does not write the log looks at the loss all the same.
+    ended = looped(program, log=None, evaluation=Evaluation(), callbacks=recorded)
     assert asked == [(2, "the loss is nan")]
     if goes_back:
         assert (ended.step, ended.finding.action) == (2, callbacks.Action.DISTRUST)

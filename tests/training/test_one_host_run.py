@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from elastic_ckpt.data import stages
-from elastic_ckpt.training import one_host_run, step_log
+from elastic_ckpt.training import audit, step_log
 from tests import formats
 from tests.data import test_stages
 from tests.training import test_provenance
@@ -28,7 +28,7 @@ def curriculum(parts):
 
 
 def check(run):
-    oracle = one_host_run.OneHostRun(run.data.__getitem__, run.attempts)
+    oracle = audit.OneHostRun(run.data.__getitem__, run.attempts)
     lineage = step_log.lineage(run.attempts)
     for step in sorted(lineage):
         record = lineage[step]

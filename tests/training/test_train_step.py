@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from elastic_ckpt.application import configured
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import digest, topology
 from elastic_ckpt.data import example_id, iterator, rows, tokens
-from elastic_ckpt.training import train_step
 from tests.conftest import data_of
 
 CONFIG = schema.Config(
     model=schema.ModelSection(
+        vocab_size=tokens.VOCAB_SIZE,
         base_emb_dim=16,
         base_num_query_heads=2,
         head_dim=8,
@@ -24,7 +25,7 @@ CONFIG = schema.Config(
 
 def train(data, slices, num_steps):
     mesh = topology.mesh_of(topology.present(slices))
-    program = train_step.build(CONFIG, mesh, vocab_size=tokens.VOCAB_SIZE)
+    program = configured.program(CONFIG, mesh)
     batches = iterator.Batches(data, mesh=mesh, global_batch_size=16)
     state = program.init()
     reports = []
@@ -75,11 +76,7 @@ def test_parameters_are_sharded_over_a_slice_and_repeated_over_slices(trained):
 
 def test_initial_weights_do_not_depend_on_the_mesh():
     states = [
-        train_step.build(
-            CONFIG,
-            topology.mesh_of(topology.present(slices)),
-            vocab_size=tokens.VOCAB_SIZE,
-        ).init()
+        configured.program(CONFIG, topology.mesh_of(topology.present(slices))).init()
         for slices in (1, 4)
     ]
     jax.tree.map(np.testing.assert_array_equal, *states)

@@ -2,18 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.data import tokens
 from elastic_ckpt.training import transformer
 
-MODEL = schema.ModelSection(
-    base_emb_dim=16,
-    base_num_query_heads=2,
-    head_dim=8,
-    base_mlp_dim=32,
-    base_num_decoder_layers=2,
+SIZES = transformer.Sizes(
+    vocab=tokens.VOCAB_SIZE, layers=2, emb=16, heads=2, head_dim=8, mlp=32
 )
-PARAMS = transformer.init(jax.random.key(0), MODEL, vocab_size=tokens.VOCAB_SIZE)
+PARAMS = transformer.init(jax.random.key(0), SIZES)
 
 
 def logits(inputs, **packing):

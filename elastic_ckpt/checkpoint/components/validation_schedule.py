@@ -1,6 +1,6 @@
 """When copies are compared, and what follows: before saves, at intervals, in saves.
 
-The state of a run is validated as it is configured. Replicated components are compared
+Replicated components are compared
 when a step is saved: host 0 writes the state for all, so a host whose state differs
 would lose it without a word, and all hosts would continue from a state that perhaps no
 other one had.
@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from absl import logging
 
 from elastic_ckpt.checkpoint.components import encoding, validation
 from elastic_ckpt.checkpoint.components.component import Component
-from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import errors, events, metrics, topology
 
 
 class ValidationSchedule:
-    """Validates the state of a run as it is configured.
+    """Validates the state of a run before saves, at intervals, or both.
 
     With the first finding the newest saved step from before it is preserved, so that
     retention does not leave only steps of which the copies differed.
 
     Args:
-      section: the level, when to validate, and what follows a finding.
+      level: how closely copies are compared.
+      at_saves: whether before each save.
+      interval: steps between two further comparisons; 0 makes none.
+      tolerance: with `full`, the largest difference that counts as equal.
+      stops: whether a finding ends the run, before the step is saved.
       emit: called for each finding, and after each validation.
       preserve: called on all hosts with the step after which all copies were equal;
         preserves the newest saved step up to it, and returns it, if there is one.
@@ -35,12 +38,18 @@ class ValidationSchedule:
 
     def __init__(
         self,
-        section: ValidationSection,
+        level: validation.Level,
         *,
+        at_saves: bool = True,
+        interval: int = 0,
+        tolerance: float = 0.0,
+        stops: bool = False,
         emit: events.Emit,
         preserve: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        self._section = section
+        self._level: validation.Level = level
+        self._at_saves, self._interval = at_saves, interval
+        self._tolerance, self._stops = tolerance, stops
         self._emit = emit
         self._preserve = preserve
         # The step after which all copies were equal last; None once it is preserved.
@@ -57,10 +66,9 @@ class ValidationSchedule:
           step: the number of steps done.
           is_saving: whether the step is saved next.
         """
-        interval = self._section.replica_validation_interval
-        if is_saving and self._section.replica_validation_at_saves:
+        if is_saving and self._at_saves:
             return True
-        return interval > 0 and step % interval == 0
+        return self._interval > 0 and step % self._interval == 0
 
     def run(
         self, step: int, state: Any, *, components: Any = None
@@ -76,14 +84,11 @@ class ValidationSchedule:
           RunError: if copies differ and the run is to stop then.
         """
         began_secs = time.monotonic()
-        level = self._section.replica_validation
         findings = [
             finding
             for tree in (state, components)
             for finding in validation.validate(
-                tree,
-                level=cast(validation.Level, level),
-                tolerance=self._section.replica_validation_tolerance,
+                tree, level=self._level, tolerance=self._tolerance
             )
         ]
         secs = time.monotonic() - began_secs
@@ -93,7 +98,7 @@ class ValidationSchedule:
             self._report(step, findings, secs)
         if not findings:
             self._equal_step = step
-        elif self._section.replica_validation_action == "stop":
+        elif self._stops:
             raise errors.RunError(
                 f"after step {step} copies differ that should be equal:"
                 f" {findings[0]} ({len(findings)} in all, see `replicas_differ` in the"
@@ -116,7 +121,7 @@ class ValidationSchedule:
         self._emit(
             "validated",
             step=step,
-            level=self._section.replica_validation,
+            level=self._level,
             findings=len(findings),
             secs=secs,
         )
@@ -184,15 +189,3 @@ def comparison(
             report(step, findings, emit=emit)
 
     return compare
-
-
-def configured(
-    section: ValidationSection,
-    emit: events.Emit,
-    *,
-    preserve: Callable[[int], int | None] = lambda _: None,
-) -> ValidationSchedule | None:
-    """The validation that `section` asks for; None if it asks for none."""
-    if section.replica_validation == "none":
-        return None
-    return ValidationSchedule(section, emit=emit, preserve=preserve)

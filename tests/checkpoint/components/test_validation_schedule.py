@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.checkpoint.components import validation_schedule
-from elastic_ckpt.config.validation_section import ValidationSection
 from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.training import loop, train_step
@@ -51,7 +50,7 @@ class Run:
             self.events.append((name, *fields.values()))
 
 
-def trained(section):
+def trained(level, **options):
     run = Run()
     parts = loop.Loop(
         program=run,
@@ -60,7 +59,9 @@ def trained(section):
         log=None,
         saver=run,
         evaluation=None,
-        validation=validation_schedule.configured(section, run.emit),
+        validation=validation_schedule.ValidationSchedule(
+            level, emit=run.emit, **options
+        ),
         emit=run.emit,
         compiled=run.compiled,
     )
@@ -76,7 +77,7 @@ def names(run):
 
 
 def test_a_finding_is_an_event_and_a_metric_before_the_step_is_saved(recorded):
-    run, error = trained(ValidationSection(replica_validation="tensor"))
+    run, error = trained("tensor")
     assert error is None
     assert names(run) == [
         *[("validated", 2), ("save", 2)],
@@ -91,28 +92,16 @@ def test_a_finding_is_an_event_and_a_metric_before_the_step_is_saved(recorded):
 
 
 def test_a_run_that_is_to_stop_does_not_save_the_step():
-    run, error = trained(
-        ValidationSection(replica_validation="full", replica_validation_action="stop")
-    )
+    run, error = trained("full", stops=True)
     assert names(run)[-2:] == [("replicas_differ", 4), ("validated", 4)]
     assert "after step 4 copies differ" in error
     assert "device 4 of host 0 differs from 7 equal copies, in 1 element" in error
 
 
 def test_intervals_and_saves_are_chosen_apart():
-    section = ValidationSection(
-        replica_validation="quick",
-        replica_validation_at_saves=False,
-        replica_validation_interval=3,
-    )
-    run, _ = trained(section)
+    run, _ = trained("quick", at_saves=False, interval=3)
     validated = [step for name, step in names(run) if name == "validated"]
     assert validated == [3, 6]
-
-
-def test_no_level_makes_no_validation():
-    run, _ = trained(ValidationSection(replica_validation_interval=1))
-    assert {name for name, _ in names(run)} == {"save"}
 
 
 @pytest.fixture(autouse=True)

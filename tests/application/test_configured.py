@@ -3,7 +3,7 @@
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import configured_tiers
+from elastic_ckpt.application import configured
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
@@ -19,7 +19,7 @@ KEYS = {
 
 def tiers(**keys):
     config = load.from_values({**KEYS, **keys}, place="here")
-    return configured_tiers.tiers(config, persistent="/steps")
+    return configured.tiers(config, persistent="/steps")
 
 
 def test_maxtexts_keys_make_three_tiers(monkeypatch):
@@ -79,7 +79,7 @@ def test_a_malformed_url_of_an_agent_is_named_with_its_key():
     [("1", 1), ("3K", 3000), ("3Ki", 3072), ("512Mi", 2**29), ("2Ti", 2**41)],
 )
 def test_an_amount_of_memory_is_read_as_kubernetes_reads_it(quantity, num_bytes):
-    assert configured_tiers.num_bytes(quantity) == num_bytes
+    assert configured.num_bytes(quantity) == num_bytes
 
 
 @pytest.mark.parametrize(

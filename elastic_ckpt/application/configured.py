@@ -1,0 +1,721 @@
+"""A configuration as the plain values of the libraries: nothing else reads sections.
+
+It imports JAX and Orbax only where they are used, so that the fork server starts at
+once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from absl import logging
+
+from elastic_ckpt.application import run_directory
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic import decision, faults, watch, world_host
+from elastic_ckpt.steps import failure_domains, layout
+from elastic_ckpt.steps.best_steps import BestN
+from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
+from elastic_ckpt.tiers.peers import agent_url
+
+if TYPE_CHECKING:
+    import jax
+    import optax
+    from etils import epath
+
+    from elastic_ckpt.application.initial_weights import InitialWeights
+    from elastic_ckpt.checkpoint.components import validation_schedule
+    from elastic_ckpt.checkpoint.run_saver import Saved
+    from elastic_ckpt.core.topology import Topology
+    from elastic_ckpt.steps.retention import PreservationPolicy
+    from elastic_ckpt.training.callbacks import Callback, Callbacks, Rollbacks
+    from elastic_ckpt.training.train_step import Program
+
+_QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
+_UNITS = {"": 1} | {
+    unit + i: (1024 if i else 1000) ** power
+    for power, unit in enumerate("KMGT", start=1)
+    for i in ("", "i")
+}
+
+
+# Checkpoints.
+
+
+def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[Tier]:
+    """The local, peer and persistent tier of a run, or the persistent one alone.
+
+    Args:
+      config: of the run.
+      persistent: the directory of the run's checkpoints in persistent storage.
+
+    Raises:
+      ConfigError: if keys are missing or exclude each other.
+    """
+    section = config.tiers
+    keep = _preservation(config.checkpoint)
+    if not section.enable_multi_tier_checkpointing:
+        period = config.checkpoint.checkpoint_period
+        return [Persistent(persistent, every=period, keep=keep)]
+    directory, period = (
+        section.local_checkpoint_directory,
+        section.local_checkpoint_period,
+    )
+    if not directory or not period:
+        raise errors.ConfigError(
+            "enable_multi_tier_checkpointing=true with"
+            f" local_checkpoint_directory={directory!r} and"
+            f" local_checkpoint_period={period}: both are needed; set them, for example"
+            " to /dev/shm and 10"
+        )
+    minutes = section.multi_tier_checkpointing_backup_interval_minutes
+    steps = section.multi_tier_checkpointing_backup_interval_steps
+    if bool(minutes) == bool(steps):
+        raise errors.ConfigError(
+            "set either multi_tier_checkpointing_backup_interval_minutes or"
+            " multi_tier_checkpointing_backup_interval_steps, not"
+            f" {'both' if minutes else 'neither'}: it is the interval between backups"
+            " to persistent storage"
+        )
+    return [
+        Local(
+            os.path.join(directory, config.run.run_name),
+            every=period,
+            limit_bytes=num_bytes(section.local_checkpoint_size_limit),
+        ),
+        _peers(section),
+        Persistent(
+            persistent, every=steps or None, every_minutes=minutes or None, keep=keep
+        ),
+    ]
+
+
+def saved(section: schema.CheckpointSection) -> Saved:
+    """The steps that a run saves besides those that are due in its tiers.
+
+    Raises:
+      ConfigError: if `checkpoint_steps_to_keep` is not a list of steps.
+    """
+    from elastic_ckpt.checkpoint import run_saver
+
+    return run_saver.Saved(
+        at_end=section.save_checkpoint_on_completion,
+        steps=_pinned_steps(section),
+        best=_best_steps(section) if section.save_best_checkpoint else None,
+        in_background=section.async_checkpointing,
+    )
+
+
+def ram_directories(config: schema.Config) -> list[str]:
+    """All directories of a run in the RAM of this machine, whatever its slices are."""
+    base = config.tiers.local_checkpoint_directory
+    numbers = range(config.world.slices)
+    return [
+        os.path.join(directory, config.run.run_name)
+        for directory in (base, *(layout.slice_directory(base, n) for n in numbers))
+    ]
+
+
+def num_bytes(quantity: str) -> int:
+    """The bytes of an amount of memory as Kubernetes writes it: `64Gi`, `512Mi`.
+
+    Raises:
+      ConfigError: if it is none.
+    """
+    match = _QUANTITY.fullmatch(quantity)
+    if not match:
+        raise errors.ConfigError(
+            f"local_checkpoint_size_limit={quantity!r} is not an amount of memory;"
+            " write 64Gi or 512Mi"
+        )
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def validation(
+    section: schema.ValidationSection,
+    emit: events.Emit,
+    *,
+    preserve: Callable[[int], int | None] = lambda _: None,
+) -> validation_schedule.ValidationSchedule | None:
+    """The comparison of copies that is configured; None if there is none."""
+    from elastic_ckpt.checkpoint.components import validation_schedule
+
+    if section.replica_validation == "none":
+        return None
+    return validation_schedule.ValidationSchedule(
+        cast(Any, section.replica_validation),
+        at_saves=section.replica_validation_at_saves,
+        interval=section.replica_validation_interval,
+        tolerance=section.replica_validation_tolerance,
+        stops=section.replica_validation_action == "stop",
+        emit=emit,
+        preserve=preserve,
+    )
+
+
+def _preservation(section: schema.CheckpointSection) -> PreservationPolicy | None:
+    # Which steps persistent storage keeps; None keeps all.
+    from orbax.checkpoint import v1 as ocp
+
+    policies = ocp.training.preservation_policies
+    steps, newest = _pinned_steps(section), section.max_num_checkpoints_to_keep
+    if not newest:
+        return None
+    kept: list[PreservationPolicy] = [policies.LatestN(newest)]
+    if section.num_best_checkpoints_to_keep:
+        kept.append(_best_steps(section))
+    if steps:
+        kept.append(policies.CustomSteps(steps))
+    return kept[0] if len(kept) == 1 else policies.AnyPreservationPolicy(kept)
+
+
+def _pinned_steps(section: schema.CheckpointSection) -> list[int]:
+    names = [each for each in section.checkpoint_steps_to_keep.split(";") if each]
+    if not all(each.strip().isdecimal() for each in names):
+        raise errors.ConfigError(
+            f"checkpoint_steps_to_keep={section.checkpoint_steps_to_keep!r} is not a"
+            " list of steps; write 1000;5000"
+        )
+    return [int(each) for each in names]
+
+
+def _best_steps(section: schema.CheckpointSection) -> BestN:
+    return BestN(
+        section.num_best_checkpoints_to_keep,
+        metric=section.best_checkpoint_metric,
+        higher_is_better=section.best_checkpoint_mode == "max",
+    )
+
+
+def peers(config: schema.Config) -> Peers | None:
+    """The copies in the RAM of peers; None if steps are in storage alone."""
+    if not config.tiers.enable_multi_tier_checkpointing:
+        return None
+    return _peers(config.tiers)
+
+
+def _peers(section: schema.TiersSection) -> Peers:
+    tls = None
+    given = [section.peer_tls_certificate, section.peer_tls_key, section.peer_tls_ca]
+    if any(given):
+        if not all(given):
+            raise errors.ConfigError(
+                f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only"
+                " some of them are set; set all three, or none to send unencrypted"
+            )
+        certificate, key, authority = given
+        tls = TlsFiles(certificate=certificate, key=key, authority=authority)
+    urls = {
+        name: tuple(url for url in getattr(section, name).split(";") if url)
+        for name in ("peer_urls", "peer_backup_urls")
+    }
+    for name, of_key in urls.items():
+        for url in of_key:
+            agent_url.check(url, what=name, needs_tls=tls is not None)
+    if urls["peer_backup_urls"] and not section.peer_secret_file:
+        raise errors.ConfigError(
+            "peer_backup_urls needs peer_secret_file: backup hosts do not take part"
+            " when the hosts choose a secret; set it to a file with the secret of the"
+            " backup hosts"
+        )
+    return Peers(
+        copies=section.peer_copies,
+        assume_data_parallelism=section.peer_assume_data_parallelism,
+        domain=section.peer_domain,
+        domains=failure_domains.parse(section.peer_domains, what="peer_domains"),
+        interface=section.peer_interface or None,
+        port=section.peer_port,
+        known=urls["peer_urls"],
+        backups=urls["peer_backup_urls"],
+        secret_file=section.peer_secret_file or None,
+        max_bytes_per_sec=section.peer_max_mib_per_sec * 2**20 or None,
+        timeout_secs=section.peer_timeout_secs,
+        tls=tls,
+    )
+
+
+# The program, and what watches its loss.
+
+
+def vocab_size(config: schema.Config) -> int:
+    """The rows of the embedding."""
+    from elastic_ckpt.data.lm import pipeline
+
+    return config.model.vocab_size or pipeline.vocab_size(config.data)
+
+
+def program(
+    config: schema.Config, mesh: jax.sharding.Mesh, *, microbatches: int = 1
+) -> Program:
+    """The configured model and optimizer, on a mesh; see `train_step.build`."""
+    from elastic_ckpt.training import train_step, transformer
+
+    model = config.model
+    optimizer, learning_rate = _optimizer(config.optimizer, config.run.steps)
+    return train_step.build(
+        mesh,
+        sizes=transformer.Sizes(
+            vocab=vocab_size(config),
+            layers=model.base_num_decoder_layers,
+            emb=model.base_emb_dim,
+            heads=model.base_num_query_heads,
+            head_dim=model.head_dim,
+            mlp=model.base_mlp_dim,
+        ),
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        seed=model.init_weights_seed,
+        microbatches=microbatches,
+    )
+
+
+def _optimizer(
+    section: schema.OptimizerSection, steps: int
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    import optax
+
+    if section.learning_rate_schedule_steps >= 0:
+        steps = section.learning_rate_schedule_steps
+    warmup_steps = int(steps * section.warmup_steps_fraction)
+    learning_rate = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=section.learning_rate,
+        warmup_steps=warmup_steps,
+        decay_steps=max(steps, warmup_steps + 1),
+        end_value=section.learning_rate * section.learning_rate_final_fraction,
+    )
+    adamw = optax.adamw(
+        learning_rate,
+        b1=section.adam_b1,
+        b2=section.adam_b2,
+        eps=section.adam_eps,
+        weight_decay=section.adam_weight_decay,
+    )
+    if not section.gradient_clipping_threshold:
+        return adamw, learning_rate
+    clip = optax.clip_by_global_norm(section.gradient_clipping_threshold)
+    return optax.chain(clip, adamw), learning_rate
+
+
+def callbacks(
+    config: schema.Config,
+    own: Mapping[str, Callback],
+    *,
+    emit: events.Emit = events.nobody,
+) -> Callbacks:
+    """The callbacks of a run: detectors, then those of a key, then those given here.
+
+    Args:
+      config: of the run.
+      own: by name.
+      emit: called for each finding.
+
+    Raises:
+      ConfigError: if two have one name, the function of `training_callbacks` cannot be
+        found, or the run cannot go back because it saves nothing.
+    """
+    from elastic_ckpt.training.callbacks import Callbacks
+
+    section = config.divergence
+    goes_back = section.divergence_action == "rollback"
+    if goes_back and not config.checkpoint.enable_checkpointing:
+        raise errors.ConfigError(
+            "divergence_action=rollback with enable_checkpointing=false: there would"
+            " be no step to go back to; set divergence_action=stop or"
+            " enable_checkpointing=true"
+        )
+    named: dict[str, Callback] = {}
+    imported = _imported(section.training_callbacks)(config)
+    for more in (detectors(section), imported, own):
+        if not isinstance(more, Mapping):
+            raise errors.ConfigError(
+                f"training_callbacks={section.training_callbacks!r} returned a"
+                f" {type(more).__name__}; return a dict of callbacks by name"
+            )
+        twice = sorted(map(str, named.keys() & more.keys()))
+        if twice:
+            raise errors.ConfigError(
+                f"there are two callbacks of the name {twice[0]!r}; their states are"
+                " saved by name, so rename one"
+            )
+        named |= more
+    return Callbacks(named, emit=emit)
+
+
+def _imported(name: str) -> Callable[[schema.Config], Mapping[str, Any]]:
+    if not name:
+        return lambda _: {}
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise errors.ConfigError(
+            f"training_callbacks={name!r} cannot be imported ({error}); give it as"
+            " module:function, with the module on PYTHONPATH on every host"
+        ) from error
+
+
+def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
+    """The configured detectors by name; none if their action is `off`.
+
+    Raises:
+      ConfigError: if a weight of the past is not below 1.
+    """
+    from elastic_ckpt.training import divergence
+    from elastic_ckpt.training.callbacks import Action
+
+    if section.divergence_action == "off":
+        return {}
+    fast, slow = section.divergence_loss_smoothing, section.divergence_slow_smoothing
+    if not fast < slow < 1:
+        raise errors.ConfigError(
+            f"divergence_loss_smoothing={fast} and divergence_slow_smoothing={slow} are"
+            " weights of the past: set the first below the second, and both below 1"
+        )
+    margin, factor = section.divergence_loss_margin, section.divergence_loss_factor
+    slow_margin = section.divergence_slow_margin
+    window = section.divergence_window_margin
+    of_gradient = section.divergence_gradient_norm_factor
+    rules: dict[str, tuple[float, divergence.Rule]] = {
+        "loss_above_best": (
+            margin or factor,
+            divergence.AboveBest(smoothing=fast, margin=margin, factor=factor),
+        ),
+        "loss_of_late": (
+            slow_margin,
+            divergence.TwoScales(fast=fast, slow=slow, margin=slow_margin),
+        ),
+        "loss_windows": (
+            window,
+            divergence.Windows(steps=section.divergence_window_steps, margin=window),
+        ),
+        "gradient_norm": (
+            of_gradient,
+            divergence.GradientSpike(smoothing=slow, factor=of_gradient),
+        ),
+    }
+    action = Action(section.divergence_action)
+    chosen: dict[str, Callback] = {
+        name: divergence.Detector(
+            rule,
+            action=action,
+            patience=section.divergence_patience_steps,
+            warmup=section.divergence_warmup_steps,
+        )
+        for name, (limit, rule) in rules.items()
+        if limit
+    }
+    if section.divergence_non_finite:
+        rule = divergence.NonFinite()
+        chosen["non_finite"] = divergence.Detector(rule, action=action)
+    return chosen
+
+
+def rollbacks(config: schema.Config) -> Rollbacks:
+    """How far and how often a run goes back at a divergence."""
+    from elastic_ckpt.training.callbacks import Rollbacks
+
+    first_save = config.checkpoint.checkpoint_period
+    if config.tiers.enable_multi_tier_checkpointing:
+        first_save = config.tiers.local_checkpoint_period
+    return Rollbacks(
+        most=config.divergence.divergence_max_rollbacks,
+        margin=config.divergence.divergence_rollback_steps,
+        # A run that goes on from another one cannot begin anew.
+        first_due=0 if config.model.init_from_optimizer else first_save,
+    )
+
+
+def initial_weights(section: schema.ModelSection) -> InitialWeights | None:
+    """Where the weights of a new run are; None if they are drawn."""
+    from elastic_ckpt.application.initial_weights import InitialWeights
+
+    if not section.init_from:
+        return None
+    return InitialWeights(
+        path=section.init_from,
+        layout=section.init_from_layout,
+        is_whole_state=section.init_from_optimizer,
+    )
+
+
+# Slices and hosts.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Groups:
+    """All that a run may have: the groups of hosts that are lost together.
+
+    Attributes:
+      number: of the groups; `Cluster` has them as slices.
+      full: the topology of all of them.
+    """
+
+    number: int
+    full: Topology
+
+    def some(self, number: int) -> Topology:
+        """The topology of some of the groups."""
+        full = self.full
+        return dataclasses.replace(
+            full,
+            # The only host has all groups, and is there with some of them.
+            hosts=max(1, full.hosts * number // self.number),
+            slices=full.slices * number // self.number,
+            devices=full.devices * number // self.number,
+        )
+
+
+def groups(config: schema.Config) -> Groups:
+    """The groups of hosts that are configured."""
+    from elastic_ckpt.core import topology
+
+    world = config.world
+    full = topology.Topology(
+        hosts=world.hosts,
+        slices=world.slices,
+        devices=world.hosts * world.devices_per_host,
+    )
+    is_controlled = world.hosts == 1 or world.enable_single_controller
+    if config.elastic.elastic_enabled and is_controlled:
+        return Groups(number=world.slices, full=full)
+    # A host that simulates several slices is lost with all of them.
+    return Groups(number=min(world.hosts, world.slices), full=full)
+
+
+def num_used(config: schema.Config, groups: Groups) -> int:
+    """The number of groups that train at most; the others are spares."""
+    return min(groups.number, config.elastic.elastic_max_slice_count or groups.number)
+
+
+def policy(config: schema.Config, groups: Groups) -> decision.Policy:
+    """The policy of a run for groups that are lost and come back."""
+    section = config.elastic
+    return decision.Policy(
+        min_slices=section.elastic_min_slice_count or num_used(config, groups),
+        max_slices=section.elastic_max_slice_count or None,
+        batch="keep_global" if config.data.global_batch_size else "keep_per_device",
+        wait_secs=section.elastic_timeout_seconds,
+        settle_secs=section.elastic_settle_seconds,
+        max_retries=section.elastic_max_retries if section.elastic_enabled else 0,
+        quarantine_failures=section.elastic_quarantine_failures,
+        quarantine_secs=section.elastic_quarantine_seconds,
+        leave_out_slow=section.elastic_leave_out_slow_hosts,
+    )
+
+
+def work(config: schema.Config, groups: Groups) -> decision.Work:
+    """The work of a step, on as many groups as train at most."""
+    from elastic_ckpt.data import batch_size
+
+    number = num_used(config, groups)
+    full = groups.some(number)
+    rows = batch_size.global_batch_size(config.data, full)
+    return decision.Work(
+        num_slices=number,
+        rows=rows,
+        devices_per_slice=full.devices // number,
+        max_rows_per_device=rows // full.devices,
+        objection=functools.partial(_objection, config, groups),
+    )
+
+
+def _objection(
+    config: schema.Config, groups: Groups, number: int, rows: int
+) -> str | None:
+    # Why the data cannot be dealt to a number of groups.
+    from elastic_ckpt.data import batch_size
+
+    del rows
+    try:
+        batch_size.schedule(config.data, groups.some(number))
+    except errors.ConfigError as error:
+        return str(error)
+    return None
+
+
+def grace_secs(config: schema.Config) -> float:
+    """How long a run may take to save and end after SIGTERM."""
+    # The rest of the time is for the report.
+    return 0.9 * config.deploy.termination_grace_period_seconds
+
+
+def limits(config: schema.Config) -> watch.Limits:
+    """How long hosts may take."""
+    section, hardware = config.elastic, config.world.hardware
+    if not section.elastic_enabled:
+        return watch.unlimited(grace_secs=grace_secs(config))
+    ahead_secs = section.elastic_compile_ahead_seconds
+    if ahead_secs and hardware != "cpu":
+        logging.info(
+            "nothing is compiled ahead: the hosts that train have all devices of"
+            " hardware=%s, and hosts that compile need some",
+            hardware,
+        )
+        ahead_secs = 0.0
+    return watch.Limits(
+        compile_ahead_secs=ahead_secs,
+        most_secs=section.elastic_hang_timeout_seconds,
+        heartbeat_secs=section.elastic_heartbeat_timeout_seconds,
+        grace_secs=grace_secs(config),
+    )
+
+
+def memory(config: schema.Config) -> world_host.SliceMemory | None:
+    """The RAM disks of slices; None if hosts keep no checkpoints there."""
+    section = config.tiers
+    if not section.enable_multi_tier_checkpointing:
+        return None
+    return world_host.SliceMemory(
+        directory=section.local_checkpoint_directory,
+        run=config.run.run_name,
+        tls_certificate=section.peer_tls_certificate or None,
+        tls_key=section.peer_tls_key or None,
+    )
+
+
+def in_memory_of(config: schema.Config, ram_directory: str | None) -> schema.Config:
+    """`config` for a host whose world has another directory of the run in RAM."""
+    if ram_directory is None:
+        return config
+    # The name of the run is added to it.
+    base = os.path.dirname(ram_directory)
+    changed = dataclasses.replace(config.tiers, local_checkpoint_directory=base)
+    return dataclasses.replace(config, tiers=changed)
+
+
+def only_compiled(config: schema.Config) -> schema.Config:
+    """`config` of a world that compiles its step, and neither reads nor saves state."""
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, eval_interval=0),
+        checkpoint=dataclasses.replace(config.checkpoint, enable_checkpointing=False),
+        divergence=schema.DivergenceSection(),
+    )
+
+
+def is_simulated(config: schema.Config) -> bool:
+    """Whether CPU devices of this process are to stand for slices that can be lost."""
+    world = config.world
+    return (
+        config.elastic.elastic_enabled
+        and not world.enable_single_controller
+        and world.hardware == "cpu"
+        and world.hosts == 1
+        and world.slices > 1
+    )
+
+
+# Keys that exclude each other.
+
+
+def check_keys(config: schema.Config) -> None:
+    """Raises a ConfigError for keys that `train` refuses on all hosts and files."""
+    check_checkpoints(config)
+    if config.checkpoint.enable_checkpointing:
+        tiers(config, persistent=run_directory.path_of(config))
+    check_counts(config)
+    faults.parse(config.elastic.faults)
+
+
+def check_checkpoints(config: schema.Config) -> None:
+    """Raises a ConfigError if a run that is elastic saves nothing to go on from."""
+    if config.elastic.elastic_enabled and not config.checkpoint.enable_checkpointing:
+        raise errors.ConfigError(
+            "elastic_enabled=true with enable_checkpointing=false: a run that loses a"
+            " slice continues from a saved step, and without one it would start again"
+            " at step 0; set enable_checkpointing=true or elastic_enabled=false"
+        )
+
+
+def check_counts(config: schema.Config) -> None:
+    """Raises a ConfigError if the numbers of slices exclude each other."""
+    section, slices = config.elastic, config.world.slices
+    most = section.elastic_max_slice_count
+    if most > slices:
+        raise errors.ConfigError(
+            f"elastic_max_slice_count={most} is more than slices={slices}; lower"
+            " it, or raise slices: those beyond it are spares"
+        )
+    if most and not section.elastic_enabled:
+        raise errors.ConfigError(
+            f"elastic_max_slice_count={most} needs elastic_enabled=true, or else"
+            " spares would never replace a lost slice; set elastic_enabled=true or"
+            " elastic_max_slice_count=0"
+        )
+    least = section.elastic_min_slice_count
+    for name, bound in (("elastic_max_slice_count", most), ("slices", slices)):
+        if bound and least > bound:
+            raise errors.ConfigError(
+                f"elastic_min_slice_count={least} is more than {name}={bound}; lower it"
+            )
+
+
+def check_world(config: schema.Config) -> None:
+    """Raises a ConfigError unless the hosts divide into slices, and batches on them."""
+    from elastic_ckpt.data import batch_size
+
+    available = groups(config)
+    expected = available.some(num_used(config, available))
+    expected.check()
+    batch_size.schedule(config.data, expected)
+
+
+def check_request(config: schema.Config, number: int) -> None:
+    """Raises a ConfigError unless the run can train on a number of slices."""
+    available = groups(config)
+    present_policy = policy(config, available)
+    least, most = present_policy.min_slices, num_used(config, available)
+    if not least <= number <= most:
+        raise errors.ConfigError(
+            f"--slices {number}: the run trains on {least} to {most} slices"
+            f" (elastic_min_slice_count={config.elastic.elastic_min_slice_count},"
+            f" elastic_max_slice_count={config.elastic.elastic_max_slice_count},"
+            f" slices={config.world.slices}); choose a number between, or start the run"
+            " again with other bounds"
+        )
+    exactly = dataclasses.replace(present_policy, min_slices=number, max_slices=number)
+    present_secs = dict.fromkeys(range(number), math.inf)
+    decided = decision.decide(
+        decision.Slices(present_secs=present_secs), exactly, work(config, available)
+    )
+    if not isinstance(decided, decision.Train):
+        raise errors.ConfigError(f"--slices {number}: {decided.why}")
+
+
+def check_local(config: schema.Config) -> None:
+    """Raises a ConfigError if the local launcher cannot start the configured world."""
+    check_keys(config)
+    world, ram = config.world, config.tiers.local_checkpoint_directory
+    if not storage.is_local(ram):
+        raise errors.ConfigError(
+            f"local_checkpoint_directory={ram!r} is not a directory on this machine;"
+            " set it to a RAM disk such as /dev/shm/runs, and base_output_directory to"
+            " the bucket"
+        )
+    if world.hardware == "tpu" and world.hosts > 1:
+        # libtpu needs the place of each process among all of a world before it
+        # starts, and a world of some of the hosts is no topology that it has.
+        raise errors.ConfigError(
+            f"hosts={world.hosts} with hardware=tpu: the local launcher starts hosts"
+            " only on CPUs and GPUs; start one process per host with Slurm or a"
+            " JobSet, or set hosts=1"
+        )
+    if world.hardware != "cpu" and world.hosts == 1:
+        # It has as many devices as JAX finds.
+        return
+    if config.elastic.elastic_enabled and world.slices > world.hosts > 1:
+        raise errors.ConfigError(
+            f"elastic_enabled=true with slices={world.slices} and hosts={world.hosts}:"
+            " a slice must consist of whole hosts, which are lost with it; set hosts"
+            " to a multiple of slices, or to 1"
+        )
+    check_world(config)
