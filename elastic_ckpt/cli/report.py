@@ -18,7 +18,7 @@ from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import errors, storage
 
 if TYPE_CHECKING:
-    from elastic_ckpt.inspect.run_record import Mixture, Record
+    from elastic_ckpt.inspect.report import Mixture, Record
 
 _FILE = "report.html"
 # The most steps in storage whose mixture is read.
@@ -38,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the page, and prints its path."""
-    from elastic_ckpt.inspect import report
+    from elastic_ckpt.inspect import plot, report
 
+    # Before the audit, which may take long.
+    plot.library()
     record = collect(arguments.run, has_audit=not arguments.no_audit)
     path = arguments.output or os.path.join(arguments.run, _FILE)
     storage.write_atomic(path, report.report(record).encode())
@@ -54,7 +56,7 @@ def collect(directory: str, *, has_audit: bool) -> Record:
       RunError: if there is no run.
       DataError: if it has trained nothing yet.
     """
-    from elastic_ckpt.inspect import run_record
+    from elastic_ckpt.inspect import report, status
     from elastic_ckpt.monitoring import jsonl
     from elastic_ckpt.training import step_log
 
@@ -64,13 +66,18 @@ def collect(directory: str, *, has_audit: bool) -> Record:
         events = run_directory.read_events(directory)
     except FileNotFoundError:
         events = []
-    return run_record.Record(
+    return report.Record(
         run=name,
         directory=directory,
+        phase=status.phase(
+            events,
+            is_alive=run_directory.is_alive(directory),
+            is_own_loop=run_directory.read_loop(directory) is not None,
+        ),
         events=events,
         files=jsonl.read(root / run_directory.METRICS),
         attempts=[
-            run_record.Attempt(
+            report.Attempt(
                 number=attempt.attempt,
                 start_step=attempt.start_step,
                 hosts=attempt.hosts,
@@ -87,7 +94,7 @@ def collect(directory: str, *, has_audit: bool) -> Record:
 def _mixtures(directory: str) -> list[Mixture]:
     from elastic_ckpt.checkpoint import summary
     from elastic_ckpt.cli import inspect
-    from elastic_ckpt.inspect import run_record
+    from elastic_ckpt.inspect import report
 
     steps = summary.steps(run_directory.saved_steps_of(directory))
     mixtures = []
@@ -97,7 +104,7 @@ def _mixtures(directory: str) -> list[Mixture]:
         if len(datasets) > 1:
             weights = {name: each["weight"] for name, each in datasets.items()}
             mixtures.append(
-                run_record.Mixture(step=step, taken=data["taken"], weights=weights)
+                report.Mixture(step=step, taken=data["taken"], weights=weights)
             )
     return mixtures
 

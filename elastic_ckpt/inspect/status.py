@@ -41,7 +41,7 @@ _PHASES = {
     "run_stopped": "stopped",
     "run_failed": "failed",
 }
-_ENDS = ("finished", "stopped", "failed")
+ENDS = ("finished", "stopped", "failed")
 # Events that tell how many steps are done.
 _DONE = ("save_started", "run_stopped", "run_finished")
 
@@ -167,18 +167,12 @@ def status(
       is_own_loop: whether it is a loop of the user's own, which reports its start with
         its first step.
     """
-    phases = {**_PHASES, "run_started": "training"} if is_own_loop else _PHASES
-    phase = next(
-        (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
-        "not started",
-    )
-    if is_alive is False and phase not in _ENDS and events:
-        phase = "not running: its process ended without a last event"
     started = _last(events, "run_started") or {}
-    is_over = phase in _ENDS or is_alive is False
+    now = phase(events, is_alive=is_alive, is_own_loop=is_own_loop)
+    is_over = now in ENDS or is_alive is False
     return Status(
         run=started.get("run", ""),
-        phase=phase,
+        phase=now,
         world=None if is_over else _world(events),
         progress=_progress(
             files, events, [e.step + from_zero for e in tiers if e.step is not None]
@@ -191,6 +185,18 @@ def status(
         verdict=_last(events, "verdict"),
         last_event=events[-1] if events else None,
     )
+
+
+def phase(events: Sequence[Event], *, is_alive: bool | None, is_own_loop: bool) -> str:
+    """What a run does now, or how it ended; see `status` for the arguments."""
+    phases = {**_PHASES, "run_started": "training"} if is_own_loop else _PHASES
+    now = next(
+        (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
+        "not started",
+    )
+    if is_alive is False and now not in ENDS and events:
+        return "not running: its process ended without a last event"
+    return now
 
 
 def _last(events: Sequence[Event], *names: str) -> Event | None:
