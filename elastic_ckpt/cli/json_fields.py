@@ -20,8 +20,6 @@ from elastic_ckpt.checkpoint import summary as saved_steps
 from elastic_ckpt.core import storage
 from elastic_ckpt.data import plan, state
 from elastic_ckpt.inspect import (
-    copy_repair,
-    problem,
     status,
     step_components,
     survey,
@@ -207,8 +205,8 @@ class Verified:
     run: str
     passed: bool
     steps: tuple[verification.VerifiedStep, ...]
-    problems: tuple[problem.Problem, ...]
-    repairs: tuple[copy_repair.Repair, ...] = ()
+    problems: tuple[verification.Problem, ...]
+    repairs: tuple[verification.Repair, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
