@@ -29,6 +29,7 @@ from benchmarks import report, soak
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import simulate
 from elastic_ckpt.core import storage
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.simulation import (
     configured,
     decisions,
@@ -74,7 +75,7 @@ def simulated(run: pathlib.Path, costs: Costs) -> Outcome:
     )
     size = plan.hardware
     faults = trace_of_run.trace_of_run(
-        run_directory.read_events(str(run)), hosts_per_slice=size.hosts_per_slice
+        run_files.read_events(str(run)), hosts_per_slice=size.hosts_per_slice
     )
     storage.write_atomic(run / _TRACE, trace.to_bytes(faults))
     numbers = {target: size.number_of(target) for target in ("slice", "machine")}

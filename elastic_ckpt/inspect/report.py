@@ -1,6 +1,6 @@
 """The report of a run as a page: how it went, what interrupted it, where its time went.
 
-Everything here is a pure function of what the run has written.
+`collect` reads what the run has written; all else is a pure function of that.
 """
 
 from __future__ import annotations
@@ -13,15 +13,26 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import plot, replica_findings
+from elastic_ckpt.checkpoint import summary
+from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.inspect import (
+    plot,
+    replica_findings,
+    run_audit,
+    status,
+    stored_steps,
+)
 from elastic_ckpt.inspect.plot import COLOURS, Point, Series
 from elastic_ckpt.inspect.report_page import Fact, Mood, Section, page
+from elastic_ckpt.inspect.run_files import RunFiles
 from elastic_ckpt.inspect.status import ENDS, Event, Files
+from elastic_ckpt.training import step_log
 
 # The most lines of a table, and the most bars of a plot.
 _MOST_ROWS = 200
 _MOST_BARS = 12
+# The most steps in storage whose mixture is read.
+_MOST_STEPS = 40
 # Events that end the training of a world.
 _WORLD_ENDS = (
     *("slice_lost", "host_lost", "world_left"),
@@ -163,6 +174,59 @@ class Record:
         return self.lines(metrics.TRAIN_LOSS)
 
 
+def collect(directory: str) -> Record:
+    """What the run in `directory` has written, without an audit.
+
+    Raises:
+      RunError: if there is no run.
+      DataError: if it has trained nothing yet.
+    """
+    files = RunFiles.read(directory)
+    events = files.events()
+    phase = status.phase(events, is_alive=files.is_alive, is_own_loop=files.is_own_loop)
+    return Record(
+        run=files.run,
+        directory=directory,
+        phase=phase,
+        events=events,
+        files=files.metrics(),
+        attempts=[
+            Attempt(
+                number=attempt.attempt,
+                start_step=attempt.start_step,
+                hosts=attempt.hosts,
+                losses=[each.loss for each in attempt.records],
+            )
+            for attempt in step_log.read(directory)
+        ],
+        mixtures=list(_mixtures(files)),
+        audit="No audit was asked for.",
+        made_secs=time.time(),
+    )
+
+
+def _mixtures(files: RunFiles) -> Iterator[Mixture]:
+    steps = summary.steps(files.steps)
+    # Evenly, with the last.
+    every = -(-len(steps) // _MOST_STEPS) or 1
+    for step in list(steps)[::-1][::every][::-1]:
+        data = stored_steps.data_of(steps[step])
+        if isinstance(data, stored_steps.SavedData):
+            datasets: Any = data.pipeline.get("datasets", {})
+            if len(datasets) > 1:
+                weights = {name: each["weight"] for name, each in datasets.items()}
+                yield Mixture(step=step, taken=data.taken, weights=weights)
+
+
+def audit(directory: str) -> dict[str, Any] | str:
+    """The outcome of an audit, which reads the run's data again; why not, if not."""
+    try:
+        outcome = run_audit.RunAudit(directory).outcome()
+    except errors.ElasticCkptError as error:
+        return f"The run cannot be audited: {error}"
+    return dataclasses.asdict(outcome) | {"passed": outcome.passed}
+
+
 def report(record: Record) -> str:
     """The page, as HTML.
 
@@ -201,8 +265,8 @@ def _facts(record: Record) -> Iterator[Fact]:
     steps = f"{done:,} of {planned:,}" if planned else f"{done:,}"
     yield Fact(name="steps", value=steps)
     losses = [loss for _, loss in record.losses(is_counted=True)]
-    since = f"loss, from {losses[0]:.4g}" if losses else "loss"
-    yield Fact(name=since, value=f"{losses[-1]:.4g}" if losses else "none")
+    since = f"loss, from {losses[0]:.4f}" if losses else "loss"
+    yield Fact(name=since, value=f"{losses[-1]:.4f}" if losses else "none")
     spent, total = record.goodput_secs, sum(record.goodput_secs.values())
     percent = f"{100 * spent.get('productive', 0) / total:.1f} %" if total else "none"
     yield Fact(name="goodput", value=percent)

@@ -1,6 +1,7 @@
 """The status of a run, as one screen shows it: computed from what the run has written.
 
-Everything here is a pure function of events, lines of metrics and manifests.
+`collect` reads it; all else is a pure function of events, lines of metrics and
+manifests.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_ckpt.checkpoint import summary
 from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import replica_findings
+from elastic_ckpt.inspect import replica_findings, restorable, tier_locations
 from elastic_ckpt.inspect.replica_findings import ReplicaFindings
 from elastic_ckpt.inspect.restorable import AfterLoss, NewestStep
+from elastic_ckpt.inspect.run_files import RunFiles
 
 # Waits for data are averaged over this time.
 _RECENT_SECS = 60.0
+# The end of a log that is read first.
+_LOG_BYTES = 2**20
 
 Event = Mapping[str, Any]
 # The lines of metrics by the name of their file, as `monitoring.jsonl.read` has them.
@@ -141,6 +146,43 @@ class Status:
     replicas: ReplicaFindings | None
     verdict: Event | None
     last_event: Event | None
+
+
+def collect(directory: str) -> Status:
+    """The status of the run in `directory`.
+
+    Raises:
+      RunError: if there is no run.
+      DataError: if its files cannot be read.
+    """
+    files = RunFiles.read(directory)
+    events = files.events(last_bytes=_LOG_BYTES)
+    if all(event["event"] != "run_started" for event in events):
+        events = files.events()
+    with tier_locations.opened([directory]) as (_, tiers):
+        offers = restorable.reachable(tiers)
+        local, stored = restorable.newest(offers)
+        uncommitted = sorted({each.step for each in tiers.leftovers()})
+    if stored.step is None:
+        # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
+        plain = max(summary.steps(files.steps), default=None)
+        stored = dataclasses.replace(stored, step=plain)
+    return status(
+        events,
+        files.metrics(last_bytes=_LOG_BYTES),
+        is_alive=files.is_alive,
+        tiers=[local, stored],
+        losses=[
+            # No loss of a host takes a step out of storage.
+            dataclasses.replace(
+                each, step=stored.step if each.step is None else each.step
+            )
+            for each in restorable.after_losses(offers, slices=world_slices(events))
+        ],
+        uncommitted=uncommitted,
+        from_zero=files.from_zero,
+        is_own_loop=files.is_own_loop,
+    )
 
 
 def status(

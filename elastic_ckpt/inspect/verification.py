@@ -7,7 +7,8 @@ Copies in persistent storage are also compared with what stock Orbax reads from 
 
 A repair writes a copy anew only if it is bad, from a copy of the same save whose
 digest was compared again. A file in RAM is replaced as an agent does it
-(`tiers.ram.file_repair`), a part in storage as `tiers.persistent.step_repair` describes.
+(`tiers.ram.file_repair`), a part in storage as `tiers.persistent.step_repair`
+describes.
 """
 
 from __future__ import annotations
