@@ -9,8 +9,8 @@ import socket
 import subprocess
 import time
 
-from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import working_directory
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import layout
 from elastic_ckpt.training import step_log
 from tests import process_tree, runs
@@ -129,10 +129,7 @@ class Supervisors:
 
     def events(self, name):
         """The events of a name; in a bucket they appear some time after the start."""
-        try:
-            events = run_directory.read_events(str(self.run))
-        except FileNotFoundError:
-            return []
+        events = run_files.read_events(str(self.run))
         return [each for each in events if each["event"] == name]
 
     def wait_until(self, is_so, *, may=()):
