@@ -41,9 +41,3 @@ class SlurmSection:
         "Commands that each node runs before the program, such as module load cuda;"
         " several lines are allowed.",
     )
-    slurm_port: int = key(
-        0,
-        "First port of the supervisors of an elastic run; 0 derives one from the"
-        " number of the job.",
-        at_least=0,
-    )

@@ -335,6 +335,13 @@ ERRORS = (
         " machines that are left.",
     ),
     Entry(
+        name="ProgramFailedError",
+        symptom="The program has failed, by an exception or again at the same step.",
+        commands=(_STATUS, "grep verdict RUN/events.jsonl"),
+        remedy="The message begins with the program's own traceback. Correct the"
+        " program, and start it again: the run continues from the newest saved step.",
+    ),
+    Entry(
         name="ReplacedError",
         symptom="Another start has continued the run.",
         commands=(_STATUS,),
@@ -360,8 +367,8 @@ ERRORS = (
         name="LeadershipLostError",
         symptom="This machine does not lead the run any more.",
         commands=(_STATUS, "grep leader_found RUN/events.jsonl"),
-        remedy="Another machine leads, and the run goes on. Start the command on this"
-        " machine again, so that it follows.",
+        remedy="Another machine holds the claim in storage and leads, and the run goes"
+        " on. Start the command on this machine again, so that it follows.",
     ),
     Entry(
         name="HandedOverError",

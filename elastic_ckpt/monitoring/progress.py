@@ -182,6 +182,9 @@ class Progress:
             # The leader shows the phases of the run.
             self._begin("")
 
+    def _on_leader_lost(self, *, machine: int, why: str) -> None:
+        self._line(f"machine {machine}, which led the run, is lost: {why}")
+
     def _on_verdict(self, **event: Any) -> None:
         self._line(f"verdict: {event['why']} ({event['kind']})")
 

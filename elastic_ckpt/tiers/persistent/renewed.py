@@ -179,10 +179,15 @@ class Renewed:
             there = records.read(number)
             if there is None or there.name != self.record.name or there.count:
                 return False
-        self.number = number
-        for older in claims.numbers(records.directory):
+        there_are = claims.numbers(records.directory)
+        if there_are and there_are[-1] > number:
+            # Others have created, and removed, this number since it was chosen.
+            storage.remove(records.path(number))
+            return False
+        for older in there_are:
             if older < number:
                 storage.remove(records.path(older))
+        self.number = number
         background.in_thread(self._keep, name="renewals")
         return True
 
