@@ -369,8 +369,8 @@ ERRORS = (
         name="LeadershipLostError",
         symptom="This machine does not lead the run any more.",
         commands=(_STATUS, "grep leader_found RUN/events.jsonl"),
-        remedy="Another machine leads, and the run goes on. Start the command on this"
-        " machine again, so that it follows.",
+        remedy="Another machine holds the claim in storage and leads, and the run goes"
+        " on. Start the command on this machine again, so that it follows.",
     ),
     Entry(
         name="HandedOverError",

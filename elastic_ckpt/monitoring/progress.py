@@ -39,6 +39,7 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "",
     ),
     "state_kept": ("kept step {step} in device memory: {device_bytes:bytes}", ""),
+    "leader_lost": ("machine {machine}, which led the run, is lost: {why}", ""),
     "verdict": ("verdict: {why} ({kind})", ""),
     "slice_lost": ("slice {slice} is lost: {why}", "choosing slices"),
     "slice_returned": ("slice {slice} is back", ""),

@@ -1,11 +1,11 @@
 """The supervisors of a run on several machines.
 
-Each has its own address, and leads a process group, which is killed or stopped as one.
+Each has an address of its own, and leads a process group, which is killed or stopped as
+one.
 """
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 
@@ -18,12 +18,6 @@ from tests.multiprocess import test_elastic_run
 
 # Far more than it takes, also on a slow machine.
 WAIT_SECS = 600
-
-
-def free_address(host):
-    with socket.socket() as bound:
-        bound.bind((host, 0))
-        return f"{host}:{bound.getsockname()[1]}"
 
 
 class Supervisors:
@@ -40,11 +34,6 @@ class Supervisors:
 
     def __init__(self, directory, corpus, ram, *, machines, network=None, **settings):
         self._network = network
-        addresses = (
-            [free_address(f"127.0.0.{n + 1}") for n in range(machines)]
-            if network is None
-            else network.addresses
-        )
         self.directory, self.ram, self.run = directory, ram, directory / "tiny"
         self.config = test_elastic_run.configured(
             directory,
@@ -53,7 +42,7 @@ class Supervisors:
             hosts=machines,
             slices=machines,
             steps=1_000_000,
-            elastic_machines=";".join(addresses),
+            elastic_machines=machines,
             termination_grace_period_seconds=900,
             **{
                 "elastic_min_slice_count": 1,
@@ -77,7 +66,10 @@ class Supervisors:
         working_directory.WorkingDirectory(next_start).close()
 
     def start(self, number):
-        command = ("train", self.config, f"elastic_machine={number}")
+        command = (
+            *("train", self.config, f"elastic_machine={number}"),
+            f"peer_interface={self._address(number)}",
+        )
         if self._network is None:
             self.started[number] = runs.Started(
                 *command, output=self._output(number), leads_group=True
@@ -127,6 +119,10 @@ class Supervisors:
         """The leaders, in turn."""
         return [each["leader"] for each in self.events("leader_found")]
 
+    def leader(self):
+        """The machine that leads."""
+        return self.leaders()[-1]
+
     def events(self, name):
         """The events of a name; in a bucket they appear some time after the start."""
         events = run_files.read_events(str(self.run))
@@ -160,6 +156,11 @@ class Supervisors:
             machine.terminate()
         codes = {number: each.wait(WAIT_SECS) for number, each in self.started.items()}
         assert set(codes.values()) == {128 + signal.SIGTERM}, self.outputs()
+
+    def _address(self, number):
+        if self._network is None:
+            return f"127.0.0.{number + 1}"
+        return self._network.addresses[number]
 
     def _output(self, number):
         return self.directory / f"machine-{number}.txt"
