@@ -7,6 +7,7 @@ and the next leader begins another world.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from elastic_ckpt.core import codec, errors
 from elastic_ckpt.elastic import (
     faults,
+    host_process,
     host_start,
     local_slices,
     shadow_world,
@@ -75,6 +77,10 @@ class Follower:
         self._hosts: dict[int, host_start.StartedHost] = {}
         self._channels: dict[connection.Connection, int] = {}
         self._reserved: dict[str, host_start.Reserved] = {}
+        # Of the hosts of this world; and that of others that stand by for the next one,
+        # once these have trained a step.
+        self._program: host_process.Program | None = None
+        self._trained: host_process.Program | None = None
         # The time limit for hosts to end after SIGTERM to this machine.
         self._deadline_secs: float | None = None
         self._link = machine_link.connect(leader.address, leader.key, lost_secs)
@@ -120,6 +126,8 @@ class Follower:
             return True
         for checked in self._own.checks.poll():
             self._link.send(checked=checked.slice, problem=checked.problem)
+        if self._trained is not None:
+            self._own.stand_by(self._trained)
         ready = connection.wait(
             [self._link, sigterm, *self._channels],  # type: ignore[list-item]
             _LOOK_SECS,
@@ -157,6 +165,8 @@ class Follower:
             self._link.send(host=number, exit=self._hosts.pop(number).wait())
         else:
             self._link.send(host=number, message=message.decode())
+            if "stepped" in json.loads(message):
+                self._trained = self._program
 
     def _take(self, message: Mapping[str, Any]) -> bool | None:
         match message:
@@ -209,7 +219,8 @@ class Follower:
                 self._own.program(self._compile_ahead, assignment)
             )
         else:
-            program = self._own.program(self._train, assignment)
+            program = self._program = self._own.program(self._train, assignment)
+            self._trained = None
         with termination.held():
             host = self._own.machine.start(
                 program,
