@@ -15,7 +15,7 @@ from typing import Any
 
 from etils import epath, epy
 
-from elastic_ckpt.core import append_log, errors, events, storage
+from elastic_ckpt.core import append_log, bucket_clients, errors, events, storage
 
 with epy.lazy_imports():
     from elastic_ckpt.core import checked_json
@@ -147,9 +147,19 @@ class RunFiles:
 
 
 def is_run(directory: str) -> bool:
-    """Whether it is the directory of a run."""
+    """Whether it is the directory of a run.
+
+    Raises:
+      RunError: if it cannot be read.
+    """
     path = storage.absolute(directory)
-    return any((path / name).exists() for name in (CONFIG, LOOP))
+    try:
+        return any((path / name).exists() for name in (CONFIG, LOOP))
+    except bucket_clients.failures() as error:
+        raise errors.RunError(
+            f"{directory} cannot be read ({error}); check the path, the network and who"
+            " may read there"
+        ) from error
 
 
 def read_events(

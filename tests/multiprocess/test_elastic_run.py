@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from elastic_ckpt.application import local_world
+from elastic_ckpt.application import configured as configured_values
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.training import step_log
@@ -223,4 +223,4 @@ def test_settings_that_cannot_work_are_refused_before_the_start(tmp_path, corpus
     ):
         config = configured(tmp_path, corpus, "/nowhere", **settings)
         with pytest.raises(errors.ConfigError, match=re.escape(message)):
-            local_world.check(load.load(config))
+            configured_values.check_local(load.load(config))

@@ -22,6 +22,7 @@ ABSENT = (
     "elastic_ckpt.checkpoint.components",
     "elastic_ckpt.checkpoint.hosts",
     "elastic_ckpt.cli",
+    "elastic_ckpt.config",
     "elastic_ckpt.deploy",
     "elastic_ckpt.elastic",
     "elastic_ckpt.frontend",

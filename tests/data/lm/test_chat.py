@@ -12,7 +12,6 @@ import pytest
 import tokenizers as hf
 from absl import logging
 
-from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     data_keys,
@@ -474,14 +473,10 @@ def test_neither_threads_nor_worker_processes_change_rows(corpus, tokenizer):
 
 
 def test_the_trainers_loss_ignores_what_does_not_count(corpus):
-    model = schema.ModelSection(
-        base_emb_dim=16,
-        base_num_query_heads=2,
-        head_dim=8,
-        base_mlp_dim=32,
-        base_num_decoder_layers=1,
+    sizes = transformer.Sizes(
+        vocab=tokens.VOCAB_SIZE, layers=1, emb=16, heads=2, head_dim=8, mlp=32
     )
-    params = transformer.init(jax.random.key(0), model, vocab_size=tokens.VOCAB_SIZE)
+    params = transformer.init(jax.random.key(0), sizes)
 
     def same(params):
         return params
