@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from elastic_ckpt.elastic import scale_request
-from elastic_ckpt.monitoring import jsonl
+from elastic_ckpt.inspect import run_files
 
 Event = dict[str, Any]
 
@@ -162,7 +162,7 @@ class LiveRun:
 
         The run must have ended.
         """
-        recorded = jsonl.read(self.directory / "metrics")["run"]
+        recorded = run_files.read_metrics(self.directory / "metrics")["run"]
         name = "/elastic_ckpt/train/steps"
         return [(r["time"], int(r["last"])) for r in recorded if r["metric"] == name]
 

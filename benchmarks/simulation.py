@@ -31,6 +31,7 @@ from benchmarks import report, soak
 from elastic_ckpt.cli import simulate
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import faults
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.simulation import cluster, decisions, simulated_run, study
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.simulated_run import Outcome
@@ -77,7 +78,7 @@ def simulated(run: pathlib.Path, costs: Costs) -> Outcome:
     plan = study.plan(config, study.Cluster(), costs=costs, state_bytes=_STATE_BYTES)
     size = plan.hardware
     trace = trace_of(
-        run_directory.read_events(str(run)), hosts_per_slice=size.hosts_per_slice
+        run_files.read_events(str(run)), hosts_per_slice=size.hosts_per_slice
     )
     storage.write_atomic(run / _TRACE, cluster.to_bytes(trace))
     return simulated_run.simulate(

@@ -29,7 +29,7 @@ import uuid
 from typing import Any
 
 from benchmarks import report
-from elastic_ckpt.monitoring import jsonl
+from elastic_ckpt.inspect import run_files
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
 _NUM_EVENTS = 100
@@ -230,5 +230,5 @@ def _processes(mark: str) -> list[int]:
 
 def _goodput_percent(run: pathlib.Path) -> float:
     name = "/elastic_ckpt/goodput/percent"
-    recorded = jsonl.read(run / "metrics", last_bytes=2**20)["run"]
+    recorded = run_files.read_metrics(run / "metrics", last_bytes=2**20)["run"]
     return [each["last"] for each in recorded if each["metric"] == name][-1]

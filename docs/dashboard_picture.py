@@ -22,16 +22,21 @@ import time
 from typing import Any
 
 from elastic_ckpt.deploy import alerts, dashboard
+from elastic_ckpt.inspect import plot
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Between two points, and what `$__rate_interval` stands for: some scrapes.
 STEP_SECS = 2.0
 RATE_SECS = 5
 _SIGNIFICANT = 4
-_COLOURS = (
-    *("#2a6f97", "#e76f51", "#2a9d8f", "#8e44ad", "#b58900", "#c1121f", "#6b7683"),
-    *("#90be6d", "#577590", "#f9c74f", "#7f5539", "#f78fb3", "#1c2024"),
-)
+WIDTH = 1100
+# Of axes, by unit, as Grafana shows them.
+_LABELS = {
+    "percentunit": "round(100 * datum.value) + ' %'",
+    "percent": "datum.value + ' %'",
+    "s": "datum.value + ' s'",
+    "bytes": "format(datum.value / 1048576, '.3~g') + ' MiB'",
+}
 
 
 def record(answers: str) -> None:
@@ -118,90 +123,88 @@ def _text(recorded: dict[str, Any]) -> str:
 
 def draw(answers: str, picture: str) -> None:
     """Draws the panels at their places, with the answers in this file."""
-    import matplotlib.pyplot as plt
-
     recorded = json.loads(pathlib.Path(answers).read_text())
     placed = [p for p in json.loads(dashboard.dashboard())["panels"] if "targets" in p]
-    rows = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in placed)
-    plt.rcParams |= {
-        "svg.hashsalt": "dashboard",
-        "svg.fonttype": "none",
-        "font.size": 7,
-    }
-    figure = plt.figure(figsize=(12, rows / 4 + 0.4))
+    # Panels at one height are a row.
+    rows: dict[int, list[plot.Spec]] = {}
     for panel, drawn in zip(placed, recorded["panels"], strict=True):
-        at = panel["gridPos"]
-        bottom = 1 - (at["y"] + at["h"]) / rows
-        place = (at["x"] / 24, bottom * 0.985, at["w"] / 24, at["h"] / rows * 0.985)
-        _draw(figure, place, panel, drawn["queries"])
-    figure.text(
-        *(0.005, 0.99),
+        rows.setdefault(panel["gridPos"]["y"], []).append(
+            _panel(panel, drawn["queries"])
+        )
+    text = (
         f"{recorded['run']}, {recorded['date']}: drawn from the answers of Prometheus"
-        f" {recorded['prometheus']}; not a screenshot of Grafana",
-        va="center",
-        color="#5b6570",
+        f" {recorded['prometheus']}; not a screenshot of Grafana"
     )
-    figure.savefig(picture, metadata={"Date": None})
+    spec = {
+        "title": {"text": text, "anchor": "start", "fontSize": 11, "offset": 12},
+        "vconcat": [
+            {"hconcat": row, "resolve": {"scale": {"color": "independent"}}}
+            for row in rows.values()
+        ],
+        "resolve": {"scale": {"color": "independent"}},
+        "padding": 10,
+    }
+    drawn = plot.svg(spec, title="The dashboard of a run", width=None)
+    pathlib.Path(picture).write_text(plot.standalone(drawn) + "\n")
 
 
-def _draw(
-    figure: Any,
-    place: tuple[float, float, float, float],
-    panel: dict[str, Any],
-    queries: list[dict[str, Any]],
-) -> None:
-    left, bottom, width, height = place
+def _panel(panel: dict[str, Any], queries: list[dict[str, Any]]) -> plot.Spec:
     series = [each for query in queries for each in query["series"] if each["points"]]
     unit = panel["fieldConfig"]["defaults"]["unit"]
+    width = panel["gridPos"]["w"] / 24 * WIDTH - 70
+    title = {"text": panel["title"], "anchor": "start", "fontSize": 12}
     if panel["type"] == "stat":
-        axes = figure.add_axes(
-            (left + 0.004, bottom + 0.006, width - 0.008, height - 0.012)
-        )
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_color("#dde1e6")
-        axes.text(0.04, 0.8, panel["title"], va="center", weight="bold")
         value = _shown(series[0]["points"][-1][1], unit) if series else "no data"
-        axes.text(0.5, 0.35, value, va="center", ha="center", size=15, color="#2a6f97")
-        return
-    margin = 0.045
-    axes = figure.add_axes(
-        (left + margin, bottom + 0.024, width - margin - 0.012, height - 0.062)
-    )
-    axes.set_title(panel["title"], loc="left", weight="bold", size=8)
-    is_stacked = (
-        panel["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal"
-    )
-    if is_stacked:
-        times = sorted({at for each in series for at, _ in each["points"]})
-        values = [[dict(each["points"]).get(at, 0) for at in times] for each in series]
-        axes.stackplot(
-            times, values, labels=[e["legend"] for e in series], colors=_COLOURS
-        )
-    else:
-        for colour, each in zip(_COLOURS, series, strict=False):
-            axes.plot(
-                *zip(*_with_gaps(each["points"]), strict=True),
-                label=each["legend"],
-                color=colour,
-                linewidth=1,
-            )
-        axes.margins(y=0.1)
-    axes.yaxis.set_major_formatter(lambda value, _: _shown(value, unit))
-    axes.tick_params(labelsize=6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#dde1e6", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.legend(
-        fontsize=5.5, frameon=False, ncols=2 if len(series) > 4 else 1, loc="upper left"
-    )
+        mark = {
+            **{"type": "text", "fontSize": 20, "align": "left"},
+            "color": "var(--c0)",
+        }
+        return {
+            **{"title": title, "width": width, "height": 34},
+            **{"data": {"values": [{}]}, "mark": mark},
+            "encoding": {"text": {"value": value}, "x": {"value": 0}},
+        }
+    points = [
+        {"at": at, "value": value, "legend": each["legend"]}
+        for each in series
+        for at, value in _with_gaps(each["points"])
+    ]
+    custom = panel["fieldConfig"]["defaults"]["custom"]
+    is_stacked = custom["stacking"]["mode"] == "normal"
+    names = [each["legend"] for each in series]
+    columns = max(1, int(width // (40 + 7 * max(map(len, names), default=0))))
+    return {
+        **{"title": title, "width": width, "height": 110},
+        "data": {"values": points},
+        "mark": "area" if is_stacked else {"type": "line", "strokeWidth": 1.25},
+        "encoding": {
+            "x": {
+                **{"field": "at", "type": "quantitative", "title": None},
+                "scale": {"nice": False, "zero": False},
+            },
+            "y": {
+                **{"field": "value", "type": "quantitative", "title": None},
+                **{"stack": "zero" if is_stacked else None, "scale": {"zero": False}},
+                "axis": {"labelExpr": _LABELS.get(unit, "datum.label")},
+            },
+            "color": {
+                **{"field": "legend", "type": "nominal"},
+                "scale": {
+                    "domain": names,
+                    "range": list(plot.coloured(names).values()),
+                },
+                "legend": {"columns": columns, "symbolSize": 40},
+            },
+        },
+    }
 
 
-def _with_gaps(points: list[list[float]]) -> list[tuple[float, float]]:
+def _with_gaps(points: list[list[float]]) -> list[tuple[float, float | None]]:
     # Where the answer has no value the line has none.
-    shown: list[tuple[float, float]] = []
+    shown: list[tuple[float, float | None]] = []
     for at, value in points:
         if shown and at - shown[-1][0] > 1.5 * STEP_SECS:
-            shown.append((at, math.nan))
+            shown.append((at - STEP_SECS, None))
         shown.append((at, value))
     return shown
 

@@ -9,10 +9,9 @@ import json
 import pathlib
 import sys
 
-import matplotlib.pyplot as plt
+from elastic_ckpt.inspect import plot
 
-COLOUR = "#2a6f97"
-LOST = "#c1121f"
+_WIDTH = 760
 
 
 def main(run: str, picture: str) -> None:
@@ -21,50 +20,80 @@ def main(run: str, picture: str) -> None:
     events = _lines(directory / "events.jsonl")
     start = next(e["time"] for e in events if e["event"] == "run_started")
     losses = [
-        (line["time"] - start, line["last"])
+        {"secs": line["time"] - start, "loss": line["last"]}
         for line in _lines(directory / "metrics/run.jsonl")
         if line["metric"].endswith("train/loss")
     ]
-    end = losses[-1][0]
+    end = losses[-1]["secs"]
+    faults = [
+        {
+            "secs": event["time"] - start,
+            "slice": f"slice {event['target']}",
+            "text": "killed" if event["kind"] == "kill_slice" else "back",
+        }
+        for event in events
+        if event["event"] == "fault_injected"
+    ]
+    secs = {
+        **{"field": "secs", "type": "quantitative", "title": "seconds"},
+        "scale": {"domain": [0, end], "nice": False},
+    }
+    slices = {"field": "slice", "type": "nominal", "title": None}
+    loss = {
+        "height": 170,
+        "data": {"values": losses},
+        "mark": {"type": "point", "filled": True, "size": 14, "color": "var(--c0)"},
+        "encoding": {
+            "x": {**secs, "title": None, "axis": {"labels": False}},
+            "y": {
+                **{"field": "loss", "type": "quantitative"},
+                "scale": {"zero": False},
+            },
+        },
+    }
+    trained = {
+        "height": 90,
+        "layer": [
+            {
+                "data": {"values": _worlds(events, start, end)},
+                "mark": {"type": "bar", "height": 13, "color": "var(--c0)"},
+                "encoding": {
+                    "x": secs,
+                    "x2": {"field": "until"},
+                    "y": slices,
+                },
+            },
+            {
+                "data": {"values": faults},
+                "mark": {
+                    **{"type": "text", "color": "var(--bad)", "align": "left"},
+                    **{"dx": 6, "fontWeight": "bold"},
+                },
+                "encoding": {"x": secs, "y": slices, "text": {"field": "text"}},
+            },
+        ],
+    }
+    both = {"vconcat": [{"width": _WIDTH, **each} for each in (loss, trained)]}
+    drawn = plot.svg(both, title="The loss and the slices of a run", width=None)
+    pathlib.Path(picture).write_text(plot.standalone(drawn) + "\n")
 
-    figure, (above, below) = plt.subplots(
-        2, figsize=(8, 3.6), sharex=True, height_ratios=[2, 1], layout="constrained"
-    )
-    above.plot(*zip(*losses, strict=True), ".", markersize=3, color=COLOUR)
-    above.set_ylabel("loss")
-    for begin, until, slices in _worlds(events, start, end):
-        below.barh(slices, until - begin, left=begin, height=0.6, color=COLOUR)
-    below.set_yticks(range(4), [f"slice {number}" for number in range(4)])
-    below.invert_yaxis()
-    below.set_xlabel("seconds")
-    below.set_xlim(0, end)
-    for event in events:
-        if event["event"] == "fault_injected":
-            at, target = event["time"] - start, event["target"]
-            text = "killed" if event["kind"] == "kill_slice" else "back"
-            below.plot(at, target, "x" if text == "killed" else "^", color=LOST)
-            below.annotate(
-                f" {text}", (at, target), color=LOST, va="center", fontsize=9
-            )
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, metadata={"Date": None})
 
-
-def _worlds(
-    events: list[dict], start: float, end: float
-) -> list[tuple[float, float, list[int]]]:
-    # When each world trained its first and its last step, and on which slices.
+def _worlds(events: list[dict], start: float, end: float) -> list[dict]:
+    # From the first to the last step of each world, each of its slices.
     worlds = []
     for event in events:
         at = event["time"] - start
         if event["event"] == "world_started":
-            worlds.append([None, end, event["slices"]])
-        elif event["event"] in ("compiled", "recovered") and worlds[-1][0] is None:
-            worlds[-1][0] = at
+            worlds.append({"secs": None, "until": end, "slices": event["slices"]})
+        elif event["event"] in ("compiled", "recovered") and not worlds[-1]["secs"]:
+            worlds[-1]["secs"] = at
         elif event["event"] in ("host_lost", "world_left"):
-            worlds[-1][1] = at
-    return [(begin, until, slices) for begin, until, slices in worlds]
+            worlds[-1]["until"] = at
+    return [
+        {**world, "slice": f"slice {number}"}
+        for world in worlds
+        for number in world["slices"]
+    ]
 
 
 def _lines(path: pathlib.Path) -> list[dict]:

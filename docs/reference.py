@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import json_fields
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import elastic_ckpt as ec
-from elastic_ckpt.cli import json_fields
 from elastic_ckpt.cli import main as cli
 from elastic_ckpt.deploy import runbook
 

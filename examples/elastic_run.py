@@ -3,7 +3,7 @@
 python examples/elastic_run.py runs/elastic --slices 4 --steps 300
 
 Slice 1 is killed after 12 steps, together with what it has in RAM. Each slice is a
-process of its own on this machine; with `machines=` they are on several.
+process of its own on this machine; with `machines=` and `shared=` they are on several.
 """
 
 import argparse

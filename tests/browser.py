@@ -65,8 +65,10 @@ class Page:
             if e["method"] == "Network.requestWillBeSent"
         ]
 
-    def open(self, url, *, is_dark=False):
+    def open(self, url, *, is_dark=False, width=1000):
         self._events.clear()
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {
             "name": "prefers-color-scheme",
             "value": "dark" if is_dark else "light",
@@ -124,7 +126,7 @@ class Page:
 
 
 @contextlib.contextmanager
-def page(directory, *, width=1000):
+def page(directory):
     """A page of a new browser, whose files are in `directory`."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     assert program, _REMEDY
@@ -135,7 +137,7 @@ def page(directory, *, width=1000):
         [
             *("bash", "-c", f'exec "$@" 3<&{to_read} 4>&{from_write}', "bash"),
             *(program, *_FLAGS, "--remote-debugging-pipe"),
-            *(f"--user-data-dir={directory}", f"--window-size={width},1000"),
+            f"--user-data-dir={directory}",
         ],
         pass_fds=(to_read, from_write),
         stderr=subprocess.DEVNULL,

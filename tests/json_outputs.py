@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 
-from elastic_ckpt.cli import json_fields
+from docs import json_fields
 from elastic_ckpt.core import storage
 
 
@@ -20,8 +20,8 @@ def check(verb: str, text: str) -> None:
             found[call] = [
                 each for item in items for each in _of_object(item, classes, "")
             ]
-    assert found, f"cli/json_fields.py does not know what {verb} --json prints"
-    assert not all(found.values()), f"--json differs from cli/json_fields.py: {found}"
+    assert found, f"docs/json_fields.py does not know what {verb} --json prints"
+    assert not all(found.values()), f"--json differs from docs/json_fields.py: {found}"
 
 
 def _of_object(value, classes, path):

@@ -63,10 +63,7 @@ exec "$@"
 END_OF_FILE
 )
 
-port=$((20000 + SLURM_JOB_ID % 20000))
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-machines=$(sed "s/\$/:$port/" <<< "$nodes" | paste -sd ";" -)
-program=(elastic-ckpt train "$ram"/config.yml "local_checkpoint_directory=$ram/steps" "elastic_machines=$machines" hosts=2)
+program=(elastic-ckpt train "$ram"/config.yml "local_checkpoint_directory=$ram/steps" "elastic_machines=$SLURM_JOB_NUM_NODES" hosts=2)
 
 # `scancel` also ends this script: then nothing is requeued.
 is_cancelled=

@@ -1,35 +1,42 @@
 """`elastic-ckpt audit RUN`: proves that a run trained on the right examples.
 
 It compares them with those that one host reads from the run's own pipeline. With
-`--find` and `--step` it tells which documents they were made of (`audit_documents`).
+`--find` and `--step` it tells which documents they were made of.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import importlib
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epy
 
 from elastic_ckpt.core import errors, option_numbers
-from elastic_ckpt.data import data_keys
-from elastic_ckpt.training import keys, load, run_directory, schema
 
-if TYPE_CHECKING:
-    from elastic_ckpt.data import elastic_data
-    from elastic_ckpt.training import audit, step_log
+with epy.lazy_imports():
+    from elastic_ckpt.data import datasets
+    from elastic_ckpt.data import provenance as documents
+    from elastic_ckpt.training import audit, provenance, run_audit
 
 _WHY_UNPROMISED = " (grain_use_elastic_iterator promises none)"
 _LIMITS = (
     "An audit compares with the run's own pipeline, read anew by one host: what this\n"
     "leaves out by itself (filters, truncation, incomplete batches) is outside it."
 )
+_OUTCOMES = {
+    "used": "used",
+    "left_out": "left out with other rows when the run went back to an older step",
+    "too_short": "makes no example: it has fewer than two tokens",
+    "filtered": "left out by the pipeline",
+    "corrupt": "corrupt, and skipped",
+    "read_ahead": "read ahead, in no step yet",
+    "not_yet_used": "not used yet",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,266 +66,161 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run, or answers a question about its documents; 1 if it fails."""
+    recorded = run_audit.RunAudit(arguments.run, data=arguments.data)
     if arguments.find is not None or arguments.step is not None:
-        from elastic_ckpt.cli import audit_documents
-
-        run = run_of(arguments.run, data=arguments.data)
-        return audit_documents.answer(run, arguments)
-    outcome = outcome_of(arguments.run, data=arguments.data)
-    if arguments.json:
-        content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
-        print(json.dumps(content, indent=2))
-    else:
-        print(describe(outcome))
+        _answer(recorded, arguments)
+        return 0
+    outcome = recorded.outcome()
+    content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
+    print(json.dumps(content, indent=2) if arguments.json else describe(outcome))
     return 0 if outcome.passed else 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run that was recorded in a directory.
-
-    Attributes:
-      directory: of the run.
-      attempts: its step log.
-      data_of: returns the data of an attempt, given its number.
-      is_in_order: returns whether these data guarantee the order of rows.
-      first_step: the number of its first step in outputs; the log has 0.
-      own: the user's own loop, if it is one.
-      config: its configuration, if it is none.
-    """
-
-    directory: str
-    attempts: list[step_log.Attempt]
-    data_of: Callable[[int], elastic_data.ElasticData]
-    is_in_order: Callable[[int], bool]
-    first_step: int
-    own: run_directory.OwnLoop | None
-    config: schema.Config | None
-
-
-def run_of(directory: str, *, data: str | None = None) -> Run:
-    """The run in `directory`; see `outcome_of`."""
-    from elastic_ckpt.training import step_log
-
-    own = run_directory.read_loop(directory)
-    config = None if own is not None else run_directory.read_config(directory)
-    attempts = step_log.read(directory)
-    data_of: Callable[[int], elastic_data.ElasticData]
-    is_in_order: Callable[[int], bool]
-    if config is None:
-        data_of = _own_data(directory, data)
-        is_in_order = lambda _: True  # noqa: E731
-    else:
-        if data is not None:
-            raise errors.ConfigError(
-                f"--data: the data of {directory} is in its configuration; leave"
-                " --data out"
-            )
-        section = _sections(config, attempts)
-        data_of = _configured_data(section)
-        is_in_order = lambda number: not section(number).grain_use_elastic_iterator  # noqa: E731
-    return Run(
-        directory=directory,
-        attempts=attempts,
-        data_of=_dealt_as_saved(directory, data_of),
-        is_in_order=is_in_order,
-        # `RunDirectory.log` counts the steps that are done.
-        first_step=int(own is not None),
-        own=own,
-        config=config,
-    )
-
-
-def _dealt_as_saved(
-    directory: str, data_of: Callable[[int], elastic_data.ElasticData]
-) -> Callable[[int], elastic_data.ElasticData]:
-    # The same data, with records dealt to shards as in the run's oldest state: by an
-    # older program, perhaps.
-    from elastic_ckpt.checkpoint import summary
-    from elastic_ckpt.cli import audit_documents
-    from elastic_ckpt.data import sharded_data, stages
-
-    steps = summary.steps(run_directory.saved_steps_of(directory))
-    states = (
-        saved.state
-        for step in sorted(steps)
-        for saved in audit_documents.saved_at(step, steps[step])
-    )
-    oldest = next(states, None)
-    if oldest is None:
-        return data_of
-
-    def dealt(attempt: int) -> elastic_data.ElasticData:
-        data = data_of(attempt)
-        if isinstance(data, sharded_data.ShardedData | stages.StagedData):
-            return data.dealt_as(oldest.pipeline)
-        return data
-
-    return dealt
-
-
-def outcome_of(directory: str, *, data: str | None = None) -> audit.Audit:
-    """Audits the run in `directory`.
-
-    Args:
-      directory: of the run.
-      data: `MODULE:NAME` of the data, if a loop of the user's own has trained on it.
-
-    Raises:
-      RunError: if there is no run.
-      ConfigError: if its data is not named, or is named and in its configuration.
-      DataError: if it has trained nothing, or its data cannot be read.
-    """
-    from elastic_ckpt.checkpoint import summary
-    from elastic_ckpt.data import positional_data
-    from elastic_ckpt.training import audit, step_log
-
-    run = run_of(directory, data=data)
-    attempts = run.attempts
-    saved = max(summary.steps(run_directory.saved_steps_of(directory)), default=0)
-    missing: Callable[..., str]
-    is_maxtext = False
-    if run.config is None:
-        assert run.own is not None
-        missing = _own_missing(run.own)
-    else:
-        # MaxText names a save by its last step, counted from 0.
-        is_maxtext = bool(run.config.deploy.maxtext)
-        missing = functools.partial(_missing_checkpoint, run.config)
-    last, start_step = run.data_of(attempts[-1].attempt), attempts[0].start_step
-    return audit.audit(
-        attempts,
-        run.data_of,
-        is_in_order=run.is_in_order,
-        num_records=last.num_records()
-        if isinstance(last, positional_data.PositionalData)
-        else None,
-        num_saved_steps=saved + is_maxtext if saved else 0,
-        first_step=run.first_step,
-        missing_checkpoint=missing(
-            finished=run_directory.is_finished(directory),
-            num_steps=start_step + len(step_log.lineage(attempts)) - is_maxtext,
-            start_step=start_step,
-            saved=saved,
-        ),
-    )
-
-
-def _sections(
-    config: schema.Config, attempts: list[step_log.Attempt]
-) -> Callable[[int], data_keys.DataKeys]:
-    # The configuration of the data of each attempt.
-    logged = {attempt.attempt: attempt.data for attempt in attempts}
-
-    @functools.cache
-    def section(attempt: int) -> data_keys.DataKeys:
-        values: dict[str, Any] = {**keys.values(config), **logged[attempt]}
-        return load.from_values(values, place=f"the log of attempt {attempt}").data
-
-    return section
-
-
-def _configured_data(
-    section: Callable[[int], data_keys.DataKeys],
-) -> Callable[[int], elastic_data.ElasticData]:
-    from elastic_ckpt.data.lm import pipeline
-
-    return lambda attempt: pipeline.from_config(section(attempt))
-
-
-def _own_data(
-    directory: str, named: str | None
-) -> Callable[[int], elastic_data.ElasticData]:
-    from elastic_ckpt.data import elastic_data
-
-    if named is None:
-        raise errors.ConfigError(
-            f"{directory} was recorded by your own training loop, whose data is"
-            " defined in its program; name it with --data MODULE:NAME"
-        )
-    module, _, name = named.partition(":")
-    # As `python -m` does.
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise errors.ConfigError(
-            f"--data {named}: {error}; write MODULE:NAME, of a module that can be"
-            " imported here"
-        ) from error
-    finally:
-        sys.path.pop(0)
-    if callable(found):
-        try:
-            inspect.signature(found).bind()
-        except (TypeError, ValueError) as error:
-            raise errors.ConfigError(
-                f"--data {named}: {name} cannot be called without arguments ({error});"
-                " name the data, as ec.batches was given it, or a function that returns"
-                " it"
-            ) from None
-    data = found() if callable(found) else found
-    elastic_data.check(data, caller=f"--data {named}")
-    return lambda _: data
-
-
-def _own_missing(own: run_directory.OwnLoop) -> Callable[..., str]:
-    from elastic_ckpt.training import audit
-
-    if not own.persistent:
-        return lambda **_: ""
-    return functools.partial(audit.missing_checkpoint, period=own.every, at_end=False)
 
 
 def describe(outcome: audit.Audit) -> str:
     """The outcome in words."""
     hosts = " -> ".join(map(str, outcome.hosts))
     most = "" if outcome.is_count_exact else "at most "
-    lines = [
-        f"{outcome.num_steps} steps took {outcome.num_examples:,} rows"
-        + (f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else "")
-        + f"; hosts: {hosts}",
+    epochs = f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else ""
+    is_promised = outcome.num_row_promised_steps >= outcome.num_steps
+    problem = outcome.first_difference or outcome.missing_checkpoint
+    begins = ", ".join(map(str, outcome.stage_steps))
+    lines = {
+        f"{outcome.num_steps} steps took {outcome.num_examples:,} rows{epochs}; hosts:"
+        f" {hosts}": True,
         f"lost: {most}{outcome.num_lost} examples; repeated: {most}"
-        f"{outcome.num_repeated}",
+        f"{outcome.num_repeated}": True,
         f"batches of the one-host run: {outcome.num_batch_identical_steps} of"
         f" {outcome.num_steps}, of which {outcome.num_row_identical_steps} have its"
         f" order of rows, promised for {outcome.num_row_promised_steps}"
-        + _WHY_UNPROMISED
-        * (outcome.num_row_promised_steps < outcome.num_steps),
-    ]
-    if outcome.stage_steps:
-        begins = ", ".join(map(str, outcome.stage_steps))
-        lines.append(f"stages of the data begin at steps {begins}")
-    if outcome.num_redone_steps:
-        lines.append(
-            f"steps trained again after an interruption: {outcome.num_redone_steps}"
-        )
-    if outcome.num_left_out:
-        lines.append(
-            f"rows left out where the run went back to an older step:"
-            f" {outcome.num_left_out:,}"
-        )
-    if outcome.passed:
-        lines += [
-            "PASSED: every step used the examples and tokens of the one-host run's"
-            " batch, and none was lost or repeated",
-            _LIMITS,
-        ]
-    else:
-        problem = outcome.first_difference or outcome.missing_checkpoint
-        lines.append(f"FAILED: {problem}")
-    return "\n".join(lines)
+        + ("" if is_promised else _WHY_UNPROMISED): True,
+        f"stages of the data begin at steps {begins}": begins,
+        "steps trained again after an interruption:"
+        f" {outcome.num_redone_steps}": outcome.num_redone_steps,
+        "rows left out where the run went back to an older step:"
+        f" {outcome.num_left_out:,}": outcome.num_left_out,
+        "PASSED: every step used the examples and tokens of the one-host run's batch,"
+        f" and none was lost or repeated\n{_LIMITS}": outcome.passed,
+        f"FAILED: {problem}": not outcome.passed,
+    }
+    return "\n".join(line for line, is_shown in lines.items() if is_shown)
 
 
-def _missing_checkpoint(config: schema.Config, **progress: Any) -> str:
-    from elastic_ckpt.training import audit
+def _answer(recorded: run_audit.RunAudit, arguments: argparse.Namespace) -> None:
+    readings = []
 
-    section, tiers = config.checkpoint, config.tiers
-    if not section.enable_checkpointing:
-        return ""
-    period: int | None = section.checkpoint_period
-    if tiers.enable_multi_tier_checkpointing:
-        period = tiers.multi_tier_checkpointing_backup_interval_steps or None
-    return audit.missing_checkpoint(
-        period=period, at_end=section.save_checkpoint_on_completion, **progress
+    def announce(reading: provenance.Reading) -> None:
+        readings.append(dataclasses.asdict(reading))
+        print(_of_reading(reading), file=sys.stderr, flush=True)
+
+    found = recorded.documents(announce)
+    uses = arguments.find is not None
+    answers = _uses(found, arguments.find) if uses else _rows(found, arguments.step)
+    content = []
+    for as_json, lines in answers:
+        content.append(as_json)
+        for line in lines:
+            if not arguments.json:
+                print(line, flush=True)
+    if arguments.json:
+        name = "found" if uses else "batches"
+        print(json.dumps({name: content, "readings": readings}, indent=2))
+
+
+def _of_reading(reading: provenance.Reading) -> str:
+    if not reading.shards:
+        return f"computing which records {reading.num_rows:,} rows have; reading none"
+    amount = (
+        f" of files with {reading.epoch_records:,} records and"
+        f" {reading.epoch_bytes / 1e6:,.1f} MB"
     )
+    if reading.num_records is not None and reading.num_bytes is not None:
+        amount = (
+            f", about {reading.num_records:,} records with"
+            f" {reading.num_bytes / 1e6:,.1f} MB{amount}"
+        )
+    start = "the beginning of the data"
+    if reading.from_step is not None:
+        start = f"the data state of checkpoint {reading.from_step}"
+    shards = ", ".join(map(str, reading.shards[:8]))
+    more = ", ..." if len(reading.shards) > 8 else ""
+    return (
+        f"reading logical shard{'s' * (len(reading.shards) > 1)} {shards}{more} from"
+        f" {start}: at most {reading.num_rows:,} rows{amount}"
+    )
+
+
+# What is printed as JSON, which its lines may complete, and its lines.
+_Answers = Iterator[tuple[dict[str, Any], Iterator[str]]]
+
+
+def _uses(run: provenance.Provenance, asked: str) -> _Answers:
+    file, colon, record = asked.rpartition(":")
+    if not colon or not file or not record.isdecimal():
+        raise errors.ConfigError(
+            f"--find {asked}: write FILE:RECORD, the end of a path and the number of"
+            " the record in the file, from 0, such as a.parquet:17"
+        )
+    for found in run.find(file, int(record)):
+        yield dataclasses.asdict(found), _lines_of_found(found)
+
+
+def _lines_of_found(found: provenance.Found) -> Iterator[str]:
+    tokens = found.document_tokens
+    size = "" if tokens is None else f", {tokens:,} tokens"
+    shard = "" if found.shard is None else f", logical shard {found.shard}"
+    yield (
+        f"{_document(found)}, epoch {found.epoch}{shard}{size}:"
+        f" {_OUTCOMES[found.outcome]}"
+    )
+    for use in found.uses:
+        yield (
+            f"  step {use.step}, {_row(use.row)}"
+            f"{_tokens(use.first_token, use.num_tokens)}, attempt {use.attempt}"
+            + " (discarded)"
+            * (not use.is_current)
+        )
+
+
+def _rows(run: provenance.Provenance, step: int) -> _Answers:
+    for batch, rows in run.step(step):
+        content: dict[str, Any] = {**dataclasses.asdict(batch), "rows": []}
+        yield content, _lines_of_batch(batch, rows, content["rows"])
+
+
+def _lines_of_batch(
+    batch: provenance.UsedBatch,
+    rows: Iterator[provenance.UsedRow],
+    as_json: list[dict[str, Any]],
+) -> Iterator[str]:
+    yield (
+        f"step {batch.step}, attempt {', '.join(map(str, batch.attempts))}:"
+        f" {batch.num_rows:,} rows from position {batch.position:,}"
+        + " (discarded)"
+        * (not batch.is_current)
+    )
+    for row in rows:
+        as_json.append(dataclasses.asdict(row))
+        if not row.documents:
+            yield f"  {_row(row.row)}: padding"
+        for piece in row.documents:
+            tokens = _tokens(piece.first_token, piece.num_tokens)
+            of_all = f" of {piece.document_tokens:,}" if tokens else ""
+            yield (
+                f"  {_row(row.row)}: {_document(piece)}, epoch {piece.epoch}{tokens}"
+                f"{of_all}"
+            )
+
+
+def _row(number: int | None) -> str:
+    return "a row" if number is None else f"row {number}"
+
+
+def _document(of: provenance.Found | documents.Piece) -> str:
+    file = os.path.basename(of.file)
+    # A dataset of a list is named after its files, and the only one has no name.
+    is_named = of.dataset not in ("", file, datasets.ONLY)
+    return f"{file}:{of.record}" + f" ({of.dataset})" * is_named
+
+
+def _tokens(first: int, number: int | None) -> str:
+    return "" if number is None else f", tokens {first:,} to {first + number:,}"

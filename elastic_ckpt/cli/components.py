@@ -10,11 +10,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+
+from etils import epy
 
 from elastic_ckpt.cli import locations, tier_report
 from elastic_ckpt.core import errors, option_numbers
-from elastic_ckpt.training import run_directory
+
+with epy.lazy_imports():
+    from elastic_ckpt.checkpoint import summary
+    from elastic_ckpt.inspect import run_files, step_components
+    from elastic_ckpt.steps import search
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the components."""
-    from elastic_ckpt.inspect import step_components
-    from elastic_ckpt.steps import search
-
     with locations.opened(arguments) as (_, tiers):
         asked = arguments.step
         problems: list[str] = []
-        numbers = list(reversed(tiers.steps)) if asked is None else [asked]
+        numbers = tiers.steps[::-1] if asked is None else [asked]
         for number in numbers:
             copies, problems = tiers.look(number)
             newest = search.newest(list(copies))
@@ -45,36 +47,30 @@ def run(arguments: argparse.Namespace) -> int:
             ):
                 continue
             parts = step_components.components(newest, copies)
-            if arguments.json:
-                content = {
-                    "step": number,
-                    "save": newest.save,
-                    "components": [dataclasses.asdict(each) for each in parts],
-                }
-                print(json.dumps(content, indent=2))
-            else:
-                print(f"step {number}, save {newest.save}")
-                print("\n".join(tier_report.component_lines(parts)))
+            content = {
+                "step": number,
+                "save": newest.save,
+                "components": [dataclasses.asdict(each) for each in parts],
+            }
+            lines = [f"step {number}, save {newest.save}"]
+            lines += tier_report.component_lines(parts)
+            print(json.dumps(content, indent=2) if arguments.json else "\n".join(lines))
             return 0
-        if not numbers:
-            _refuse_plain(arguments.paths)
+    if numbers:
         step = "step" if asked is None else f"step {asked}"
         raise errors.CheckpointError(
             "; ".join([f"no {step} is complete in the given places", *problems])
-            if numbers
-            else "there are no steps in the given places; give the directory of a tier"
         )
-
-
-def _refuse_plain(paths: Sequence[str]) -> None:
     # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
-    from elastic_ckpt.checkpoint import summary
-
-    for path in paths:
-        steps = run_directory.saved_steps_of(path) if locations.is_run(path) else path
+    for path in arguments.paths:
+        is_run = run_files.is_run(path)
+        steps = run_files.RunFiles.read(path).steps if is_run else path
         if plain := summary.steps(steps):
             raise errors.CheckpointError(
                 f"the steps in {steps}, {max(plain)} the newest, are Orbax's own: they"
                 " have no manifest that lists their components, as steps in tiers"
                 f" have; `elastic-ckpt inspect {path}` shows their arrays"
             )
+    raise errors.CheckpointError(
+        "there are no steps in the given places; give the directory of a tier"
+    )

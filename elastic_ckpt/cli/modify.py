@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from typing import TYPE_CHECKING
+
+from etils import epy
 
 from elastic_ckpt.core import errors, storage
 
-if TYPE_CHECKING:
-    from elastic_ckpt.checkpoint.number_edit import Edit
+with epy.lazy_imports():
+    from elastic_ckpt.checkpoint import modified_step, number_edit
+    from elastic_ckpt.inspect import run_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Edits the step, unless its run is alive."""
-    from elastic_ckpt.checkpoint import modified_step
-
     edits = [
         *(_edit(each, "--set") for each in arguments.set),
         *(_edit(each, "--scale") for each in arguments.scale),
@@ -90,18 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lock_run(path: str, locks: contextlib.ExitStack) -> None:
     # The supervisor of an elastic run holds this lock between two worlds, too.
-    from elastic_ckpt.cli import locations
-    from elastic_ckpt.training import run_directory
-
     run = storage.absolute(path).parent.parent
-    lock = os.path.join(run, run_directory.LOCK)
-    if storage.is_local(path) and locations.is_run(os.fspath(run)):
+    lock = os.path.join(run, run_files.LOCK)
+    if storage.is_local(path) and run_files.is_run(os.fspath(run)):
         locks.enter_context(storage.exclusive_lock(lock))
 
 
-def _edit(given: str, option: str) -> Edit:
-    from elastic_ckpt.checkpoint import number_edit
-
+def _edit(given: str, option: str) -> number_edit.Edit:
     path, equals, value = given.rpartition("=")
     if not (path and equals and value):
         raise errors.ConfigError(f"{option} {given!r}: write PATH=VALUE")

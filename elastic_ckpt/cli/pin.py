@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from etils import epy
+
 from elastic_ckpt.core import errors
+
+with epy.lazy_imports():
+    from elastic_ckpt.inspect import tier_locations
+    from elastic_ckpt.tiers import preserved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Marks the steps, all or none."""
-    from elastic_ckpt.inspect import tier_locations
-    from elastic_ckpt.tiers import preserved
-
     for path in arguments.paths:
         if not tier_locations.is_step(path):
             raise errors.CheckpointError(

@@ -8,14 +8,19 @@ until the next one, or until the run is started again.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core import bucket_clients, errors, option_numbers
+from etils import epy
+
+from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import run_directory
+
+with epy.lazy_imports():
+    from elastic_ckpt.elastic import scale_request
+    from elastic_ckpt.inspect import run_files
+    from elastic_ckpt.training import configured, run_directory
 
 _LOOK_SECS = 0.5
 _ENDS = ("run_finished", "run_stopped", "run_failed")
@@ -40,11 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Requests the number, and waits for the change."""
-    from elastic_ckpt.elastic import scale_request
-    from elastic_ckpt.training import configured
-
     directory, slices = arguments.run, arguments.slices
-    if run_directory.read_loop(directory) is not None:
+    files = run_files.RunFiles.read(directory)
+    if files.is_own_loop:
         raise errors.RunError(
             f"{directory} was recorded by your own training loop, whose slices this"
             " command cannot change; change them where the loop calls ec.elastic.run"
@@ -56,15 +59,27 @@ def run(arguments: argparse.Namespace) -> int:
             " it again with another number of slices"
         )
     configured.check_request(config, slices)
-    known = _events(directory)
-    _check_alive(directory, known)
+    known = files.events()
+    _check_alive(files, known)
     scale_request.write(directory, slices)
     if arguments.no_wait:
         print(f"requested {slices} slices; the run changes after an agreed step")
         return 0
     with progress.Progress(config.run.log_period) as shown:
-        _wait(directory, slices, known=len(known), shown=shown)
-    return 0
+        num_shown = len(known)
+        while True:
+            events = files.events()
+            for event in events[num_shown:]:
+                fields = {key: event[key] for key in event.keys() - {"time", "event"}}
+                if event["event"] in _SHOWN:
+                    shown(event["event"], **fields)
+            num_shown = len(events)
+            text = result(events, slices, known=len(known))
+            if text is not None:
+                print(text)
+                return 0
+            _check_alive(files, events[len(known) :])
+            time.sleep(_LOOK_SECS)
 
 
 def result(
@@ -96,40 +111,11 @@ def result(
     return text
 
 
-def _wait(directory: str, slices: int, *, known: int, shown: progress.Progress) -> None:
-    num_shown = 0
-    while True:
-        events = _events(directory)
-        new = events[known:]
-        for event in new[num_shown:]:
-            name = event["event"]
-            fields = {key: event[key] for key in event.keys() - {"time", "event"}}
-            if name in _SHOWN:
-                shown(name, **fields)
-        num_shown = len(new)
-        text = result(events, slices, known=known)
-        if text is not None:
-            print(text)
-            return
-        _check_alive(directory, new)
-        time.sleep(_LOOK_SECS)
-
-
-def _check_alive(directory: str, events: Sequence[dict[str, Any]]) -> None:
+def _check_alive(
+    files: run_files.RunFiles, events: Sequence[Mapping[str, Any]]
+) -> None:
     is_ended = bool(events) and events[-1]["event"] in _ENDS
-    if is_ended or run_directory.is_alive(directory) is False:
+    if is_ended or files.is_alive is False:
         raise errors.RunError(
-            f"{directory} is not running; start it with slices=N instead"
+            f"{files.directory} is not running; start it with slices=N instead"
         )
-
-
-def _events(directory: str) -> list[dict[str, Any]]:
-    path = os.path.join(directory, run_directory.EVENTS)
-    try:
-        return run_directory.read_events(directory)
-    except FileNotFoundError:
-        return []
-    except bucket_clients.failures() as error:
-        raise errors.RunError(
-            f"{path} cannot be read ({error}); check the network and who may read there"
-        ) from error

@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from typing import TYPE_CHECKING
+
+from etils import epy
 
 from elastic_ckpt.cli import overrides
 from elastic_ckpt.core import option_numbers, storage
 
-if TYPE_CHECKING:
-    from elastic_ckpt.simulation.costs import Costs
+with epy.lazy_imports():
+    from elastic_ckpt.inspect import run_files
+    from elastic_ckpt.simulation import cluster, comparison, costs, study
 
 _DAYS = 30.0
 _DAY_SECS = 86400.0
@@ -74,20 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the settings side by side."""
-    from elastic_ckpt.simulation import cluster, comparison, study
-
     days = arguments.days
     if days is None and not arguments.trace:
         days = _DAYS
-    model = cluster.FailureModel(seed=arguments.seed)
+    default = cluster.FailureModel(seed=arguments.seed)
     model = cluster.FailureModel(
-        between_hours=dict(arguments.fails) or model.between_hours,
-        repair_hours={
-            **model.repair_hours,
-            **dict(arguments.repair),
-        },
+        between_hours=dict(arguments.fails) or default.between_hours,
+        repair_hours={**default.repair_hours, **dict(arguments.repair)},
         seed=arguments.seed,
     )
+    chosen = of_run(arguments.costs) if arguments.costs else costs.Costs()
     results = study.run(
         study.Study(
             config=arguments.config,
@@ -97,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
                 slices=arguments.slices,
                 hosts_per_rack=arguments.rack_hosts,
             ),
-            costs=_costs(arguments),
+            costs=chosen.with_values(dict(arguments.cost)),
             failures=model,
             trace=arguments.trace,
             secs=math.inf if days is None else days * _DAY_SECS,
@@ -158,29 +156,12 @@ def _add_failures_and_costs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _costs(arguments: argparse.Namespace) -> Costs:
-    from elastic_ckpt.simulation import costs
-
-    chosen = costs.Costs()
-    if arguments.costs:
-        chosen = of_run(arguments.costs)
-    return chosen.with_values(dict(arguments.cost))
-
-
-def of_run(directory: str) -> Costs:
+def of_run(directory: str) -> costs.Costs:
     """The costs of the run in `directory`.
 
     Raises:
       RunError: if there is no run, or it has trained no step.
     """
-    from elastic_ckpt.monitoring import jsonl
-    from elastic_ckpt.simulation import costs
-    from elastic_ckpt.training import run_directory
-
-    run_directory.run_of(directory)
-    lines = jsonl.read(storage.absolute(directory) / run_directory.METRICS)
-    try:
-        events = run_directory.read_events(directory)
-    except FileNotFoundError:
-        events = []
-    return costs.measured(events, lines.get("run", ()), given=costs.Costs())
+    files = run_files.RunFiles.read(directory)
+    lines = files.metrics().get("run", ())
+    return costs.measured(files.events(), lines, given=costs.Costs())

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _start(config: schema.Config, shown: progress.Progress) -> bool:
     # Trains, and returns whether the run was asked to end before its last step.
-    if config.elastic.elastic_machines:
+    if config.elastic.elastic_machines > 1:
         return _run_on_machines(config, shown)
     if config.world.enable_single_controller:
         from elastic_ckpt.elastic import single_controller

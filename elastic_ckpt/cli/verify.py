@@ -3,7 +3,7 @@
 With --repair, copies that are bad are then put right from good ones, in RAM and in
 storage, and read once more; the problems are those that are left.
 The run may continue meanwhile. Steps that it removes during the verification count as
-missing, so name its newest step with --step. `cli.json_fields` has the JSON.
+missing, so name its newest step with --step.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from etils import epy
 
 from elastic_ckpt.cli import locations, progress_line
 from elastic_ckpt.core import errors, option_numbers
 
-if TYPE_CHECKING:
+with epy.lazy_imports():
     from elastic_ckpt.inspect import verification
 
 # The JSON has all.
@@ -46,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verifies; 1 if anything is wrong."""
-    from elastic_ckpt.inspect import verification
-
     with locations.opened(arguments) as (name, tiers):
         known = sorted({*tiers.steps, *tiers.foreign_steps})
         steps = known if arguments.step is None else [arguments.step]
@@ -69,47 +69,33 @@ def run(arguments: argparse.Namespace) -> int:
         )
         progress.end()
     passed = result.passed(strict=arguments.strict)
-    if arguments.json:
-        content = _content(name, result, passed)
-        if arguments.repair:
-            content["repairs"] = [dataclasses.asdict(each) for each in result.repairs]
-        print(json.dumps(content, indent=2))
-    else:
-        print(describe(result, passed=passed))
+    content: dict[str, Any] = {
+        "run": name,
+        "passed": passed,
+        **dataclasses.asdict(result),
+    }
+    if not arguments.repair:
+        del content["repairs"]
+    print(
+        json.dumps(content, indent=2)
+        if arguments.json
+        else describe(result, passed=passed)
+    )
     return 0 if passed else 1
 
 
 def describe(result: verification.Verification, *, passed: bool) -> str:
     """The result as text."""
-    lines = [
-        f"step {each.step}: {each.state}"
-        + (
-            f", {each.num_copies:,} copies, {each.num_bytes:,} bytes"
-            if each.num_copies
-            else ""
-        )
-        for each in result.steps
-    ]
+    lines = []
+    for each in result.steps:
+        read = f", {each.num_copies:,} copies, {each.num_bytes:,} bytes"
+        lines.append(f"step {each.step}: {each.state}{read if each.num_copies else ''}")
     lines += [f"  {each}" for each in result.repairs[:_SHOWN]]
     lines += [f"  {each}" for each in result.problems[:_SHOWN]]
     if result.problems[_SHOWN:]:
         more = len(result.problems) - _SHOWN
         lines.append(f"  and {more:,} more; --json lists all")
-    if not passed:
-        lines.append("FAILED")
-    elif result.problems:
-        lines.append("PASSED, but for what cannot be verified")
-    else:
-        lines.append("PASSED: every copy is what was saved")
-    return "\n".join(lines)
-
-
-def _content(
-    run: str, result: verification.Verification, passed: bool
-) -> dict[str, Any]:
-    return {
-        "run": run,
-        "passed": passed,
-        "steps": [dataclasses.asdict(each) for each in result.steps],
-        "problems": [dataclasses.asdict(each) for each in result.problems],
-    }
+    outcome = "PASSED: every copy is what was saved"
+    if result.problems:
+        outcome = "PASSED, but for what cannot be verified" if passed else "FAILED"
+    return "\n".join([*lines, outcome])

@@ -35,6 +35,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "state_kept": ("step", "device_bytes", "secs"),
     "leader_found": ("machine", "leader"),
+    "leader_lost": ("machine", "why"),
     "verdict": (
         "world",
         "kind",

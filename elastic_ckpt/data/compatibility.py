@@ -2,11 +2,13 @@
 
 Colocated Python sends code by cloudpickle, which needs the same Python minor version
 and the same JAX on both sides. Rows depend on the versions of Grain and of this package
-and on each host's files. The facts are exchanged as arrays, the only common channel.
+and on each host's files. Workers beside accelerators send the facts as arrays, the only
+channel that they have; controllers send them through JAX's coordination service.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import platform
@@ -16,9 +18,9 @@ from importlib import metadata
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.core import errors, topology
+from elastic_ckpt.core import allgather, errors, topology
 from elastic_ckpt.data import elastic_data
 
 Facts = Mapping[str, str]
@@ -29,6 +31,8 @@ PIPELINE = "pipeline"
 
 _PACKAGES = ("jax", "jaxlib", "grain", "elastic-ckpt")
 _ROW_BYTES = 512
+# A controller may still write its data set.
+_PATIENCE_SECS = 24 * 3600.0
 
 
 def local_facts(
@@ -83,9 +87,18 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
 
     Raises:
       ConfigError: as in `check`.
+      RunError: if one of them does not call it within a day.
     """
-    if topology.num_hosts() > 1:
-        check(_gathered(local_facts(data), topology.over_all_devices(mesh)))
+    controllers = sorted({device.process_index for device in mesh.devices.flat})
+    messages = allgather.shared(tuple(controllers))
+    facts = dict(local_facts(data))
+    name = facts.pop(HOST)
+    gather = functools.partial(messages.gather, timeout_secs=_PATIENCE_SECS)
+    # Equal values travel as one.
+    of_all = gather("facts", facts)
+    if any(each != of_all[0] for each in of_all):
+        names = gather("names", name)
+        check([{HOST: name, **each} for name, each in zip(names, of_all, strict=True)])
 
 
 def check(facts: Sequence[Facts]) -> None:
@@ -117,13 +130,6 @@ def check(facts: Sequence[Facts]) -> None:
 def _version(package: str) -> str:
     # Without a local suffix, which a builder of images may add ("0.10.0+patched").
     return metadata.version(package).partition("+")[0]
-
-
-def _gathered(facts: Facts, sharding: NamedSharding) -> list[Facts]:
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
-    gathered = gather(placed(facts, sharding))
-    return from_rows(gathered.addressable_data(0))
 
 
 def _listed(hosts: list[str], most: int = 4) -> str:

@@ -271,9 +271,9 @@ def _supervisors(config: schema.Config, host: machine.Machine) -> None:
         " only; set elastic_enabled=false",
     )
     names.refuse(
-        config.elastic.elastic_machines,
-        f"elastic_machines={config.elastic.elastic_machines!r}: the pods have names"
-        " of their JobSet; leave it empty",
+        config.elastic.elastic_machines > 1,
+        f"elastic_machines={config.elastic.elastic_machines}: each slice is a pod;"
+        " leave it out",
     )
     names.refuse(
         world.slices < 2,

@@ -171,7 +171,7 @@ def _world(
         "replicas": replicas,
         "pods": number,
         "limits": host.limits,
-        "ports": pods["ports"]["supervisors" if has_supervisors else hardware],
+        "ports": [] if has_supervisors else pods["ports"][hardware],
         "exclusive_topology": pathways.NODE_POOL if has_slices else "",
         "backoff_limit": None if has_supervisors else 0,
         "backoff_limit_per_index": (

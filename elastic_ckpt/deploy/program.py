@@ -5,8 +5,8 @@ MaxText's keys, or a command or module of the user. The files are in a ConfigMap
 that one image serves many runs, and a run can change its keys without a new image.
 
 With `elastic_enabled`, but not under Pathways, each pod has one slice, whose hosts a
-supervisor starts as processes and restarts in the same pod. It agrees with those of the
-other pods (`elastic.machines`).
+supervisor starts as processes and restarts in the same pod. Of those of all pods one
+leads (`elastic.machines`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _KEYS = ("command", "python_module", "maxtext")
 _MAXTEXT_HARDWARE = {"gpu": "gpu_multiprocess"}
 
 
-# The Job of pods that have the program, and of backup hosts, and the ports of both.
+# The Job of pods that have the program, and of backup hosts, and the port of these.
 JOB, BACKUP_JOB = "hosts", "backup"
-PORT, BACKUP_PORT = 8475, 8476
+BACKUP_PORT = 8476
 
 
 def check_one(config: schema.Config) -> None:
@@ -60,23 +60,19 @@ def has_supervisors(config: schema.Config) -> bool:
 
 
 def with_addresses(config: schema.Config) -> schema.Config:
-    """`config` as the pods have it: with the addresses of supervisors and backup hosts.
+    """`config` as the pods have it: with their number, and where backup hosts are.
 
-    They are the names that JobSet gives to pods.
+    Those have the names that JobSet gives to pods.
     """
     name, elastic, tiers = config.run.run_name, config.elastic, config.tiers
-
-    def pods(job: str, port: int, number: int, scheme: str = "") -> str:
-        return ";".join(
-            f"{scheme}{name}-{job}-0-{pod}.{name}:{port}" for pod in range(number)
-        )
-
     if has_supervisors(config):
-        machines = pods(JOB, PORT, config.world.slices)
-        elastic = dataclasses.replace(elastic, elastic_machines=machines)
+        elastic = dataclasses.replace(elastic, elastic_machines=config.world.slices)
     if config.deploy.backup_hosts:
-        scheme = "https://" if tiers.peer_tls_certificate else "http://"
-        urls = pods(BACKUP_JOB, BACKUP_PORT, config.deploy.backup_hosts, scheme)
+        scheme = "https" if tiers.peer_tls_certificate else "http"
+        urls = ";".join(
+            f"{scheme}://{name}-{BACKUP_JOB}-0-{pod}.{name}:{BACKUP_PORT}"
+            for pod in range(config.deploy.backup_hosts)
+        )
         tiers = dataclasses.replace(tiers, peer_backup_urls=urls)
     return dataclasses.replace(config, elastic=elastic, tiers=tiers)
 
@@ -110,7 +106,7 @@ def files(config: schema.Config) -> dict[str, str]:
     defaults = keys.values(schema.Config())
     sections = keys.keys()
     left_out = {*_KEYS, "manifest_patches"}
-    if not config.elastic.elastic_machines:
+    if config.elastic.elastic_machines == 1:
         # The JobSet determines the number of hosts.
         left_out.add("hosts")
     chosen = {

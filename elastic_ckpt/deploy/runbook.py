@@ -1,19 +1,23 @@
 """The runbook: what one sees, what to look at, and what to do.
 
 It is a list, from which the page `reference/runbook` of the site is written: an entry
-for each alert, by the name that its `runbook_url` leads to, and one for each class of
-errors. Further kinds of entries are further sections.
+for each alert, by the name that its `runbook_url` leads to, one for each kind of
+verdict, from the table that judges, and one for each class of errors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
+
+from elastic_ckpt.elastic import verdict
 
 _PAGE = """\
 # Runbook
 
-Find the name of the alert that fired, or of the class in front of an error's message.
+Find the name of the alert that fired, that at the end of the verdict's line, or that of
+the class in front of an error's message.
 `RUN` is the directory of the run: `base_output_directory` and `run_name`. An error
 names the file or host and the remedy itself; this page says where to look further.
 [Watch runs with Prometheus and Grafana](../guides/monitoring.md) sets the alerts up.
@@ -25,7 +29,7 @@ class Entry:
     """What to do about one thing.
 
     Attributes:
-      name: of the alert or the class of errors.
+      name: of the alert, the kind of verdict or the class of errors.
       symptom: what one sees.
       commands: to look closer, or to repair, in this order.
       remedy: what to do, in Markdown; links are those of a page in `reference/`.
@@ -335,6 +339,15 @@ ERRORS = (
         " machines that are left.",
     ),
     Entry(
+        name="ProgramFailedError",
+        symptom="The program itself failed: all hosts raised at one step, or the same"
+        " error came again there in the next world. The message begins with its"
+        " traceback.",
+        commands=("grep verdict RUN/events.jsonl", _REPORT),
+        remedy="Correct the program at the line that the traceback names, and start the"
+        " run again: it continues from its newest step.",
+    ),
+    Entry(
         name="ReplacedError",
         symptom="Another start has continued the run.",
         commands=(_STATUS,),
@@ -360,8 +373,8 @@ ERRORS = (
         name="LeadershipLostError",
         symptom="This machine does not lead the run any more.",
         commands=(_STATUS, "grep leader_found RUN/events.jsonl"),
-        remedy="Another machine leads, and the run goes on. Start the command on this"
-        " machine again, so that it follows.",
+        remedy="Another machine holds the claim in storage and leads, and the run goes"
+        " on. Start the command on this machine again, so that it follows.",
     ),
     Entry(
         name="HandedOverError",
@@ -372,4 +385,37 @@ ERRORS = (
     ),
 )
 
-SECTIONS: Mapping[str, Sequence[Entry]] = {"Alerts": ALERTS, "Errors": ERRORS}
+_VERDICT = "grep '\"verdict\"' RUN/events.jsonl | tail -n 1"
+_LOGS = "tail -n 40 $(ls -td RUN/logs/*/ | head -n 1)host-*.log"
+# The commands that show more, by what a verdict says has failed.
+_BY_WHAT: Mapping[verdict.What, Sequence[str]] = {
+    verdict.What.HOST: (_VERDICT, _LOGS),
+    verdict.What.SLICE: (_VERDICT, _STATUS),
+    verdict.What.MACHINE: (_VERDICT, _STATUS),
+    verdict.What.DEVICE: (_VERDICT, _LOGS),
+    verdict.What.STORAGE: (_VERDICT, _INSPECT),
+    verdict.What.NETWORK: (_VERDICT, _STATUS),
+    verdict.What.DATA: (_VERDICT, _LOGS),
+    verdict.What.PROGRAM: (_VERDICT, _LOGS),
+}
+
+
+def _of_verdict(kind: verdict.Kind) -> Entry:
+    # Links of remedies are those of a guide.
+    remedy = re.sub(r"\]\((?=[\w-]+\.md)", "](../guides/", kind.remedy)
+    if remedy.startswith("["):
+        remedy = f"see {remedy}"
+    return Entry(
+        name=kind.name,
+        symptom=f"The run says `{kind.what} ... {kind.meaning}: {kind.action}`.",
+        commands=_BY_WHAT[kind.what],
+        remedy=f"{remedy[0].upper()}{remedy[1:]}.",
+    )
+
+
+VERDICTS = tuple(map(_of_verdict, verdict.KINDS))
+SECTIONS: Mapping[str, Sequence[Entry]] = {
+    "Alerts": ALERTS,
+    "Verdicts": VERDICTS,
+    "Errors": ERRORS,
+}

@@ -254,11 +254,8 @@ def _program(config: schema.Config) -> str:
         else:
             words.append('"local_checkpoint_directory=$ram/steps"')
     if _is_elastic(config):
-        words += ['"elastic_machines=$machines"', f"hosts={config.world.hosts}"]
-        port = config.slurm.slurm_port or "$((20000 + SLURM_JOB_ID % 20000))"
-        exports += [
-            f"port={port}",
-            'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-            'machines=$(sed "s/\\$/:$port/" <<< "$nodes" | paste -sd ";" -)',
+        words += [
+            '"elastic_machines=$SLURM_JOB_NUM_NODES"',
+            f"hosts={config.world.hosts}",
         ]
     return "\n".join([*exports, f"program=({' '.join(words)})"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -127,6 +128,8 @@ class HostChannel:
 
 # The program of a host; it joins the world as the given member.
 Program = Callable[[Member, HostChannel], None]
+# What a process does, with the pipe to its supervisor; picklable.
+Task = Callable[[connection.Connection], None]
 
 
 def run(
@@ -135,7 +138,7 @@ def run(
     log: str,
     pipe: connection.Connection,
 ) -> None:
-    """Runs `program` in a new process, which ends with the supervisor.
+    """Runs `program` in this process, whose task it is (see `stand_by`).
 
     Args:
       program: of the host.
@@ -143,7 +146,7 @@ def run(
       log: the file for its output.
       pipe: to the supervisor.
     """
-    detach(log)
+    redirect_output(log)
     channel = HostChannel(pipe)
     # The supervisor asks for the stacks of hosts that hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -177,16 +180,45 @@ def run(
         os._exit(0)
 
 
+def stand_by(pipe: connection.Connection, example: Task | None) -> None:
+    """Waits for a task, and does it: what a new process of a supervisor runs.
+
+    It ends with the supervisor.
+
+    Args:
+      pipe: to the supervisor, which sends the task.
+      example: a task that imports what the one to come imports; None if this waits for
+        nothing.
+    """
+    _detach()
+    if example is not None:
+        # The pages of its objects become its own now, and not when a host needs them.
+        gc.collect()
+    # What was imported is never garbage, and a collection would copy all of its pages.
+    gc.freeze()
+    try:
+        task: Task = pipe.recv()
+    except EOFError:
+        return
+    task(pipe)
+
+
 def detach(log: str) -> None:
     """Detaches this process from the terminal; it ends with the supervisor.
 
     Args:
       log: the file for its output.
     """
-    _die_with_supervisor()
-    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _redirect_output(log)
+    _detach()
+    redirect_output(log)
+
+
+def redirect_output(log: str) -> None:
+    """Appends the output of this process to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.close(descriptor)
 
 
 def _begin_to_cut_off() -> None:
@@ -216,11 +248,10 @@ def _shut_down(descriptor: int) -> None:
             connected.shutdown(socket.SHUT_RDWR)
 
 
-def _redirect_output(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
-    os.close(descriptor)
+def _detach() -> None:
+    _die_with_supervisor()
+    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _die_with_supervisor() -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
+import pathlib
+import re
 import signal
 import socket
 from multiprocessing import connection, process
 from typing import Protocol
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.elastic import host_process
+from elastic_ckpt.elastic import host_process, termination
 from elastic_ckpt.elastic.member import Member
 
 LOOPBACK = "127.0.0.1"
+# A flag of a process in Linux (PF_EXITING).
+_EXITING = 4
 
 
 class StartedHost(Protocol):
@@ -68,25 +74,50 @@ class HostMachine(Protocol):
         ...
 
 
-class LocalHost:
-    """A host that is a process of this machine.
+class LocalProcess:
+    """A process of this machine, which waits for its task; a `StartedHost`.
+
+    It is a child of the warm fork server.
 
     Args:
-      program: of the host.
-      member: the host.
-      log: the file for its output.
+      example: a task that imports what that of this process does; None if it begins at
+        once.
     """
 
-    def __init__(self, program: host_process.Program, member: Member, log: str) -> None:
+    def __init__(self, example: host_process.Task | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         self.channel, sender = context.Pipe()
         self._process: process.BaseProcess = context.Process(
-            target=host_process.run,
-            args=(program, member, log, sender),
-            name=f"host-{member.host}",
+            target=host_process.stand_by, args=(sender, example)
         )
         self._process.start()
         sender.close()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a process that has no task yet has not ended."""
+        return not self.channel.poll()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has ended, or a signal is ending it.
+
+        Its channel shows that only when its memory is released, which for gigabytes
+        takes a tenth of a second.
+        """
+        try:
+            directory = pathlib.Path(f"/proc/{self._process.pid}")
+            flags = int((directory / "stat").read_text().rpartition(")")[2].split()[6])
+            status = (directory / "status").read_text()
+        except OSError:
+            return True
+        (pending,) = re.findall(r"^SigPnd:\s*(\w+)$", status, re.MULTILINE)
+        return bool(flags & _EXITING or int(pending, 16) & 1 << signal.SIGKILL - 1)
+
+    def begin(self, task: host_process.Task) -> None:
+        """Has the process do a task, unless it has ended."""
+        with contextlib.suppress(OSError):
+            self.channel.send(task)
 
     def tell(self, message: bytes) -> None:
         """See `StartedHost`."""
@@ -134,12 +165,44 @@ class ReservedPort:
 class ThisMachine:
     """This machine.
 
+    Between worlds, processes stand by for the next one: they have imported all that its
+    hosts need, and have no devices.
+
     Args:
       interface: the address by which the hosts of a world reach it.
     """
 
     def __init__(self, interface: str = LOOPBACK) -> None:
         self._interface = interface
+        self._standing_by: collections.deque[LocalProcess] = collections.deque()
+
+    def stand_by(self, number: int, program: host_process.Program) -> None:
+        """Starts a process that stands by, if there are fewer than `number`.
+
+        Args:
+          number: of processes.
+          program: of hosts like those to come.
+        """
+        if len(self._standing_by) < number:
+            with termination.held():
+                example = functools.partial(host_process.run, program)
+                self._standing_by.append(LocalProcess(example))
+
+    def process(self) -> LocalProcess:
+        """A process without a task: one that stood by, or a new one."""
+        while self._standing_by:
+            first = self._standing_by.popleft()
+            if first.is_waiting:
+                return first
+            first.wait()
+        return LocalProcess()
+
+    def close(self) -> None:
+        """Ends the processes that stand by."""
+        for each in self._standing_by:
+            each.send_signal(signal.SIGKILL)
+        while self._standing_by:
+            self._standing_by.popleft().wait()
 
     def reserve(self) -> Reserved:
         """See `HostMachine`."""
@@ -150,7 +213,9 @@ class ThisMachine:
     ) -> StartedHost:
         """See `HostMachine`."""
         storage.make_directory(os.path.dirname(log))
-        return LocalHost(program, member, log)
+        host = self.process()
+        host.begin(functools.partial(host_process.run, program, member, log))
+        return host
 
 
 class CutOffMachine:

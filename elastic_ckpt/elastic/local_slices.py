@@ -66,21 +66,25 @@ class LocalSlices:
         self.interface = interface
         self._agents: dict[int, agent_process.AgentProcess] = {}
         with contextlib.ExitStack() as resources:
+            kept = resources.enter_context(kept_executables.kept())
             self._owned = world_host.Owned(
                 memory=memory,
-                kept=resources.enter_context(kept_executables.kept()),
+                kept=kept,
                 grace_secs=limits.grace_secs,
                 most_hosts=len(self.numbers) * self.hosts_per_slice,
                 first_slice=self.numbers[0],
             )
             self.checks = slice_check.SliceChecks(
                 hardware,
+                machine=self.machine,
+                kept=kept,
                 hosts_per_slice=self.hosts_per_slice,
                 first_slice=self.numbers[0],
                 log_directory=log_directory,
                 limits=limits,
             )
             resources.callback(self._end_agents)
+            resources.callback(self.machine.close)
             resources.callback(self.checks.close)
             for number in self.numbers:
                 self.serve(number)
@@ -93,6 +97,16 @@ class LocalSlices:
         return functools.partial(
             world_host.run_host, train, self.hardware, assignment, self._owned
         )
+
+    def stand_by(self, program: host_process.Program) -> None:
+        """Has processes stand by for the next world; called often while one trains.
+
+        Args:
+          program: of its hosts.
+        """
+        # Those of a slice check it first.
+        hosts = (len(self.numbers) + 1) * self.hosts_per_slice
+        self.machine.stand_by(hosts, program)
 
     def hosts_of(self, number: int, slices: Sequence[int]) -> range:
         """The hosts of a slice in a world of `slices`; none if it is not in it."""

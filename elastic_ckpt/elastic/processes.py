@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
+from etils import epath
+
 from elastic_ckpt.core import errors, events, process, storage
 from elastic_ckpt.elastic import (
     faults,
@@ -45,12 +47,7 @@ from elastic_ckpt.elastic.cluster import (
 )
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
 from elastic_ckpt.elastic.hardware import Hardware
-from elastic_ckpt.elastic.machines import (
-    followers,
-    handover,
-    places,
-    slice_machines,
-)
+from elastic_ckpt.elastic.machines import handover, places, slice_machines
 from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices.
@@ -71,16 +68,16 @@ class OfMachine:
     Attributes:
       place: of the machine.
       slices: of the machine; closed by the cluster.
+      shared: a directory that all machines share.
       injected: faults, by their steps.
       lost_secs: after which a machine without a sign is lost.
-      needs_majority: whether the run needs more than half of the machines.
     """
 
     place: places.Place
     slices: local_slices.LocalSlices
+    shared: epath.PathLike
     injected: tuple[faults.Fault, ...]
     lost_secs: float
-    needs_majority: bool
 
 
 class ProcessCluster:
@@ -89,7 +86,8 @@ class ProcessCluster:
     Args:
       own: the slices of this machine. A host that simulates several slices is one
         slice here. They are closed with the cluster, if no others follow.
-      others: the other machines, closed by the caller; None if there are none.
+      machines: with those that follow this one, closed by the caller; None if there
+        are no others.
       injected: faults, by their steps.
       emit: called for what happens to slices before the first world; that of the run
         is called afterwards.
@@ -98,28 +96,30 @@ class ProcessCluster:
     def __init__(
         self,
         own: local_slices.LocalSlices,
-        others: followers.Followers | None = None,
+        machines: slice_machines.SliceMachines | None = None,
         *,
         injected: Sequence[faults.Fault] = (),
         emit: events.Emit | None = None,
     ) -> None:
         self._own = own
-        self._machines = slice_machines.SliceMachines(own, others)
+        self._machines = machines or slice_machines.SliceMachines(own)
         self._handover = handover.Handover(own, self._machines)
         self._injected = injected
         self._present_emit = emit or events.nobody
         self._resources = contextlib.ExitStack()
-        if others is None:
+        if machines is None:
             self._resources.callback(own.close)
         self._of_machine: OfMachine | None = None
         # Of several machines any may continue the run.
-        self._claimant = claims.new_claimant(process.this() if others is None else None)
+        self._claimant = claims.new_claimant(
+            process.this() if machines is None else None
+        )
         self._injector = injector.Injector(
             injected,
             self._machines,
             gone=lambda number: self._since.pop(number, None),
             # Otherwise it is noted with its machine.
-            returned=self._return if others is None else lambda _: None,
+            returned=self._return if machines is None else lambda _: None,
             emit=self._emit,
         )
         # By slice that is alive, since when.
@@ -194,6 +194,7 @@ class ProcessCluster:
         self._crashed.clear()
         self._injector.begin_world()
         has_trained = False
+        program = self._own.program(train, assignment)
         # Until it has restored, a world is where the one before was left.
         start_step = self._step
         shadows = contextlib.ExitStack()
@@ -221,6 +222,8 @@ class ProcessCluster:
                 step=self._step,
                 hosts_of=lambda number: self._own.hosts_of(number, slices),
             )
+            if has_trained:
+                self._own.stand_by(program)
             self._note_hosts(running, slices)
             decided = has_changed()
             if self._handover.began:
@@ -255,7 +258,7 @@ class ProcessCluster:
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""
-        time.sleep(min(secs, _LOOK_SECS))
+        self._own.checks.wait(min(secs, _LOOK_SECS))
 
     def close(self) -> None:
         """Ends the agents, and removes the executables."""
@@ -302,7 +305,7 @@ class ProcessCluster:
         has_changed: Callable[[], Decision | None],
     ) -> bool:
         # On SIGTERM: whether the run goes on without this machine.
-        if self._handover.began or not self._machines.may_go_on():
+        if self._handover.began or not self._machines.are_several:
             return self._handover.began
         numbers = self._since.keys() & set(self._own.numbers)
         before = {number: self._since.pop(number) for number in numbers}
@@ -454,13 +457,17 @@ class Processes(ProcessCluster):
       run: the name of the run, and of its directories in `ram`.
       logs: the directory for the output of the hosts; by default `logs/<run>`.
       jax_cache_dir: the directory of JAX's compilation cache; empty for none.
-      machines: for a run on several machines, the address of each, `host:port`, the
-        same list on all; slices are assigned to them in this order.
-      machine: the number of this machine in the list; by default `NODE_RANK`,
+      machines: the number of machines of the run, to which slices are assigned in
+        order; on each the same program is started.
+      machine: the number of this machine, from 0; by default `NODE_RANK`,
         `SLURM_NODEID` or `JOB_COMPLETION_INDEX` in the environment.
-      machine_timeout_secs: a machine that is not heard of for so long is lost.
-      needs_majority: whether the run continues only on more than half of the machines,
-        which it must if they do not share persistent storage.
+      shared: for a run on several machines, a directory of it that all of them reach,
+        on a shared disk or in a bucket, such as that of `ec.Persistent`. The machine
+        that leads holds a claim in it, `leader/<number>.json`, with its address.
+      interface: the address by which the other machines reach this one; by default
+        `POD_IP`, or the address of its default route.
+      machine_timeout_secs: a machine that is not heard of for so long is lost, and the
+        claim of one that leads lapses.
       injected: faults to inject, in the order of their steps.
       limits: how long hosts may take.
       emit: called when a slice is lost or comes back before the first world; the
@@ -483,10 +490,11 @@ class Processes(ProcessCluster):
         run: str | None = None,
         logs: str | os.PathLike[str] | None = None,
         jax_cache_dir: str = "",
-        machines: Sequence[str] = (),
+        machines: int = 1,
         machine: int | None = None,
+        shared: epath.PathLike | None = None,
+        interface: str = "",
         machine_timeout_secs: float = 10.0,
-        needs_majority: bool = False,
         injected: Sequence[faults.Fault] = (),
         limits: watch.Limits | None = None,
         emit: events.Emit | None = None,
@@ -496,6 +504,7 @@ class Processes(ProcessCluster):
             "slices": slices,
             "hosts_per_slice": hosts_per_slice,
             "devices_per_host": devices_per_host,
+            "machines": machines,
         }
         for name, number in counts.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -518,9 +527,18 @@ class Processes(ProcessCluster):
                 " its directories there get; add run='my_run'"
             )
         place = None
-        if machines:
+        if machines > 1:
+            if shared is None:
+                raise errors.ConfigError(
+                    f"Processes(machines={machines}) needs a directory that all of them"
+                    " share, in which the one that leads holds a claim; add"
+                    " shared='gs://bucket/my_run', or a directory on a shared disk"
+                )
             place = places.place(
-                machines, machine, slices=slices, environment=os.environ
+                *(machines, machine),
+                slices=slices,
+                interface=interface,
+                environment=os.environ,
             )
         for key, directory in (("ram", ram), ("logs", logs)):
             if directory is not None and not storage.is_local(directory):
@@ -553,13 +571,13 @@ class Processes(ProcessCluster):
         )
         super().__init__(own, injected=injected, emit=emit)
         self._of_machine = None
-        if place is not None:
+        if place is not None and shared is not None:
             self._of_machine = OfMachine(
                 place=place,
                 slices=own,
+                shared=storage.absolute(shared),
                 injected=tuple(injected),
                 lost_secs=machine_timeout_secs,
-                needs_majority=needs_majority,
             )
 
 

@@ -43,7 +43,7 @@ from elastic_ckpt.elastic.decision import (
     quarantined,
 )
 from elastic_ckpt.elastic.host_failure import ProgramFailedError, WorldLostError
-from elastic_ckpt.elastic.machines import followers
+from elastic_ckpt.elastic.machines import slice_machines
 from elastic_ckpt.elastic.timeline import Timeline
 from elastic_ckpt.monitoring import progress
 
@@ -399,7 +399,7 @@ class _Judge:
         """Gives the verdict on the error with which the block ends."""
         try:
             yield
-        except followers.LeadershipLostError:
+        except slice_machines.LeadershipLostError:
             # The next leader goes on.
             raise
         except errors.ElasticCkptError as error:

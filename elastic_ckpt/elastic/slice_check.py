@@ -10,18 +10,19 @@ takes too long, is refused; it is checked again later, after longer and longer t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Mapping, Sequence
-from multiprocessing import connection, process
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.elastic import host_process, watch
+from elastic_ckpt.elastic import host_process, host_start, kept_executables, watch
 from elastic_ckpt.elastic.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class SliceChecks:
 
     Args:
       hardware: the devices of each host.
+      machine: that has the slices.
+      kept: the place of executables; None compiles in each check.
       hosts_per_slice: each has a process.
       first_slice: the lowest number of the slices of this machine.
       log_directory: the directory for the output of these processes.
@@ -67,12 +70,16 @@ class SliceChecks:
         self,
         hardware: Hardware,
         *,
+        machine: host_start.ThisMachine,
+        kept: kept_executables.KeptExecutables | None = None,
         hosts_per_slice: int,
         first_slice: int = 0,
         log_directory: str,
         limits: watch.Limits,
     ) -> None:
         self._hardware = hardware
+        self._machine = machine
+        self._kept = kept
         self._hosts_per_slice = hosts_per_slice
         self._first_slice = first_slice
         self._log_directory = log_directory
@@ -117,6 +124,14 @@ class SliceChecks:
                 results.append(checked)
         return results
 
+    def wait(self, secs: float) -> None:
+        """Waits until a check may have ended, or so many seconds have passed."""
+        pipes = [pipe for check in self._checks.values() for pipe in check.pipes]
+        if pipes:
+            connection.wait(pipes, secs)
+        else:
+            time.sleep(secs)
+
     def close(self) -> None:
         """Ends all checks."""
         for number in list(self._checks):
@@ -126,6 +141,8 @@ class SliceChecks:
         self._checks[number] = _Check(
             number,
             self._hardware,
+            machine=self._machine,
+            kept=self._kept,
             slots=self._slots(number),
             log_directory=self._log_directory,
             broken=number in self.broken,
@@ -145,69 +162,68 @@ class SliceChecks:
 
 
 class _Check:
-    """The processes that check one slice."""
+    """The processes that check one slice.
+
+    Attributes:
+      pipes: from those that have sent nothing yet, with their hosts.
+    """
 
     def __init__(
         self,
         number: int,
         hardware: Hardware,
         *,
+        machine: host_start.ThisMachine,
+        kept: kept_executables.KeptExecutables | None,
         slots: range,
         log_directory: str,
         broken: bool,
     ) -> None:
         self._slice = number
         self._values: dict[int, list[int]] = {}
-        self._processes: list[process.BaseProcess] = []
-        self._pipes: dict[connection.Connection, int] = {}
+        self._processes: list[host_start.LocalProcess] = []
+        self.pipes: dict[connection.Connection, int] = {}
         self.began_secs = time.monotonic()
-        context = multiprocessing.get_context("forkserver")
         storage.make_directory(log_directory)
         self._log = os.path.join(log_directory, f"check-of-slice-{number}.log")
         for host, slot in enumerate(slots):
-            receiver, sender = context.Pipe(duplex=False)
-            child = context.Process(
-                target=run,
-                args=(hardware, slot, broken, self._log, sender),
-                name=f"check-of-slice-{number}",
-            )
-            child.start()
-            sender.close()
+            child = machine.process()
+            child.begin(functools.partial(run, hardware, slot, kept, broken, self._log))
             self._processes.append(child)
-            self._pipes[receiver] = host
+            self.pipes[child.channel] = host
 
     def result(self, limit_secs: float, *, now_secs: float) -> Checked | None:
         """The result; None while there is none."""
-        for pipe in connection.wait(list(self._pipes), 0):
+        for pipe in connection.wait(list(self.pipes), 0):
             assert isinstance(pipe, connection.Connection)
-            host = self._pipes.pop(pipe)
+            host = self.pipes.pop(pipe)
             try:
                 self._values[host] = json.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):
                 problem = f"its host {host} failed in the check; see {self._log}"
                 return Checked(slice=self._slice, problem=problem)
         secs = now_secs - self.began_secs
-        if self._pipes and secs > limit_secs:
-            hosts = sorted(self._pipes.values())
+        if self.pipes and secs > limit_secs:
+            hosts = sorted(self.pipes.values())
             problem = f"its hosts {hosts} did not finish the check in {secs:.0f} s"
             return Checked(slice=self._slice, problem=problem)
-        if self._pipes:
+        if self.pipes:
             return None
         return Checked(slice=self._slice, problem=problem_of(self._values))
 
     def close(self) -> None:
         """Ends the processes."""
         for child in self._processes:
-            child.kill()
+            child.send_signal(signal.SIGKILL)
         for child in self._processes:
-            child.join()
-        for pipe in self._pipes:
-            pipe.close()
+            child.wait()
+            child.channel.close()
 
 
 def run(
     hardware: Hardware,
     slot: int,
+    kept: kept_executables.KeptExecutables | None,
     broken: bool,
     log: str,
     pipe: connection.Connection,
@@ -217,25 +233,34 @@ def run(
     Args:
       hardware: the devices of this host.
       slot: the number of this host on its machine.
+      kept: the place of executables; None compiles in each check.
       broken: whether the last device is to compute a wrong value: a fault.
       log: the file for the output.
       pipe: to the supervisor.
     """
-    host_process.detach(log)
+    host_process.redirect_output(log)
     os.nice(19)
-    from elastic_ckpt.elastic import multicontroller
+    from elastic_ckpt.elastic import executables, multicontroller
 
     multicontroller.configure(hardware, slot=slot)
     multicontroller.check_devices(hardware.hardware)
     import jax
 
-    values = [compute(device) for device in jax.local_devices()]
+    compiled = executables.Executables(kept=kept).compiled
+    values = [compute(device, compiled) for device in jax.local_devices()]
     values[-1] += broken
     pipe.send_bytes(json.dumps(values).encode())
 
 
-def compute(device: jax.Device) -> int:
-    """The number that a device computes; `EXPECTED` on a sound one."""
+def compute(
+    device: jax.Device, compiled: Callable[..., Any] = lambda jitted, *_: jitted
+) -> int:
+    """The number that a device computes; `EXPECTED` on a sound one.
+
+    Args:
+      device: of this process.
+      compiled: compiles a jitted function for its arguments.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -254,8 +279,12 @@ def compute(device: jax.Device) -> int:
         position = (rows * _SIZE + columns + 1).astype(jnp.uint32)
         return (values.astype(jnp.uint32) * position).sum(dtype=jnp.uint32)
 
-    rows, columns = np.indices((_SIZE, _SIZE), np.int32)
-    return int(rounds(*(jax.device_put(each, device) for each in (rows, columns))))
+    mesh = jax.sharding.Mesh([device], ("device",))
+    here = jax.NamedSharding(mesh, jax.P())
+    arrays = [
+        jax.device_put(each, here) for each in np.indices((_SIZE, _SIZE), np.int32)
+    ]
+    return int(compiled(rounds, *arrays)(*arrays))
 
 
 def problem_of(values: Mapping[int, Sequence[int]]) -> str | None:

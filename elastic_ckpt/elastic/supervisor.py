@@ -101,6 +101,8 @@ class HostProcesses:
         self._hosts: list[host_start.StartedHost] = []
         self._channels: dict[connection.Connection, int] = {}
         self._failures: list[HostFailure] = []
+        # Whether the last of them was killed, which another failure does not cause.
+        self._is_killed = False
         self._oom_kills = host_failure.oom_kills()
         # The hosts that have sent a message.
         self._heard: set[int] = set()
@@ -295,7 +297,7 @@ class HostProcesses:
             wait_secs = None
             if self._deadline_secs is not None:
                 wait_secs = self._deadline_secs - time.monotonic()
-                if wait_secs <= 0:
+                if wait_secs <= 0 or self._have_others_not_died():
                     return
             else:
                 self._on_watch(self)
@@ -330,7 +332,7 @@ class HostProcesses:
             exit_code = self._hosts[host].wait()
             if exit_code and all(f.host != host for f in self._failures):
                 # The count is that of this machine.
-                is_local = isinstance(self._hosts[host], host_start.LocalHost)
+                is_local = isinstance(self._hosts[host], host_start.LocalProcess)
                 killed = is_local * (host_failure.oom_kills() - self._oom_kills)
                 death = host_failure.silent_death(host, exit_code, oom_kills=killed)
                 self._fail(dataclasses.replace(death, phase=phase))
@@ -370,10 +372,23 @@ class HostProcesses:
         if failure.is_signal and not failure.is_consequence:
             # Nothing else has caused it; the other hosts hang, or will, unless they
             # died together, or crash alike.
-            is_killed = failure.message.startswith("killed by SIGKILL")
-            secs = _TOGETHER_SECS if is_killed or failure.is_hang else _GRACE_SECS
+            self._is_killed = failure.message.startswith("killed by SIGKILL")
+            is_sudden = self._is_killed or failure.is_hang
+            secs = _TOGETHER_SECS if is_sudden else _GRACE_SECS
             self._deadline_secs = time.monotonic() + secs
         self._failures.append(failure)
+
+    def _have_others_not_died(self) -> bool:
+        # Whether no host has died together with one that was killed; so far as is
+        # known, which it is of the hosts of this machine.
+        failed = {each.host for each in self._failures}
+        others = [
+            self._hosts[host] for host in self._channels.values() if host not in failed
+        ]
+        return self._is_killed and not any(
+            not isinstance(each, host_start.LocalProcess) or each.is_ending
+            for each in others
+        )
 
     def _find_hang(self) -> None:
         now_secs = time.monotonic()

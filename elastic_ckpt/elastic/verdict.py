@@ -386,6 +386,8 @@ class _Case:
             return _listed(fields["devices"])
         if "host" in fields and kind.what is What.HOST:
             return str(fields["host"])
+        if "machine" in fields:
+            return str(fields["machine"])
         if "slice" in fields:
             name = "" if kind.what is What.SLICE else "of slice "
             return f"{name}{fields['slice']}"
@@ -495,6 +497,14 @@ KINDS: tuple[Kind, ...] = (
         Sign(event="slice_lost", fields={"why": "its machine is lost"}),
     ),
     _kind(
+        "leader_lost",
+        What.MACHINE,
+        Action.LEAVE_OUT,
+        "led the run, and is lost: it has ended, or its claim has lapsed",
+        "look whether it was preempted or is off; it follows when it is back",
+        Sign(event="leader_lost"),
+    ),
+    _kind(
         "slice_lost",
         What.SLICE,
         Action.LEAVE_OUT,
@@ -527,14 +537,6 @@ KINDS: tuple[Kind, ...] = (
         "was asked to end, and ended without a save",
         "raise `termination_grace_period_seconds`, or save more often",
         Sign(error=("StoppedError",)),
-    ),
-    _kind(
-        "too_few_machines",
-        What.MACHINE,
-        Action.STOP,
-        "are too few: the others may have continued the run",
-        "bring machines back and start the run again",
-        Sign(error=("RunError",), says="which is not a majority"),
     ),
     _kind(
         "too_few_slices",

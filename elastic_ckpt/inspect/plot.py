@@ -1,8 +1,8 @@
-"""Plots as inline SVG: lines over numbers, and stacked horizontal bars.
+"""Plots: specifications of Vega-Lite, drawn by vl-convert as SVG without scripts.
 
-A plot has a title and a description for screen readers, colours from CSS variables, so
-that it follows a light or dark page, and dashes and marks, so that colour is not the
-only difference.
+A colour is a CSS variable of `LIGHT` and `DARK`, so that one drawing follows a light or
+dark page; `standalone` puts in those of `LIGHT`. Needs the extra `report`.
+https://vega.github.io/vega-lite/docs/
 """
 
 from __future__ import annotations
@@ -10,21 +10,60 @@ from __future__ import annotations
 import dataclasses
 import html
 import itertools
+import json
 import math
-from collections.abc import Sequence
-from typing import Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-Kind = Literal["line", "steps", "area", "dots"]
+from elastic_ckpt.core import extras
+
 Point = tuple[float, float]
+Spec = dict[str, Any]
 
-_WIDTH, _HEIGHT = 760, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 12, 44
-_BAR, _BAR_GAP, _BAR_LEFT, _BAR_RIGHT = 22, 10, 150, 96
-_TICKS = 5
+# Eight series that differ also for people who see few colours (Okabe and Ito, adapted).
+LIGHT = {
+    **{"ink": "#1c2024", "soft": "#5b6570", "paper": "#fff", "card": "#f6f7f9"},
+    **{"line": "#dde1e6", "good": "#1a7f4b", "bad": "#c0392b"},
+    **{"c0": "#0b66c3", "c1": "#c75000", "c2": "#1a7f4b", "c3": "#8e44ad"},
+    **{"c4": "#b58900", "c5": "#00798c", "c6": "#b0286a", "c7": "#6b7683"},
+}
+DARK = {
+    **{"ink": "#e6e9ed", "soft": "#9aa5b1", "paper": "#14171a", "card": "#1d2125"},
+    **{"line": "#343b42", "good": "#4cc38a", "bad": "#ff7b6b"},
+    **{"c0": "#6cb2ff", "c1": "#ff9d57", "c2": "#4cc38a", "c3": "#c89bf0"},
+    **{"c4": "#e5c04b", "c5": "#4fc3d4", "c6": "#f47fb4", "c7": "#9aa5b1"},
+}
+COLOURS = [f"var(--c{number})" for number in range(8)]
+GOOD, LOST = COLOURS[2], COLOURS[1]
+
+# Pixels, of a plot on a wide and on a narrow page.
+WIDE, NARROW = 520, 300
+_HEIGHT = 190
+_BAR = 22
 # A series has at most this many points; extremes are kept.
 _MOST_POINTS = 800
-# Numbers of the colours in the page's style.
-COLOURS = 8
+# With more marks their names would lie on each other.
+_MOST_NAMED = 6
+_CONFIG: Spec = {
+    "aria": False,
+    "background": None,
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "title": {"color": "var(--ink)"},
+    "axis": {
+        **{"labelColor": "var(--soft)", "titleColor": "var(--soft)"},
+        **{"gridColor": "var(--line)", "domain": False, "ticks": False},
+        **{"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
+        **{"labelPadding": 6, "tickCount": 5},
+    },
+    "legend": {
+        **{"orient": "top", "title": None, "labelColor": "var(--ink)"},
+        **{"labelFontSize": 12, "symbolType": "square", "symbolStrokeWidth": 3},
+        **{"columnPadding": 24, "offset": 8},
+    },
+    "text": {"color": "var(--soft)", "fontSize": 12},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,117 +75,178 @@ class Series:
       points: x and y, ascending in x.
       kind: how it is drawn; `steps` and `area` keep each value until the next point.
       is_dashed: whether the line is.
-      colour: its number, below `COLOURS`.
+      colour: of `COLOURS`.
     """
 
     name: str
     points: Sequence[Point]
-    kind: Kind = "line"
+    kind: Literal["line", "steps", "area", "dots"] = "line"
     is_dashed: bool = False
-    colour: int = 0
+    colour: str = COLOURS[0]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lines:
-    """A plot of lines.
+def lines(
+    series: Sequence[Series],
+    *,
+    x: str,
+    y: str,
+    marks: Sequence[tuple[float, str]] = (),
+    is_log: bool = False,
+    from_zero: bool = False,
+) -> Spec:
+    """Lines over numbers.
 
-    Attributes:
-      title: in a few words.
-      description: what a reader sees in it, for screen readers.
-      x_label: of the horizontal axis, with its unit.
-      y_label: of the vertical axis, with its unit.
+    Args:
       series: at least one, with at least one point in all.
-      marks: x and a name of moments to show as vertical lines.
+      x: the title of the horizontal axis, with its unit.
+      y: of the vertical axis, likewise.
+      marks: x and the name of moments, as vertical lines.
       is_log: whether the vertical axis is logarithmic.
-      from_zero: whether the vertical axis begins at 0.
+      from_zero: whether it begins at 0.
     """
+    drawn = [each for each in series if each.points]
+    scale: Spec = {"zero": from_zero}
+    axis: Spec = {}
+    if is_log:
+        values = [value for each in drawn for _, value in each.points]
+        scale, axis = {"type": "log"}, {"values": _log_ticks(values)}
+    names = [each.name for each in drawn]
+    colour: Spec = {
+        "scale": {"domain": names, "range": [each.colour for each in drawn]},
+        "legend": {} if len(drawn) > 1 else None,
+    }
+    layers: list[Spec] = [
+        {
+            "data": {"values": [{"x": at, "y": v} for at, v in thinned(each.points)]},
+            "mark": _mark(each),
+            "encoding": {
+                "x": {
+                    **{"field": "x", "type": "quantitative", "title": x},
+                    "scale": {"zero": False, "nice": False},
+                },
+                "y": {
+                    **{"field": "y", "type": "quantitative", "title": y},
+                    **{"scale": scale, "axis": axis},
+                },
+                "color": {"datum": each.name, **colour},
+            },
+        }
+        for each in drawn
+    ]
+    if marks:
+        moments = {"values": [{"x": at, "name": name} for at, name in marks]}
+        at: Spec = {"x": {"field": "x", "type": "quantitative"}}
+        rule = {"type": "rule", "color": "var(--bad)", "strokeDash": [3, 3]}
+        layers.append({"data": moments, "mark": rule, "encoding": at})
+        if len(marks) <= _MOST_NAMED:
+            name: Spec = {"text": {"field": "name"}, "y": {"value": 2}}
+            mark = {
+                **{"type": "text", "color": "var(--bad)", "align": "left"},
+                **{"baseline": "top", "dx": 4, "fontSize": 11},
+            }
+            layers.append({"data": moments, "mark": mark, "encoding": {**at, **name}})
+    return {"layer": layers, "height": _HEIGHT}
 
-    title: str
-    description: str
-    x_label: str
-    y_label: str
-    series: Sequence[Series]
-    marks: Sequence[tuple[float, str]] = ()
-    is_log: bool = False
-    from_zero: bool = False
 
-    def svg(self) -> str:
-        """The plot with its legend."""
-        points = [point for each in self.series for point in each.points]
-        xs = _Axis([x for x, _ in points], _LEFT, _WIDTH - _RIGHT)
-        ys = _Axis(
-            [y for _, y in points] + [0.0] * self.from_zero,
-            _HEIGHT - _BOTTOM,
-            _TOP,
-            is_log=self.is_log,
-        )
-        drawn = [
-            *(_x_tick(xs, x) for x in xs.ticks()),
-            *(_y_tick(ys, y) for y in ys.ticks()),
-            *(_mark(xs, x, name) for x, name in self.marks),
-            *(_drawn(each, xs, ys) for each in self.series if each.points),
-            _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, self.x_label, "middle"),
-            f'<text class="label" transform="translate(14 {(_HEIGHT - _BOTTOM) / 2})'
-            f' rotate(-90)" text-anchor="middle">{html.escape(self.y_label)}</text>',
-        ]
-        svg = _svg(self.title, self.description, _HEIGHT, drawn)
-        if len(self.series) == 1:
-            return svg
-        keys = [
-            (each.name, "dashed" if each.is_dashed else each.kind, each.colour)
-            for each in self.series
-        ]
-        return _legend(keys) + svg
+def _log_ticks(values: Sequence[float]) -> list[float]:
+    least, most = min(values), max(values)
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    ticks = [m * 10.0**power for power in powers for m in (1, 2, 5)]
+    ticks = [each for each in ticks if least <= each <= most] or [least]
+    return ticks[:: max(1, len(ticks) // 5)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bars:
+def _mark(series: Series) -> Spec:
+    if series.kind == "dots" or len(series.points) == 1:
+        return {"type": "point", "filled": True, "size": 20, "opacity": 1}
+    mark: Spec = {"type": "line", "strokeWidth": 1.75, "clip": True}
+    if series.kind != "line":
+        mark["interpolate"] = "step-after"
+    if series.is_dashed:
+        mark["strokeDash"] = [5, 4]
+    if series.kind == "area":
+        mark |= {"type": "area", "fillOpacity": 0.25, "line": {"strokeWidth": 1.5}}
+    return mark
+
+
+def bars(
+    rows: Sequence[tuple[str, Sequence[float]]],
+    parts: Mapping[str, str],
+    *,
+    unit: str,
+    totals: Sequence[str] = (),
+) -> Spec:
     """Stacked horizontal bars.
 
-    Attributes:
-      title: in a few words.
-      description: what a reader sees in it, for screen readers.
-      rows: by the name of each bar, at least one, its parts.
-      parts: the names of the parts, in their order, with the number of its colour.
+    Args:
+      rows: the name of each bar, and its parts.
+      parts: their names, with their colours.
       unit: of the values.
-      totals: the text behind each bar; None for its sum.
+      totals: the text behind each bar; by default its sum.
     """
+    names = list(parts)
+    values = [
+        {"row": row, "part": part, "value": value, "place": place}
+        for row, (_, of_row) in enumerate(rows)
+        for place, (part, value) in enumerate(zip(names, of_row, strict=True))
+        if value
+    ]
+    sums = [sum(of_row) for _, of_row in rows]
+    texts = totals or [f"{number(each)} {unit}" for each in sums]
+    # Names may occur twice, so that a bar is known by its place.
+    order = list(range(len(rows)))
+    labels = f"{json.dumps([name for name, _ in rows])}[datum.value]"
+    y: Spec = {
+        **{"field": "row", "type": "ordinal", "scale": {"domain": order}},
+        **{"title": None, "sort": None},
+        "axis": {
+            **{"labelColor": "var(--ink)", "labelLimit": 150, "grid": False},
+            "labelExpr": labels,
+        },
+    }
+    # The texts behind the bars need some room.
+    x: Spec = {
+        **{"type": "quantitative", "axis": None},
+        "scale": {"domain": [0, (max(sums, default=0) or 1) * 1.45], "nice": False},
+    }
+    colour: Spec = {
+        **{"field": "part", "type": "nominal"},
+        "scale": {"domain": names, "range": list(parts.values())},
+        "legend": {} if len(parts) > 1 else None,
+    }
+    behind = [
+        {"row": row, "sum": each, "text": text}
+        for row, each, text in zip(order, sums, texts, strict=True)
+    ]
+    return {
+        "layer": [
+            {
+                "data": {"values": values},
+                "mark": "bar",
+                "encoding": {
+                    "y": y,
+                    "x": {"field": "value", "stack": "zero", **x},
+                    "color": colour,
+                    "order": {"field": "place"},
+                },
+            },
+            {
+                "data": {"values": behind},
+                "mark": {"type": "text", "align": "left", "dx": 6},
+                "encoding": {
+                    "y": y,
+                    "x": {"field": "sum", **x},
+                    "text": {"field": "text"},
+                },
+            },
+        ],
+        "height": {"step": _BAR + 6},
+    }
 
-    title: str
-    description: str
-    rows: Sequence[tuple[str, Sequence[float]]]
-    parts: Sequence[tuple[str, int]]
-    unit: str
-    totals: Sequence[str] | None = None
 
-    def svg(self) -> str:
-        """The bars with their legend."""
-        sums = [sum(values) for _, values in self.rows]
-        scale = (_WIDTH - _BAR_LEFT - _BAR_RIGHT) / (max(sums) or 1.0)
-        totals = self.totals or [f"{number(each)} {self.unit}" for each in sums]
-        drawn = []
-        for place, ((name, values), total) in enumerate(
-            zip(self.rows, totals, strict=True)
-        ):
-            top = _TOP + place * (_BAR + _BAR_GAP)
-            middle = top + _BAR * 0.7
-            drawn.append(_text(_BAR_LEFT - 8, middle, name, "end"))
-            ends = list(itertools.accumulate(values, initial=0.0))
-            for (part, colour), (start, stop) in zip(
-                self.parts, itertools.pairwise(ends), strict=True
-            ):
-                if stop > start:
-                    drawn.append(
-                        f'<rect class="f{colour}" x="{_BAR_LEFT + start * scale:.1f}"'
-                        f' y="{top}" width="{(stop - start) * scale:.1f}"'
-                        f' height="{_BAR}"><title>{html.escape(part)}:'
-                        f" {number(stop - start)} {self.unit}</title></rect>"
-                    )
-            right = _BAR_LEFT + ends[-1] * scale + 8
-            drawn.append(_text(right, middle, total, "start"))
-        height = 2 * _TOP + len(self.rows) * (_BAR + _BAR_GAP)
-        svg = _svg(self.title, self.description, height, drawn)
-        return _legend([(part, "bar", colour) for part, colour in self.parts]) + svg
+def coloured(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each name."""
+    return dict(zip(names, itertools.cycle(COLOURS), strict=False))
 
 
 def number(value: float) -> str:
@@ -158,124 +258,60 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-class _Axis:
-    """Maps values to places on the page.
+def svg(spec: Spec, *, title: str, width: int | None = WIDE) -> str:
+    """The plot as an element of HTML.
 
     Args:
-      values: to be shown, at least one.
-      first: the place of the least value.
-      last: the place of the greatest.
-      is_log: whether equal distances are equal ratios; values are positive then.
+      spec: of Vega-Lite.
+      title: for screen readers.
+      width: of the whole, in pixels; None if the specification says it.
+
+    Raises:
+      ConfigError: if the extra is not installed.
     """
-
-    def __init__(
-        self,
-        values: Sequence[float],
-        first: float,
-        last: float,
-        *,
-        is_log: bool = False,
-    ) -> None:
-        self._is_log = is_log
-        self._first, self._last = first, last
-        scaled = [self._scaled(value) for value in values]
-        least, most = min(scaled), max(scaled)
-        if least == most:
-            least, most = least - 0.5, most + 0.5
-        margin = 0.0 if first < last else 0.04 * (most - least)
-        self._least = least if least == 0.0 else least - margin
-        self._most = most + margin
-
-    def place(self, value: float) -> float:
-        part = (self._scaled(value) - self._least) / (self._most - self._least)
-        return self._first + part * (self._last - self._first)
-
-    def ticks(self) -> list[float]:
-        if self._is_log:
-            powers = range(math.floor(self._least), math.ceil(self._most) + 1)
-            near = [m * 10.0**power for power in powers for m in (1, 2, 5)]
-            shown = [v for v in near if self._least <= self._scaled(v) <= self._most]
-            return shown[:: max(1, len(shown) // (2 * _TICKS))] or [10**self._least]
-        rough = (self._most - self._least) / _TICKS
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
-        start = math.ceil(self._least / step - 1e-9)
-        stop = math.floor(self._most / step + 1e-9)
-        return [place * step for place in range(start, stop + 1)]
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(max(value, 1e-9)) if self._is_log else value
+    config, size = _CONFIG, {}
+    if width is not None:
+        # All plots are as wide, and their letters as large.
+        fit = {"type": "fit-x", "contains": "padding"}
+        size = {"width": width, "autosize": fit}
+        columns = 2 if width <= NARROW else 3
+        legend = {"columns": columns, "labelLimit": width // columns - 40}
+        config = {**config, "legend": {**config["legend"], **legend}}
+    drawn = library().vegalite_to_svg({"config": config, **size, **spec})
+    label = f'<svg role="img" aria-label="{html.escape(title)}" '
+    return drawn.replace("<svg ", label, 1)
 
 
-def _drawn(series: Series, xs: _Axis, ys: _Axis) -> str:
-    name = f"<title>{html.escape(series.name)}</title>"
-    colour = series.colour
-    at = [(xs.place(x), ys.place(y)) for x, y in _thinned(series.points)]
-    if series.kind == "dots" or len(at) == 1:
-        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in at)
-        return f'<g class="f{colour}">{name}{dots}</g>'
-    if series.kind in ("steps", "area"):
-        at = [at[0], *(p for a, b in itertools.pairwise(at) for p in ((b[0], a[1]), b))]
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
-    dashes = ' stroke-dasharray="6 4"' if series.is_dashed else ""
-    line = f'<path class="s{colour}" d="{path}"{dashes}>{name}</path>'
-    if series.kind != "area":
-        return line
-    floor = _HEIGHT - _BOTTOM
-    area = f"{path}L{at[-1][0]:.1f} {floor}L{at[0][0]:.1f} {floor}Z"
-    return f'<path class="area f{colour}" d="{area}"/>{line}'
+def standalone(svg: str) -> str:
+    """The plot as a file of its own, on white."""
+    return re.sub(r"var\(--(\w+)\)", lambda match: LIGHT[match[1]], svg)
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    # The least and the greatest of each run of points.
+def library() -> Any:
+    """`vl_convert`.
+
+    Raises:
+      ConfigError: if it is not installed.
+    """
+    return extras.module(
+        "vl_convert",
+        extra="report",
+        otherwise="use `status`, or `simulate` without --output, which draw nothing",
+    )
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most `_MOST_POINTS`: the least and the greatest of each run of points."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)
     runs = [points[start : start + size] for start in range(0, len(points), size)]
-    kept = [
-        {min(run, key=lambda p: p[1]), max(run, key=lambda p: p[1])} for run in runs
+    return [
+        point
+        for run in runs
+        for point in sorted({min(run, key=_of_y), max(run, key=_of_y)})
     ]
-    return [point for some in kept for point in sorted(some)]
 
 
-def _x_tick(axis: _Axis, value: float) -> str:
-    x = axis.place(value)
-    line = f'<path class="grid" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>'
-    return line + _text(x, _HEIGHT - _BOTTOM + 17, number(value), "middle")
-
-
-def _y_tick(axis: _Axis, value: float) -> str:
-    y = axis.place(value)
-    line = f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-    return line + _text(_LEFT - 6, y + 4, number(value), "end")
-
-
-def _mark(axis: _Axis, value: float, name: str) -> str:
-    x = axis.place(value)
-    return (
-        f'<path class="mark" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}">'
-        f"<title>{html.escape(name)}</title></path>"
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return (
-        f'<text class="label" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
-        f"{html.escape(text)}</text>"
-    )
-
-
-def _svg(title: str, description: str, height: float, drawn: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img"'
-        f' aria-label="{html.escape(title)}"><title>{html.escape(title)}</title>'
-        f"<desc>{html.escape(description)}</desc>{''.join(drawn)}</svg>"
-    )
-
-
-def _legend(entries: Sequence[tuple[str, str, int]]) -> str:
-    items = "".join(
-        f'<li><span class="key {kind} k{colour}"></span>{html.escape(name)}</li>'
-        for name, kind, colour in entries
-    )
-    return f'<ul class="legend">{items}</ul>'
+def _of_y(point: Point) -> float:
+    return point[1]

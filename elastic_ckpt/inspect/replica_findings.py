@@ -109,9 +109,10 @@ def section(events: Sequence[Mapping[str, Any]], *, most_rows: int) -> Section |
     return Section(
         title="Replicas",
         verdict="DIFFER" if findings else "EQUAL",
-        is_good=not findings,
+        mood="bad" if findings else "good",
         text=text,
         columns=("step", "leaf", "hosts", "finding"),
+        is_table=True,
         rows=[
             (f"{each.step:,}", each.leaf, ", ".join(map(str, each.hosts)), each.why)
             for each in findings[-most_rows:]

@@ -1,4 +1,4 @@
-"""The page of a report: HTML and style in one file, without scripts or other files.
+"""A page with plots: HTML, style and drawings in one file, without scripts.
 
 It follows the reader's choice of light or dark, fits narrow windows and paper, and each
 plot has its numbers in a table. A content security policy forbids any request.
@@ -8,57 +8,70 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --soft: #5b6570; --paper: #fff;
-  --card: #f6f7f9; --line: #dde1e6; --good: #1a7f4b; --bad: #c0392b;
-  --c0: #0b66c3; --c1: #c75000; --c2: #1a7f4b; --c3: #8e44ad; --c4: #b58900;
-  --c5: #00798c; --c6: #b0286a; --c7: #6b7683; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa5b1;
-  --paper: #14171a; --card: #1d2125; --line: #343b42; --good: #4cc38a; --bad: #ff7b6b;
-  --c0: #6cb2ff; --c1: #ff9d57; --c2: #4cc38a; --c3: #c89bf0; --c4: #e5c04b;
-  --c5: #4fc3d4; --c6: #f47fb4; --c7: #9aa5b1; } }
+from elastic_ckpt.inspect import plot
+
+# How good a thing is, by the class of its colour.
+Mood = Literal["", "good", "bad"]
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+_STYLE = (
+    f"""
+:root {{ color-scheme: light dark; {_variables(plot.LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(plot.DARK)} }} }}
+"""
+    + """
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 58rem; color: var(--ink);
-  background: var(--paper); font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 0 0 .25rem; }
-p { margin: .25rem 0 .75rem; color: var(--soft); }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr));
-  gap: .75rem; margin: 1.25rem 0 2rem; }
-dl div { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: .6rem .8rem; }
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 76rem; color: var(--ink);
+  background: var(--paper); font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 0 0 .15rem; }
+p { margin: .1rem 0 .6rem; color: var(--soft); }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr));
+  gap: .6rem; margin: 1rem 0; }
+dl div, section { background: var(--card); border: 1px solid var(--line);
+  border-radius: 8px; padding: .5rem .75rem; }
 dt { font-size: .8rem; color: var(--soft); }
-dd { margin: 0; font-size: 1.2rem; font-variant-numeric: tabular-nums; }
-section { margin: 0 0 1.5rem; padding: 1rem 1.1rem; background: var(--card);
-  border: 1px solid var(--line); border-radius: 8px; break-inside: avoid; }
-figure { margin: 0; overflow-x: auto; }
-svg { display: block; width: 100%; min-width: 34rem; height: auto; }
-svg path { fill: none; stroke-width: 2; stroke-linejoin: round; }
-svg .grid { stroke: var(--line); stroke-width: 1; }
-svg .mark { stroke: var(--bad); stroke-width: 1; stroke-dasharray: 2 3; }
-svg .label { fill: var(--soft); font-size: 12px; }
-svg .area { stroke: none; opacity: .18; }
-.legend { display: flex; flex-wrap: wrap; gap: .25rem 1.1rem; margin: .25rem 0 .5rem;
-  padding: 0; list-style: none; font-size: .875rem; }
-.key { display: inline-block; width: 1.4em; margin-right: .45em; vertical-align: middle;
-  border-top: 3px solid; }
-.key.dashed { border-top-style: dashed; }
-.key.dots { width: .55em; height: .55em; border: 0; border-radius: 50%;
-  background: currentColor; }
-.key.bar { width: .9em; height: .9em; border: 0; border-radius: 2px;
-  background: currentColor; }
+dd { margin: 0; font-size: 1.15rem; font-weight: 600;
+  font-variant-numeric: tabular-nums; }
+main { display: grid; gap: 1rem; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 29rem), 1fr)); }
+section { padding: .8rem 1rem; break-inside: avoid; min-width: 0; }
+section.whole { grid-column: 1 / -1; }
+figure { margin: 0; }
+svg { display: block; width: 100%; max-width: 36rem; height: auto; overflow: visible; }
+.narrow { display: none; }
+@media (max-width: 33rem) { .wide { display: none; } .narrow { display: block; } }
 .good { color: var(--good); } .bad { color: var(--bad); }
 details { margin-top: .5rem; font-size: .875rem; } summary { cursor: pointer; }
-.wide { overflow-x: auto; max-height: 24rem; }
+.table { overflow-x: auto; max-height: 24rem; font-size: .875rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
+th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top;
   border-bottom: 1px solid var(--line); }
-""" + "".join(
-    f"svg path.s{n} {{ stroke: var(--c{n}); }} svg .f{n} {{ fill: var(--c{n}); }}"
-    f" .k{n} {{ color: var(--c{n}); }}\n"
-    for n in range(8)
+td { min-width: 3rem; max-width: 34rem; }
+.whole td:nth-child(3), .whole td:nth-child(4) { min-width: 13rem; }
+"""
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A number that is shown first.
+
+    Attributes:
+      name: of it.
+      value: as text.
+      mood: whether it is good or bad news.
+    """
+
+    name: str
+    value: str
+    mood: Mood = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,39 +81,42 @@ class Section:
     Attributes:
       title: of the section.
       text: one or two sentences.
-      svg: its plot; empty if there is nothing to plot.
+      spec: its plot; None if there is nothing to plot.
       verdict: a word in front, such as PASSED; empty for none.
-      is_good: whether the verdict is a good one.
+      mood: of the verdict.
       columns: the heads of the table.
       rows: of the table; none leaves it out.
+      is_table: whether the table is what the section shows; else it is folded away.
     """
 
     title: str
     text: str
-    svg: str = ""
+    spec: plot.Spec | None = None
     verdict: str = ""
-    is_good: bool = True
+    mood: Mood = ""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    is_table: bool = False
 
 
 def page(
-    title: str,
-    subtitle: str,
-    facts: Sequence[tuple[str, str]],
-    parts: Sequence[Section],
+    title: str, subtitle: str, facts: Sequence[Fact], sections: Sequence[Section]
 ) -> str:
     """The page.
 
     Args:
       title: the heading.
       subtitle: below it.
-      facts: names and values that are shown first.
-      parts: the sections.
+      facts: that are shown first.
+      sections: below them.
+
+    Raises:
+      ConfigError: if the extra that draws plots is not installed.
     """
     shown = "".join(
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
-        for name, value in facts
+        f'<div><dt>{html.escape(each.name)}</dt><dd class="{each.mood}">'
+        f"{html.escape(each.value)}</dd></div>"
+        for each in facts
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -109,8 +125,8 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body><header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p>"
-        f"</header>\n<main><dl>{shown}</dl>\n"
-        + "\n".join(map(_section, parts))
+        f"<dl>{shown}</dl></header>\n<main>"
+        + "\n".join(map(_section, sections))
         + "\n</main></body></html>\n"
     )
 
@@ -118,11 +134,18 @@ def page(
 def _section(part: Section) -> str:
     verdict = ""
     if part.verdict:
-        kind = "good" if part.is_good else "bad"
-        verdict = f'<strong class="{kind}">{html.escape(part.verdict)}</strong> '
-    figure = f"<figure>{part.svg}</figure>" if part.svg else ""
+        verdict = f'<strong class="{part.mood}">{html.escape(part.verdict)}</strong> '
+    figure = ""
+    if part.spec is not None:
+        drawn = [
+            f'<div class="{name}">'
+            f"{plot.svg(part.spec, title=part.title, width=width)}</div>"
+            for name, width in (("wide", plot.WIDE), ("narrow", plot.NARROW))
+        ]
+        figure = f"<figure>{''.join(drawn)}</figure>"
+    whole = ' class="whole"' if part.is_table else ""
     return (
-        f"<section><h2>{html.escape(part.title)}</h2>"
+        f"<section{whole}><h2>{html.escape(part.title)}</h2>"
         f"<p>{verdict}{html.escape(part.text)}</p>{figure}{_table(part)}</section>"
     )
 
@@ -135,7 +158,10 @@ def _table(part: Section) -> str:
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in part.rows
     )
-    return (
-        '<details><summary>Numbers</summary><div class="wide"><table><thead><tr>'
-        f"{head}</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    table = (
+        f'<div class="table"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
     )
+    if part.is_table:
+        return table
+    return f"<details><summary>Numbers</summary>{table}</details>"

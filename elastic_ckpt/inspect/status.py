@@ -1,6 +1,7 @@
 """The status of a run, as one screen shows it: computed from what the run has written.
 
-Everything here is a pure function of events, lines of metrics and manifests.
+`collect` reads it; all else is a pure function of events, lines of metrics and
+manifests.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_ckpt.checkpoint import summary
 from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import replica_findings
+from elastic_ckpt.inspect import replica_findings, restorable, tier_locations
 from elastic_ckpt.inspect.replica_findings import ReplicaFindings
 from elastic_ckpt.inspect.restorable import AfterLoss, NewestStep
+from elastic_ckpt.inspect.run_files import RunFiles
 
 # Waits for data are averaged over this time.
 _RECENT_SECS = 60.0
+# The end of a log that is read first.
+_LOG_BYTES = 2**20
 
 Event = Mapping[str, Any]
 # The lines of metrics by the name of their file, as `monitoring.jsonl.read` has them.
@@ -41,7 +46,7 @@ _PHASES = {
     "run_stopped": "stopped",
     "run_failed": "failed",
 }
-_ENDS = ("finished", "stopped", "failed")
+ENDS = ("finished", "stopped", "failed")
 # Events that tell how many steps are done.
 _DONE = ("save_started", "run_stopped", "run_finished")
 
@@ -143,6 +148,43 @@ class Status:
     last_event: Event | None
 
 
+def collect(directory: str) -> Status:
+    """The status of the run in `directory`.
+
+    Raises:
+      RunError: if there is no run.
+      DataError: if its files cannot be read.
+    """
+    files = RunFiles.read(directory)
+    events = files.events(last_bytes=_LOG_BYTES)
+    if all(event["event"] != "run_started" for event in events):
+        events = files.events()
+    with tier_locations.opened([directory]) as (_, tiers):
+        offers = restorable.reachable(tiers)
+        local, stored = restorable.newest(offers)
+        uncommitted = sorted({each.step for each in tiers.leftovers()})
+    if stored.step is None:
+        # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
+        plain = max(summary.steps(files.steps), default=None)
+        stored = dataclasses.replace(stored, step=plain)
+    return status(
+        events,
+        files.metrics(last_bytes=_LOG_BYTES),
+        is_alive=files.is_alive,
+        tiers=[local, stored],
+        losses=[
+            # No loss of a host takes a step out of storage.
+            dataclasses.replace(
+                each, step=stored.step if each.step is None else each.step
+            )
+            for each in restorable.after_losses(offers, slices=world_slices(events))
+        ],
+        uncommitted=uncommitted,
+        from_zero=files.from_zero,
+        is_own_loop=files.is_own_loop,
+    )
+
+
 def status(
     events: Sequence[Event],
     files: Files,
@@ -167,18 +209,12 @@ def status(
       is_own_loop: whether it is a loop of the user's own, which reports its start with
         its first step.
     """
-    phases = {**_PHASES, "run_started": "training"} if is_own_loop else _PHASES
-    phase = next(
-        (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
-        "not started",
-    )
-    if is_alive is False and phase not in _ENDS and events:
-        phase = "not running: its process ended without a last event"
     started = _last(events, "run_started") or {}
-    is_over = phase in _ENDS or is_alive is False
+    now = phase(events, is_alive=is_alive, is_own_loop=is_own_loop)
+    is_over = now in ENDS or is_alive is False
     return Status(
         run=started.get("run", ""),
-        phase=phase,
+        phase=now,
         world=None if is_over else _world(events),
         progress=_progress(
             files, events, [e.step + from_zero for e in tiers if e.step is not None]
@@ -191,6 +227,18 @@ def status(
         verdict=_last(events, "verdict"),
         last_event=events[-1] if events else None,
     )
+
+
+def phase(events: Sequence[Event], *, is_alive: bool | None, is_own_loop: bool) -> str:
+    """What a run does now, or how it ended; see `status` for the arguments."""
+    phases = {**_PHASES, "run_started": "training"} if is_own_loop else _PHASES
+    now = next(
+        (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
+        "not started",
+    )
+    if is_alive is False and now not in ENDS and events:
+        return "not running: its process ended without a last event"
+    return now
 
 
 def _last(events: Sequence[Event], *names: str) -> Event | None:

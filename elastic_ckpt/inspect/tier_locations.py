@@ -7,16 +7,20 @@ step may lie in any of them. Inspection only reads, and does not disturb a runni
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps.holdings import Offer
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.peers import agent_url, peer_client, secret
 from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.persistent import persistent_root
 from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
@@ -103,6 +107,70 @@ class Locations:
             if not isinstance(tier, Peer):
                 preserved.update(tier.preserved())
         return sorted(preserved)
+
+
+@contextlib.contextmanager
+def opened(
+    paths: Sequence[str],
+    *,
+    peers: Sequence[str] = (),
+    run: str | None = None,
+    secret_file: str | None = None,
+    tls_authority: str | None = None,
+) -> Iterator[tuple[str, Locations]]:
+    """The run and the places of its steps, open while the block runs.
+
+    Args:
+      paths: of runs (with their steps in the RAM of this machine), RAM disks,
+        directories of steps, or steps.
+      peers: the URLs of agents of other machines.
+      run: the identity of the run; None is that of the first manifest at the paths.
+      secret_file: with the secret of the run; None is that of a RAM disk at a path.
+      tls_authority: a PEM file with what signs the agents' certificates.
+
+    Raises:
+      ConfigError: if no path or peer is named, or a peer without its run or secret.
+      CheckpointError: if a path does not exist.
+    """
+    if not (paths or peers):
+        raise errors.ConfigError("give a PATH, or a peer with --peer URL")
+    for url in peers:
+        agent_url.check(url, what="--peer", needs_tls=bool(tls_authority))
+    of_runs = {
+        path: run_files.RunFiles.read(path) for path in paths if run_files.is_run(path)
+    }
+    given = [storage.absolute(path) for path in paths]
+    disks = [storage.absolute(each) for of in of_runs.values() for each in of.ram]
+    places: list[epath.PathLike] = [
+        of_runs[path].steps if path in of_runs else path for path in paths
+    ]
+    places += [each for each in disks if is_ram_disk(each) and each not in given]
+    if run is None:
+        run = next(filter(None, map(find_run, places)), None)
+    if run is None and peers:
+        raise errors.ConfigError(
+            "no manifest in PATH names the run to request from the peers; add --run"
+        )
+    # Without a manifest there are only steps of plain Orbax.
+    run = run or ""
+    # A run may have saved nothing yet.
+    missing = {each.steps for each in of_runs.values()}
+    locations: list[Location] = [
+        (at_steps if each in missing else at_path)(each, run=run) for each in places
+    ]
+    with contextlib.ExitStack() as closing:
+        if peers:
+            files = [secret_file, *filter(os.path.exists, map(secret.path, places))]
+            if not any(files):
+                raise errors.ConfigError(
+                    "--peer needs the run's secret: add --secret-file FILE"
+                    " (RAM_DISK/secret on any machine of the run)"
+                )
+            key = secret.read(next(filter(None, files)))
+            client = peer_client.PeerClient(key, tls_ca=tls_authority)
+            closing.callback(client.close)
+            locations += [Peer(url, client, run) for url in peers]
+        yield run, Locations(locations)
 
 
 def at_path(path: epath.PathLike, *, run: str) -> Location:

@@ -2,24 +2,118 @@
 
 A restore reads one good copy of each item. A verification reads the copy of every
 holder, with the CRC-32C behind its values, because a bad copy is lost redundancy.
+Copies in persistent storage are also compared with what stock Orbax reads from them
+(`persistent.orbax_view`).
+
+A repair writes a copy anew only if it is bad, from a copy of the same save whose
+digest was compared again. A file in RAM is replaced as an agent does it
+(`tiers.ram.file_repair`), a part in storage as `tiers.persistent.step_repair`
+describes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent import futures
 from typing import Literal
 
-from elastic_ckpt.inspect import all_copies
-from elastic_ckpt.inspect.copy_repair import CopyRepair, Repair
-from elastic_ckpt.inspect.problem import Problem
-from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.steps import search
-from elastic_ckpt.steps.holdings import Offer
-from elastic_ckpt.tiers.persistent.persistent_tier import StepSource
-from elastic_ckpt.tiers.source import Source
+import numpy as np
+from etils import epath
 
+from elastic_ckpt.checkpoint.host import verified_read
+from elastic_ckpt.core import errors, host_memory
+from elastic_ckpt.inspect.tier_locations import Locations
+from elastic_ckpt.steps import layout, search
+from elastic_ckpt.steps.holdings import Offer
+from elastic_ckpt.steps.manifest import ComponentFile, Fragment
+from elastic_ckpt.tiers import stored_part
+from elastic_ckpt.tiers.persistent import orbax_view, step_repair
+from elastic_ckpt.tiers.persistent.persistent_tier import StepSource
+from elastic_ckpt.tiers.source import (
+    ReadError,
+    RepairableSource,
+    RepairError,
+    Source,
+)
+
+Kind = Literal["damaged", "diverged", "incomplete", "manifest", "orbax", "unverifiable"]
 State = Literal["complete", "incomplete", "unverifiable"]
+# Called with the bytes of a step read and the total, from any thread.
+OnBytes = Callable[[int, int], None]
+
+# Each thread holds one chunk in memory, and some copies of it while reading as Orbax.
+_THREADS = 8
+_ORBAX_REMEDY = (
+    "Orbax alone cannot load the step; restore it with elastic_ckpt, and save it anew"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One problem of a step.
+
+    Attributes:
+      kind: `damaged`, a copy is not what was saved; `diverged`, holders saved different
+        values; `incomplete`, no holder has a part; `manifest`, a manifest cannot be
+        read; `orbax`, the values exist but Orbax cannot load them; `unverifiable`,
+        there are no digests.
+      step: its number.
+      save: which save of it; empty where that is not known.
+      part: a leaf and box, or a file; empty if it is the step as a whole.
+      tier: of the holder, `local` or `persistent`; empty if it is not about one.
+      holder: the id of the host whose manifest it is; empty likewise.
+      path: of the bad file, or of the step.
+      why: what is wrong.
+      remedy: what to do.
+    """
+
+    kind: Kind
+    step: int
+    save: str = ""
+    part: str = ""
+    tier: str = ""
+    holder: str = ""
+    path: str = ""
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        part = f", {self.part}" if self.part else ""
+        holder = f", {self.tier} tier, host {self.holder}" if self.holder else ""
+        location = f" ({self.path})" if self.path else ""
+        return f"step {self.step}{part}{holder}{location}: {self.why}; {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repair:
+    """A bad copy, and whether it was put right.
+
+    Attributes:
+      step: its number.
+      save: which save of it.
+      part: a leaf and box, or a file of a component.
+      tier: of the holder, `local` or `persistent`.
+      path: of the copy.
+      problem: why it was not put right; None if it was.
+    """
+
+    step: int
+    save: str
+    part: str
+    tier: str
+    path: str
+    problem: str | None
+
+    def __str__(self) -> str:
+        was = "was" if self.problem is None else "was not"
+        why = f": {self.problem}" if self.problem is not None else ""
+        return (
+            f"step {self.step}, {self.part}, {self.tier} tier ({self.path}) {was} put"
+            f" right{why}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +163,7 @@ def verify(
     locations: Locations,
     steps: Collection[int],
     *,
-    progress: Callable[[int, int], None],
+    progress: OnBytes,
     repair: bool = False,
 ) -> Verification:
     """Reads and compares all copies of some steps in some locations.
@@ -85,87 +179,55 @@ def verify(
     problems: list[Problem] = []
     for number in sorted(steps):
         if number in locations.foreign_steps:
-            verified.append(_foreign(number))
-            problems.append(_unverifiable(number, locations.foreign_steps[number]))
+            verified.append(
+                VerifiedStep(
+                    step=number,
+                    save="",
+                    state="unverifiable",
+                    num_copies=0,
+                    num_bytes=0,
+                )
+            )
+            problems.append(
+                Problem(
+                    kind="unverifiable",
+                    step=number,
+                    tier="persistent",
+                    path=locations.foreign_steps[number],
+                    why="Orbax saved it without digests, and nothing was compared",
+                    remedy="save through ec.Checkpointer to have digests",
+                )
+            )
         copies, unread = locations.look(number)
-        problems += [_spoilt(number, why) for why in unread]
+        problems += [_of_manifest(number, why) for why in unread]
         groups = list(search.steps(list(copies)))
-        whole = any(step.complete for step in groups)
         for step in reversed(groups):
-            reading = _read(step, copies, progress)
+            read = _Copies(step, copies, progress)
             if repair:
-                reading = _repaired(step, reading, repairs, progress)
-            problems += reading.problems()
-            verified.append(_summary(step, num_bytes=reading.num_bytes))
-        # One complete save is enough; without one, the last save counts.
-        if groups and not whole:
-            problems += _incomplete(groups[0])
+                read, done = _repaired(read)
+                repairs += done
+            problems += read.problems()
+            verified.append(read.summary())
+        # One complete save is enough; without one, the last save counts. If it has
+        # diverged, that is reported by item.
+        whole = any(step.complete for step in groups)
+        if groups and not whole and (groups[0].gaps or groups[0].missing_parts):
+            problems.append(
+                Problem(
+                    kind="incomplete",
+                    step=number,
+                    save=groups[0].save,
+                    why=groups[0].lacking(),
+                    remedy="look where the other holders are as well (more paths,"
+                    " --peer), or restore another step",
+                )
+            )
     return Verification(
         steps=tuple(verified), problems=tuple(problems), repairs=tuple(repairs)
     )
 
 
-def _read(
-    step: search.Step,
-    copies: Mapping[Offer, Source],
-    progress: Callable[[int, int], None],
-) -> all_copies.AllCopies:
-    reading = all_copies.AllCopies(step.holdings, copies, progress)
-    reading.read()
-    return reading
-
-
-def _repaired(
-    step: search.Step,
-    reading: all_copies.AllCopies,
-    repairs: list[Repair],
-    progress: Callable[[int, int], None],
-) -> all_copies.AllCopies:
-    # Reads again what was repaired: it passes as any other copy, or stays a problem.
-    outcomes: dict[tuple[str, str], Repair] = {}
-    for rewrite in (False, True):
-        if not reading.repairable:
-            break
-        done = list(CopyRepair(reading).run(rewrite=rewrite))
-        outcomes.update({(each.tier, each.path): each for each in done})
-        if all(each.problem for each in done):
-            break
-        copies = {
-            offer: source.reopened() if isinstance(source, StepSource) else source
-            for offer, source in reading.copies.items()
-        }
-        reading = _read(step, copies, progress)
-    repairs += outcomes.values()
-    return reading
-
-
-def _summary(step: search.Step, *, num_bytes: int) -> VerifiedStep:
-    return VerifiedStep(
-        step=step.step,
-        save=step.save,
-        state="complete" if step.complete else "incomplete",
-        num_copies=len(step.holdings.holder),
-        num_bytes=num_bytes,
-    )
-
-
-def _incomplete(step: search.Step) -> Sequence[Problem]:
-    if not (step.gaps or step.missing_parts):
-        # It has diverged, which is reported by item.
-        return []
-    return [
-        Problem(
-            kind="incomplete",
-            step=step.step,
-            save=step.save,
-            why=step.lacking(),
-            remedy="look where the other holders are as well (more paths, --peer), or"
-            " restore another step",
-        )
-    ]
-
-
-def _spoilt(step: int, why: str) -> Problem:
+def _of_manifest(step: int, why: str) -> Problem:
     what, _, remedy = why.rpartition("; ")
     return Problem(
         kind="manifest",
@@ -175,18 +237,300 @@ def _spoilt(step: int, why: str) -> Problem:
     )
 
 
-def _foreign(step: int) -> VerifiedStep:
-    return VerifiedStep(
-        step=step, save="", state="unverifiable", num_copies=0, num_bytes=0
-    )
+def _repaired(read: _Copies) -> tuple[_Copies, Collection[Repair]]:
+    # Reads again what was repaired: it passes as any other copy, or stays a problem.
+    outcomes: dict[tuple[str, str], Repair] = {}
+    for rewrite in (False, True):
+        if not read.faults:
+            break
+        done = list(read.repair(rewrite=rewrite))
+        outcomes |= {(each.tier, each.path): each for each in done}
+        if all(each.problem for each in done):
+            break
+        copies = {
+            offer: source.reopened() if isinstance(source, StepSource) else source
+            for offer, source in read.copies.items()
+        }
+        read = _Copies(read.step, copies, read.progress)
+    return read, outcomes.values()
 
 
-def _unverifiable(step: int, path: str) -> Problem:
-    return Problem(
-        kind="unverifiable",
-        step=step,
-        tier="persistent",
-        path=path,
-        why="Orbax saved it without digests, and nothing was compared",
-        remedy="save through ec.Checkpointer to have digests",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fault:
+    """What is wrong with one copy.
+
+    Attributes:
+      kind: of the problem.
+      why: the end of a sentence.
+      remedy: what to do; None if the copy cannot be used, and another may be good.
+    """
+
+    kind: Literal["damaged", "orbax"]
+    why: str
+    remedy: str | None
+
+
+class _Copies:
+    """Every copy of one save of a step, read and compared in several threads.
+
+    Args:
+      step: the save.
+      copies: the files of each holder.
+      progress: called with the bytes read and the total, from any thread.
+
+    Attributes:
+      step: the save.
+      copies: the files of each holder.
+      progress: as given.
+      faults: of copies, by their rows in the holdings.
+    """
+
+    def __init__(
+        self, step: search.Step, copies: Mapping[Offer, Source], progress: OnBytes
+    ) -> None:
+        self.step = step
+        self.copies = copies
+        self.progress = progress
+        self.faults: dict[int, _Fault] = {}
+        self._held = held = step.holdings
+        self._item = held.item
+        # All hosts wrote into one directory.
+        directories = dict.fromkeys(
+            copies[each].directory for each in held.offers if each.tier == "persistent"
+        )
+        self._views = {
+            directory: orbax_view.OrbaxView(epath.Path(directory), held.contents)
+            for directory in directories
+        }
+        # Of each item, with the checksum behind values, which some manifests omit.
+        itemsize = [np.dtype(leaf.dtype).itemsize for leaf in held.contents.leaves]
+        of_boxes = held.boxes.volumes * np.array(itemsize, np.int64)[held.leaf]
+        of_files = np.array([file.stored_bytes for file in held.files], np.int64)
+        self._sizes = np.concatenate([of_boxes + layout.CHECKSUM_BYTES, of_files])
+        self._total = int(self._sizes[self._item].sum())
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        rows = range(len(self._item))
+        with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
+            # Not a task for each of a million rows.
+            list(pool.map(self._read, [rows[n::_THREADS] for n in range(_THREADS)]))
+
+    def summary(self) -> VerifiedStep:
+        """What was read."""
+        return VerifiedStep(
+            step=self.step.step,
+            save=self.step.save,
+            state="complete" if self.step.complete else "incomplete",
+            num_copies=len(self._item),
+            num_bytes=self._num_bytes,
+        )
+
+    def problems(self) -> Iterator[Problem]:
+        """The problems, by item and holder."""
+        of_step = functools.partial(Problem, step=self.step.step, save=self.step.save)
+        unusable = [row for row in self.faults if self.faults[row].remedy is None]
+        for row in [*sorted(unusable), *sorted(self.faults.keys() - set(unusable))]:
+            fault, offer = self.faults[row], self._offer(row)
+            yield of_step(
+                kind=fault.kind,
+                part=self._name(row),
+                tier=offer.tier,
+                holder=offer.host.id,
+                path=self._path(row),
+                why=fault.why,
+                remedy=fault.remedy or self._elsewhere(row),
+            )
+        for item in self._held.diverged.tolist():
+            hosts = [each.host.id for each in self._held.holders(item)]
+            yield of_step(
+                kind="diverged",
+                part=self._held.name(item),
+                why=f"the hosts {errors.first_of(hosts)} saved different values",
+                remedy="a device or memory of one of them is faulty: find it, and"
+                " restore an older step",
+            )
+        for directory, view in self._views.items():
+            for file, why in view.metadata_problems():
+                yield of_step(
+                    kind="orbax",
+                    part=file,
+                    tier="persistent",
+                    path=f"{directory}/{file}",
+                    why=why,
+                    remedy=_ORBAX_REMEDY,
+                )
+
+    def repair(self, *, rewrite: bool) -> Iterator[Repair]:
+        """Repairs what can be repaired, and yields the outcome of each bad copy.
+
+        Args:
+          rewrite: whether chunks in storage are written anew that only Orbax cannot
+            read; otherwise only the index that Orbax reads is made anew for them.
+        """
+        reader = verified_read.VerifiedReader(self.copies)
+        stored: dict[tuple[Offer, str], list[int]] = {}
+        for row in sorted(self.faults):
+            offer, part = self._offer(row), self._part(row)
+            source = self.copies[offer]
+            if self._item[row] in self._held.diverged:
+                problem = (
+                    "its holders saved different values, and the right ones are unknown"
+                )
+                yield self._outcome(row, problem)
+            elif not self._good(row):
+                yield self._outcome(row, "no good copy is left")
+            elif isinstance(source, RepairableSource):
+                yield self._outcome(row, self._put_right(source, reader, row))
+            elif isinstance(part, ComponentFile):
+                content = functools.partial(self._content, reader, row)
+                problem = self._step_repair(offer).file(part.path, content)
+                yield self._outcome(row, problem)
+            else:
+                store = part.file.partition("//")[0]
+                stored.setdefault((offer, store), []).append(row)
+        # The chunks of a host are in one store.
+        for (offer, store), rows in stored.items():
+            bad = [row for row in rows if rewrite or self.faults[row].remedy is None]
+            files = offer.manifest.fragments.files
+            problem = self._step_repair(offer).store(
+                store,
+                lambda bad=bad: (self._values(reader, row) for row in bad),
+                is_all=len(bad) == sum(f.partition("//")[0] == store for f in files),
+            )
+            yield from (self._outcome(row, problem) for row in rows)
+
+    def _read(self, rows: range) -> None:
+        memory = np.empty(0, np.uint8)
+        for row in rows:
+            size = int(self._sizes[self._item[row]])
+            if memory.nbytes < size:
+                memory = host_memory.allocate(size)
+            fault = self._examined(row, memory[:size])
+            with self._lock:
+                if fault is not None:
+                    self.faults[row] = fault
+                self._num_bytes += size
+                self.progress(self._num_bytes, self._total)
+
+    def _examined(self, row: int, memory: np.ndarray) -> _Fault | None:
+        offer, part = self._offer(row), self._part(row)
+        file, offset = (
+            (part.file, part.offset) if isinstance(part, Fragment) else (part.path, 0)
+        )
+        source, surplus = self.copies[offer], 0
+        try:
+            source.read_into(file, offset, memory.data)
+            # The index of a store gives the end of values; its files may hold more.
+            held = offer.manifest.fragments
+            is_whole = offer.tier == "local" and len(held.files) == len(held)
+            if is_whole or isinstance(part, ComponentFile):
+                surplus = source.size(file) - offset - memory.nbytes
+            why = stored_part.damage(memory, part)
+        except ReadError as error:
+            why = str(error)
+        view = self._views.get(source.directory)
+        if why is not None:
+            return _Fault(kind="damaged", why=why, remedy=None)
+        if isinstance(part, Fragment) and view is not None:
+            hidden = view.chunk_problem(part)
+            if hidden is not None:
+                return _Fault(kind="orbax", why=hidden, remedy=_ORBAX_REMEDY)
+        if surplus > 0:
+            return _Fault(
+                kind="damaged",
+                why=f"is longer than what was saved, by {surplus} bytes",
+                remedy=f"a restore reads only its first {memory.nbytes} bytes: cut it"
+                " to them",
+            )
+        return None
+
+    def _elsewhere(self, row: int) -> str:
+        directory = self.copies[self._offer(row)].directory
+        good = self._good(row)
+        if not good:
+            return (
+                "no good copy is left: restore an older step, and remove the directory"
+                f" {directory}"
+            )
+        holder = f"host {self._offer(good[0]).host.id}"
+        if self._offer(good[0]).tier == "persistent":
+            holder = "the persistent tier"
+        if self._offer(row).tier == "persistent":
+            return f"{holder} has a good copy: `elastic-ckpt verify --repair` takes it"
+        return (
+            f"{holder} has a good copy, and a restore that reads the bad one repairs it"
+        )
+
+    def _good(self, row: int) -> list[int]:
+        # The rows of the same item that can be used.
+        first, end = self._held.first_row[self._item[row] :][:2].tolist()
+        return [
+            each
+            for each in range(first, end)
+            if each not in self.faults or self.faults[each].remedy is not None
+        ]
+
+    def _put_right(
+        self, source: RepairableSource, reader: verified_read.VerifiedReader, row: int
+    ) -> str | None:
+        part = self._part(row)
+        try:
+            if isinstance(part, ComponentFile):
+                source.put_right(part.path, self._content(reader, row))
+            else:
+                values = self._values(reader, row)[1]
+                source.put_right(part.file, stored_part.chunk_content(values))
+        except (errors.CheckpointError, RepairError) as error:
+            return str(error)
+        return None
+
+    def _step_repair(self, offer: Offer) -> step_repair.StepRepair:
+        directory = self.copies[offer].directory
+        files = [
+            file
+            for each in self._held.offers
+            if each.tier == "persistent" and self.copies[each].directory == directory
+            for file in each.manifest.fragments.files
+        ]
+        stores = sorted({file.partition("//")[0] for file in files})
+        return step_repair.StepRepair(directory, self._held.contents, stores)
+
+    def _values(
+        self, reader: verified_read.VerifiedReader, row: int
+    ) -> step_repair.Values:
+        part = self._held.fragment(row)
+        choices = [(self._offer(n), self._held.fragment(n)) for n in self._good(row)]
+        leaf = self._held.contents.leaves[part.leaf]
+        name = self._name(row)
+        return part, verified_read.read_choices(choices, leaf, reader, name=name)
+
+    def _content(self, reader: verified_read.VerifiedReader, row: int) -> bytes:
+        file = self._held.files[int(self._item[row]) - len(self._held.leaf)]
+        return reader.file(file, [self._offer(n) for n in self._good(row)])
+
+    def _outcome(self, row: int, problem: str | None) -> Repair:
+        return Repair(
+            step=self.step.step,
+            save=self.step.save,
+            part=self._name(row),
+            tier=self._offer(row).tier,
+            path=self._path(row),
+            problem=problem,
+        )
+
+    def _offer(self, row: int) -> Offer:
+        return self._held.offers[self._held.holder[row]]
+
+    def _part(self, row: int) -> Fragment | ComponentFile:
+        # As its holder lists it.
+        if self._item[row] < len(self._held.leaf):
+            return self._held.fragment(row)
+        return self._offer(row).manifest.component_files[self._held.number[row]]
+
+    def _name(self, row: int) -> str:
+        return self._held.name(int(self._item[row]))
+
+    def _path(self, row: int) -> str:
+        part = self._part(row)
+        file = part.file if isinstance(part, Fragment) else part.path
+        return f"{self.copies[self._offer(row)].directory}/{file}"

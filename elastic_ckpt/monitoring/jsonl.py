@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import append_log, events, storage
+from elastic_ckpt.core import append_log
 from elastic_ckpt.monitoring import summaries
 
 
@@ -57,23 +56,3 @@ class JsonLines:
 
     def close(self) -> None:
         """Does nothing: each batch is durable already."""
-
-
-def read(
-    directory: epath.PathLike, *, last_bytes: int | None = None
-) -> dict[str, list[dict[str, Any]]]:
-    """The lines of all files in `directory`, by the name of the file; none if absent.
-
-    Without those of starts after another one has replaced them.
-
-    Args:
-      directory: of the files.
-      last_bytes: see `append_log.read`.
-
-    Raises:
-      DataError: if a file was changed after it was written.
-    """
-    root = storage.absolute(directory)
-    files = sorted(root.glob("*.jsonl")) if root.exists() else []
-    logs = {file.stem: append_log.read(file, last_bytes=last_bytes) for file in files}
-    return {name: events.counted(log) for name, log in logs.items()}

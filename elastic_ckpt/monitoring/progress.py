@@ -1,7 +1,8 @@
 """Shows a run's events: one line that moves on a terminal, a few lines elsewhere.
 
-After some seconds without an event it repeats the current phase, which distinguishes a
-run that starts, compiles or saves from one that hangs.
+`_TEXTS` has the line of each event, and the phase that begins with it. After some
+seconds without an event the current phase is repeated, which distinguishes a run that
+starts, compiles or saves from one that hangs.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import collections
 import re
 import shutil
+import string
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from elastic_ckpt.core import events, storage, storage_cause
@@ -20,6 +22,95 @@ from elastic_ckpt.core import events, storage, storage_cause
 _SILENCE_SECS = 4.5
 # In a log, only a step that takes much longer than the others breaks the silence.
 _SLOW_STEP_RATIO = 10
+
+# The line of an event, and the phase that begins with it; each may be empty. `Progress`
+# has a method for what is more than that.
+_TEXTS: dict[str, tuple[str, str]] = {
+    "world_joined": ("", "assembling the job and searching for the newest step"),
+    "world_claimed": ("", ""),
+    "world_left": ("left after step {step}, for other slices", "ending the world"),
+    "slice_preempted": ("slice {slice} is asked to end (SIGTERM)", ""),
+    "slice_refused": ("slice {slice} is not taken in: {why}", ""),
+    "slice_quarantined": ("slice {slice} is not used again: {why}", ""),
+    "fault_injected": ("injected {kind} {target}", ""),
+    "slow_host": ("host {host} of slice {slice} is slow in phase {phase!r}: {why}", ""),
+    "scale_requested": (
+        "{slices:count slice} requested: the run is to be on slices {chosen}",
+        "",
+    ),
+    "state_kept": ("kept step {step} in device memory: {device_bytes:bytes}", ""),
+    "leader_lost": ("machine {machine}, which led the run, is lost: {why}", ""),
+    "verdict": ("verdict: {why} ({kind})", ""),
+    "slice_lost": ("slice {slice} is lost: {why}", "choosing slices"),
+    "slice_returned": ("slice {slice} is back", ""),
+    "waiting_for_slices": (
+        "waiting for slices, for up to {within_secs:.0f} s: {why}",
+        "waiting for slices",
+    ),
+    "batch_changed": (
+        "global batch {rows_before} -> {rows} rows since step {step};"
+        " per_device_batch_size={per_device_before:g} keeps it",
+        "",
+    ),
+    "compile_started": ("compiling for step {step}", "compiling"),
+    "compiled": ("", "step {step}"),
+    "executable_loaded": ("loaded the program for step {step}", "step {step}"),
+    "executable_refused": ("{path} is refused: {why}; compiling instead", ""),
+    "compiled_ahead": ("compiled ahead for {hosts:count host}", ""),
+    "compile_ahead_failed": ("not compiled ahead for {hosts:count host}: {why}", ""),
+    "step_interrupted": (
+        "step {step} was interrupted while it was saved and is passed over ({path});"
+        " the newest complete step is {resume_step}",
+        "",
+    ),
+    "host_lost": ("host {host} is lost: {why}", "ending the world"),
+    "weights_skipped": ("init_from is not read: the run has saved step {step}", ""),
+    "step_passed_over": ("passed over: {why}", ""),
+    "replicated": ("", ""),
+    "replicas_differ": ("step {step}: copies differ: {why}", ""),
+    "step_preserved": ("step {step} is preserved: {why}", ""),
+    "validated": ("", ""),
+    "save_blocked": ("", ""),
+    "evaluated": (
+        "step {step}: evaluated {batches:count batch}, loss {loss:.4f}",
+        "",
+    ),
+    "divergence_found": ("step {step}: {callback}: {why} ({action})", ""),
+    # `rolled_back` tells more.
+    "went_back": ("", ""),
+    "component_not_loaded": ("{why}", ""),
+    "rolled_back": (
+        "went back from step {step} to {to_step}, and left out {rows:count row};"
+        " {rollbacks:count rollback} so far",
+        "",
+    ),
+    "run_finished": ("step {step} is done, after {secs:.1f} s", ""),
+}
+_NEARNESS = {
+    "local": "from this host's RAM",
+    "close": "from close peers",
+    "distant": "from distant peers",
+    "persistent": "from persistent storage",
+}
+
+
+class _Words(string.Formatter):
+    # `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3 MiB", and lists are
+    # separated by commas.
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "bytes":
+            return _bytes(value)
+        kind, _, noun = format_spec.partition(" ")
+        if kind == "count":
+            plural = "es" if noun.endswith("ch") else "s"
+            return f"{value} {noun}" + plural * (value != 1)
+        if isinstance(value, list | tuple):
+            return ", ".join(map(str, value))
+        return super().format_field(value, format_spec)
+
+
+_formatted = _Words().format
 
 
 class Progress:
@@ -78,26 +169,29 @@ class Progress:
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Shows one event."""
         events.check(name, fields)
+        special = getattr(self, f"_on_{name}", None)
         with self._lock:
-            getattr(self, f"_on_{name}")(**fields)
+            if special is not None:
+                special(**fields)
+                return
+            line, phase = (_formatted(text, **fields) for text in _TEXTS[name])
+            if line:
+                self._line(line)
+            if phase:
+                self._begin(phase)
 
     def remind(self) -> None:
         """Shows the current phase if nothing has been shown for a while."""
         with self._lock:
-            if not self._phase:
-                return
             silence_secs = _SILENCE_SECS
             if self._recent_secs and not self._is_terminal:
                 mean_secs = sum(self._recent_secs) / len(self._recent_secs)
                 silence_secs = max(silence_secs, _SLOW_STEP_RATIO * mean_secs)
-            if self._closed.is_set() or self._clock() - self._shown_secs < silence_secs:
-                return
-            secs = self._clock() - self._phase_secs
-            text = f"{self._phase}, for {secs:.0f} s now"
-            if self._is_terminal:
-                self._move(text)
-            else:
-                self._line(text)
+            now_secs = self._clock()
+            is_silent = now_secs - self._shown_secs >= silence_secs
+            if self._phase and is_silent and not self._closed.is_set():
+                secs = now_secs - self._phase_secs
+                self._show(f"{self._phase}, for {secs:.0f} s now", is_logged=True)
 
     def _break_silences(self) -> None:
         while not self._closed.wait(0.25):
@@ -109,20 +203,18 @@ class Progress:
         self._recent_secs.clear()
         self._done_secs = None
 
-    def _on_world_started(self, **event: Any) -> None:
-        if event["world"] > 1:
-            spares = _numbers(event["spares"], ", spare: {}")
-            self._line(
-                f"world {event['world']} starts on slices"
-                f" {_numbers(event['slices'])}{spares}"
-            )
-            self._begin(f"starting world {event['world']}")
+    def _on_world_started(
+        self, *, world: int, slices: list[int], spares: list[int]
+    ) -> None:
+        if world > 1:
+            more = _formatted(", spare: {spares}", spares=spares) if spares else ""
+            text = "world {world} starts on slices {slices}{more}"
+            self._line(_formatted(text, world=world, slices=slices, more=more))
+            self._begin(f"starting world {world}")
 
-    def _on_world_joined(self, **_: Any) -> None:
-        self._begin("assembling the job and searching for the newest step")
-
-    def _on_world_claimed(self, **_: Any) -> None:
-        pass
+    def _on_world_leaving(self, *, slices: list[int]) -> None:
+        on = _formatted(", to continue on slices {slices}", slices=slices)
+        self._line(f"leaving after the step under way{on if slices else ''}")
 
     def _on_recovered(self, **event: Any) -> None:
         phases = ", ".join(
@@ -130,149 +222,52 @@ class Progress:
             for name, secs in event.items()
             if name.endswith("_secs") and secs >= 0.05
         )
-        self._line(
-            f"went on after {event['secs']:.1f} s ({phases});"
-            f" {_count(event['steps_lost'], 'step')} to train again"
-        )
-
-    def _on_world_left(self, **event: Any) -> None:
-        self._line(f"left after step {event['step']}, for other slices")
-        self._begin("ending the world")
-
-    def _on_world_leaving(self, **event: Any) -> None:
-        on = _numbers(event["slices"], ", to continue on slices {}")
-        self._line(f"leaving after the step under way{on}")
-
-    def _on_slice_preempted(self, **event: Any) -> None:
-        self._line(f"slice {event['slice']} is asked to end (SIGTERM)")
-
-    def _on_slice_refused(self, **event: Any) -> None:
-        self._line(f"slice {event['slice']} is not taken in: {event['why']}")
-
-    def _on_slice_quarantined(self, **event: Any) -> None:
-        self._line(f"slice {event['slice']} is not used again: {event['why']}")
-
-    def _on_fault_injected(self, **event: Any) -> None:
-        self._line(f"injected {event['kind']} {event['target']}")
-
-    def _on_slow_host(self, **event: Any) -> None:
-        self._line(
-            f"host {event['host']} of slice {event['slice']} is slow in phase"
-            f" {event['phase']!r}: {event['why']}"
-        )
-
-    def _on_scale_requested(self, **event: Any) -> None:
-        self._line(
-            f"{_count(event['slices'], 'slice')} requested: the run is to be on slices"
-            f" {_numbers(event['chosen'])}"
-        )
-
-    def _on_state_kept(self, **event: Any) -> None:
-        self._line(
-            f"kept step {event['step']} in device memory:"
-            f" {_bytes(event['device_bytes'])}"
-        )
+        text = "went on after {secs:.1f} s ({phases}); {steps_lost:count step} to train"
+        self._line(_formatted(f"{text} again", phases=phases, **event))
 
     def _on_leader_found(self, *, machine: int, leader: int) -> None:
-        if machine == leader:
-            self._line(f"machine {machine} leads the run")
-            self._begin("waiting for machines")
-        else:
-            self._line(f"machine {machine} follows machine {leader}")
-            # The leader shows the phases of the run.
-            self._begin("")
-
-    def _on_verdict(self, **event: Any) -> None:
-        self._line(f"verdict: {event['why']} ({event['kind']})")
-
-    def _on_slice_lost(self, **event: Any) -> None:
-        self._line(f"slice {event['slice']} is lost: {event['why']}")
-        self._begin("choosing slices")
-
-    def _on_slice_returned(self, **event: Any) -> None:
-        self._line(f"slice {event['slice']} is back")
-
-    def _on_waiting_for_slices(self, **event: Any) -> None:
-        secs = event["within_secs"]
-        self._line(f"waiting for slices, for up to {secs:.0f} s: {event['why']}")
-        self._begin("waiting for slices")
+        leads = machine == leader
+        what = "leads the run" if leads else f"follows machine {leader}"
+        self._line(f"machine {machine} {what}")
+        # The leader shows the phases of the run.
+        self._begin("waiting for machines" if leads else "")
 
     def _on_run_started(self, **event: Any) -> None:
-        self._world = (
-            f"{_count(event['hosts'], 'host')}, {_count(event['slices'], 'slice')},"
-            f" {_count(event['devices'], 'device')}"
-        )
-        self._steps = event["steps"]
-        start = event["start_step"]
+        world = "{hosts:count host}, {slices:count slice}, {devices:count device}"
+        self._world = _formatted(world, **event)
+        self._steps, start = event["steps"], event["start_step"]
         self._has_begun = True
         self._is_anything_saved |= start > 0
         since = f"from step {start} " if start else ""
-        self._line(f"{event['run']}: {since}to step {event['steps']} on {self._world}")
+        self._line(f"{event['run']}: {since}to step {self._steps} on {self._world}")
         self._begin(f"restoring step {start}" if start else "initializing the state")
 
-    def _on_batch_changed(self, **event: Any) -> None:
-        self._line(
-            f"global batch {event['rows_before']} -> {event['rows']} rows since step"
-            f" {event['step']}; per_device_batch_size={event['per_device_before']:g}"
-            " keeps it"
-        )
-
-    def _on_compile_started(self, **event: Any) -> None:
-        self._line(f"compiling for step {event['step']}")
-        self._begin("compiling")
-
-    def _on_compiled(self, **event: Any) -> None:
-        self._begin(f"step {event['step']}")
-
-    def _on_executable_loaded(self, **event: Any) -> None:
-        self._line(f"loaded the program for step {event['step']}")
-        self._begin(f"step {event['step']}")
-
-    def _on_executable_refused(self, **event: Any) -> None:
-        self._line(f"{event['path']} is refused: {event['why']}; compiling instead")
-
-    def _on_compiled_ahead(self, **event: Any) -> None:
-        self._line(f"compiled ahead for {_count(event['hosts'], 'host')}")
-
-    def _on_compile_ahead_failed(self, **event: Any) -> None:
-        hosts = _count(event["hosts"], "host")
-        self._line(f"not compiled ahead for {hosts}: {event['why']}")
-
-    def _on_step_interrupted(self, **event: Any) -> None:
-        self._line(
-            f"step {event['step']} was interrupted while it was saved and is passed"
-            f" over ({event['path']}); the newest complete step is"
-            f" {event['resume_step']}"
-        )
-
-    def _on_host_lost(self, **event: Any) -> None:
-        self._line(f"host {event['host']} is lost: {event['why']}")
-        self._begin("ending the world")
-
-    def _on_run_failed(self, **event: Any) -> None:
-        when = f"after step {event['step']}" if self._has_begun else "before it began"
+    def _on_run_failed(self, *, step: int, why: str) -> None:
+        del why  # it ends the output of the command
+        when = f"after step {step}" if self._has_begun else "before it began"
         self._line(f"the run failed {when}; once its cause is removed, {self._next()}")
 
-    def _on_stop_requested(self, **event: Any) -> None:
+    def _on_stop_requested(self, *, within_secs: float) -> None:
         self._line(
-            "asked to end: saving after the step under way, within"
-            f" {event['within_secs']:g} s"
+            f"asked to end: saving after the step under way, within {within_secs:g} s"
         )
         self._begin("saving before the end")
         self._is_stopping = True
 
-    def _on_run_stopped(self, **event: Any) -> None:
-        if event["saved"]:
-            self._note_saved(f"saved step {event['step']}")
-        kept = "which is saved" if event["saved"] else "which was NOT saved"
-        self._line(f"stopped after step {event['step']}, {kept}; {self._next()}")
+    def _on_run_stopped(self, *, step: int, saved: bool) -> None:
+        if saved:
+            self._on_saved(step=step)
+        kept = "which is saved" if saved else "which was NOT saved"
+        self._line(f"stopped after step {step}, {kept}; {self._next()}")
 
-    def _save_shown(self) -> str:
-        # MaxText's own checkpoints are no events.
-        return f" | {self._saved}" if self._saved else ""
+    def _on_save_started(self, *, step: int) -> None:
+        self._saved = f"saving step {step}"
 
-    def _note_saved(self, saved: str) -> None:
-        self._saved, self._is_anything_saved = saved, True
+    def _on_saved(self, *, step: int, how: str = "saved", **_: Any) -> None:
+        self._saved, self._is_anything_saved = f"{how} step {step}", True
+
+    def _on_backed_up(self, *, step: int, **_: Any) -> None:
+        self._on_saved(step=step, how="backed up")
 
     def _next(self) -> str:
         if self._is_anything_saved:
@@ -281,8 +276,8 @@ class Progress:
             return "the same command starts it"
         return "the same command starts it at step 0, for nothing was saved"
 
-    def _on_restored_from(self, **event: Any) -> None:
-        self._note_saved(f"saved step {event['step']}")
+    def _on_restored_from(self, *, step: int, **event: int) -> None:
+        self._on_saved(step=step)
         parts = [
             f"{_bytes(event[f'{near}_bytes'])} {source}"
             for near, source in _NEARNESS.items()
@@ -291,165 +286,97 @@ class Progress:
         bad = ""
         if event["bad_copies"]:
             bad = f"; {event['repaired']} of {event['bad_copies']} bad copies put right"
-        self._line(f"restored step {event['step']}: {', '.join(parts) or 'data'}{bad}")
+        self._line(f"restored step {step}: {', '.join(parts) or 'data'}{bad}")
         self._begin("reading the first batch")
 
     def _on_weights_loaded(self, **event: Any) -> None:
-        step = event["step"]
-        since = f"; the run goes on from its step {step}" if step else ""
-        self._line(f"weights of {event['path']}: {_bytes(event['bytes'])}{since}")
+        since = "; the run goes on from its step {step}" * bool(event["step"])
+        self._line(_formatted(f"weights of {{path}}: {{bytes:bytes}}{since}", **event))
 
-    def _on_weights_skipped(self, **event: Any) -> None:
-        self._line(f"init_from is not read: the run has saved step {event['step']}")
-
-    def _on_step_passed_over(self, **event: Any) -> None:
-        self._line(f"passed over: {event['why']}")
-
-    def _on_degraded(self, **event: Any) -> None:
-        if self._saved == f"saving step {event['step']}" and event["tier"] == "local":
-            self._saved = f"step {event['step']} is not in RAM"
-        if (event["tier"], event["cause"]) != ("persistent", storage_cause.FULL.name):
-            self._line(f"{event['tier']} tier, step {event['step']}: {event['why']}")
+    def _on_degraded(self, *, tier: str, step: int, cause: str, why: str) -> None:
+        if self._saved == f"saving step {step}" and tier == "local":
+            self._saved = f"step {step} is not in RAM"
+        if (tier, cause) != ("persistent", storage_cause.FULL.name):
+            self._line(f"{tier} tier, step {step}: {why}")
         elif not self._is_storage_full:
             self._is_storage_full = True
-            path = re.search(r"(\w+:/)?/\S*?(?=/\d+[./]|\s|$)", event["why"])
-            where = f": {path[0]}" if path else ""
+            path = re.search(r"(\w+:/)?/\S*?(?=/\d+[./]|\s|$)", why)
             self._line(
-                f"storage full since step {event['step']}{where}; retried"
-                " automatically; make room, or keep fewer steps"
+                f"storage full since step {step}{f': {path[0]}' if path else ''};"
+                " retried automatically; make room, or keep fewer steps"
                 " (max_num_checkpoints_to_keep)"
             )
 
-    def _on_storage_recovered(self, **event: Any) -> None:
+    def _on_storage_recovered(self, *, step: int, **_: Any) -> None:
         self._is_storage_full = False
-        self._line(f"storage takes steps again, since step {event['step']}")
+        self._line(f"storage takes steps again, since step {step}")
 
-    def _on_replicated(self, **event: Any) -> None:
-        pass
-
-    def _on_backed_up(self, **event: Any) -> None:
-        self._note_saved(f"backed up step {event['step']}")
-
-    def _on_step(self, **event: Any) -> None:
-        step, steps = event["step"], event["steps"]
-        self._recent_secs.append(event["secs"])
-        rate = len(self._recent_secs) / max(sum(self._recent_secs), 1e-9)
-        text = (
-            f"step {step}/{steps} | loss {event['loss']:.4f} | {rate:.1f} steps/s"
-            f" | {self._world}{self._save_shown()}"
-        )
-        self._phase_secs = self._shown_secs = self._clock()
-        if self._is_terminal:
-            self._move(text)
-        elif step % self._log_period == 0 or step == steps:
-            self._line(text)
-        if not self._is_stopping:
-            self._phase = f"step {step + 1}/{steps}"
+    def _on_step(
+        self, *, step: int, steps: int, loss: float, secs: float, **_: Any
+    ) -> None:
+        self._recent_secs.append(secs)
+        done = f"step {step}/{steps} | loss {loss:.4f} | {{rate}} | {self._world}"
+        self._step(done, step, is_last=step == steps, of_all=f"/{steps}")
         if step == steps:
             self._begin(f"step {step} is done and is being saved")
 
-    def _on_step_done(self, **event: Any) -> None:
+    def _on_step_done(self, *, step: int) -> None:
         # Of a loop that reports no more than that.
-        step, now_secs = event["step"], self._clock()
+        now_secs = self._clock()
         if self._done_secs is not None:
             self._recent_secs.append(now_secs - self._done_secs)
-        self._done_secs = self._phase_secs = self._shown_secs = now_secs
+        self._done_secs = now_secs
+        self._step(f"step {step} | {{rate}}", step)
+
+    def _step(
+        self, text: str, step: int, *, is_last: bool = False, of_all: str = ""
+    ) -> None:
         total_secs = max(sum(self._recent_secs), 1e-9)
-        rate = len(self._recent_secs) / total_secs if self._recent_secs else 0.0
-        text = f"step {step} | {rate:.1f} steps/s{self._save_shown()}"
-        if self._is_terminal:
-            self._move(text)
-        elif step % self._log_period == 0:
-            self._line(text)
+        text = text.format(rate=f"{len(self._recent_secs) / total_secs:.1f} steps/s")
+        # MaxText's own checkpoints are no events.
+        saved = f" | {self._saved}" if self._saved else ""
+        self._phase_secs = self._shown_secs = self._clock()
+        is_logged = step % self._log_period == 0 or is_last
+        self._show(f"{text}{saved}", is_logged=is_logged)
         if not self._is_stopping:
-            self._phase = f"step {step + 1}"
+            self._phase = f"step {step + 1}{of_all}"
 
-    def _on_replicas_differ(self, **event: Any) -> None:
-        self._line(f"step {event['step']}: copies differ: {event['why']}")
-
-    def _on_step_preserved(self, **event: Any) -> None:
-        self._line(f"step {event['step']} is preserved: {event['why']}")
-
-    def _on_validated(self, **event: Any) -> None:
-        pass
-
-    def _on_save_started(self, **event: Any) -> None:
-        self._saved = f"saving step {event['step']}"
-
-    def _on_save_blocked(self, **event: Any) -> None:
-        pass
-
-    def _on_saved(self, **event: Any) -> None:
-        self._note_saved(f"saved step {event['step']}")
-
-    def _on_evaluated(self, **event: Any) -> None:
-        batches = _count(event["batches"], "batch", "es")
-        self._line(
-            f"step {event['step']}: evaluated {batches}, loss {event['loss']:.4f}"
-        )
-
-    def _on_divergence_found(self, **event: Any) -> None:
-        self._line(
-            f"step {event['step']}: {event['callback']}: {event['why']}"
-            f" ({event['action']})"
-        )
-
-    def _on_went_back(self, **event: Any) -> None:
-        """Shows nothing: `rolled_back` tells more."""
-
-    def _on_component_not_loaded(self, **event: Any) -> None:
-        self._line(event["why"])
-
-    def _on_rolled_back(self, **event: Any) -> None:
-        self._line(
-            f"went back from step {event['step']} to {event['to_step']}, and left out"
-            f" {_count(event['rows'], 'row')}; {_count(event['rollbacks'], 'rollback')}"
-            " so far"
-        )
-
-    def _on_restore_distrusted(self, **event: Any) -> None:
+    def _on_restore_distrusted(
+        self, *, step: int, restored_step: int, to_step: int | None, why: str
+    ) -> None:
         outcome = "storage has no step before it to go back to"
-        if event["to_step"] is not None:
+        if to_step is not None:
             outcome = (
-                f"it is abandoned, and the run goes back to step {event['to_step']} in"
-                " storage, to the same rows"
+                f"it is abandoned, and the run goes back to step {to_step} in storage,"
+                " to the same rows"
             )
         self._line(
-            f"step {event['step']}: {event['why']}, soon after step"
-            f" {event['restored_step']} was restored from RAM; {outcome}"
+            f"step {step}: {why}, soon after step {restored_step} was restored from"
+            f" RAM; {outcome}"
         )
 
-    def _on_data_ended(self, **event: Any) -> None:
+    def _on_data_ended(self, *, step: int) -> None:
         of_all = f" of {self._steps}" if self._steps else ""
-        self._line(
-            f"the data ended after step {event['step']}{of_all}, the last of the run"
-        )
-        self._begin(f"step {event['step']} is the last and is being saved")
-
-    def _on_run_finished(self, **event: Any) -> None:
-        self._line(f"step {event['step']} is done, after {event['secs']:.1f} s")
+        self._line(f"the data ended after step {step}{of_all}, the last of the run")
+        self._begin(f"step {step} is the last and is being saved")
 
     def _line(self, text: str) -> None:
-        self._stream.write(f"\n{text}\n" if self._moving else f"{text}\n")
-        self._moving = False
+        self._write(f"\n{text}\n" if self._moving else f"{text}\n", moving=False)
+
+    def _show(self, text: str, *, is_logged: bool) -> None:
+        # Moves on a terminal, and is a line elsewhere.
+        if self._is_terminal:
+            # A line that wraps could not be written over.
+            width = shutil.get_terminal_size().columns - 1
+            self._write(f"\r\033[K{text[:width]}", moving=True)
+        elif is_logged:
+            self._line(text)
+
+    def _write(self, text: str, *, moving: bool) -> None:
+        self._stream.write(text)
+        self._moving = moving
         self._stream.flush()
         self._shown_secs = self._clock()
-
-    def _move(self, text: str) -> None:
-        # A line that wraps could not be written over.
-        width = shutil.get_terminal_size().columns - 1
-        self._stream.write(f"\r\033[K{text[:width]}")
-        self._moving = True
-        self._stream.flush()
-        self._shown_secs = self._clock()
-
-
-_NEARNESS = {
-    "local": "from this host's RAM",
-    "close": "from close peers",
-    "distant": "from distant peers",
-    "persistent": "from persistent storage",
-}
 
 
 def _bytes(number: float) -> str:
@@ -458,11 +385,3 @@ def _bytes(number: float) -> str:
             return f"{number:.4g} {unit}"
         number /= 1024
     return f"{number:.4g} TiB"
-
-
-def _numbers(numbers: Sequence[int], text: str = "{}") -> str:
-    return text.format(", ".join(map(str, numbers))) if numbers else ""
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}" + plural * (number != 1)

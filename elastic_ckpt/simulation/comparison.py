@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_ckpt.core import metrics
 from elastic_ckpt.inspect import plot
-from elastic_ckpt.inspect.report_page import Section, page
+from elastic_ckpt.inspect.report_page import Fact, Section, page
 from elastic_ckpt.simulation.study import Result
 from elastic_ckpt.steps import read_plan
 
@@ -74,10 +74,10 @@ def to_page(results: Sequence[Result], *, subtitle: str) -> str:
         "Simulated run",
         subtitle,
         [
-            ("hosts", f"{size.hosts:,}"),
-            ("slices", f"{size.slices:,}"),
-            ("settings", str(len(results))),
-            ("best goodput", f"{best.outcome.goodput_percent:.2f} %"),
+            Fact(name="hosts", value=f"{size.hosts:,}"),
+            Fact(name="slices", value=f"{size.slices:,}"),
+            Fact(name="settings", value=str(len(results))),
+            Fact(name="best goodput", value=f"{best.outcome.goodput_percent:.2f} %"),
         ],
         [_losses(results), _restores(results), _bytes(results)],
     )
@@ -85,13 +85,9 @@ def to_page(results: Sequence[Result], *, subtitle: str) -> str:
 
 def _losses(results: Sequence[Result]) -> Section:
     causes = _causes(results)[1:]
-    bars = plot.Bars(
-        title="Time that was lost",
-        description="The part of the time of each setting that was lost, by cause.",
-        rows=[
-            (each.name, [_percent(each, cause) for cause in causes]) for each in results
-        ],
-        parts=[(name, place % plot.COLOURS) for place, name in enumerate(causes)],
+    bars = plot.bars(
+        [(each.name, [_percent(each, cause) for cause in causes]) for each in results],
+        plot.coloured(causes),
         unit="%",
         totals=[f"{each.outcome.goodput_percent:.2f} %" for each in results],
     )
@@ -101,7 +97,7 @@ def _losses(results: Sequence[Result]) -> Section:
         text="By cause; behind each bar the goodput, which is the rest. "
         + "; ".join(f"{cause}: {meanings[cause]}" for cause in causes)
         + ".",
-        svg=bars.svg(),
+        spec=bars,
         columns=(*_HEAD, *causes),
         rows=[
             (each.name, *_numbers(each), *_percents(each, causes)) for each in results
@@ -110,14 +106,12 @@ def _losses(results: Sequence[Result]) -> Section:
 
 
 def _restores(results: Sequence[Result]) -> Section:
-    bars = plot.Bars(
-        title="Restores",
-        description="The restores of each setting, by the farthest place they read.",
-        rows=[
+    bars = plot.bars(
+        [
             (each.name, [each.outcome.restores.get(tier, 0) for tier in _TIERS])
             for each in results
         ],
-        parts=[(name, place) for place, name in enumerate(_TIERS)],
+        plot.coloured(_TIERS),
         unit="restores",
     )
     return Section(
@@ -125,7 +119,7 @@ def _restores(results: Sequence[Result]) -> Section:
         text="By the farthest kind of place from which a host read a part: its own RAM"
         " (local), RAM in its failure domain (close), other RAM (distant), storage"
         " (persistent), or none: the run began anew.",
-        svg=bars.svg(),
+        spec=bars,
         columns=("setting", *_TIERS),
         rows=[
             (each.name, *(str(each.outcome.restores.get(t, 0)) for t in _TIERS))
@@ -136,20 +130,18 @@ def _restores(results: Sequence[Result]) -> Section:
 
 def _bytes(results: Sequence[Result]) -> Section:
     names = list(_MOVES)[1:]
-    bars = plot.Bars(
-        title="Bytes moved",
-        description="The bytes that hosts moved in each setting.",
-        rows=[
+    bars = plot.bars(
+        [
             (each.name, [each.outcome.bytes.get(name, 0) / _GIB for name in names])
             for each in results
         ],
-        parts=[(_MOVES[name], place) for place, name in enumerate(names)],
+        plot.coloured([_MOVES[name] for name in names]),
         unit="GiB",
     )
     return Section(
         title="Bytes moved",
         text="By all hosts, in all the time, without what they write to their own RAM.",
-        svg=bars.svg(),
+        spec=bars,
         columns=("setting", *(f"GiB {name}" for name in _MOVES.values())),
         rows=[(each.name, *_moved(each)) for each in results],
     )

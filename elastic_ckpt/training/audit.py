@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import delivery, elastic_data, example_id, rows, stages, state
+from elastic_ckpt.data import delivery, elastic_data, example_id, rows, stages
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.step_record import Rows, StepRecord, block_rows
+from elastic_ckpt.training.stream import History, Pipeline, Stream, Trained, key_at
 
 _MAX_NAMED_IDS = 8
 
@@ -109,17 +110,20 @@ def audit(
       missing_checkpoint: see `Audit`.
       first_step: the number of a run's first step in descriptions; the log has 0.
     """
-    lineage = step_log.lineage(attempts)
-    steps = [lineage[step] for step in sorted(lineage)]
-    oracle = OneHostRun(data_of, attempts)
+    stream = Stream(attempts, data_of)
+    stream.place()
+    current = [trained for trained in stream.trained if trained.is_current]
+    current.sort(key=lambda trained: trained.record.step)
+    steps = [trained.record for trained in current]
+    oracle = OneHostRun(stream)
     # It may go on from the checkpoint of another program.
     start = attempts[0].start_step
     of_stages = stages.of(data_of(attempts[-1].attempt))
     uses = _Uses()
     compared: list[_Compared] = []
     difference = ""
-    for number, record in enumerate(steps, start=start):
-        one_host = oracle.next(record)
+    for number, trained in enumerate(current, start=start):
+        record, one_host = trained.record, oracle.next(trained)
         named = dataclasses.replace(record, step=record.step + first_step)
         step = _compare(named, one_host, in_order=is_in_order(record.attempt))
         uses.add(record, one_host, is_different=bool(step.in_batch))
@@ -164,39 +168,41 @@ class OneHostRun:
     It leaves out the same positions.
 
     Args:
-      data_of: returns the configured data of an attempt, given its number.
-      attempts: the step log.
+      stream: of the run.
 
     Attributes:
       num_left_out: positions that it has left out so far.
     """
 
-    def __init__(
-        self,
-        data_of: Callable[[int], elastic_data.ElasticData],
-        attempts: Sequence[step_log.Attempt],
-    ) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.num_left_out = 0
-        self._configured = data_of
-        # The data of attempts so far, each with the names of the one before.
-        self._data: dict[int, elastic_data.ElasticData] = {}
-        self._left_out = {each.attempt: each.left_out for each in attempts}
-        self._taken = _taken(attempts)
-        # The attempt, size and stage of the batches.
-        self._now: tuple[int, int, int] | None = None
+        self._stream = stream
+        # The rows so far, without batches of padding that no step has.
+        self._position = 0
+        # The pipeline and the size of the batches.
+        self._now: tuple[Pipeline, int] | None = None
+        self._data: elastic_data.ElasticData | None = None
         self._batches: elastic_data.HostBatches | None = None
         # How many batches without a real row may come before one that has some.
         self._max_empty = 0
 
-    def next(self, record: StepRecord) -> Rows:
-        """The batch of the step of `record`."""
-        self._leave_out(record)
-        batches = self._of_size(record.attempt, record.num_rows, record.step)
+    def next(self, trained: Trained) -> Rows:
+        """The batch in the place of one that was trained on."""
+        size = trained.record.num_rows
+        while self._position < trained.position:
+            # Left out; another pipeline may have made the rest of it.
+            starts = [start for start, _ in trained.history if start > self._position]
+            stop = min(*starts, trained.position, self._position + size)
+            next(self._of_size(trained.history, stop - self._position))
+            self.num_left_out += stop - self._position
+            self._position = stop
+        batches = self._of_size(trained.history, size)
         batch = next(batches)
         for _ in range(self._max_empty):
             if batch[elastic_data.MASK].any():
                 break
             batch = next(batches)
+        self._position += size
         tokens = np.concatenate(digest.row_features(batch), axis=1)
         return Rows(
             ids=example_id.joined(batch["example_id"]),
@@ -208,44 +214,17 @@ class OneHostRun:
         if self._batches:
             self._batches.close()
 
-    def _leave_out(self, record: StepRecord) -> None:
-        # Ranges of the attempt that begin here, in the batches that the run once took.
-        for start, stop in self._left_out[record.attempt]:
-            position, attempt, step = start, record.attempt, record.step
-            size = record.num_rows
-            while self._position() == position < stop:
-                logged = self._taken.get(position)
-                if logged is not None:
-                    attempt, step, size = logged.attempt, logged.step, logged.num_rows
-                else:
-                    # Batches that were not logged follow the last one.
-                    data = stages.at(self._data_of(attempt), step)
-                    size = stages.size(data, size)
-                size = min(size, stop - position)
-                next(self._of_size(attempt, size, step))
-                self.num_left_out += size
-                position += size
-                step += 1
-
-    def _data_of(self, attempt: int) -> elastic_data.ElasticData:
-        if attempt not in self._data:
-            data = self._configured(attempt)
-            if self._data:
-                before = next(reversed(self._data.values()))
-                data = data.continuing(before.identity())
-            self._data[attempt] = data
-        return self._data[attempt]
-
-    def _position(self) -> int:
-        return state.row_of(self._batches.position()) if self._batches else 0
-
-    def _of_size(self, attempt: int, size: int, step: int) -> elastic_data.HostBatches:
-        data = stages.at(self._data_of(attempt), step)
-        of_stages = stages.of(data)
-        now = attempt, size, of_stages.number if of_stages else 0
+    def _of_size(self, history: History, size: int) -> elastic_data.HostBatches:
+        now = key_at(history, self._position), size
         if self._batches is None or self._now != now:
+            data = self._data
+            if data is None or self._now is None or self._now[0] != now[0]:
+                data = self._stream.data_at(history, self._position)
+                if self._data is not None:
+                    # It may have other names.
+                    data = data.continuing(self._data.identity())
             self._batches = self._continued(data, size)
-            self._now = now
+            self._now, self._data = now, data
         return self._batches
 
     def _continued(
@@ -262,29 +241,6 @@ class OneHostRun:
             )
             self._batches.close()
         return continued
-
-
-def _taken(attempts: Sequence[step_log.Attempt]) -> dict[int, StepRecord]:
-    # The newest batch at each position of the stream, with those that were left out.
-    taken: dict[int, StepRecord] = {}
-    # The position after each step.
-    stops: dict[int, int] = {}
-    for attempt in attempts:
-        position = 0
-        if attempt.start_step > attempts[0].start_step:
-            if attempt.start_step - 1 not in stops:
-                continue
-            position = stops[attempt.start_step - 1]
-        for start, stop in attempt.left_out:
-            if start == position:
-                position = stop
-        # What the attempt has not left out, it has read again.
-        taken = {at: record for at, record in taken.items() if at < position}
-        for record in attempt.records:
-            taken[position] = record
-            position += record.num_rows
-            stops[record.step] = position
-    return taken
 
 
 class _Compared(NamedTuple):

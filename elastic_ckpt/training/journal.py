@@ -237,10 +237,10 @@ def _newest_claim(directory: str) -> int:
 def _newest_step(directory: str) -> int:
     # The most steps that earlier starts have done, by their metrics.
     from elastic_ckpt.core import metrics
-    from elastic_ckpt.monitoring import jsonl
+    from elastic_ckpt.inspect import run_files
 
     try:
-        files = jsonl.read(os.path.join(directory, run_directory.METRICS))
+        files = run_files.read_metrics(os.path.join(directory, run_directory.METRICS))
     except errors.DataError as error:
         logging.warning("steps trained again may count as goodput: %s", error)
         return 0

@@ -35,7 +35,7 @@ def of_process(config: schema.Config, host: int | None = None) -> schema.Config:
     section = config.metrics
     if not section.prometheus_port:
         return config
-    on_machine = config.world.hosts // len(config.elastic.elastic_machines.split(";"))
+    on_machine = config.world.hosts // config.elastic.elastic_machines
     place = on_machine if host is None else host % on_machine
     section = dataclasses.replace(
         section, prometheus_port=section.prometheus_port + place

@@ -14,10 +14,11 @@ from elastic_ckpt.elastic.world import World
 from elastic_ckpt.training import elastic_run, listeners, run_directory, schema
 from elastic_ckpt.training.configured import groups, limits, memory
 
-# The fork server imports it, and with it nearly all that a host needs.
-_HOST_PROGRAM = "elastic_ckpt.training.job"
-# The rest, which hosts would import in the pause of a change.
-_LATER_IMPORTS = (
+# What the fork server imports: nearly all that a host needs comes with these two, and
+# the rest would be imported in the pause of a change.
+_HOST_IMPORTS = (
+    __name__,
+    "elastic_ckpt.training.job",
     "elastic_ckpt.elastic.multicontroller",
     "elastic_ckpt.monitoring.jsonl",
     "elastic_ckpt.monitoring.prometheus",
@@ -32,7 +33,7 @@ _LATER_IMPORTS = (
 
 def warm_up() -> None:
     """Starts the fork server, which imports in the background."""
-    supervisor.warm_up([_HOST_PROGRAM, *_LATER_IMPORTS])
+    supervisor.warm_up(_HOST_IMPORTS)
 
 
 def train(config: schema.Config, world: World) -> None:

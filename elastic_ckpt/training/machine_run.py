@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 from collections.abc import Mapping
 
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import faults, local_slices, processes
 from elastic_ckpt.elastic.machine_supervisor import MachineSupervisor, Run
-from elastic_ckpt.elastic.machines import follower, membership, places
+from elastic_ckpt.elastic.machines import places
 from elastic_ckpt.elastic.machines.places import Place
 from elastic_ckpt.training import (
     elastic_run,
@@ -45,33 +44,33 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
       ConfigError: if it is not, or contradicts other keys.
     """
     section, world = config.elastic, config.world
-    number = section.elastic_machine
-    own = places.place(
-        [each.strip() for each in section.elastic_machines.split(";")],
-        number if number >= 0 else None,
-        slices=world.slices,
-        environment=environment,
-        names=("elastic_machines", "elastic_machine"),
-    )
     if not section.elastic_enabled:
         raise errors.ConfigError(
-            "elastic_machines needs elastic_enabled=true: otherwise another launcher"
-            " starts the hosts; set elastic_enabled=true, or leave elastic_machines"
-            " empty"
+            f"elastic_machines={section.elastic_machines} needs elastic_enabled=true:"
+            " otherwise another launcher starts the hosts; set elastic_enabled=true, or"
+            " elastic_machines=1"
         )
     elastic_run.check_checkpoints(config)
     if world.enable_single_controller:
         raise errors.ConfigError(
-            f"elastic_machines={section.elastic_machines!r} with"
+            f"elastic_machines={section.elastic_machines} with"
             " enable_single_controller=true: only runs with a process per host have"
-            " supervisors on several machines; leave it empty"
+            " supervisors on several machines; set elastic_machines=1"
         )
     if world.hosts % world.slices:
         raise errors.ConfigError(
             f"slices={world.slices} with hosts={world.hosts} cannot be divided evenly"
-            f" among {len(own.addresses)} machines; set hosts to a multiple of slices"
+            f" among {section.elastic_machines} machines; set hosts to a multiple of"
+            " slices"
         )
-    return own
+    number = section.elastic_machine
+    return places.place(
+        *(section.elastic_machines, number if number >= 0 else None),
+        slices=world.slices,
+        interface=config.tiers.peer_interface,
+        environment=environment,
+        names=("elastic_machines", "elastic_machine"),
+    )
 
 
 def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
@@ -88,25 +87,16 @@ def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
     Raises:
       RunError: with the first failure of the run; or if no leader can be reached.
     """
-    section = config.elastic
-    logs = run_directory.logs_of(config)
-    members = membership.Membership(
-        own.number,
-        own.addresses,
-        log=os.path.join(logs, f"membership-{own.number}.log"),
-        lost_secs=section.elastic_machine_timeout_seconds,
-    )
     slices = local_slices.LocalSlices(
         config.world,
-        log_directory=logs,
+        log_directory=run_directory.logs_of(config),
         memory=local_world.memory(config),
         limits=local_world.limits(config),
         numbers=own.slices,
         interface=own.interface,
     )
-    machine = MachineSupervisor(_run_of(config, show), slices, members, show)
-    with contextlib.closing(slices), contextlib.closing(members):
-        return machine.run().is_stopped
+    with contextlib.closing(slices):
+        return MachineSupervisor(_run_of(config, show), own, slices, show).run()
 
 
 def _run_of(config: schema.Config, show: events.Emit) -> Run:
@@ -132,17 +122,16 @@ def _run_of(config: schema.Config, show: events.Emit) -> Run:
         )
 
     return Run(
-        functions=follower.Functions(
-            train=functools.partial(local_world.train, config),
-            compile_ahead=functools.partial(local_world.compile_ahead, config),
-        ),
+        train=functools.partial(local_world.train, config),
+        compile_ahead=functools.partial(local_world.compile_ahead, config),
         lead=lead,
         kept=kept,
+        shared=run_directory.steps_of(run_directory.path_of(config)),
         configured=_digest(config),
         min_slices=elastic_run.policy(config, groups).min_slices,
         injected=faults.parse(config.elastic.faults),
         wait_secs=config.elastic.elastic_timeout_seconds,
-        needs_majority=config.elastic.elastic_machine_majority,
+        lost_secs=config.elastic.elastic_machine_timeout_seconds,
     )
 
 

@@ -18,7 +18,6 @@ import bisect
 import collections
 import dataclasses
 import itertools
-import json
 import os
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +35,19 @@ from elastic_ckpt.data import (
     provenance,
     records,
     rows,
-    sharded_data,
-    stages,
     state,
 )
 from elastic_ckpt.data.sources import arrayrecord
 from elastic_ckpt.training import step_log
-from elastic_ckpt.training.step_record import StepRecord
+from elastic_ckpt.training.stream import (
+    History,
+    Pipeline,
+    Stream,
+    Trained,
+    key_at,
+    sharded,
+    until,
+)
 
 # After how many rows it is checked whether a document can still come.
 _CHECK_ROWS = 32
@@ -180,25 +185,6 @@ class SavedData:
     cursors: Callable[[Iterable[int]], Mapping[int, cursors.Cursor]]
 
 
-# What identifies a pipeline: the settings of the data, and the first step of the stage.
-_Key = tuple[str, int]
-# The pipelines that made the stream of rows: the row from which on each is used.
-_History = tuple[tuple[int, _Key], ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Trained:
-    # A step that an attempt trained, and its place in the stream of rows.
-    record: StepRecord
-    position: int
-    history: _History
-    is_current: bool
-
-    @property
-    def stop(self) -> int:
-        return self.position + self.record.num_rows
-
-
 class Provenance:
     """Answers questions about the documents of a run.
 
@@ -230,22 +216,21 @@ class Provenance:
         self._is_in_order = is_in_order
         self._first_step = first_step
         self._announce = announce
-        self._data: dict[str, elastic_data.ElasticData] = {}
         # The records, and their bytes, that a row took up to a saved step.
         self._of_rows: dict[int, tuple[float, float]] = {}
-        # The end of the rows that were trained on, by the pipelines that made them.
-        self._ends: dict[_History, int] = collections.defaultdict(int)
         self._saved = sorted(saved, key=lambda each: each.state.row)
-        keys = self._keys(attempts, data_of)
-        self._check_same(keys[attempts[-1].attempt])
-        self._trained = self._placed(attempts, keys)
+        self.stream = Stream(attempts, data_of)
+        self._check_same(self.stream.keys[attempts[-1].attempt])
+        num_rows = sum(
+            record.num_rows for attempt in attempts for record in attempt.records
+        )
+        empties = _EmptyBatches(self, num_rows=num_rows)
+        self.stream.place(after=empties.after, first_step=first_step)
+        self._trained = self.stream.trained
         self.current_end = max(
             (t.stop for t in self._trained if t.is_current), default=0
         )
         self._left_out = {each for attempt in attempts for each in attempt.left_out}
-        for trained in self._trained:
-            end = max(self._ends[trained.history], trained.stop)
-            self._ends[trained.history] = end
 
     def find(self, file: str, record: int) -> Iterator[Found]:
         """What became of a record, epoch by epoch.
@@ -260,7 +245,7 @@ class Provenance:
         if isinstance(self._last_data, positional_data.PositionalData):
             yield from self._find_positional(file, record)
             return
-        streams = self._histories()
+        streams = self.stream.histories()
         found = (
             found
             for history, name, number, part in self._named(streams, file)
@@ -285,7 +270,7 @@ class Provenance:
           DataError: if no attempt trained it, or its rows cannot be followed.
         """
         for batch, trained in self._batches(step):
-            data = self.data_at(trained.history, trained.position)
+            data = self.stream.data_at(trained.history, trained.position)
             if isinstance(data, positional_data.PositionalData):
                 yield batch, self._positional_rows(data, trained)
             else:
@@ -293,138 +278,18 @@ class Provenance:
 
     @property
     def _last_data(self) -> elastic_data.ElasticData:
-        return self.data_at(self._trained[-1].history, self._trained[-1].position)
-
-    def _keys(
-        self,
-        attempts: Sequence[step_log.Attempt],
-        data_of: Callable[[int], elastic_data.ElasticData],
-    ) -> dict[int, str]:
-        # What identifies the data of each attempt.
-        keys, by_settings = {}, {}
-        for attempt in attempts:
-            settings = json.dumps(attempt.data, sort_keys=True)
-            if settings not in by_settings:
-                data = data_of(attempt.attempt)
-                key = json.dumps(data.identity(), sort_keys=True)
-                self._data.setdefault(key, data)
-                by_settings[settings] = key
-            keys[attempt.attempt] = by_settings[settings]
-        return keys
+        return self.stream.data_at(
+            self._trained[-1].history, self._trained[-1].position
+        )
 
     def _check_same(self, key: str) -> None:
         # Whether the newest saved state is of the data of the last attempt.
         if self._saved:
             saved = self._saved[-1].state
-            data = self._data[key].continuing(saved.pipeline)
+            data = self.stream.data(key).continuing(saved.pipeline)
             state.check_same_pipeline(saved, data.engine, data.identity())
 
-    def _placed(
-        self, attempts: Sequence[step_log.Attempt], keys: Mapping[int, str]
-    ) -> list[_Trained]:
-        # All steps of all attempts, in the order of training.
-        lineage = step_log.lineage(list(attempts))
-        first = attempts[0].start_step
-        placed: list[_Trained] = []
-        # The steps of the run as it was before each attempt.
-        before: dict[int, _Trained] = {}
-        num_rows = sum(
-            each.num_rows for attempt in attempts for each in attempt.records
-        )
-        empties = _EmptyBatches(self, num_rows=num_rows)
-        for attempt in attempts:
-            before = {n: t for n, t in before.items() if n < attempt.start_step}
-            position, history = 0, ()
-            if attempt.start_step > first:
-                last = before.get(attempt.start_step - 1)
-                if last is None:
-                    missing = attempt.start_step - 1 + self._first_step
-                    raise errors.DataError(
-                        f"step {missing} is missing from the step log, so the rows of"
-                        " later steps are not known; run `elastic-ckpt audit` to see"
-                        " what else is missing"
-                    )
-                position, history = last.stop, last.history
-            key = keys[attempt.attempt]
-            for record in attempt.records:
-                for start, stop in attempt.left_out:
-                    if position == start:
-                        history = self._left_out_rows(
-                            history, start, stop, placed, key=key, record=record
-                        )
-                        position = stop
-                of_step = self._of_step(key, record.step)
-                history = _continued(history, position, of_step)
-                position = empties.after(history, position, record.num_rows)
-                trained = _Trained(
-                    record=record,
-                    position=position,
-                    history=history,
-                    is_current=lineage.get(record.step) is record,
-                )
-                placed.append(trained)
-                before[record.step] = trained
-                position = trained.stop
-        if not placed:
-            raise errors.DataError("the step log has no step; the run trained none yet")
-        return placed
-
-    def _left_out_rows(
-        self,
-        history: _History,
-        start: int,
-        stop: int,
-        placed: Sequence[_Trained],
-        *,
-        key: str,
-        record: StepRecord,
-    ) -> _History:
-        # The pipelines up to `stop`, given those up to `start`, of rows that the run
-        # had taken when it went back. Steps that were not logged follow the last one.
-        position, step, size = start, record.step, record.num_rows
-        for last in reversed(placed):
-            if start <= last.stop <= stop and _until(last.history, start) == history:
-                size = last.record.num_rows
-                if last.stop > start:
-                    key = _key_at(last.history, last.position)[0]
-                    history, position = last.history, last.stop
-                    step = last.record.step + 1
-                break
-        while position < stop:
-            history = _continued(history, position, self._of_step(key, step))
-            size = stages.size(self.data_at(history, position), size)
-            position += size
-            step += 1
-        return history
-
-    def _of_step(self, key: str, step: int) -> _Key:
-        # The pipeline of a step of the data of a key.
-        of_stages = stages.of(stages.at(self._data[key], step))
-        return key, of_stages.current.begin if of_stages else 0
-
-    def _histories(self) -> dict[_History, list[_Trained]]:
-        # The different streams of rows, each with the steps that have its rows.
-        streams: dict[_History, list[_Trained]] = {}
-        by_length = sorted(self._ends.items(), key=lambda each: -len(each[0]))
-        for history, end in by_length:
-            if not any(_until(other, end) == history for other in streams):
-                streams[history] = [
-                    trained
-                    for trained in self._trained
-                    if _until(history, trained.stop) == trained.history
-                ]
-        return streams
-
-    def data_at(self, history: _History, position: int) -> elastic_data.ElasticData:
-        """The data of the stream at a position."""
-        key, step = _key_at(history, position)
-        return stages.at(self._data[key], step)
-
-    def sharded(self, history: _History, position: int) -> sharded_data.ShardedData:
-        """The data of the stream at a position, with logical shards."""
-        return _sharded(self.data_at(history, position))
-
-    def saved_before(self, history: _History, position: int) -> list[SavedData]:
+    def saved_before(self, history: History, position: int) -> list[SavedData]:
         """The saved states of the same stream up to a position, newest first.
 
         Where attempts of the run had other pipelines, only those that all attempts
@@ -435,15 +300,15 @@ class Provenance:
             for saved in reversed(self._saved)
             if saved.state.row <= position
             and all(
-                _until(each, saved.state.row) == _until(history, saved.state.row)
-                for each, end in self._ends.items()
+                until(each, saved.state.row) == until(history, saved.state.row)
+                for each, end in self.stream.ends.items()
                 if end >= saved.state.row
             )
         ]
 
     def announce(
         self,
-        history: _History,
+        history: History,
         shards: Mapping[int, int],
         saved: SavedData | None,
         position: int,
@@ -453,7 +318,7 @@ class Provenance:
         if not num_rows:
             return
         share = self._read_a_row(history, position)
-        parts = provenance.parts(self.sharded(history, position).make_shard(0))
+        parts = provenance.parts(self.stream.sharded(history, position).make_shard(0))
         self._announce(
             Reading(
                 shards=tuple(sorted(shards)),
@@ -467,7 +332,7 @@ class Provenance:
         )
 
     def _read_a_row(
-        self, history: _History, position: int
+        self, history: History, position: int
     ) -> tuple[float, float] | None:
         # The records, and their bytes, that a row takes, by the newest saved state.
         states = [each for each in self.saved_before(history, 2**62) if each.state.row]
@@ -475,7 +340,7 @@ class Provenance:
             return None
         if states[0].step not in self._of_rows:
             num_records = num_bytes = 0.0
-            data = self.sharded(history, position)
+            data = self.stream.sharded(history, position)
             parts = provenance.parts(data.make_shard(0))
             for cursor in states[0].cursors(range(data.num_shards)).values():
                 for name, part in parts.items():
@@ -489,7 +354,7 @@ class Provenance:
         # If buffers were never empty, the state does not tell what was read.
         return of_rows if of_rows[0] else None
 
-    def _batches(self, step: int) -> list[tuple[UsedBatch, _Trained]]:
+    def _batches(self, step: int) -> list[tuple[UsedBatch, Trained]]:
         trained = [t for t in self._trained if t.record.step + self._first_step == step]
         if not trained:
             steps = [t.record.step + self._first_step for t in self._trained]
@@ -497,7 +362,7 @@ class Provenance:
                 f"no attempt of the run trained step {step}; its steps are"
                 f" {min(steps)} to {max(steps)}"
             )
-        same: dict[Any, list[_Trained]] = collections.defaultdict(list)
+        same: dict[Any, list[Trained]] = collections.defaultdict(list)
         for each in trained:
             same[each.position, each.record.num_rows, each.history].append(each)
         return [
@@ -514,8 +379,8 @@ class Provenance:
             for group in same.values()
         ]
 
-    def _sharded_rows(self, trained: _Trained) -> Iterator[UsedRow]:
-        data = self.sharded(trained.history, trained.position)
+    def _sharded_rows(self, trained: Trained) -> Iterator[UsedRow]:
+        data = self.stream.sharded(trained.history, trained.position)
         batch = rows.BatchRows(
             num_shards=data.num_shards, global_batch_size=trained.record.num_rows
         )
@@ -543,7 +408,7 @@ class Provenance:
                 yield UsedRow(row=row, documents=tuple(documents or ()))
             stream_rows.close()
 
-    def _check_ids(self, trained: _Trained, stream: np.ndarray) -> None:
+    def _check_ids(self, trained: Trained, stream: np.ndarray) -> None:
         # Whether the step log has these rows, if it lists them.
         ids = [each for each in trained.record.ids if each != example_id.NONE]
         if not set(ids) <= set(stream.tolist()):
@@ -555,7 +420,7 @@ class Provenance:
             )
 
     def _positional_rows(
-        self, data: positional_data.PositionalData, trained: _Trained
+        self, data: positional_data.PositionalData, trained: Trained
     ) -> Iterator[UsedRow]:
         origins = _Origins(data)
         if not trained.record.runs:
@@ -565,7 +430,7 @@ class Provenance:
             yield UsedRow(row=row, documents=documents)
 
     def _positional(
-        self, data: positional_data.PositionalData, trained: _Trained
+        self, data: positional_data.PositionalData, trained: Trained
     ) -> Iterator[tuple[int | None, int | None, int]]:
         # The row, the record number and the epoch of each row of a batch.
         num_records = data.num_records()
@@ -640,7 +505,7 @@ class Provenance:
             )
 
     def use(
-        self, trained: _Trained, row: int | None, first: int, number: int | None
+        self, trained: Trained, row: int | None, first: int, number: int | None
     ) -> Use:
         """A use in a row of a step."""
         return Use(
@@ -653,16 +518,18 @@ class Provenance:
         )
 
     def _named(
-        self, histories: Iterable[_History], file: str
-    ) -> list[tuple[_History, str, int, records.Records]]:
+        self, histories: Iterable[History], file: str
+    ) -> list[tuple[History, str, int, records.Records]]:
         # The parts of each stream, and the number of the file in each, that have a
         # file. Not all streams need have it.
-        named: list[tuple[_History, str, int, records.Records]] = []
+        named: list[tuple[History, str, int, records.Records]] = []
         files: list[str] = []
         for history in histories:
             of_history: dict[str, records.Records] = {}
             for start, _ in reversed(history):
-                parts = provenance.parts(self.sharded(history, start).make_shard(0))
+                parts = provenance.parts(
+                    self.stream.sharded(history, start).make_shard(0)
+                )
                 of_history = parts | of_history
             for name, part in of_history.items():
                 files += records.files_of(part)
@@ -692,7 +559,7 @@ class ShardStream:
     def __init__(
         self,
         run: Provenance,
-        history: _History,
+        history: History,
         shard: int,
         saved: SavedData | None,
         *,
@@ -707,10 +574,10 @@ class ShardStream:
             row = saved.state.row
             self._cursor = saved.cursors([shard])[shard]
             self._before = saved.state.pipeline
-        num_shards = run.sharded(history, row).num_shards
+        num_shards = run.stream.sharded(history, row).num_shards
         self.num_shards = num_shards
         self.index = int(rows.emitted(row, num_shards)[shard])
-        self._key: _Key | None = None
+        self._key: Pipeline | None = None
         self._data: elastic_data.ElasticData | None = None
         # The shard by each pipeline, the current one last.
         self._all: list[provenance.FollowedShard] = []
@@ -758,10 +625,10 @@ class ShardStream:
             self._all[-1].close()
 
     def _open(self, *, ahead: bool = True) -> provenance.FollowedShard:
-        key = _key_at(self._history, self.stream_row)
+        key = key_at(self._history, self.stream_row)
         if self._all and (key == self._key or not ahead):
             return self._all[-1]
-        data = self._run.data_at(self._history, self.stream_row)
+        data = self._run.stream.data_at(self._history, self.stream_row)
         if self._all:
             # The run continued with other weights or datasets, or in another stage.
             self._cursor = self._all[-1].cursor()
@@ -773,7 +640,7 @@ class ShardStream:
         self._key, self._data = key, data
         self._all.append(
             provenance.FollowedShard(
-                _sharded(data).make_shard,
+                sharded(data).make_shard,
                 self._shard,
                 self._cursor,
                 watched=self._watched,
@@ -792,7 +659,7 @@ class _OfHistory:
     """
 
     def __init__(
-        self, run: Provenance, history: _History, trained: Sequence[_Trained]
+        self, run: Provenance, history: History, trained: Sequence[Trained]
     ) -> None:
         self._run, self._history, self._trained = run, history, trained
         self._starts = np.array([t.position for t in trained], np.int64)
@@ -820,7 +687,7 @@ class _OfHistory:
         # The last epoch that a shard was in at the newest saved state.
         if not self._saved:
             return -1
-        num_shards = self._run.sharded(self._history, self._end).num_shards
+        num_shards = self._run.stream.sharded(self._history, self._end).num_shards
         at_end = self._saved[0].cursors(range(num_shards))
         return max(
             records.epoch_at(
@@ -943,7 +810,7 @@ class _OfHistory:
     def _use(self, number: int, row: int, piece: provenance.Piece) -> Use:
         trained = self._trained[number]
         batch = rows.BatchRows(
-            num_shards=self._run.sharded(self._history, row).num_shards,
+            num_shards=self._run.stream.sharded(self._history, row).num_shards,
             global_batch_size=trained.record.num_rows,
         )
         (of_batch,) = np.flatnonzero(rows.stream_rows(batch, trained.position) == row)
@@ -969,12 +836,12 @@ class _EmptyBatches:
         # The rows of shards that had ended.
         self._padding: set[Any] = set()
 
-    def after(self, history: _History, position: int, size: int) -> int:
+    def after(self, history: History, position: int, size: int) -> int:
         """The position of the next batch of a step."""
-        data = self._run.data_at(history, position)
+        data = self._run.stream.data_at(history, position)
         max_empty = delivery.batches_of_end(data, size) - 1
         if max_empty and not self._streams:
-            shards = range(self._run.sharded(history, position).num_shards)
+            shards = range(self._run.stream.sharded(history, position).num_shards)
             of_shard = -(-self._num_rows_of_run // len(shards))
             of_shards = dict.fromkeys(shards, of_shard)
             self._run.announce(history, of_shards, None, position)
@@ -984,8 +851,10 @@ class _EmptyBatches:
             position += size
         return position
 
-    def _is_real(self, history: _History, number: int) -> bool:
-        index, shard = divmod(number, self._run.sharded(history, number).num_shards)
+    def _is_real(self, history: History, number: int) -> bool:
+        index, shard = divmod(
+            number, self._run.stream.sharded(history, number).num_shards
+        )
         key = history, shard
         if key not in self._streams:
             self._streams[key] = ShardStream(
@@ -1043,35 +912,6 @@ def _merged(found: Iterable[Found]) -> list[Found]:
             best, uses=tuple(sorted(uses, key=lambda use: use.attempt))
         )
     return sorted(merged.values(), key=lambda each: each.epoch)
-
-
-def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
-    # The data, or that of the stage that it is in, with logical shards.
-    of_stages = stages.of(data)
-    if of_stages is not None:
-        return of_stages.sharded()
-    if not isinstance(data, sharded_data.ShardedData):
-        raise errors.DataError(
-            f"the documents of {type(data).__name__} cannot be told; use"
-            " ec.data.sharded or ec.data.positional"
-        )
-    return data
-
-
-def _continued(history: _History, position: int, key: _Key) -> _History:
-    before = _until(history, position)
-    if before and before[-1][1] == key:
-        return before
-    return (*before, (position, key))
-
-
-def _until(history: _History, position: int) -> _History:
-    # The pipelines of the rows before a position.
-    return tuple(each for each in history if each[0] < position)
-
-
-def _key_at(history: _History, position: int) -> _Key:
-    return [key for start, key in history if start <= position][-1]
 
 
 def _file_number(files: Sequence[str], file: str) -> int | None:

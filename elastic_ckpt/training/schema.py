@@ -519,28 +519,24 @@ class ElasticSection:
         " while the run trains; 0 compiles it only when a slice is lost.",
         at_least=0,
     )
-    elastic_machines: str = key(
-        "",
-        "The machines of the run: `host:port` separated by `;`, the same on all."
-        " Start the same command on each; their supervisors agree through these"
-        " addresses, and the slices are divided evenly. Empty uses this machine only.",
+    elastic_machines: int = key(
+        1,
+        "Number of machines of the run, among which the slices are divided evenly."
+        " Start the same command on each; the one that holds the claim beside the"
+        " steps in base_output_directory, which all share, leads the others.",
+        at_least=1,
     )
     elastic_machine: int = key(
         -1,
-        "Number of this machine in elastic_machines, from 0. -1 reads it from"
-        " NODE_RANK, SLURM_NODEID or JOB_COMPLETION_INDEX in the environment.",
+        "Number of this machine, from 0. -1 reads it from NODE_RANK, SLURM_NODEID or"
+        " JOB_COMPLETION_INDEX in the environment.",
         at_least=-1,
     )
     elastic_machine_timeout_seconds: float = key(
         10.0,
-        "A machine that gives no sign of life for this long counts as lost; of the"
-        " others, the one with the lowest number leads.",
+        "A machine that gives no sign of life for this long counts as lost. If it"
+        " leads, its claim lapses, and another machine leads.",
         at_least=2,
-    )
-    elastic_machine_majority: bool = key(
-        False,
-        "Continue only with more than half of the machines. Required if they do not"
-        " share the storage of base_output_directory.",
     )
     faults: str = key(
         "",
@@ -932,12 +928,6 @@ class SlurmSection:
         "",
         "Commands that each node runs before the program, such as module load cuda;"
         " several lines are allowed.",
-    )
-    slurm_port: int = key(
-        0,
-        "First port of the supervisors of an elastic run; 0 derives one from the"
-        " number of the job.",
-        at_least=0,
     )
 
 

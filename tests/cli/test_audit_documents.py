@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.cli import audit
 from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.data.sources import parquet
+from elastic_ckpt.training import run_audit
 from tests import corpora, runs
 
 FILE = "DOCUMENTS_OF_THE_RUN"
@@ -151,7 +151,7 @@ def test_a_run_that_an_older_program_began(run, tmp_path, monkeypatch, dealing):
     inputs = train(tmp_path, 1, 3, finite().dealt(dealing))
     inputs |= train(tmp_path, 3, 5, finite())
     name = f"{NAME.partition(':')[0]}:finite"
-    assert audit.outcome_of(str(tmp_path / "run"), data=name).passed
+    assert run_audit.RunAudit(str(tmp_path / "run"), data=name).outcome().passed
     asked = ("audit", tmp_path / "run", "--data", name, "--step", 4, "--json")
     (batch,) = json.loads(answered(*asked))["batches"]
     for row, tokens in zip(batch["rows"], inputs[4], strict=True):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.checkpoint.host import capture
-from elastic_ckpt.cli import inspect as verb
 from elastic_ckpt.core import boxes, digest, storage
+from elastic_ckpt.inspect import stored_steps
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers import preserved
@@ -290,16 +290,15 @@ def test_a_step_that_the_run_went_back_to_is_saved_again(tmp_path):
 
 def test_documents_that_were_taken_are_counted_for_each_dataset():
     datasets = {name: {"weight": 1, "files": ["f"]} for name in ("code", "web")}
-    data = {
-        "engine": "sharded",
-        "position": {"stream_row": 32},
-        "pipeline": {"datasets": datasets},
-        "taken": {"code": 29, "web": 87},
-        "skipped": 0,
-    }
-    step = {"step": 4, "state": [], "num_bytes": 0, "data": data}
-    content = {"run": "r", "known": [4], "config": "", "steps": [step]}
-    content |= {"interrupted": []}
-    lines = verb.describe(content).splitlines()
+    data = stored_steps.SavedData(
+        engine="sharded",
+        position={"stream_row": 32},
+        pipeline={"datasets": datasets},
+        taken={"code": 29, "web": 87},
+        skipped=0,
+    )
+    step = stored_steps.SavedStep(step=4, num_bytes=0, state=(), data=data)
+    stored = stored_steps.StoredSteps(run="r", known=(4,), steps=(step,))
+    lines = stored_steps.describe(stored, known="one").splitlines()
     (web,) = (line for line in lines if "dataset web" in line)
     assert "weight 50.00%, 87 documents taken so far, 75.00%, 1 files" in web

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from elastic_ckpt.cli import json_fields, main
+from docs import json_fields
+from elastic_ckpt.cli import main
 from tests import json_outputs
 
 PROBLEM = {

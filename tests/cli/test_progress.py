@@ -1,5 +1,6 @@
 import contextlib
 import io
+import string
 import threading
 
 import pytest
@@ -292,5 +293,9 @@ def test_standard_output_is_that_of_the_time_when_it_is_made():
 
 
 @pytest.mark.parametrize("name", events.NAMES)
-def test_every_event_can_be_shown(name):
-    assert callable(getattr(progress.Progress, f"_on_{name}"))
+def test_every_event_has_one_text_of_its_fields(name):
+    is_special = hasattr(progress.Progress, f"_on_{name}")
+    assert is_special != (name in progress._TEXTS)
+    texts = progress._TEXTS.get(name, ())
+    used = {field for text in texts for _, field, *_ in string.Formatter().parse(text)}
+    assert used <= {*events.NAMES[name], None}

@@ -54,7 +54,7 @@ def test_the_table_and_the_page_name_each_setting(capsys, tmp_path):
     for name in ("peer_copies=0", "peer_copies=1", "goodput %", "persistent"):
         assert name in table
         assert name in html
-    assert html.count("<svg") == 3
+    assert html.count("<figure>") == 3
 
 
 def test_a_trace_replaces_random_failures_and_runs_until_the_steps_are_done(

@@ -43,14 +43,11 @@ class Pods(started_supervisors.Supervisors):
         }
         job = jobs.pop(program.JOB)
         (self._container,) = job["template"]["spec"]["containers"]
-        names = f"tiny-{program.JOB}-0-%d.tiny:{program.PORT}"
         numbers = range(job["completions"])
-        replaced = {
-            names % n: started_supervisors.free_address(self._ip(n)) for n in numbers
-        }
+        replaced = {}
         self.backups = []
         if backup_job := jobs.pop(program.BACKUP_JOB, None):
-            replaced |= self._start_backups(backup_job)
+            replaced = self._start_backups(backup_job)
         assert not jobs
         self._files = self.directory / "mounted"
         self._files.mkdir()

@@ -15,6 +15,7 @@ import yaml
 
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.deploy import alerts, dashboard, runbook
+from elastic_ckpt.elastic import verdict
 from tests import prometheus_server
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -283,10 +284,11 @@ def test_every_alert_says_what_it_means_and_leads_to_its_entry_of_the_runbook():
     assert len({rule["alert"] for rule in rules}) == len(rules)
 
 
-def test_the_runbook_has_one_entry_for_each_alert_and_each_class_of_errors():
+def test_the_runbook_has_one_entry_for_each_alert_verdict_and_class_of_errors():
     listed = [entry.name for entries in runbook.SECTIONS.values() for entry in entries]
     assert len(listed) == len(set(listed))
     assert [entry.name for entry in runbook.ALERTS] == [a.name for a in alerts.ALERTS]
+    assert [entry.name for entry in runbook.VERDICTS] == [k.name for k in verdict.KINDS]
     assert {entry.name for entry in runbook.ERRORS} == classes_of_errors()
 
 

@@ -15,7 +15,6 @@ from elastic_ckpt.deploy import slurm
 from elastic_ckpt.training import load, step_log
 from tests import runs, shared_memory
 from tests.deploy import fake_slurm, own_program
-from tests.multiprocess import supervisors
 
 ROOT = str(pathlib.Path(__file__).parents[2])
 SHIPPED = pathlib.Path(ROOT) / "configs" / "deploy"
@@ -347,7 +346,6 @@ def test_an_elastic_job_goes_on_without_a_node_that_is_lost(tmp_path, corpus, se
         elastic_compile_ahead_seconds=0,
         elastic_machine_timeout_seconds=120,
         termination_grace_period_seconds=600,
-        slurm_port=int(supervisors.free_address("127.0.0.1").rpartition(":")[2]),
     )
     job = fake_slurm.start(script(config, steps=1_000_000), tmp_path)
     run = tmp_path / "tiny"

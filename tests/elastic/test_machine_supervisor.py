@@ -1,66 +1,306 @@
-"""The other machines of a run learn how it has ended at the one that leads."""
+"""Supervisors of machines lead and follow by the claim in a shared directory."""
 
 import contextlib
-import json
+import dataclasses
+import math
 import threading
 import time
 import types
 
 import pytest
 
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import machine_supervisor
-from elastic_ckpt.elastic.machines import follower, followers
+from elastic_ckpt.core import errors, events, process
+from elastic_ckpt.elastic import machine_supervisor, termination
+from elastic_ckpt.elastic.machines import leader_claim, places
 from tests.elastic.machines import test_several_machines
 
-CONFIGURED = "the digest of a configuration"
+
+def far(number):
+    """A process of another machine, which this one cannot tell to be alive."""
+    return dataclasses.replace(process.this(), host=f"m{number}", boot_id=f"b{number}")
 
 
-def ended(error):
-    """The end of the leader's run with an error, and what the other machine gets."""
-    values, slices, received = {}, types.SimpleNamespace(), []
-    slices.numbers, slices.interface, slices.agents = (0,), "127.0.0.1", []
+class Machines:
+    """Supervisors in threads, by the numbers of their machines.
 
-    def follow():
-        listener = json.loads(values[followers.LISTENER])
-        members = test_several_machines.Members(1, values)
-        link = follower.connected(members, slices, listener, CONFIGURED)
-        received.append(link.receive())
-        link.cut()
+    What one does that leads is a function of its cluster and of `emit`.
+    """
 
-    members = test_several_machines.Members(0, values)
-    following = threading.Thread(target=follow)
+    def __init__(self, directory):
+        self.directory = directory
+        # As each supervisor emits them, with its number.
+        self.events = []
+        # The ends of the supervisors, or their errors.
+        self.ends = {}
+        self._threads = []
 
-    def train(others, emit):
-        emit("leader_found", machine=0, leader=0)
-        following.start()
-        while not others.all():
-            others.poll()
+    def supervisor(self, number, lead, **changes):
+        slices = types.SimpleNamespace(
+            numbers=(number,),
+            interface="127.0.0.1",
+            agents=[f"http://m{number}"],
+            forgotten=[],
+            checks=types.SimpleNamespace(poll=list),
+            limits=types.SimpleNamespace(grace_secs=600),
+        )
+        slices.forget = slices.forgotten.extend
+
+        def emit(name, **fields):
+            events.check(name, fields)
+            self.events.append((number, name, fields))
+
+        run = {
+            "train": print,
+            "compile_ahead": print,
+            "lead": lead,
+            "kept": lambda: contextlib.nullcontext(emit),
+            "shared": str(self.directory),
+            "configured": "the digest of a configuration",
+            "min_slices": 1,
+            "wait_secs": 600.0,
+            "lost_secs": 600.0,
+        }
+        made = machine_supervisor.MachineSupervisor(
+            machine_supervisor.Run(**run | changes),
+            places.place(*(2, number), slices=2, interface="127.0.0.1", environment={}),
+            slices,
+            emit,
+        )
+        made._claims._owner = far(number)
+        return made
+
+    def start(self, number, lead, **changes):
+        """Starts a supervisor, and returns it."""
+        made = self.supervisor(number, lead, **changes)
+
+        def run():
+            try:
+                self.ends[number] = made.run()
+            except errors.RunError as error:
+                self.ends[number] = error
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self._threads.append(thread)
+        return made
+
+    def join(self):
+        for thread in self._threads:
+            thread.join()
+
+    def leaders(self):
+        """The machines that have led, in turn."""
+        found = [(n, each) for n, of, each in self.events if of == "leader_found"]
+        return [number for number, each in found if each["leader"] == number]
+
+    def await_event(self, number, name):
+        while not any((n, each) == (number, name) for n, each, _ in self.events):
             time.sleep(0.01)
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    # Only the main thread receives signals.
+    monkeypatch.setattr(termination, "Notice", test_several_machines.NoSignal)
+    return Machines(tmp_path)
+
+
+def await_other(cluster, emit=None):
+    """Returns when the other machine follows."""
+    del emit
+    while not cluster._machines.others():
+        cluster._machines.poll()
+        time.sleep(0.01)
+
+
+def raising(error):
+    def lead(cluster, emit):
+        await_other(cluster, emit)
         raise error
 
-    run = machine_supervisor.Run(
-        functions=follower.Functions(train=print, compile_ahead=print),
-        lead=lambda *_: None,
-        kept=lambda: contextlib.nullcontext(events.nobody),
-        configured=CONFIGURED,
-        min_slices=1,
-        wait_secs=600,
-        needs_majority=False,
-    )
-    leader = machine_supervisor.MachineSupervisor(run, slices, members, events.nobody)
-    leader._train = train
-    with pytest.raises(type(error)):
-        leader.run()
-    following.join()
-    return received
+    return lead
 
 
-def test_machines_follow_the_leader_that_has_replaced_theirs():
-    error = errors.ReplacedError("another start has continued it")
-    assert ended(error) == [{"replaced": True}]
+@pytest.mark.parametrize("kind", [errors.RunError, errors.ReplacedError])
+def test_the_other_machines_end_with_a_run_that_fails(machines, kind):
+    machines.start(0, raising(kind("a host is gone")))
+    machines.await_event(0, "leader_found")
+    machines.start(1, await_other)
+    machines.join()
+    assert str(machines.ends[0]) == "a host is gone"
+    assert str(machines.ends[1]) == "the run has failed: a host is gone"
+    assert machines.leaders() == [0]
 
 
-def test_machines_end_with_a_run_that_fails():
-    (message,) = ended(errors.RunError("a host is gone"))
-    assert message["failure"] == "a host is gone"
+def test_a_run_that_has_ended_has_ended_for_all_and_its_claim_is_given_back(machines):
+    machines.start(1, await_other)
+    machines.await_event(1, "leader_found")
+    machines.start(0, await_other)
+    machines.join()
+    assert machines.ends == {0: False, 1: False}
+    # The next start leads at once, and waits for the others until they are lost.
+    machines.start(0, lambda *_: None, lost_secs=2.0)
+    machines.join()
+    assert machines.leaders() == [1, 0]
+    assert not [each for each in machines.events if each[1] == "leader_lost"]
+
+
+def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
+    # On a slow machine the claim may change hands again: each does the same.
+    stale = machines.start(0, await_other, lost_secs=4.0)
+    machines.await_event(0, "leader_found")
+    second = machines.supervisor(1, await_other)
+    second._claims.look()
+    second._claims.note_end(second._claims.leader().term, "it has ended")
+    # As `start` does.
+    second.run()
+    machines.join()
+    assert machines.ends[0] is False
+    assert machines.leaders()[:2] == [0, 1]
+    assert ("machine", 0) in machines.events[-1][2].items()
+    assert not stale._claims.has_lead
+
+
+def test_a_lost_leader_gets_a_verdict(machines):
+    first = machines.supervisor(0, None)
+    assert first._taken() is not None
+    second = machines.supervisor(1, lambda *_: None, lost_secs=2.0)
+    second._claims.look()
+    second._claims.note_end(1, "nothing listens at 10.0.0.1:7 any more")
+    assert second.run() is False
+    (lost,) = [each for _, name, each in machines.events if name == "leader_lost"]
+    assert lost == {"machine": 0, "why": "nothing listens at 10.0.0.1:7 any more"}
+    (verdict,) = [each for _, name, each in machines.events if name == "verdict"]
+    assert (verdict["kind"], verdict["what"]) == ("leader_lost", "machine")
+    assert verdict["which"] == "0"
+    assert verdict["action"] == "leave out"
+    assert "nothing listens at 10.0.0.1:7 any more" in verdict["evidence"][0]
+
+
+def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
+    ends = threading.Event()
+
+    def lead(cluster, emit):
+        await_other(cluster, emit)
+        while not ends.is_set():
+            time.sleep(0.01)
+        # As the kernel does for a process that was killed.
+        cluster._machines.close()
+        first._claims._held = None
+        raise SystemExit
+
+    first = machines.supervisor(0, lead)
+    others = first._taken()
+    leading = threading.Thread(target=_dies, args=(first, others))
+    leading.start()
+    second = machines.start(1, lambda *_: None)
+    machines.await_event(1, "leader_found")
+    ends.set()
+    leading.join()
+    machines.join()
+    assert machines.ends == {1: False}
+    assert machines.leaders() == [0, 1]
+    # The lost machine's agents are not asked any more.
+    assert second._slices.forgotten == ["http://m0"]
+
+
+def _dies(supervisor, others):
+    with contextlib.suppress(SystemExit):
+        supervisor._lead(others)
+
+
+def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
+    first = machines.supervisor(0, None)
+    others = first._taken()
+    others.close()
+    second = machines.supervisor(1, None, wait_secs=0.0)
+    with pytest.raises(errors.RunError) as refused:
+        second.run()
+    leader = second._claims.leader()
+    said = str(refused.value)
+    assert f"machine 0, which leads the run, at {leader.address}" in said
+    assert "Connection refused" in said
+    claim = machines.directory / leader_claim.DIRECTORY / "1.json"
+    assert f"Its claim is {claim}, and is renewed" in said
+    assert "let the machines reach each other at all ports" in said
+
+
+def test_claims_that_cannot_be_read_are_named(machines):
+    (machines.directory / leader_claim.DIRECTORY).write_text("no directory")
+    with pytest.raises(errors.RunError) as refused:
+        machines.supervisor(1, None, wait_secs=0.0).run()
+    directory = machines.directory / leader_claim.DIRECTORY
+    assert f"the claims of the run's leaders, {directory} (" in str(refused.value)
+    assert "bring the storage back" in str(refused.value)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
+    leads = threading.Event()
+
+    def lead(cluster, emit):
+        await_other(cluster, emit)
+        while not leads.is_set():
+            cluster._machines.poll()
+            time.sleep(0.01)
+
+    machines.start(0, lead)
+    machines.await_event(0, "leader_found")
+    machines.start(1, await_other)
+    machines.await_event(1, "leader_found")
+    again = machines.supervisor(number, None, wait_secs=0.0)
+    again._claims._owner = far(7)
+    with pytest.raises(
+        errors.RunError, match=f"another supervisor of machine {number} is there"
+    ):
+        again.run()
+    leads.set()
+    machines.join()
+    assert machines.ends == {0: False, 1: False}
+
+
+def test_a_machine_with_another_configuration_is_refused_and_the_run_goes_on(machines):
+    machines.start(0, await_other)
+    machines.await_event(0, "leader_found")
+    other = machines.supervisor(1, None, configured="the digest of another one")
+    with pytest.raises(
+        errors.RunError, match=r"machine 1 has another configuration than machine 0"
+    ):
+        other.run()
+    machines.start(1, await_other)
+    machines.join()
+    assert machines.ends == {0: False, 1: False}
+
+
+def test_a_leader_without_enough_slices_gives_way_once_to_those_it_does_not_reach(
+    machines,
+):
+    leads_until = []
+
+    def lead(cluster, emit):
+        if not leads_until:
+            await_other(cluster)
+        emit("waiting_for_slices", why="1 slice is missing", within_secs=600)
+        leads_until.append(cluster._machines.leads_until_secs)
+        while leads_until[1:] == []:
+            cluster._machines.poll()
+            time.sleep(0.01)
+        await_other(cluster)
+
+    machines.start(0, lead, lost_secs=2.0)
+    machines.await_event(0, "leader_found")
+    machines.start(1, lead, lost_secs=2.0)
+    machines.join()
+    assert set(machines.ends.values()) == {False}
+    # The claim was free for a while, and then each of them may take it.
+    assert len(machines.leaders()) >= 2
+    assert leads_until[0] < math.inf
+    assert leads_until[1] == math.inf
+
+
+def test_the_other_machines_are_waited_for_until_they_count_as_lost(machines):
+    first = machines.supervisor(0, None, lost_secs=2.0)
+    others = first._taken()
+    others.await_machines([0, 1])
+    assert others.slices() == {0}
+    others.close()

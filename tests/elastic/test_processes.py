@@ -105,6 +105,9 @@ def test_a_script_that_no_host_can_import_ends_the_run(tmp_path):
     assert "no such device" in ended.stderr
 
 
+SHARED = {"slices": 2, "machines": 2, "shared": "shared"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -121,11 +124,11 @@ def test_a_script_that_no_host_can_import_ends_the_run(tmp_path):
         ),
         ({"slices": 2, "logs": "s3://b/c"}, "logs='s3://b/c' is not a directory of"),
         ({"slices": 2, "run": "a/b"}, "give a name that a directory can have"),
-        ({"slices": 2, "machines": ["a"]}, "write host:port"),
-        ({"slices": 2, "machines": ["a:1"]}, "names one machine; name two"),
-        ({"slices": 3, "machines": ["a:1", "b:1"]}, "divided evenly among 2 machines"),
-        ({"slices": 2, "machines": ["a:1", "b:1"]}, "machine is not set"),
-        ({"slices": 2, "machines": ["a:1", "b:1"], "machine": 2}, "from 0 to 1"),
+        ({"slices": 2, "machines": ["a:1"]}, r"machines=\['a:1'\]\): give a whole"),
+        ({"slices": 2, "machines": 2}, "needs a directory that all of them share"),
+        ({**SHARED, "slices": 3}, "evenly among machines=2"),
+        (SHARED, "machine is not set"),
+        ({**SHARED, "machine": 2}, "from 0 to 1"),
     ],
 )
 def test_values_that_cannot_work_are_refused(values, message):

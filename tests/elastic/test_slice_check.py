@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.elastic import slice_check, watch
+from elastic_ckpt.elastic import host_start, slice_check, watch
 from elastic_ckpt.training import schema
 
 SECS = 600
@@ -43,6 +43,7 @@ def test_a_wrong_number_names_device_and_host():
 def checks(tmp_path):
     checks = slice_check.SliceChecks(
         schema.WorldSection(devices_per_host=2),
+        machine=host_start.ThisMachine(),
         hosts_per_slice=2,
         log_directory=str(tmp_path),
         limits=watch.unlimited(),
@@ -82,6 +83,7 @@ def test_a_sound_slice_passes_and_a_broken_one_is_checked_again(checks, monkeypa
 def test_a_slice_whose_devices_are_gone_does_not_pass_on_cpus(tmp_path):
     checks = slice_check.SliceChecks(
         schema.WorldSection(hardware="gpu"),
+        machine=host_start.ThisMachine(),
         hosts_per_slice=1,
         log_directory=str(tmp_path),
         limits=watch.Limits(),
@@ -113,6 +115,7 @@ def fail(*_):
 def test_the_processes_of_a_check_have_the_devices_of_the_slice(tmp_path):
     checks = slice_check.SliceChecks(
         schema.WorldSection(),
+        machine=host_start.ThisMachine(),
         hosts_per_slice=2,
         first_slice=4,
         log_directory=str(tmp_path),

@@ -11,9 +11,10 @@ import pytest
 from elastic_ckpt.checkpoint import due_steps
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import metrics, segmented_log, storage
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.monitoring import subscription
 from elastic_ckpt.tiers.persistent import persistent_root
-from elastic_ckpt.training import job, run_directory
+from elastic_ckpt.training import job
 from tests import faulty_buckets, runs, shared_memory
 
 # A backup is due at each fourth step; the steps at which an outage begins and ends.
@@ -205,7 +206,7 @@ def test_a_run_trains_on_while_its_bucket_takes_no_uploads(
         ended = runs.forked(train_through, str(faults.outage), str(config), waits)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert faults.happened[kind] > 0
-    events = run_directory.read_events(f"{bucket}/tiny")
+    events = run_files.read_events(f"{bucket}/tiny")
     degraded = [each for each in events if each["event"] == "degraded"]
     late = {each["step"]: each for each in degraded if "step log" not in each["why"]}
     assert {each["tier"] for each in degraded} == {"persistent"}

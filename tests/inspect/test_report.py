@@ -1,94 +1,118 @@
-"""The page of a report is well-formed, and its plots stay within their frames."""
+"""The page of a report says what happened, and its plots show all of it."""
 
 import re
+import sys
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import plot, report, report_page, run_record
+from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.inspect import plot, report_page
+from elastic_ckpt.training import report
 
 VALUES = st.floats(-1e9, 1e9, allow_nan=False) | st.integers(-5, 5).map(float)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(spec, width=plot.WIDE):
+    return ElementTree.fromstring(plot.svg(spec, title="a < b", width=width))
+
+
+def texts(root):
+    return ["".join(each.itertext()) for each in root.iter(f"{SVG}text")]
 
 
 def numbers(path):
-    return [float(each) for each in re.findall(r"-?[0-9.]+", path)]
+    return [float(each) for each in re.findall(r"-?[0-9.]+(?:e-?\d+)?", path)]
 
 
+# Vega draws in a tenth of a second.
+@settings(max_examples=15)
 @given(
-    points=st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=40),
+    points=st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=40),
     kind=st.sampled_from(["line", "steps", "area", "dots"]),
     is_log=st.booleans(),
     from_zero=st.booleans(),
 )
-def test_everything_is_drawn_within_the_frame(points, kind, is_log, from_zero):
+def test_every_point_is_drawn_within_the_frame(points, kind, is_log, from_zero):
     if is_log:
         points = [(x, abs(y) + 1e-3) for x, y in points]
-    lines = plot.Lines(
-        title="a < b",
-        description="d",
-        x_label="x",
-        y_label="y",
-        series=[plot.Series(name="s", points=sorted(points), kind=kind)],
-        is_log=is_log,
-        from_zero=from_zero and not is_log,
-    )
-    root = ElementTree.fromstring(lines.svg())
+    series = plot.Series(name="s", points=sorted(points), kind=kind)
+    spec = plot.lines([series], x="x", y="y", is_log=is_log, from_zero=from_zero)
+    root = drawn(spec)
     width, height = map(float, root.get("viewBox").split()[2:])
-    assert root.find("title").text == "a < b"
-    drawn = 0
-    for path in root.iter("path"):
-        if path.get("class") != "grid":
+    assert root.get("aria-label") == "a < b"
+    assert width == plot.WIDE
+    coloured = [
+        each
+        for each in root.iter(f"{SVG}path")
+        if plot.COLOURS[0] in (each.get("stroke"), each.get("fill"))
+    ]
+    if kind == "dots":
+        assert len(coloured) == len(points)
+    for path in coloured:
+        if kind != "dots":
             xs, ys = numbers(path.get("d"))[::2], numbers(path.get("d"))[1::2]
-            assert all(0 <= x <= width for x in xs)
-            assert all(0 <= y <= height for y in ys)
-            drawn += 1
-    for circle in root.iter("circle"):
-        assert 0 <= float(circle.get("cx")) <= width
-        assert 0 <= float(circle.get("cy")) <= height
-        drawn += 1
-    assert drawn
+            assert all(-1 <= x <= width for x in xs)
+            assert all(-1 <= y <= height for y in ys)
+    assert coloured
 
 
 def test_a_long_series_keeps_its_extremes():
     points = [(float(n), 1.0) for n in range(10_000)]
     points[5_555] = (5555.0, 99.0)
-    thinned = plot._thinned(points)
+    thinned = plot.thinned(points)
     assert len(thinned) < 1_000
     assert (5555.0, 99.0) in thinned
 
 
-SECONDS = st.integers(0, 10**6).map(lambda number: number / 8)
+SECONDS = st.integers(1, 10**6).map(lambda number: number / 8)
 
 
+@settings(max_examples=15)
 @given(st.lists(st.lists(SECONDS, min_size=2, max_size=2), min_size=1, max_size=8))
-def test_bars_are_as_long_as_their_parts(rows):
-    bars = plot.Bars(
-        title="t",
-        description="d",
-        rows=[(str(place), values) for place, values in enumerate(rows)],
-        parts=[("a", 0), ("b", 1)],
-        unit="s",
+def test_bars_of_one_name_are_as_long_as_their_parts(rows):
+    parts = plot.coloured(["a", "b"])
+    root = drawn(plot.bars([("same", values) for values in rows], parts, unit="s"))
+    bars = [g for g in root.iter(f"{SVG}g") if "mark-rect" in g.get("class", "")]
+    lengths = dict.fromkeys(parts.values(), 0.0)
+    for path in bars[0]:
+        lengths[path.get("fill")] += float(re.search("h([0-9.e-]+)", path.get("d"))[1])
+    of_parts = [sum(values) for values in zip(*rows, strict=True)]
+    assert lengths[plot.COLOURS[0]] / sum(lengths.values()) == pytest.approx(
+        of_parts[0] / sum(of_parts)
     )
-    svg = re.search("<svg.*</svg>", bars.svg())[0]
-    rects = list(ElementTree.fromstring(svg).iter("rect"))
-    assert len(rects) == sum(
-        later > earlier
-        for values in rows
-        for earlier, later in ((0.0, values[0]), (values[0], sum(values)))
-    )
-    most = max(map(sum, rows), default=0)
-    lengths = sum(float(rect.get("width")) for rect in rects)
-    scale = (plot._WIDTH - plot._BAR_LEFT - plot._BAR_RIGHT) / (most or 1)
-    assert lengths == pytest.approx(sum(map(sum, rows)) * scale, abs=1)
+    assert texts(root).count("same") == len(rows)
+    for values in rows:
+        assert f"{plot.number(sum(values))} s" in texts(root)
+
+
+@pytest.mark.parametrize("colours", [plot.LIGHT, plot.DARK])
+def test_each_colour_of_a_plot_is_one_of_the_page(colours):
+    names = [f"s{number}" for number in range(len(plot.COLOURS))]
+    bars = plot.bars([("row", [1.0] * len(names))], plot.coloured(names), unit="s")
+    section = report_page.Section(title="t", text="", spec=bars)
+    page = report_page.page("t", "s", [], [section])
+    used = set(re.findall(r"var\(--(\w+)\)", page))
+    assert {f"c{number}" for number in range(len(names))} < used <= set(colours)
+    for name in used:
+        assert f"--{name}: {colours[name]};" in page
+    assert "var(" not in plot.standalone(plot.svg(bars, title="t"))
+
+
+def test_without_the_extra_an_error_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(errors.ConfigError, match=r"vl-convert .*'\.\[report\]'"):
+        report.report(record(attempts=[attempt(1, 0, [1.0])]))
 
 
 def record(**changes):
     values = {
         "run": "<r>",
         "directory": "runs/r",
+        "phase": "finished",
         "events": [],
         "files": {},
         "attempts": [],
@@ -96,7 +120,7 @@ def record(**changes):
         "audit": "No audit.",
         "made_secs": 0.0,
     }
-    return run_record.Record(**values | changes)
+    return report.Record(**values | changes)
 
 
 def test_a_run_without_anything_has_a_page():
@@ -107,22 +131,24 @@ def test_a_run_without_anything_has_a_page():
 
 
 def attempt(number, start_step, losses, hosts=4):
-    return run_record.Attempt(
+    return report.Attempt(
         number=number, start_step=start_step, hosts=hosts, losses=losses
     )
 
 
 def test_steps_that_a_later_attempt_repeats_do_not_count():
     attempts = [attempt(1, 0, [1.0] * 12), attempt(2, 10, []), attempt(3, 8, [2.0])]
-    counted = record(attempts=attempts).attempts_with_counted()
-    assert [num for _, num in counted] == [8, 0, 1]
+    counted = record(attempts=attempts)
+    assert counted.counted == [8, 0, 1]
+    assert [step for step, _ in counted.losses(is_counted=True)] == [*range(1, 10)]
+    assert [step for step, _ in counted.losses(is_counted=False)] == [9, 10, 11, 12]
 
 
 def test_goodput_is_the_sum_over_all_starts_and_files():
     name = metrics.GOODPUT_SECS["productive"].name
     lines = [{"metric": name, "sum": 2.0, "time": 1.0, "step": 1}]
     content = record(files={"run": lines, "host-00000": lines})
-    assert content.goodput_secs()["productive"] == 4.0
+    assert content.goodput_secs["productive"] == 4.0
     assert [line["sum"] for line in content.lines(metrics.GOODPUT_SECS["productive"])]
 
 
@@ -130,6 +156,28 @@ def test_a_failed_audit_is_shown_with_its_reason():
     audit = {"passed": False, "first_difference": "step 3, row 1", "num_steps": 9}
     page = report.report(record(audit=audit | {"missing_checkpoint": ""}))
     assert '<strong class="bad">FAILED</strong> step 3, row 1' in page
+
+
+def test_an_interruption_is_shown_with_its_evidence_and_what_it_cost():
+    judged = {
+        "event": "verdict", "time": 60.0, "world": 1, "kind": "slice_lost",
+        "what": "slice", "which": "1", "phase": "train", "step": 30, "since": 59.0,
+        "evidence": ["host 1: killed by SIGKILL", "no memory"], "action": "leave out",
+        "why": "slice 1 is lost",
+    }  # fmt: skip
+    survived = judged | {"time": 150.0, "what": "storage", "which": "", "why": "full"}
+    phases = dict.fromkeys(report._PHASES, 1.0)
+    back = {
+        "event": "recovered", "time": 90.0, "world": 2, "steps_lost": 5, "secs": 7.0,
+    }  # fmt: skip
+    began = {"event": "world_started", "time": 0.0, "slices": [0], "spares": []}
+    page = report.report(record(events=[began, judged, back | phases, survived]))
+    cells = ["1.00", "slice 1", "slice 1 is lost"]
+    cells += ["host 1: killed by SIGKILL; no memory", "leave out", "7.0 s", "5"]
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    cells = ["2.50", "storage", "full", "; ".join(judged["evidence"]), "leave out"]
+    assert "".join(f"<td>{cell}</td>" for cell in [*cells, "", ""]) in page
+    assert "Nothing failed." in report.report(record(events=[began]))
 
 
 def test_replicas_that_differ_are_listed_with_step_leaf_and_hosts():
@@ -150,10 +198,3 @@ def test_replicas_that_differ_are_listed_with_step_leaf_and_hosts():
         record(events=[compared])
     )
     assert "Replicas" not in report.report(record())
-
-
-def test_each_colour_has_a_style():
-    page = report_page.page("t", "s", [], [])
-    for colour in range(plot.COLOURS):
-        assert page.count(f"--c{colour}:") == 2
-        assert f".f{colour} {{ fill: var(--c{colour})" in page

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from absl import logging as absl_logging
 
-from elastic_ckpt.cli import audit, main
+from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys, iterator
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.integrations import maxtext, maxtext_seams
+from elastic_ckpt.training import run_audit
 from tests import corpora, shared_memory
 from tests.checkpoint import test_run_saver
 from tests.integrations import stand_in
@@ -153,7 +154,9 @@ def test_in_a_ramp_its_steps_take_our_batches_of_growing_size(
     # It continues within a stage, and after the last step of one.
     for begin, end in ((0, 4), (4, 5), (5, 8)):
         assert equal(trained(files, steps=end, **RAMP, **place), whole[begin:end])
-    audited = audit.outcome_of(f"{files}/runs/{stand_in.FIELDS['run_name']}")
+    audited = run_audit.RunAudit(
+        f"{files}/runs/{stand_in.FIELDS['run_name']}"
+    ).outcome()
     assert audited.num_row_identical_steps == audited.num_steps == 8
 
 

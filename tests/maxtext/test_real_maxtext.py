@@ -7,7 +7,9 @@ import shutil
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.cli import audit, report, scale, status
+from elastic_ckpt.cli import scale
+from elastic_ckpt.inspect import status
+from elastic_ckpt.training import report, run_audit
 from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
 
@@ -269,13 +271,13 @@ def test_a_ramp_of_batches_is_that_of_one_host_however_often_it_is_continued(
         )
         assert environment.batches(logs)["train"] == expected[begin:end]
         begin = end
-    assert audit.outcome_of(str(maxtext.checkpoints(name).parent)).passed
+    assert run_audit.RunAudit(str(maxtext.checkpoints(name).parent)).outcome().passed
 
 
 def check_verbs(maxtext, name, *, hosts, steps=STEPS):
     """The verbs that read a run's directory take this one."""
     directory = str(maxtext.checkpoints(name).parent)
-    audited = audit.outcome_of(directory)
+    audited = run_audit.RunAudit(directory).outcome()
     assert audited.passed, audited
     assert list(audited.hosts) == hosts
     assert audited.num_row_identical_steps == audited.num_steps == steps
@@ -283,7 +285,7 @@ def check_verbs(maxtext, name, *, hosts, steps=STEPS):
     assert (shown.phase, shown.progress.step) == ("finished", steps)
     assert shown.progress.loss is not None
     assert {each.tier: each.step for each in shown.tiers}["persistent"] == steps - 1
-    recorded = report.collect(directory, has_audit=False)
+    recorded = report.collect(directory)
     assert sum(len(each.losses) for each in recorded.attempts) >= steps
     with pytest.raises(ec.ElasticCkptError, match="elastic_enabled=true"):
         scale.run(argparse.Namespace(run=directory, slices=1, no_wait=True))
@@ -508,6 +510,6 @@ def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext):
         assert seen
         assert seen == expected[begin : begin + len(seen)]
     assert begin + len(seen) == steps
-    audited = audit.outcome_of(str(run))
+    audited = run_audit.RunAudit(str(run)).outcome()
     assert audited.passed, audited
     assert list(audited.hosts) == hosts

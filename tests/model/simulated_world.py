@@ -187,7 +187,7 @@ class ScriptedThreads(background.Threads):
     """
 
     # They only renew something, in endless loops.
-    _RENEWING = ("writer", "lease")
+    _RENEWING = ("renewals", "lease")
 
     def __init__(self):
         self.late = frozenset()

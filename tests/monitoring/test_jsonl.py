@@ -2,6 +2,7 @@ import dataclasses
 import shutil
 
 from elastic_ckpt.core import append_log, metrics
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.monitoring import jsonl, summaries
 
 
@@ -41,7 +42,7 @@ def test_what_a_replaced_start_records_is_not_read(tmp_path):
     path = tmp_path / "host-00000.jsonl"
     for value, claim in ((1.0, None), (2.0, 1), (3.0, 2), (4.0, 1), (5.0, 2)):
         jsonl.JsonLines(path).write([dataclasses.replace(summary(value), claim=claim)])
-    lines = jsonl.read(tmp_path)[path.stem]
+    lines = run_files.read_metrics(tmp_path)[path.stem]
     assert [line["sum"] for line in lines] == [1.0, 2.0, 3.0, 5.0]
     assert all("claim" not in line for line in lines)
 
@@ -57,7 +58,7 @@ def test_lines_carry_the_world_that_was_claimed(tmp_path):
     name = metrics.DATA_ROWS.name
     lines = [line for line in append_log.read(path) if line["metric"] == name]
     assert [line.get("claim") for line in lines] == [None, 1, 2]
-    assert len(jsonl.read(tmp_path)["run"]) == 5
+    assert len(run_files.read_metrics(tmp_path)["run"]) == 5
 
 
 def test_a_removed_directory_is_made_anew(tmp_path):

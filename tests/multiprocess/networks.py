@@ -10,18 +10,16 @@ import subprocess
 
 import pytest
 
-PORT = 9000
-
 
 class Network:
     """Some machines on one network; at the end of the block nothing of it is left.
 
     Attributes:
-      addresses: of each machine, with the same port, which is free there.
+      addresses: of each machine.
     """
 
     def __init__(self, machines):
-        self.addresses = [f"10.0.0.{number + 1}:{PORT}" for number in range(machines)]
+        self.addresses = [f"10.0.0.{number + 1}" for number in range(machines)]
         self._resources = contextlib.ExitStack()
 
     def __enter__(self):
@@ -32,7 +30,7 @@ class Network:
                 self._hold(*inside, "unshare", "--net") for _ in self.addresses
             ]
             for number, address in enumerate(self.addresses):
-                self._connect(number, address.partition(":")[0])
+                self._connect(number, address)
             self.join([range(len(self.addresses))])
         except (OSError, subprocess.CalledProcessError) as error:
             self._resources.close()

@@ -1,28 +1,23 @@
 """The supervisors of a run on several machines.
 
-Each has its own address, and leads a process group, which is killed or stopped as one.
+Each has an address of its own, and leads a process group, which is killed or stopped as
+one.
 """
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 
 from elastic_ckpt.core import working_directory
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import layout
-from elastic_ckpt.training import run_directory, step_log
+from elastic_ckpt.training import step_log
 from tests import process_tree, runs
 from tests.multiprocess import test_elastic_run
 
 # Far more than it takes, also on a slow machine.
 WAIT_SECS = 600
-
-
-def free_address(host):
-    with socket.socket() as bound:
-        bound.bind((host, 0))
-        return f"{host}:{bound.getsockname()[1]}"
 
 
 class Supervisors:
@@ -39,11 +34,6 @@ class Supervisors:
 
     def __init__(self, directory, corpus, ram, *, machines, network=None, **settings):
         self._network = network
-        addresses = (
-            [free_address(f"127.0.0.{n + 1}") for n in range(machines)]
-            if network is None
-            else network.addresses
-        )
         self.directory, self.ram, self.run = directory, ram, directory / "tiny"
         self.config = test_elastic_run.configured(
             directory,
@@ -52,7 +42,7 @@ class Supervisors:
             hosts=machines,
             slices=machines,
             steps=1_000_000,
-            elastic_machines=";".join(addresses),
+            elastic_machines=machines,
             termination_grace_period_seconds=900,
             **{
                 "elastic_min_slice_count": 1,
@@ -76,7 +66,10 @@ class Supervisors:
         working_directory.WorkingDirectory(next_start).close()
 
     def start(self, number):
-        command = ("train", self.config, f"elastic_machine={number}")
+        command = (
+            *("train", self.config, f"elastic_machine={number}"),
+            f"peer_interface={self._address(number)}",
+        )
         if self._network is None:
             self.started[number] = runs.Started(
                 *command, output=self._output(number), leads_group=True
@@ -126,12 +119,13 @@ class Supervisors:
         """The leaders, in turn."""
         return [each["leader"] for each in self.events("leader_found")]
 
+    def leader(self):
+        """The machine that leads."""
+        return self.leaders()[-1]
+
     def events(self, name):
         """The events of a name; in a bucket they appear some time after the start."""
-        try:
-            events = run_directory.read_events(str(self.run))
-        except FileNotFoundError:
-            return []
+        events = run_files.read_events(str(self.run))
         return [each for each in events if each["event"] == name]
 
     def wait_until(self, is_so, *, may=()):
@@ -162,6 +156,11 @@ class Supervisors:
             machine.terminate()
         codes = {number: each.wait(WAIT_SECS) for number, each in self.started.items()}
         assert set(codes.values()) == {128 + signal.SIGTERM}, self.outputs()
+
+    def _address(self, number):
+        if self._network is None:
+            return f"127.0.0.{number + 1}"
+        return self._network.addresses[number]
 
     def _output(self, number):
         return self.directory / f"machine-{number}.txt"

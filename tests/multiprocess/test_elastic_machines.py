@@ -9,6 +9,10 @@ from tests import runs, shared_memory
 from tests.multiprocess import supervisors, test_elastic_run
 
 
+def others(number):
+    return [each for each in range(3) if each != number]
+
+
 @pytest.mark.thorough
 @pytest.mark.slow(minutes=2)
 def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
@@ -21,19 +25,29 @@ def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
         ) as machines,
     ):
         machines.train_on([0, 1, 2])
-        machines.kill(0)
-        machines.train_on([1, 2])
-        machines.start(0)
+        first = machines.leader()
+        machines.kill(first)
+        machines.train_on(others(first))
+        second = machines.leader()
+        machines.start(first)
         machines.train_on([0, 1, 2])
         # It stands still, though its connections stay open.
-        machines.freeze(1)
-        machines.train_on([0, 2])
-        machines.wake(1)
+        machines.freeze(second)
+        machines.train_on(others(second))
+        third = machines.leader()
+        machines.wake(second)
         machines.train_on([0, 1, 2])
-        machines.kill(2)
-        machines.train_on([0, 1])
+        # Its claim was taken, so it follows, and so does the one that was killed.
+        assert machines.leader() == third
+        machines.kill(second)
+        machines.train_on(others(second))
         machines.stop()
-        assert machines.leaders()[-3:] == [0, 1, 0]
+        assert machines.leaders() == [first, second, third]
+        lost = [each["machine"] for each in machines.events("leader_lost")]
+        assert lost == [first, second]
+        verdicts = machines.events("verdict")
+        judged = [each["which"] for each in verdicts if each["kind"] == "leader_lost"]
+        assert judged == [str(first), str(second)]
         # No world began with the first step again.
         starts = [attempt.start_step for attempt in step_log.read(machines.run)]
         assert starts[0] == 0
@@ -54,18 +68,21 @@ def test_machines_that_get_sigterm_leave_without_a_lost_step_and_then_all_end(
         supervisors.Supervisors(*(tmp_path, corpus, ram), machines=3) as machines,
     ):
         machines.train_on([0, 1, 2])
-        machines.started[2].terminate()
-        code, output = machines.ended(2)
+        first = machines.leader()
+        left = others(first)
+        machines.started[left[1]].terminate()
+        code, output = machines.ended(left[1])
         assert code == 128 + signal.SIGTERM, output
-        machines.train_on([0, 1])
-        # It leads.
-        machines.started[0].terminate()
-        code, output = machines.ended(0)
+        two = sorted([first, left[0]])
+        machines.train_on(two)
+        machines.started[first].terminate()
+        code, output = machines.ended(first)
         assert code == 128 + signal.SIGTERM, output
-        machines.train_on([1])
+        machines.train_on(left[:1])
         machines.stop()
-        assert machines.worlds() == [[0, 1, 2], [0, 1], [1]]
-        assert machines.leaders() == [0, 1]
+        assert machines.worlds() == [[0, 1, 2], two, left[:1]]
+        assert machines.leaders() == [first, left[0]]
+        assert not machines.events("leader_lost")
         # Each world begins with the step that the one before has left after.
         left = [each["step"] for each in runs.events(machines.run, "world_left")]
         *before, last = step_log.read(machines.run)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import load, local_world, step_log
+from elastic_ckpt.training import configured as configured_values
+from elastic_ckpt.training import load, step_log
 from tests import runs, shared_memory
 from tests.multiprocess import test_stopped_run
 
@@ -221,4 +222,4 @@ def test_settings_that_cannot_work_are_refused_before_the_start(tmp_path, corpus
     ):
         config = configured(tmp_path, corpus, "/nowhere", **settings)
         with pytest.raises(errors.ConfigError, match=re.escape(message)):
-            local_world.check(load.load(config))
+            configured_values.check_local(load.load(config))

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.cli import audit
+from elastic_ckpt.training import run_audit
 from tests import corpora
 from tests.multiprocess import tier_worlds
 
@@ -44,9 +44,9 @@ def test_the_batches_of_several_hosts_are_those_of_one(tmp_path, monkeypatch):
         logs=tmp_path / "logs",
         persistent=str(tmp_path / "steps"),
     )
-    outcome = audit.outcome_of(
+    outcome = run_audit.RunAudit(
         str(tmp_path / "run"), data="tests.multiprocess.test_own_loop:data"
-    )
+    ).outcome()
     assert outcome.passed
     assert outcome.hosts == (2,)
     assert outcome.num_row_identical_steps == STEPS

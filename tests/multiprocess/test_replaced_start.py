@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.persistent import claims
-from elastic_ckpt.training import run_directory, step_log
+from elastic_ckpt.training import step_log
 from tests import runs, shared_memory
 from tests.multiprocess import test_stopped_run
 
@@ -47,7 +48,7 @@ def test_nothing_that_a_replaced_start_writes_is_read(tmp_path, corpus):
                     os.killpg(old.pid, signal.SIGSTOP)
                     break
             # File systems that machines share may have no locks.
-            (run / run_directory.LOCK).unlink()
+            (run / run_files.LOCK).unlink()
             steps = runs.saved_steps(run)[-1] + 10
             ended = runs.cli("train", config, of_b, f"steps={steps}")
             assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -67,7 +68,7 @@ def test_nothing_that_a_replaced_start_writes_is_read(tmp_path, corpus):
             [2] * 10
         )
         assert runs.saved_steps(run)[-1] == steps
-        assert run_directory.is_finished(str(run))
+        assert run_files.read_events(str(run))[-1]["event"] == "run_finished"
         assert "PASSED" in runs.verb("audit", run)
         assert "PASSED" in runs.verb("verify", run)
 

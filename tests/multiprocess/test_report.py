@@ -9,28 +9,32 @@ from elastic_ckpt.core import append_log
 from tests import browser, corpora, runs, shared_memory
 from tests.multiprocess import callbacks
 
-# Each plot's title, its size on the page, and those of what it draws.
+# Of each figure the drawings that are shown, their size on the page, and the sizes and
+# colours of what they draw.
 PLOTS = """
-Array.from(document.querySelectorAll('svg')).map(svg => {
+Array.from(document.querySelectorAll('figure')).map(figure => {
   const size = each => { const r = each.getBoundingClientRect();
                          return [r.width, r.height]; };
-  const drawn = svg.querySelectorAll('path[class^=s], [class^=f], .area');
-  return {title: svg.querySelector('title').textContent, size: size(svg),
-          drawn: Array.from(drawn).map(size),
-          colours: Array.from(drawn).map(each => {
+  const shown = Array.from(figure.querySelectorAll('svg')).filter(
+    each => size(each)[0] > 0);
+  const drawn = Array.from(shown[0].querySelectorAll(
+    '.role-mark path:not(.background):not(.foreground), .role-mark line'));
+  return {title: shown[0].getAttribute('aria-label'), size: size(shown[0]),
+          shown: shown.length, drawn: drawn.map(size),
+          colours: drawn.map(each => {
             const style = getComputedStyle(each);
             return style.stroke === 'none' ? style.fill : style.stroke; })};
 })
 """
 TITLES = [
+    "Where the time went",
     "Slices over time",
     "Loss",
     "Step time",
-    "Goodput",
-    "Phases of each change",
+    "Time of each change",
     "Newest step of each tier",
     "Mixture",
-    "Steps of each attempt",
+    "Sample order, and steps of each attempt",
 ]
 
 
@@ -69,30 +73,38 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow(minutes=1)
-@pytest.mark.parametrize("is_dark", [False, True])
-def test_every_plot_of_the_report_is_drawn_in_a_browser(run, tmp_path, is_dark):
+@pytest.mark.parametrize(("width", "is_dark"), [(1000, False), (390, True)])
+def test_the_report_reads_well_in_a_browser(run, tmp_path, width, is_dark):
     output = runs.verb("report", run)
     assert f"wrote {run}/report.html" in output
     with browser.page(tmp_path / "profile") as page:
-        page.open(f"file://{run}/report.html", is_dark=is_dark)
+        page.open(f"file://{run}/report.html", is_dark=is_dark, width=width)
         plots = page.evaluate(PLOTS)
         text = page.evaluate("document.body.innerText")
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        width = page.evaluate("document.documentElement.scrollWidth")
+        page_width = page.evaluate("document.documentElement.scrollWidth")
+        fonts = page.evaluate(
+            "Array.from(document.querySelectorAll('svg text'))"
+            ".map(each => each.getBoundingClientRect().height).filter(h => h > 0)"
+        )
         assert page.messages == []
         # The page is one file.
         assert page.requests == [f"file://{run}/report.html"]
         means, deviations = np.array(page.rows(page.screenshot())).T
     assert [plot["title"] for plot in plots] == TITLES
     for plot in plots:
+        assert plot["shown"] == 1, plot
         assert min(plot["size"]) > 50, plot
-        assert plot["drawn"], plot
+        assert max(plot["size"]) <= width, plot
         assert any(max(size) > 20 for size in plot["drawn"]), plot
         assert set(plot["colours"]) & {"none", background} == set(), plot
-    assert width <= 1000
+    assert page_width <= width
+    assert min(fonts) > 8
     assert (means.mean() < 100) == is_dark
     # Text and lines stand out from the background on most of the page.
     assert (deviations > 5).mean() > 0.5
+    for shown in ("finished", "40 of 40", "slice 1 is lost", "killed by SIGKILL"):
+        assert shown in text
     assert "PASSED Each of the 40 steps used the examples" in text
     assert "No example was lost or repeated" in text
 

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = (
     *(
         f"elastic_ckpt/{room}"
-        for room in ("core", "config", "data", "steps", "tiers", "checkpoint/host")
+        for room in ("core", "data", "steps", "tiers", "checkpoint/host")
     ),
     "sidecar",
 )

@@ -81,8 +81,8 @@ def test_the_constraints_are_those_that_the_tests_run_with_and_the_jax_of_the_ba
 def test_the_head_has_every_extra_that_a_key_may_ask_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (installed,) = re.findall(r'"\.\[(\S+)\]"', DOCKERFILE)
-    # `k8s` is chosen with the accelerator's JAX.
-    extras = set(project["optional-dependencies"]) - {"k8s"}
+    # `k8s` is chosen with the accelerator's JAX; `report` is for who looks at a run.
+    extras = set(project["optional-dependencies"]) - {"k8s", "report"}
     assert set(installed.split(",")) == extras
     pinned = pins(DIRECTORY / "constraints.txt")
     for extra in extras:

@@ -56,12 +56,12 @@ def test_hosts_of_one_machine_have_ports_of_their_own():
 
 
 def test_the_hosts_of_every_machine_have_the_same_ports():
-    assert ports_of(hosts=6, elastic_machines="a:1;b:1") == [9100, 9101, 9102] * 2
+    assert ports_of(hosts=6, elastic_machines=2) == [9100, 9101, 9102] * 2
     # A world without the first machine.
-    assert ports_of(hosts=6, elastic_machines="a:1;b:1", there=3) == [9100, 9101, 9102]
+    assert ports_of(hosts=6, elastic_machines=2, there=3) == [9100, 9101, 9102]
 
 
-def ports_of(*, hosts, elastic_machines="", there=None):
+def ports_of(*, hosts, elastic_machines=1, there=None):
     """The ports of the hosts of a world, which has `there` of all hosts of the run."""
     run = schema.Config(
         metrics=schema.MetricsSection(prometheus_port=9100),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from elastic_ckpt.data import stages
-from elastic_ckpt.training import audit, step_log
+from elastic_ckpt.training import audit, stream
 from tests import formats
 from tests.data import test_stages
 from tests.training import test_provenance
@@ -28,12 +28,13 @@ def curriculum(parts):
 
 
 def check(run):
-    oracle = audit.OneHostRun(run.data.__getitem__, run.attempts)
-    lineage = step_log.lineage(run.attempts)
-    for step in sorted(lineage):
-        record = lineage[step]
-        made = oracle.next(record)
-        assert made.digests.tolist() == run.digests[record.attempt, step]
+    placed = stream.Stream(run.attempts, run.data.__getitem__)
+    placed.place()
+    oracle = audit.OneHostRun(placed)
+    for trained in sorted(placed.trained, key=lambda each: each.record.step):
+        if trained.is_current:
+            made, record = oracle.next(trained), trained.record
+            assert made.digests.tolist() == run.digests[record.attempt, record.step]
     oracle.close()
 
 

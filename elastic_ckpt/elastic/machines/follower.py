@@ -7,85 +7,93 @@ and the next leader begins another world.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from multiprocessing import connection
 from typing import Any
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import codec, errors
 from elastic_ckpt.elastic import (
     faults,
+    host_process,
     host_start,
     local_slices,
     shadow_world,
     termination,
 )
-from elastic_ckpt.elastic.cluster import TrainFunction
-from elastic_ckpt.elastic.machines import machine_link, membership, remote_machine
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.machines import leader_claim, machine_link
 from elastic_ckpt.elastic.member import Member
 
-# The longest time between two looks at the membership.
+# The longest time between two looks at the link.
 _LOOK_SECS = 0.1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Functions:
-    """The functions of a host, the same as the leader's.
-
-    Attributes:
-      train: of each host of a world.
-      compile_ahead: of each host of a shadow world.
-    """
-
-    train: TrainFunction
-    compile_ahead: TrainFunction
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Over:
-    """The end of the run, or of this machine's part in it.
-
-    Attributes:
-      is_stopped: whether the run, or this machine, was asked to end.
-    """
-
-    is_stopped: bool
 
 
 class Follower:
     """Follows one leader until the run is over or the leader is lost.
 
     Args:
-      link: to the leader.
+      leader: as its claim names it.
+      claims: of the leaders, as this machine sees them.
+      machine: the number of this one.
       own: the slices of this machine.
-      functions: of each host.
-      members: the membership, in which another machine leads.
+      train: of each host of a world, the same as the leader's.
+      compile_ahead: of each host of a shadow world.
+      configured: the digest of the run's configuration.
+      lost_secs: after which a leader that is not heard of is lost.
+
+    Attributes:
+      machines: those that were there when the leader was heard of last.
+      is_to_rest: whether the leader gives way to machines that it does not reach.
+
+    Raises:
+      LinkLostError: if the leader cannot be reached, or does not take this machine.
     """
 
     def __init__(
         self,
-        link: machine_link.Link,
+        leader: leader_claim.Leader,
+        claims: leader_claim.LeaderClaims,
+        machine: int,
         own: local_slices.LocalSlices,
-        functions: Functions,
-        members: membership.Membership,
+        *,
+        train: TrainFunction,
+        compile_ahead: TrainFunction,
+        configured: str,
+        lost_secs: float,
     ) -> None:
-        self._link = link
+        self.machines: Collection[int] = {machine}
+        self.is_to_rest = False
+        self._leader = leader
+        self._claims = claims
         self._own = own
-        self._functions = functions
-        self._members = members
-        self._term = members.term
+        self._train = train
+        self._compile_ahead = compile_ahead
+        # The agents of the leader's machine.
+        self._agents: list[str] = []
         self._hosts: dict[int, host_start.StartedHost] = {}
         self._channels: dict[connection.Connection, int] = {}
         self._reserved: dict[str, host_start.Reserved] = {}
+        # Of the hosts of this world; and that of others that stand by for the next one,
+        # once these have trained a step.
+        self._program: host_process.Program | None = None
+        self._trained: host_process.Program | None = None
         # The time limit for hosts to end after SIGTERM to this machine.
         self._deadline_secs: float | None = None
+        self._link = machine_link.connect(leader.address, leader.key, lost_secs)
+        self._link.send(machine=machine, configured=configured, agents=own.agents)
+        try:
+            self._take(self._link.receive())
+        except BaseException:
+            self._link.cut()
+            raise
+        self._link.begin_beats()
 
-    def run(self, sigterm: termination.Notice) -> Over | None:
-        """Returns the end of the run; None if the leader is lost, or leads no more.
+    def run(self, sigterm: termination.Notice) -> bool | None:
+        """Returns whether the run was asked to end; None if the leader is lost.
 
         Args:
           sigterm: receives the signal to this machine; then its hosts save with
@@ -96,30 +104,30 @@ class Follower:
         """
         try:
             while True:
-                over = self._step(sigterm)
-                if over is not None:
-                    return over
+                is_stopped = self._step(sigterm)
+                if is_stopped is not None:
+                    return is_stopped
         except machine_link.LinkLostError:
+            self._own.forget(self._agents)
             # SIGTERM may have arrived meanwhile.
             is_pending = bool(connection.wait([sigterm], 0))  # type: ignore[list-item]
             is_stopped = is_pending and sigterm.received()
-            return Over(is_stopped=True) if is_stopped or self._is_leaving else None
+            return True if is_stopped or self._is_leaving else None
         finally:
             self._end_hosts()
             self._link.cut()
             for reserved in self._reserved.values():
                 reserved.close()
 
-    def _step(self, sigterm: termination.Notice) -> Over | None:
-        self._members.poll()
-        if self._members.leader is None or self._members.term != self._term:
-            raise machine_link.LinkLostError
+    def _step(self, sigterm: termination.Notice) -> bool | None:
         if self._deadline_secs is not None and (
             not self._hosts or time.monotonic() > self._deadline_secs
         ):
-            return Over(is_stopped=True)
+            return True
         for checked in self._own.checks.poll():
             self._link.send(checked=checked.slice, problem=checked.problem)
+        if self._trained is not None:
+            self._own.stand_by(self._trained)
         ready = connection.wait(
             [self._link, sigterm, *self._channels],  # type: ignore[list-item]
             _LOOK_SECS,
@@ -130,9 +138,11 @@ class Follower:
         if sigterm in ready and sigterm.received():
             self._leave()
         while self._link.has_message():
-            over = self._take(self._link.receive())
-            if over is not None:
-                return over
+            is_stopped = self._take(self._link.receive())
+            if is_stopped is not None:
+                return is_stopped
+        if self._link.is_silent:
+            raise machine_link.LinkLostError("it gives no sign")
         return None
 
     @property
@@ -155,8 +165,10 @@ class Follower:
             self._link.send(host=number, exit=self._hosts.pop(number).wait())
         else:
             self._link.send(host=number, message=message.decode())
+            if "stepped" in json.loads(message):
+                self._trained = self._program
 
-    def _take(self, message: Mapping[str, Any]) -> Over | None:
+    def _take(self, message: Mapping[str, Any]) -> bool | None:
         match message:
             case {"reserve": True}:
                 reserved = self._own.machine.reserve()
@@ -179,31 +191,40 @@ class Follower:
                 self._own.forget(agents)
             case {"check": int(number)}:
                 self._own.checks.begin(number)
-            case {"replaced": True}:
-                self._members.replaced()
-                raise machine_link.LinkLostError
+            case {"renewed": int(count), "machines": list(numbers)}:
+                self._claims.note(self._leader.term, count)
+                self.machines = numbers
+            case {"agents": list(agents)}:
+                self._agents = agents
+            case {"beat": True}:
+                pass
+            case {"rest": True}:
+                self.is_to_rest = True
+                raise machine_link.LinkLostError("it gives way")
+            case {"refused": str(why)}:
+                raise machine_link.LinkLostError(why)
             case {"over": True, "failure": str(failure)}:
                 raise errors.RunError(f"the run has failed: {failure}")
             case {"over": True}:
-                return Over(is_stopped=message["is_stopped"])
+                return bool(message["is_stopped"])
             case _:
                 raise AssertionError(message)
         return None
 
     def _start(self, number: int, message: Mapping[str, Any]) -> None:
-        assignment = remote_machine.assignment_of(message["assignment"])
+        assignment = codec.decode(Assignment, message["assignment"])
         world, name = map(os.path.basename, message["log"])
-        functions = self._functions
         if message["is_ahead"]:
             program = shadow_world.polite(
-                self._own.program(functions.compile_ahead, assignment)
+                self._own.program(self._compile_ahead, assignment)
             )
         else:
-            program = self._own.program(functions.train, assignment)
+            program = self._program = self._own.program(self._train, assignment)
+            self._trained = None
         with termination.held():
             host = self._own.machine.start(
                 program,
-                Member(**message["member"]),
+                codec.decode(Member, message["member"]),
                 os.path.join(self._own.log_directory, world, name),
             )
         self._hosts[number] = host
@@ -215,24 +236,3 @@ class Follower:
         for host in self._hosts.values():
             host.wait()
         self._hosts.clear()
-
-
-def connected(
-    members: membership.Membership,
-    own: local_slices.LocalSlices,
-    listener: Mapping[str, Any],
-    configured: str,
-) -> machine_link.Link | None:
-    """A link to the leader's listener; None if it cannot be had now.
-
-    Args:
-      members: the membership.
-      own: the slices of this machine.
-      listener: as the leader published it.
-      configured: the digest of the run's configuration.
-    """
-    with contextlib.suppress(machine_link.LinkLostError):
-        link = machine_link.connect(listener["address"], listener["key"])
-        link.send(machine=members.own, configured=configured, agents=own.agents)
-        return link
-    return None

@@ -14,7 +14,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import host_failure, local_slices, supervisor
 from elastic_ckpt.elastic.decision import Decision, Train
 from elastic_ckpt.elastic.machines import slice_machines
-from elastic_ckpt.elastic.machines.followers import LeadershipLostError
+from elastic_ckpt.elastic.machines.slice_machines import LeadershipLostError
 
 
 class HandedOverError(LeadershipLostError):
@@ -49,7 +49,7 @@ class Handover:
         """
         is_apart = training.isdisjoint(self._own.numbers)
         has_slices = isinstance(decided, Train) or (decided is None and is_apart)
-        return has_slices and self._machines.may_go_on()
+        return has_slices and self._machines.are_several
 
     def begin(self, running: supervisor.HostProcesses) -> bool:
         """Asks the hosts to leave; those that have not begun to train are ended.

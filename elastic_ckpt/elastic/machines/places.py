@@ -1,10 +1,9 @@
-"""The places of machines among those of a run, and their addresses."""
+"""The place of a machine among those of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from elastic_ckpt.core import errors
 
@@ -16,24 +15,16 @@ class Place:
     """The place of this machine among those of the run.
 
     Attributes:
-      number: of this machine.
-      addresses: of all, `host:port`.
+      number: of this machine, from 0.
+      num_machines: of the run.
       num_slices: of each.
-      pod_address: of the pod that this machine is; None elsewhere.
+      interface: the address by which the other machines reach this one.
     """
 
     number: int
-    addresses: tuple[str, ...]
+    num_machines: int
     num_slices: int
-    pod_address: str | None = None
-
-    @property
-    def interface(self) -> str:
-        """The address by which the other machines reach this one."""
-        # The name of a pod is in the DNS only some time after its start.
-        return self.pod_address or socket.gethostbyname(
-            self.addresses[self.number].rpartition(":")[0]
-        )
+    interface: str
 
     @property
     def slices(self) -> range:
@@ -43,79 +34,56 @@ class Place:
 
 
 def place(
-    addresses: Sequence[str],
+    num_machines: int,
     number: int | None,
     *,
     slices: int,
+    interface: str,
     environment: Mapping[str, str],
     names: tuple[str, str] = ("machines", "machine"),
 ) -> Place:
     """The place of this machine.
 
     Args:
-      addresses: of all machines, `host:port`.
+      num_machines: of the run.
       number: of this one; None to find it in the environment.
       slices: of the run.
+      interface: the address of this machine; by default `POD_IP`, or the address of its
+        default route.
       environment: of this process.
-      names: of the addresses and of the number, for people.
+      names: of the number of machines and of that of this one, for people.
 
     Raises:
-      ConfigError: if the addresses or the number cannot be.
+      ConfigError: if the numbers cannot be.
     """
-    of_all, _ = names
-    addresses = tuple(addresses)
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise errors.ConfigError(
-                f"{of_all} contains {address!r}, which is not an address; write"
-                " host:port"
-            )
-    if len(set(addresses)) < len(addresses):
-        raise errors.ConfigError(
-            f"{of_all} contains an address twice, in {list(addresses)}; give each"
-            " machine its own"
-        )
-    if len(addresses) < 2:
-        raise errors.ConfigError(
-            f"{of_all}={list(addresses)} names one machine; name two or more, or leave"
-            " it empty"
-        )
-    if slices % len(addresses):
-        raise errors.ConfigError(
-            f"slices={slices} cannot be divided evenly among {len(addresses)}"
-            " machines; set slices to a multiple of the number of machines"
-        )
-    return Place(
-        number=_own_number(number, len(addresses), environment, names),
-        addresses=addresses,
-        num_slices=slices // len(addresses),
-        pod_address=environment.get("POD_IP"),
-    )
+    # It imports JAX.
+    from elastic_ckpt.core import addresses
 
-
-def _own_number(
-    number: int | None,
-    num_machines: int,
-    environment: Mapping[str, str],
-    names: tuple[str, str],
-) -> int:
     of_all, of_this = names
-    given = {
-        name: environment[name] for name in _NUMBER_VARIABLES if name in environment
-    }
+    if slices % num_machines:
+        raise errors.ConfigError(
+            f"slices={slices} cannot be divided evenly among {of_all}={num_machines};"
+            " set slices to a multiple of the number of machines"
+        )
+    given = {name: environment.get(name) for name in _NUMBER_VARIABLES}
     if number is not None:
         given = {of_this: str(number)}
-    if not given:
+    name, text = next((each for each in given.items() if each[1]), ("", ""))
+    if text is None or not text:
         raise errors.ConfigError(
             f"{of_this} is not set, and the environment has none of"
-            f" {', '.join(_NUMBER_VARIABLES)}; set it to this machine's number in"
-            f" {of_all}, from 0"
+            f" {', '.join(_NUMBER_VARIABLES)}; set it to the number of this machine,"
+            f" from 0 to {num_machines - 1}"
         )
-    name, text = next(iter(given.items()))
     if not text.isdecimal() or int(text) >= num_machines:
         raise errors.ConfigError(
-            f"{name}={text} is not the number of one of the {num_machines} machines"
-            f" in {of_all}; it is from 0 to {num_machines - 1}"
+            f"{name}={text} is not the number of one of the {num_machines} machines of"
+            f" {of_all}; it is from 0 to {num_machines - 1}"
         )
-    return int(text)
+    return Place(
+        number=int(text),
+        num_machines=num_machines,
+        num_slices=slices // num_machines,
+        # The name of a pod is in the DNS only some time after its start.
+        interface=interface or environment.get("POD_IP") or addresses.of_the_head(),
+    )

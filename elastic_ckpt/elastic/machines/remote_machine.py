@@ -10,40 +10,15 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from elastic_ckpt.core import codec
 from elastic_ckpt.elastic import faults, host_process, host_start
 from elastic_ckpt.elastic.cluster import Assignment
-from elastic_ckpt.elastic.decision import Train
 from elastic_ckpt.elastic.machines import machine_link
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.slice_check import Checked
-from elastic_ckpt.tiers.persistent.claims import Claimant
-
-
-def assignment_fields(assignment: Assignment) -> dict[str, Any]:
-    """An assignment as JSON, without what follows it."""
-    work = dataclasses.asdict(assignment.work)
-    claimant = assignment.claimant
-    return {
-        "number": assignment.number,
-        "work": work,
-        "claimant": None if claimant is None else dataclasses.asdict(claimant),
-    }
-
-
-def assignment_of(fields: Mapping[str, Any]) -> Assignment:
-    """The assignment whose `assignment_fields` are given."""
-    work = dict(fields["work"])
-    for name in ("slices", "spares"):
-        work[name] = tuple(work[name])
-    claimant = fields["claimant"]
-    return Assignment(
-        number=fields["number"],
-        work=Train(**work),
-        claimant=None if claimant is None else Claimant(**claimant),
-    )
 
 
 class RemoteHost:
@@ -113,6 +88,7 @@ class RemoteMachine:
 
     Attributes:
       number: of the machine.
+      link: to it.
       agents: the addresses of its agents, as long as they count.
       is_lost: whether the link is lost.
       is_leaving: whether it is about to go, and takes no more hosts.
@@ -132,7 +108,7 @@ class RemoteMachine:
         self.is_lost = False
         self.is_leaving = False
         self.unsound: set[int] = set()
-        self._link = link
+        self.link = link
         self._lost_secs = lost_secs
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -144,7 +120,7 @@ class RemoteMachine:
         """Takes in the messages of the machine until the link is lost; in a thread."""
         with contextlib.suppress(machine_link.LinkLostError):
             while True:
-                self._take(self._link.receive())
+                self._take(self.link.receive())
         with self._lock:
             self.is_lost = True
             for host in self._hosts.values():
@@ -153,14 +129,14 @@ class RemoteMachine:
 
     def reserve(self) -> host_start.Reserved:
         """See `HostMachine`; of a lost machine, whose hosts fail, a port of none."""
-        self._link.send(reserve=True)
+        self.link.send(reserve=True)
         try:
             address = self._ports.get(timeout=self._lost_secs)
         except queue.Empty:
-            self.cut()
+            self.link.cut()
             address = f"{host_start.LOOPBACK}:1"
         return _RemotePort(
-            address=address, close=lambda: self._link.send(release=address)
+            address=address, close=lambda: self.link.send(release=address)
         )
 
     def start(
@@ -181,16 +157,18 @@ class RemoteMachine:
         """
         with self._lock:
             number = next(self._numbers)
-            host = RemoteHost(number, self._link, lost_secs=self._lost_secs)
+            host = RemoteHost(number, self.link, lost_secs=self._lost_secs)
             if self.is_lost:
                 host.end()
                 return host
             self._hosts[number] = host
         world, name = os.path.split(os.path.normpath(log))
-        self._link.send(
+        self.link.send(
             start=number,
-            assignment=assignment_fields(assignment),
-            member=dataclasses.asdict(member),
+            assignment=codec.encode(
+                dataclasses.replace(assignment, compile_ahead=None)
+            ),
+            member=codec.encode(member),
             log=[os.path.basename(world), name],
             is_ahead=is_ahead,
         )
@@ -199,7 +177,7 @@ class RemoteMachine:
     def begin(self, number: int) -> None:
         """Has a slice checked; it is `unsound` until then."""
         self.unsound.add(number)
-        self._link.send(check=number)
+        self.link.send(check=number)
 
     def poll(self) -> list[Checked]:
         """The checks that have ended since the last call."""
@@ -214,28 +192,7 @@ class RemoteMachine:
         """Carries out a fault of a slice on the machine; see `LocalSlices.inject`."""
         if kind is faults.Kind.KILL_SLICE:
             self.unsound.discard(number)
-        self._link.send(fault=kind.value, slice=number)
-
-    def forget(self, agents: Sequence[str]) -> None:
-        """Reports that agents of other machines are gone."""
-        self._link.send(forget=agents)
-
-    def end(self, *, is_stopped: bool, failure: str | None) -> None:
-        """Reports the end of the run to the machine.
-
-        Args:
-          is_stopped: whether it was asked to end.
-          failure: why it failed; None if it did not.
-        """
-        self._link.send(over=True, is_stopped=is_stopped, failure=failure)
-
-    def replaced(self) -> None:
-        """Reports that another machine leads the run, which the machine may follow."""
-        self._link.send(replaced=True)
-
-    def cut(self) -> None:
-        """Ends the link, for a machine that is lost."""
-        self._link.cut()
+        self.link.send(fault=kind.value, slice=number)
 
     def _take(self, message: Mapping[str, Any]) -> None:
         match message:
@@ -251,6 +208,8 @@ class RemoteMachine:
                 self._results.put(Checked(slice=number, problem=problem))
             case {"leaving": True}:
                 self.is_leaving = True
+            case {"beat": True}:
+                pass
             case _:
                 raise AssertionError(message)
 

@@ -9,6 +9,7 @@
     <root>/run.json                             see `run_identity`
     <root>/agents.json                          see `run_agents`
     <root>/writers/                             see `writer`
+    <root>/leader/                              see `elastic.machines.leader_claim`
 
 If directories can be renamed atomically, a step is written under the second name, and
 the rename commits it. Object stores have no such rename: there a step is written in its

@@ -31,7 +31,7 @@ from elastic_ckpt.data.lm import (
     tokenizers,
 )
 from elastic_ckpt.data.sources import lines
-from elastic_ckpt.training import schema, transformer
+from elastic_ckpt.training import transformer
 from tests import formats, worlds
 from tests.data.lm import test_tokenizers
 
@@ -473,14 +473,10 @@ def test_neither_threads_nor_worker_processes_change_rows(corpus, tokenizer):
 
 
 def test_the_trainers_loss_ignores_what_does_not_count(corpus):
-    model = schema.ModelSection(
-        base_emb_dim=16,
-        base_num_query_heads=2,
-        head_dim=8,
-        base_mlp_dim=32,
-        base_num_decoder_layers=1,
+    sizes = transformer.Sizes(
+        vocab=tokens.VOCAB_SIZE, layers=1, emb=16, heads=2, head_dim=8, mlp=32
     )
-    params = transformer.init(jax.random.key(0), model, vocab_size=tokens.VOCAB_SIZE)
+    params = transformer.init(jax.random.key(0), sizes)
 
     def same(params):
         return params

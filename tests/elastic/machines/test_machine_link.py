@@ -6,12 +6,15 @@ import time
 
 import pytest
 
+from elastic_ckpt.core import codec, process
 from elastic_ckpt.elastic import cluster, decision, faults
 from elastic_ckpt.elastic.machines import machine_link, remote_machine
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.slice_check import Checked
+from elastic_ckpt.tiers.persistent import claims
 
 WORK = decision.Train(slices=(0, 2), spares=(1,), rows=24, accumulated=3)
+CLAIMANT = claims.new_claimant(process.this())
 MEMBER = Member(address="127.0.0.1:1", num_hosts=2, host=1)
 
 
@@ -19,10 +22,12 @@ class Linked:
     """Both ends of a link: a machine as its leader sees it, and the raw other end."""
 
     def __init__(self, lost_secs=600):
-        self.listener = machine_link.Listener("127.0.0.1")
+        self.listener = machine_link.Listener("127.0.0.1", lost_secs)
         accepting = threading.Thread(target=self._accept)
         accepting.start()
-        self.far = machine_link.connect(self.listener.address, self.listener.key)
+        self.far = machine_link.connect(
+            self.listener.address, self.listener.key, lost_secs
+        )
         accepting.join()
         self.machine = remote_machine.RemoteMachine(1, self.near, lost_secs=lost_secs)
         self._serving = threading.Thread(target=self.machine.serve)
@@ -34,7 +39,11 @@ class Linked:
         self.near = self.listener.authenticated(accepted)
 
     def start(self):
-        assignment = cluster.Assignment(number=4, work=WORK)
+        # Functions stay where they are.
+        ahead = cluster.CompileAhead(compiles=print, work=WORK)
+        assignment = cluster.Assignment(
+            number=4, work=WORK, claimant=CLAIMANT, compile_ahead=ahead
+        )
         host = self.machine.start(assignment, MEMBER, "/run/logs/world-1/host-1.log")
         return host, self.far.receive()
 
@@ -51,14 +60,8 @@ def linked():
     linked.close()
 
 
-def test_an_assignment_arrives_as_it_was_sent():
-    assignment = cluster.Assignment(number=4, work=WORK)
-    fields = remote_machine.assignment_fields(assignment)
-    assert remote_machine.assignment_of(fields) == assignment
-
-
 def test_a_connection_without_the_key_is_refused():
-    listener = machine_link.Listener("127.0.0.1")
+    listener = machine_link.Listener("127.0.0.1", 600)
     refused = []
 
     def accept():
@@ -71,7 +74,7 @@ def test_a_connection_without_the_key_is_refused():
     accepting = threading.Thread(target=accept)
     accepting.start()
     with pytest.raises(machine_link.LinkLostError):
-        machine_link.connect(listener.address, "another key")
+        machine_link.connect(listener.address, "another key", 600)
     accepting.join()
     listener.close()
     assert refused
@@ -79,8 +82,9 @@ def test_a_connection_without_the_key_is_refused():
 
 def test_a_host_is_started_and_its_messages_and_its_end_arrive(linked):
     host, order = linked.start()
-    assert remote_machine.assignment_of(order["assignment"]).work == WORK
-    assert Member(**order["member"]) == MEMBER
+    sent = cluster.Assignment(number=4, work=WORK, claimant=CLAIMANT)
+    assert codec.decode(cluster.Assignment, order["assignment"]) == sent
+    assert codec.decode(Member, order["member"]) == MEMBER
     # Only names, of files in the directory that the other machine has configured.
     assert order["log"] == ["world-1", "host-1.log"]
     number = order["start"]
@@ -148,3 +152,28 @@ def test_a_port_is_reserved_on_the_other_machine(linked):
     assert reserved.address == "127.0.0.2:77"
     reserved.close()
     assert linked.far.receive() == {"release": "127.0.0.2:77"}
+
+
+def test_a_peer_that_gives_no_sign_is_lost_though_its_connection_stays():
+    linked = Linked(lost_secs=0.5)
+    # It sends no beats.
+    linked._serving.join()
+    assert linked.machine.is_lost
+    linked.close()
+
+
+def test_beats_show_that_a_peer_is_alive():
+    linked = Linked(lost_secs=5)
+    linked.near.begin_beats()
+    for _ in range(3):
+        assert linked.far.receive() == {"beat": True}
+    assert not linked.far.is_silent
+    linked.close()
+
+
+def test_an_address_at_which_nothing_listens_refuses():
+    listener = machine_link.Listener("127.0.0.1", 600)
+    listener.close()
+    with pytest.raises(machine_link.LinkLostError) as lost:
+        machine_link.connect(listener.address, listener.key, 600)
+    assert isinstance(lost.value.__cause__, ConnectionRefusedError)

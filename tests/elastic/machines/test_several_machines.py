@@ -1,9 +1,7 @@
 """Worlds on two machines: both supervisors are in this process, their hosts are not."""
 
 import contextlib
-import dataclasses
 import functools
-import json
 import os
 import socket
 import threading
@@ -20,39 +18,20 @@ from elastic_ckpt.elastic import (
     processes,
     watch,
 )
-from elastic_ckpt.elastic.machines import follower, followers, handover
+from elastic_ckpt.elastic.machines import (
+    follower,
+    handover,
+    leader_claim,
+    machine_link,
+    slice_machines,
+)
 from elastic_ckpt.training import schema
 from tests.elastic import tiny_hosts
 
 # Hosts train on until they leave, or the world is lost.
 MANY = 1_000_000
+LOST_SECS = 600.0
 WORK = decision.Work(num_slices=2, rows=8, devices_per_slice=1, max_rows_per_device=8)
-
-
-@dataclasses.dataclass
-class Members:
-    """The membership of two machines, of which machine 0 leads."""
-
-    own: int
-    values: dict
-    num_machines: int = 2
-    lost_secs: float = 600.0
-    leader: int = 0
-    term: int = 1
-    expected: frozenset = frozenset({0, 1})
-
-    @property
-    def is_leader(self):
-        return self.own == self.leader
-
-    def poll(self):
-        pass
-
-    def machines(self):
-        return frozenset({0, 1})
-
-    def publish(self, values):
-        self.values.update(values)
 
 
 class NoSignal:
@@ -101,15 +80,30 @@ class TwoMachines:
             )
             for number in range(2)
         )
-        values = {}
-        others = followers.Followers(
-            Members(0, values), leading, configured="same", needs_majority=False
+        first, second = (
+            leader_claim.LeaderClaims(
+                directory, machine=number, duration_secs=LOST_SECS
+            )
+            for number in range(2)
         )
+        lead = slice_machines.Lead(
+            machine=0,
+            claims=first,
+            listener=machine_link.Listener("127.0.0.1", LOST_SECS),
+            configured="same",
+            lost_secs=LOST_SECS,
+        )
+        others = slice_machines.SliceMachines(leading, lead)
+        first.look()
+        assert first.take(
+            *(lead.listener.address, lead.listener.key), renewed_to=others.renewed
+        )
+        self._resources.callback(first.give_back)
         self._follows = threading.Thread(
-            target=self._follow, args=(following, values, compile_ahead)
+            target=self._follow, args=(following, second, compile_ahead)
         )
         self._follows.start()
-        others.await_all(600)
+        others.await_machines([0, 1])
         self.cluster = processes.ProcessCluster(
             leading, others, injected=injected, emit=self.emit
         )
@@ -147,12 +141,16 @@ class TwoMachines:
             has_changed=has_changed,
         )
 
-    def _follow(self, own, values, compile_ahead):
-        link = follower.connected(
-            Members(1, values), own, json.loads(values[followers.LISTENER]), "same"
+    def _follow(self, own, claims, compile_ahead):
+        claims._owner = None
+        claims.look()
+        following = follower.Follower(
+            *(claims.leader(), claims, 1, own),
+            train=self._train,
+            compile_ahead=compile_ahead,
+            configured="same",
+            lost_secs=LOST_SECS,
         )
-        functions = follower.Functions(train=self._train, compile_ahead=compile_ahead)
-        following = follower.Follower(link, own, functions, Members(1, values))
         with NoSignal() as no_signal:
             self.over = following.run(no_signal)
 

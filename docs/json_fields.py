@@ -1,8 +1,8 @@
 """The fields that `--json` of each verb prints: derived from the dataclasses it prints.
 
-Programs read them, so a golden file in the tests freezes them, and a page of the site
-lists them. What a verb adds to its dataclasses stands here. Nothing is parsed or
-printed here: the tests compare what verbs print with it.
+Programs read them: a page of the site lists them, a golden file in the tests freezes
+them, and the tests compare what verbs print with them. What a verb adds to its
+dataclasses stands here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from elastic_ckpt.checkpoint import summary as saved_steps
 from elastic_ckpt.core import storage
-from elastic_ckpt.data import plan, state
+from elastic_ckpt.data import plan
 from elastic_ckpt.inspect import (
-    copy_repair,
-    problem,
     status,
     step_components,
+    stored_steps,
     survey,
     verification,
 )
@@ -119,47 +117,6 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedData(state.DataState):
-    """What `inspect` adds to the data state of a step.
-
-    Attributes:
-      taken: documents taken of each dataset of a mixture.
-      skipped: corrupt records that were skipped.
-    """
-
-    taken: Mapping[str, int]
-    skipped: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnreadableData:
-    """What `inspect` prints in place of a data state that cannot be read.
-
-    Attributes:
-      error: why.
-    """
-
-    error: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedStep:
-    """What `inspect` prints of a step in storage.
-
-    Attributes:
-      step: its number.
-      num_bytes: of its arrays.
-      state: its arrays.
-      data: its data state.
-    """
-
-    step: int
-    num_bytes: int
-    state: tuple[saved_steps.LeafSummary, ...]
-    data: SavedData | UnreadableData
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers(survey.Survey):
     """What `inspect` adds to a survey.
 
@@ -171,23 +128,14 @@ class Tiers(survey.Survey):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inspected:
+class Inspected(stored_steps.StoredSteps):
     """What `inspect` prints: of the directory of a run, of tiers, or both.
 
     Attributes:
-      run: the directory of the run.
-      config: the digest of its configuration.
-      known: the numbers of the steps in storage, ascending.
       steps: in storage.
-      interrupted: steps that were interrupted while they were saved.
       tiers: the steps of tiers.
     """
 
-    run: str = ""
-    config: str = ""
-    known: tuple[int, ...] = ()
-    steps: tuple[SavedStep, ...] = ()
-    interrupted: tuple[survey.UncommittedStep, ...] = ()
     tiers: Tiers | None = None
 
 
@@ -206,8 +154,8 @@ class Verified:
     run: str
     passed: bool
     steps: tuple[verification.VerifiedStep, ...]
-    problems: tuple[problem.Problem, ...]
-    repairs: tuple[copy_repair.Repair, ...] = ()
+    problems: tuple[verification.Problem, ...]
+    repairs: tuple[verification.Repair, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,202 @@
+"""Who leads the machines of a run: the supervisor that holds the claim in storage.
+
+    <shared>/leader/<number>.json   the claim of the machine that leads, or led last
+
+Its holder renews it (see `renewed`), and its address stands in it, so that the other
+machines connect to it. It is free for the machine that creates the next number
+
+* once it was given back: its holder ended, or left the run;
+* once it was not renewed for its duration;
+* once its holder is known to have ended, which needs no waiting.
+
+Numbers only grow. A leader that stood still finds that its claim is lost, and follows.
+That no two leaders continue a run does not depend on it: each world is claimed, too
+(see `claims`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from etils import epath
+
+from elastic_ckpt.core import clock, process, storage
+from elastic_ckpt.tiers.persistent import claims, renewed
+
+DIRECTORY = "leader"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leader:
+    """The machine that leads.
+
+    Attributes:
+      machine: its number.
+      address: of its supervisor, `host:port`.
+      key: that followers have to show there.
+      term: the number of its claim.
+      claim: the file of its claim.
+    """
+
+    machine: int
+    address: str
+    key: str
+    term: int
+    claim: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A leader that was lost, and did not give its claim back.
+
+    Attributes:
+      machine: its number.
+      why: it counts as lost.
+      since_secs: the time of its last sign, by the clock of this machine.
+    """
+
+    machine: int
+    why: str
+    since_secs: float
+
+
+class LeaderClaims:
+    """The claims of the leaders of a run, as one of its machines sees them.
+
+    Args:
+      shared: a directory that all machines share, local or in an object store.
+      machine: the number of this one.
+      duration_secs: after which a claim of this machine lapses that is not renewed.
+      owner: the process by which others on its machine see whether it is alive; by
+        default this one.
+    """
+
+    def __init__(
+        self,
+        shared: epath.PathLike,
+        *,
+        machine: int,
+        duration_secs: float,
+        owner: process.Process | None = None,
+    ) -> None:
+        directory = storage.absolute(shared) / DIRECTORY
+        self._records = renewed.Records(
+            directory=directory,
+            what="claim of a leader",
+            remedy="remove it to have the machines choose a leader anew",
+            # It has the key of the links between supervisors.
+            mode=0o600,
+        )
+        self._machine = machine
+        self._owner = owner or process.this()
+        self._duration_secs = duration_secs
+        self._newest: renewed.Record | None = None
+        # The newest claim and its count, and since when they are known.
+        self._seen = (0, 0)
+        self._since_secs = self._asked_secs = clock.monotonic()
+        # The newest claim whose holder is known to have ended, and by what.
+        self._ended = (0, "")
+        self._held: renewed.Renewed | None = None
+
+    @property
+    def directory(self) -> str:
+        """Where the claims are."""
+        return str(self._records.directory)
+
+    @property
+    def has_lead(self) -> bool:
+        """Whether this machine holds the claim, as far as its last renewal showed."""
+        return self._held is not None and not self._held.is_lost
+
+    def look(self) -> None:
+        """Reads the newest claim.
+
+        Raises:
+          CheckpointError: if it cannot be read.
+          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+        """
+        # An answer that is late shows what was there when it was asked for.
+        asked_secs = clock.monotonic()
+        number, self._newest = self._records.newest()
+        if self._newest is not None:
+            self.note(number, self._newest.count)
+        self._asked_secs = asked_secs
+
+    def note(self, term: int, count: int) -> None:
+        """Notes that the newest claim was seen with a count of renewals."""
+        if (term, count) > self._seen:
+            self._seen = (term, count)
+            self._since_secs = clock.monotonic()
+
+    def note_end(self, term: int, why: str) -> None:
+        """Notes that the process which holds a claim has ended."""
+        self._ended = (term, why)
+
+    def leader(self) -> Leader | None:
+        """The machine that led at the last `look`; None if the claim is free."""
+        there, (term, _) = self._newest, self._seen
+        if there is None or self._is_free(there) or self.lost() is not None:
+            return None
+        return Leader(
+            **there.fields,  # type: ignore[arg-type]
+            term=term,
+            claim=str(self._records.path(term)),
+        )
+
+    def lost(self) -> Lost | None:
+        """The holder of the newest claim, if it was lost; None if not."""
+        there, (term, _) = self._newest, self._seen
+        if there is None or self._is_free(there):
+            return None
+        why = ""
+        if self._asked_secs - self._since_secs >= there.duration_secs:
+            why = f"its claim was not renewed for {there.duration_secs:g} s"
+        elif self._ended[0] == term:
+            why = self._ended[1]
+        elif there.process.is_dead:
+            why = f"{there.process} has ended"
+        machine = int(str(there.fields["machine"]))
+        since_secs = self._since_secs
+        return Lost(machine=machine, why=why, since_secs=since_secs) if why else None
+
+    def take(
+        self, address: str, key: str, *, renewed_to: Callable[[int], None]
+    ) -> bool:
+        """Takes the claim that was free at the last `look`, unless another has.
+
+        Args:
+          address: of this supervisor, `host:port`.
+          key: that followers have to show there.
+          renewed_to: called with the count of each renewal, in another thread.
+
+        Raises:
+          CheckpointError: if a claim cannot be read.
+          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+        """
+        term, _ = self._seen
+        record = renewed.Record(
+            name=claims.new_claimant().name,
+            process=self._owner,
+            duration_secs=self._duration_secs,
+            fields={"machine": self._machine, "address": address, "key": key},
+        )
+        held = renewed.Renewed(self._records, record, renewed=renewed_to)
+        if held.create(term + 1):
+            self._held = held
+            self._seen = (term + 1, 0)
+        return self.has_lead
+
+    def check(self) -> bool:
+        """Whether this machine holds the claim; asks storage, if that is in reach."""
+        return self._held is not None and self._held.check()
+
+    def give_back(self) -> None:
+        """Lets another machine take the claim at once, if this one holds it."""
+        if self._held is not None:
+            self._held.give_back()
+            self._held = None
+
+    def _is_free(self, there: renewed.Record) -> bool:
+        # It was given back; or a request of this process was carried out that failed.
+        return not there.duration_secs or there.process == self._owner

@@ -1,0 +1,617 @@
+"""The report of a run as a page: how it went, what interrupted it, where its time went.
+
+`collect` reads what the run has written; all else is a pure function of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.checkpoint import summary
+from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.inspect import (
+    plot,
+    replica_findings,
+    status,
+    stored_steps,
+)
+from elastic_ckpt.inspect.plot import COLOURS, Point, Series
+from elastic_ckpt.inspect.report_page import Fact, Mood, Section, page
+from elastic_ckpt.inspect.run_files import RunFiles
+from elastic_ckpt.inspect.status import ENDS, Event, Files
+from elastic_ckpt.training import run_audit, step_log
+
+# The most lines of a table, and the most bars of a plot.
+_MOST_ROWS = 200
+_MOST_BARS = 12
+# The most steps in storage whose mixture is read.
+_MOST_STEPS = 40
+# Events that end the training of a world.
+_WORLD_ENDS = (
+    *("slice_lost", "host_lost", "world_left"),
+    *("run_finished", "run_stopped", "run_failed"),
+)
+# Phases of a change by the field of the event `recovered`.
+_PHASES = {
+    "end_secs": "end of the world",
+    "decide_secs": "decide",
+    "start_secs": "start and join",
+    "prepare_secs": "prepare",
+    "restore_secs": "restore",
+    "compile_secs": "load or compile",
+    "step_secs": "first step",
+}
+_TIERS = {
+    "saved": "complete in RAM",
+    "replicated": "copied to peers",
+    "backed_up": "in storage",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of the training loop.
+
+    Attributes:
+      number: from 1.
+      start_step: its first step.
+      hosts: of its world.
+      losses: of each step that it logged, in order; NaN if it was not known yet.
+    """
+
+    number: int
+    start_step: int
+    hosts: int
+    losses: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A mixture as one saved step has consumed it.
+
+    Attributes:
+      step: the saved step.
+      taken: documents by dataset.
+      weights: by dataset.
+    """
+
+    step: int
+    taken: Mapping[str, int]
+    weights: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a run has written, as its report shows it.
+
+    Attributes:
+      run: its name.
+      directory: of the run.
+      phase: what it does, or how it ended (`status.phase`).
+      events: of `events.jsonl`.
+      files: of metrics.
+      attempts: of the step log, in order.
+      mixtures: of the steps in storage, ascending; empty without a mixture.
+      audit: the fields of the audit's outcome, and `passed`; a text if there is none.
+      made_secs: when the report is made, since the epoch.
+    """
+
+    run: str
+    directory: str
+    phase: str
+    events: Sequence[Event]
+    files: Files
+    attempts: Sequence[Attempt]
+    mixtures: Sequence[Mixture]
+    audit: Mapping[str, Any] | str
+    made_secs: float
+
+    def named(self, *names: str) -> list[Event]:
+        """The events of these names."""
+        return [event for event in self.events if event["event"] in names]
+
+    def minute(self, record: Mapping[str, Any]) -> float:
+        """The minutes from the first event to an event or a line of a metric."""
+        return (record["time"] - self.events[0]["time"]) / 60 if self.events else 0.0
+
+    def lines(self, metric: metrics.Metric) -> list[Mapping[str, Any]]:
+        """The lines of a metric of the run as a whole, by time."""
+        lines = (
+            line
+            for line in itertools.chain.from_iterable(self.files.values())
+            if line["metric"] == metric.name and "step" in line
+        )
+        return sorted(lines, key=lambda line: line["time"])
+
+    @functools.cached_property
+    def goodput_secs(self) -> dict[str, float]:
+        """The seconds of all starts by cause, most first, of causes that took any."""
+        causes = {each.name: cause for cause, each in metrics.GOODPUT_SECS.items()}
+        secs = dict.fromkeys(metrics.GOODPUT_SECS, 0.0)
+        for line in itertools.chain.from_iterable(self.files.values()):
+            if line["metric"] in causes:
+                secs[causes[line["metric"]]] += line["sum"]
+        first = {"productive": secs.pop("productive")}
+        by_secs = dict(sorted(secs.items(), key=lambda each: -each[1]))
+        return {cause: each for cause, each in (first | by_secs).items() if each}
+
+    @functools.cached_property
+    def counted(self) -> list[int]:
+        """How many steps of each attempt no later one trained again."""
+        counted, end = [], math.inf
+        for attempt in reversed(self.attempts):
+            num = min(len(attempt.losses), max(0, end - attempt.start_step))
+            counted.append(int(num))
+            end = min(end, attempt.start_step)
+        return counted[::-1]
+
+    def losses(self, *, is_counted: bool) -> list[Point]:
+        """The known losses by step, of the steps that count or of the others.
+
+        MaxText reports the loss of a step after it has saved the step, and so too late
+        for the step log; it is among the metrics then.
+        """
+        # Of a step that was trained again the later line counts.
+        reported = {line["step"]: line["last"] for line in self._losses}
+        points = []
+        for attempt, num_counted in zip(self.attempts, self.counted, strict=True):
+            for place, logged in enumerate(attempt.losses):
+                step = attempt.start_step + place + 1
+                loss = reported.get(step, logged) if math.isnan(logged) else logged
+                if math.isfinite(loss) and (place < num_counted) == is_counted:
+                    points.append((float(step), loss))
+        return points
+
+    @functools.cached_property
+    def _losses(self) -> list[Mapping[str, Any]]:
+        return self.lines(metrics.TRAIN_LOSS)
+
+
+def collect(directory: str) -> Record:
+    """What the run in `directory` has written, without an audit.
+
+    Raises:
+      RunError: if there is no run.
+      DataError: if it has trained nothing yet.
+    """
+    files = RunFiles.read(directory)
+    events = files.events()
+    phase = status.phase(events, is_alive=files.is_alive, is_own_loop=files.is_own_loop)
+    return Record(
+        run=files.run,
+        directory=directory,
+        phase=phase,
+        events=events,
+        files=files.metrics(),
+        attempts=[
+            Attempt(
+                number=attempt.attempt,
+                start_step=attempt.start_step,
+                hosts=attempt.hosts,
+                losses=[each.loss for each in attempt.records],
+            )
+            for attempt in step_log.read(directory)
+        ],
+        mixtures=list(_mixtures(files)),
+        audit="No audit was asked for.",
+        made_secs=time.time(),
+    )
+
+
+def _mixtures(files: RunFiles) -> Iterator[Mixture]:
+    steps = summary.steps(files.steps)
+    # Evenly, with the last.
+    every = -(-len(steps) // _MOST_STEPS) or 1
+    for step in list(steps)[::-1][::every][::-1]:
+        data = stored_steps.data_of(steps[step])
+        if isinstance(data, stored_steps.SavedData):
+            datasets: Any = data.pipeline.get("datasets", {})
+            if len(datasets) > 1:
+                weights = {name: each["weight"] for name, each in datasets.items()}
+                yield Mixture(step=step, taken=data.taken, weights=weights)
+
+
+def audit(directory: str) -> dict[str, Any] | str:
+    """The outcome of an audit, which reads the run's data again; why not, if not."""
+    try:
+        outcome = run_audit.RunAudit(directory).outcome()
+    except errors.ElasticCkptError as error:
+        return f"The run cannot be audited: {error}"
+    return dataclasses.asdict(outcome) | {"passed": outcome.passed}
+
+
+def report(record: Record) -> str:
+    """The page, as HTML.
+
+    Raises:
+      ConfigError: if the extra `report`, which draws plots, is not installed.
+    """
+    replicas = replica_findings.section(record.events, most_rows=_MOST_ROWS)
+    return page(
+        f"Run {record.run}",
+        f"{record.directory}, as of {_utc(record.made_secs)}",
+        list(_facts(record)),
+        [
+            _interruptions(record),
+            _goodput(record),
+            _slices(record),
+            _loss(record),
+            _step_time(record),
+            _recoveries(record),
+            _tiers(record),
+            *([_mixture(record)] if record.mixtures else []),
+            _sample_order(record),
+            *([replicas] if replicas else []),
+        ],
+    )
+
+
+def _facts(record: Record) -> Iterator[Fact]:
+    is_ended = record.phase in ENDS
+    mood: Mood = "good" if record.phase == "finished" else ""
+    if record.phase == "failed" or (not is_ended and "not running" in record.phase):
+        mood = "bad"
+    yield Fact(name="the run", value=record.phase.partition(":")[0], mood=mood)
+    done = max((a.start_step + len(a.losses) for a in record.attempts), default=0)
+    started = record.named("run_started")
+    planned = started[-1]["steps"] if started else None
+    steps = f"{done:,} of {planned:,}" if planned else f"{done:,}"
+    yield Fact(name="steps", value=steps)
+    losses = [loss for _, loss in record.losses(is_counted=True)]
+    since = f"loss, from {losses[0]:.4f}" if losses else "loss"
+    yield Fact(name=since, value=f"{losses[-1]:.4f}" if losses else "none")
+    spent, total = record.goodput_secs, sum(record.goodput_secs.values())
+    percent = f"{100 * spent.get('productive', 0) / total:.1f} %" if total else "none"
+    yield Fact(name="goodput", value=percent)
+    judged, changes = record.named("verdict"), record.named("recovered")
+    yield Fact(name="verdicts", value=f"{len(judged):,}")
+    yield Fact(name="changes of slices", value=f"{len(changes):,}")
+    lost = sum(each["steps_lost"] for each in changes)
+    yield Fact(name="steps trained again", value=f"{lost:,}")
+    if isinstance(record.audit, str):
+        yield Fact(name="sample order", value="not audited")
+    else:
+        value, mood = _outcome(record.audit)
+        yield Fact(name="sample order", value=value, mood=mood)
+    # Only bad news are news.
+    bad = {
+        "bad copies read": sum(e["bad_copies"] for e in record.named("restored_from")),
+        "restores distrusted": len(record.named("restore_distrusted")),
+        "rollbacks": len(record.named("rolled_back")),
+    }
+    for name, count in bad.items():
+        if count:
+            yield Fact(name=name, value=f"{count:,}", mood="bad")
+
+
+def _interruptions(record: Record) -> Section:
+    judged = record.named("verdict")
+    if not judged:
+        text = "Nothing failed."
+        if changes := len(record.named("recovered")):
+            text += f" The slices were changed {changes:,} times, as asked."
+        return Section(title="What interrupted it", text=text, is_table=True)
+    rows = []
+    # Each with the change of slices that followed it, if one did.
+    following: Event | None = None
+    for event in reversed(record.named("verdict", "recovered")):
+        if event["event"] == "recovered":
+            following = event
+            continue
+        back = steps = ""
+        if following is not None:
+            back, steps = f"{following['secs']:.1f} s", str(following["steps_lost"])
+        following = None
+        rows.append(
+            (
+                f"{record.minute(event):.2f}",
+                f"{event['what']} {event['which']}".rstrip(),
+                event["why"],
+                *("; ".join(event["evidence"]), event["action"], back, steps),
+                *(event["kind"], event["phase"], str(event["step"])),
+                _utc(event["since"]),
+            )
+        )
+    return Section(
+        title="What interrupted it",
+        text="What failed, by which evidence, what was done, and how long it took until"
+        " the run trained again.",
+        columns=(
+            *("minute", "what failed", "verdict", "evidence", "action", "back after"),
+            *("steps lost", "kind", "phase", "step", "since"),
+        ),
+        rows=rows[:_MOST_ROWS][::-1],
+        is_table=True,
+    )
+
+
+def _goodput(record: Record) -> Section:
+    spent, total = record.goodput_secs, sum(record.goodput_secs.values())
+    if not total:
+        return Section(
+            title="Where the time went", text="No metrics of goodput were recorded."
+        )
+    meanings = {cause: each.meaning for cause, each in metrics.GOODPUT_SECS.items()}
+    return Section(
+        title="Where the time went",
+        text=f"{100 * spent.get('productive', 0) / total:.1f} % of {total:,.0f} s"
+        " trained new steps. Times in which no process of the run lived do not count.",
+        spec=plot.bars(
+            [
+                (
+                    cause.replace("_", " "),
+                    [secs, 0.0] if cause == "productive" else [0.0, secs],
+                )
+                for cause, secs in spent.items()
+            ],
+            {"new steps": plot.GOOD, "lost": plot.LOST},
+            unit="s",
+            totals=[
+                f"{plot.number(secs)} s, {100 * secs / total:.1f} %"
+                for secs in spent.values()
+            ],
+        ),
+        columns=("cause", "seconds", "meaning"),
+        rows=[(cause, f"{secs:.2f}", meanings[cause]) for cause, secs in spent.items()],
+    )
+
+
+def _slices(record: Record) -> Section:
+    title = "Slices over time"
+    chosen: list[Point] = []
+    training: list[Point] = [(0.0, 0.0)]
+    slices = 0
+    is_elastic = bool(record.named("world_started"))
+    for event in record.events:
+        minute, name = record.minute(event), event["event"]
+        if name == "world_started":
+            chosen.append((minute, len(event["slices"])))
+        elif name == "run_started":
+            slices = event["slices"]
+            chosen += [] if is_elastic else [(minute, slices)]
+        elif name in ("compiled", "executable_loaded") and not training[-1][1]:
+            training.append((minute, slices))
+        elif name in _WORLD_ENDS and training[-1][1]:
+            training.append((minute, 0.0))
+    if not chosen:
+        return Section(title=title, text="Nothing was recorded.")
+    end = record.minute(record.events[-1])
+    return Section(
+        title=title,
+        text="The filled part trains; gaps are starts and changes.",
+        spec=plot.lines(
+            [
+                Series(
+                    name="training",
+                    points=[*training, (end, training[-1][1])],
+                    kind="area",
+                ),
+                Series(
+                    name="chosen",
+                    points=[*chosen, (end, chosen[-1][1])],
+                    kind="steps",
+                    is_dashed=True,
+                    colour=COLOURS[1],
+                ),
+            ],
+            x="minutes since the first event",
+            y="slices",
+            marks=_marks(record),
+            from_zero=True,
+        ),
+        columns=("minute", "event", "details"),
+        rows=[
+            (f"{record.minute(e):.2f}", e["event"], _details(e))
+            for e in record.named(
+                "world_started", "slice_returned", "run_started", *_WORLD_ENDS
+            )
+        ][-_MOST_ROWS:],
+    )
+
+
+def _loss(record: Record) -> Section:
+    lost = record.losses(is_counted=False)
+    again = f" {len(lost)} steps were lost in changes and trained again."
+    return _of_lines(
+        [
+            Series(name="counts", points=record.losses(is_counted=True)),
+            Series(
+                name="trained again",
+                points=lost,
+                kind="dots",
+                colour=plot.LOST,
+            ),
+        ],
+        title="Loss",
+        text="Over the global batch, before the update." + again * bool(lost),
+        axes=("step", "loss"),
+    )
+
+
+def _step_time(record: Record) -> Section:
+    points = {
+        float(line["step"]): 1000 * line["sum"] / line["count"]
+        for line in record.lines(metrics.TRAIN_STEP)
+    }
+    return _of_lines(
+        [Series(name="step", points=sorted(points.items()))],
+        title="Step time",
+        text="From one logged step to the next, with waits for data and saves; the"
+        " first step of a world includes compiling. The axis is logarithmic.",
+        axes=("step", "ms"),
+        is_log=True,
+    )
+
+
+def _recoveries(record: Record) -> Section:
+    title, changes = "Time of each change", record.named("recovered")[-_MOST_ROWS:]
+    if not changes:
+        return Section(title=title, text="The slices did not change.")
+    return Section(
+        title=title,
+        text="From the failure, or the request to leave, to the first step of the next"
+        " world.",
+        spec=plot.bars(
+            [
+                (f"to world {each['world']}", [each[phase] for phase in _PHASES])
+                for each in changes[-_MOST_BARS:]
+            ],
+            plot.coloured(list(_PHASES.values())),
+            unit="s",
+        ),
+        columns=("world", "steps lost", "seconds", *_PHASES.values()),
+        rows=[
+            (
+                *(str(each["world"]), str(each["steps_lost"])),
+                *(f"{each[name]:.2f}" for name in ("secs", *_PHASES)),
+            )
+            for each in changes
+        ],
+    )
+
+
+def _tiers(record: Record) -> Section:
+    trained = [
+        (record.minute(line), float(line["step"]))
+        for line in record.lines(metrics.TRAIN_LOSS)
+    ]
+    series = [Series(name="trained", points=trained, kind="steps", is_dashed=True)]
+    for place, (event, name) in enumerate(_TIERS.items(), 1):
+        points = [(record.minute(e), float(e["step"])) for e in record.named(event)]
+        series.append(
+            Series(name=name, points=points, kind="steps", colour=COLOURS[place])
+        )
+    return _of_lines(
+        series,
+        title="Newest step of each tier",
+        text="The distance to the trained step is what a loss would cost.",
+        axes=("minutes since the first event", "step"),
+        marks=_marks(record),
+    )
+
+
+def _mixture(record: Record) -> Section:
+    series = []
+    names = sorted({name for each in record.mixtures for name in each.weights})
+    for name, colour in plot.coloured(names).items():
+        consumed = [(float(m.step), _percent(m.taken, name)) for m in record.mixtures]
+        weights = [(float(m.step), _percent(m.weights, name)) for m in record.mixtures]
+        series += [
+            Series(name=f"{name}: consumed", points=consumed, colour=colour),
+            Series(
+                name=f"{name}: weight", points=weights, is_dashed=True, colour=colour
+            ),
+        ]
+    newest = record.mixtures[-1]
+    return _of_lines(
+        series,
+        title="Mixture",
+        text=f"Documents that the cursors of each stored step have taken;"
+        f" {sum(newest.taken.values()):,} by step {newest.step:,}. A shard takes whole"
+        " documents, so shares of few documents are far from the weights.",
+        axes=("step in storage", "% of documents"),
+        from_zero=True,
+    )
+
+
+def _percent(of: Mapping[str, float], name: str) -> float:
+    return 100 * of.get(name, 0) / (sum(of.values()) or 1)
+
+
+def _sample_order(record: Record) -> Section:
+    attempts = list(zip(record.attempts, record.counted, strict=True))[-_MOST_BARS:]
+    spec = plot.bars(
+        [
+            (
+                f"{each.number}: {each.hosts} hosts",
+                [each.start_step, num_counted, len(each.losses) - num_counted],
+            )
+            for each, num_counted in attempts
+        ],
+        {
+            "before it": COLOURS[7],
+            "counts": plot.GOOD,
+            "trained again": plot.LOST,
+        },
+        unit="steps",
+        totals=[
+            f"{each.start_step + 1:,} to {each.start_step + len(each.losses):,}"
+            if each.losses
+            else "none"
+            for each, _ in attempts
+        ],
+    )
+    title, spec = "Sample order, and steps of each attempt", spec if attempts else None
+    audit = record.audit
+    if isinstance(audit, str):
+        return Section(title=title, text=audit, spec=spec)
+    verdict, mood = _outcome(audit)
+    problem = audit["first_difference"] or audit["missing_checkpoint"]
+    return Section(
+        title=title,
+        verdict=verdict,
+        mood=mood,
+        text=problem
+        or f"Each of the {audit['num_steps']:,} steps used the examples and tokens of"
+        f" the one-host run's batch; {audit['num_row_identical_steps']:,} have its"
+        f" order of rows, promised for {audit['num_row_promised_steps']:,}. No example"
+        " was lost or repeated.",
+        spec=spec,
+        columns=("figure of the audit", "value"),
+        rows=[(key, str(value)) for key, value in audit.items()],
+    )
+
+
+def _outcome(audit: Mapping[str, Any]) -> tuple[str, Mood]:
+    return ("PASSED", "good") if audit["passed"] else ("FAILED", "bad")
+
+
+def _of_lines(
+    series: Sequence[Series],
+    *,
+    title: str,
+    text: str,
+    axes: tuple[str, str],
+    **options: Any,
+) -> Section:
+    # A plot with the numbers of its lines.
+    if not any(each.points for each in series):
+        return Section(title=title, text="Nothing was recorded.")
+    points = [(each.name, x, y) for each in series for x, y in each.points]
+    every = max(1, -(-len(points) // _MOST_ROWS))
+    return Section(
+        title=title,
+        text=text,
+        spec=plot.lines(series, x=axes[0], y=axes[1], **options),
+        columns=("line", *axes),
+        rows=[(name, f"{x:,.6g}", f"{y:,.6g}") for name, x, y in points[::every]],
+    )
+
+
+def _marks(record: Record) -> list[tuple[float, str]]:
+    # With a lost slice its hosts are lost.
+    lost = "slice_lost" if record.named("slice_lost") else "host_lost"
+    texts = {
+        lost: "slice {slice} lost" if lost == "slice_lost" else "host {host} lost",
+        "slow_host": "host {host} slow",
+        "run_failed": "failed",
+    }
+    return [
+        (record.minute(event), texts[event["event"]].format_map(event))
+        for event in record.named(*texts)
+    ]
+
+
+def _details(event: Event) -> str:
+    fields = {key: event[key] for key in event if key not in ("time", "event")}
+    return ", ".join(f"{key}: {value}" for key, value in fields.items())
+
+
+def _utc(secs: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(secs))

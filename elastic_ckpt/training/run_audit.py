@@ -1,0 +1,201 @@
+"""The audit of a run's directory: its step log, compared with its own data, read anew.
+
+The step log has the settings of the data; of a loop of the user's own it does not, and
+the data is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from concurrent import futures
+
+from etils import epath
+
+from elastic_ckpt.checkpoint import summary
+from elastic_ckpt.core import errors, sections, storage
+from elastic_ckpt.data import (
+    cursors,
+    data_keys,
+    elastic_data,
+    positional_data,
+    sharded_data,
+    stages,
+    state,
+)
+from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.inspect.run_files import RunFiles
+from elastic_ckpt.training import audit, provenance, step_log
+
+# Data states that are read at once.
+_READERS = 16
+
+
+class RunAudit:
+    """A run that was recorded in a directory, and its data.
+
+    Args:
+      directory: of the run.
+      data: `MODULE:NAME` of the data, if a loop of the user's own has trained on it.
+
+    Raises:
+      RunError: if there is no run.
+      ConfigError: if its data is not named, or is named and in its step log.
+      DataError: if it has trained nothing, or its data cannot be read.
+    """
+
+    def __init__(self, directory: str, *, data: str | None = None) -> None:
+        self._files = files = RunFiles.read(directory)
+        self._attempts = step_log.read(directory)
+        if files.is_own_loop and data is None:
+            raise errors.ConfigError(
+                f"{directory} was recorded by your own training loop, whose data is"
+                " defined in its program; name it with --data MODULE:NAME"
+            )
+        if data is not None and not files.is_own_loop:
+            raise errors.ConfigError(
+                f"--data: the data of {directory} is in its configuration; leave"
+                " --data out"
+            )
+        self._own = None if data is None else _named(data)
+        # `RunDirectory.log` counts the steps that are done.
+        self._first_step = int(files.is_own_loop)
+
+    def outcome(self) -> audit.Audit:
+        """Compares the run with one host that reads its data."""
+        files, attempts = self._files, self._attempts
+        saved = max(summary.steps(files.steps), default=0)
+        period, start_step = files.storage_period, attempts[0].start_step
+        at_end = files.settings.get("save_checkpoint_on_completion", False)
+        missing = audit.missing_checkpoint(
+            period=period,
+            at_end=at_end and period != 0,
+            finished=files.is_finished,
+            num_steps=start_step + len(step_log.lineage(attempts)) - files.from_zero,
+            saved=saved,
+            start_step=start_step,
+        )
+        last = self._data_of(attempts[-1].attempt)
+        is_positional = isinstance(last, positional_data.PositionalData)
+        return audit.audit(
+            attempts,
+            self._data_of,
+            is_in_order=self._is_in_order,
+            num_records=last.num_records() if is_positional else None,
+            num_saved_steps=saved + files.from_zero if saved else 0,
+            first_step=self._first_step,
+            missing_checkpoint=missing,
+        )
+
+    def documents(
+        self, announce: Callable[[provenance.Reading], None]
+    ) -> provenance.Provenance:
+        """Answers questions about the documents of the run.
+
+        Args:
+          announce: is told what will be read, before it is.
+        """
+        steps = summary.steps(self._files.steps)
+        with futures.ThreadPoolExecutor(_READERS) as pool:
+            found = list(pool.map(_saved_at, steps.keys(), steps.values()))
+        return provenance.Provenance(
+            self._attempts,
+            self._data_of,
+            saved=[each for of_step in found for each in of_step],
+            is_in_order=self._is_in_order,
+            first_step=self._first_step,
+            announce=announce,
+        )
+
+    @functools.cached_property
+    def _keys(self) -> dict[int, data_keys.DataKeys]:
+        # The settings of the data of each attempt. The first logs had none.
+        names = {each.name for each in dataclasses.fields(data_keys.DataKeys)}
+        given = {k: v for k, v in self._files.settings.items() if k in names}
+        return {
+            each.attempt: data_keys.changed(
+                data_keys.DataKeys(),
+                {
+                    key: sections.Setting(
+                        value=value, place=f"the log of attempt {each.attempt}"
+                    )
+                    for key, value in {**given, **each.data}.items()
+                },
+            )
+            for each in self._attempts
+        }
+
+    def _is_in_order(self, attempt: int) -> bool:
+        if self._own is not None:
+            return True
+        return not self._keys[attempt].grain_use_elastic_iterator
+
+    def _data_of(self, attempt: int) -> elastic_data.ElasticData:
+        data = self._own
+        if data is None:
+            data = pipeline.from_config(self._keys[attempt])
+        # Records are dealt to shards as in the oldest state: by an older program.
+        if self._oldest is not None and isinstance(
+            data, sharded_data.ShardedData | stages.StagedData
+        ):
+            return data.dealt_as(self._oldest.pipeline)
+        return data
+
+    @functools.cached_property
+    def _oldest(self) -> state.DataState | None:
+        for step, path in sorted(summary.steps(self._files.steps).items()):
+            for saved in _saved_at(step, path):
+                return saved.state
+        return None
+
+
+def _named(name: str) -> elastic_data.ElasticData:
+    module, _, attribute = name.partition(":")
+    # As `python -m` does.
+    sys.path.insert(0, os.getcwd())
+    try:
+        data = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise errors.ConfigError(
+            f"--data {name}: {error}; write MODULE:NAME, of a module that can be"
+            " imported here"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    if callable(data):
+        try:
+            inspect.signature(data).bind()
+        except (TypeError, ValueError) as error:
+            raise errors.ConfigError(
+                f"--data {name}: {attribute} cannot be called without arguments"
+                f" ({error}); name the data, as ec.batches was given it, or a function"
+                " that returns it"
+            ) from None
+        data = data()
+    elastic_data.check(data, caller=f"--data {name}")
+    return data
+
+
+def _saved_at(step: int, path: epath.Path) -> list[provenance.SavedData]:
+    # The data states of a step that can be read, nearly always one.
+    found = []
+    for part in path.iterdir():
+        # An older state serves, too.
+        with contextlib.suppress(errors.DataError):
+            if (part / state.FILE_NAME).exists():
+                saved = state.read(part)
+                read = functools.partial(_cursors, part, saved.position)
+                found.append(provenance.SavedData(step=step, state=saved, cursors=read))
+    return found
+
+
+def _cursors(
+    part: epath.Path, position: dict[str, storage.Json], shards: Iterable[int]
+) -> cursors.Cursors:
+    return cursors.read(part, shards, position)
