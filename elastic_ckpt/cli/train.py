@@ -11,12 +11,25 @@ import os
 import signal
 import types
 
+from etils import epy
+
 from elastic_ckpt.application import journal, listeners, run_directory, training_files
 from elastic_ckpt.cli import overrides
 from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import termination
 from elastic_ckpt.monitoring import progress
+
+with epy.lazy_imports():
+    from elastic_ckpt.application import (
+        controlled_slices,
+        elastic_run,
+        host_program,
+        local_world,
+        machine_run,
+    )
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.elastic import multicontroller, single_controller
 
 _EXAMPLES = """\
 Examples:
@@ -41,8 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
       0 when the run has trained all of its steps, 143 if SIGTERM ended it before, and
       130 if Ctrl-C did.
     """
-    from elastic_ckpt.application import elastic_run
-
     config = load.load(arguments.config, arguments.overrides)
     if not config.run.run_name:
         raise errors.ConfigError(
@@ -64,19 +75,13 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     if config.elastic.elastic_machines:
         return _run_on_machines(config, shown)
     if config.world.enable_single_controller:
-        from elastic_ckpt.elastic import single_controller
-
         single_controller.initialize()
         if config.elastic.elastic_enabled:
             return _run_controlled(config, shown)
         return _run_here(config, shown)
-    from elastic_ckpt.application import controlled_slices, local_world
-
     # At once, though an outer launcher may yet be found: importing takes seconds.
     if config.world.hosts > 1:
         local_world.warm_up()
-    from elastic_ckpt.elastic import multicontroller
-
     multicontroller.configure(config.world)
     if multicontroller.join_outer_launcher():
         return _run_here(config, shown)
@@ -92,10 +97,6 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import host_program
-    from elastic_ckpt.core import topology
-    from elastic_ckpt.elastic import multicontroller
-
     multicontroller.check_devices(config.world.hardware)
     config = _with_files(config)
     if not topology.is_primary():
@@ -110,8 +111,6 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import local_world
-
     config = _with_files(config)
     listening = listeners.of_supervisor(config)
     with journal.kept(config, shown, listening=listening) as emit:
@@ -120,20 +119,14 @@ def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_on_machines(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import local_world, machine_run
-
     place = machine_run.place(config, os.environ)
     local_world.warm_up()
-    from elastic_ckpt.elastic import multicontroller
-
     multicontroller.configure(config.world)
     local_world.check(config)
     return machine_run.run(_with_files(config), place, shown)
 
 
 def _run_controlled(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.application import controlled_slices
-
     config = _with_files(config)
     listening = listeners.started(config)
     with journal.kept(config, shown, listening=listening) as emit:
