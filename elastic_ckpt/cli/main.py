@@ -129,7 +129,10 @@ def build_parser() -> argparse.ArgumentParser:
         ' file: eval "$(register-python-argcomplete elastic-ckpt)"',
     )
     parser.add_argument(
-        "--version", action=_Version, help="show the versions of what is installed"
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="show the versions of what is installed",
     )
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, summary in VERBS.items():
@@ -143,9 +146,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 class _Version(argparse.Action):
     # Reads the versions only when they are requested.
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         names = ("jax", "orbax-checkpoint", "grain")

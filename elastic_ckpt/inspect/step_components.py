@@ -5,6 +5,7 @@ Only the file of a component that describes it is read, and verified; values are
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -68,19 +69,16 @@ def components(
       copies: the holders of its parts.
     """
     holdings = step.holdings
-    items: dict[str, list[int]] = {}
+    # Leaves without elements, and components without files, have no items.
+    num_leaves = collections.Counter(
+        leaf.path.partition("/")[0] for leaf in holdings.contents.leaves
+    )
+    items: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
+    items |= {name: [] for name in (*num_leaves, *holdings.contents.components)}
     for item in range(holdings.num_items):
-        items.setdefault(_component(holdings, item), []).append(item)
-    num_leaves: dict[str, int] = dict.fromkeys(items, 0)
-    for leaf in holdings.contents.leaves:
-        name = leaf.path.partition("/")[0]
-        # Leaves without elements have no items.
-        items.setdefault(name, [])
-        num_leaves[name] = num_leaves.get(name, 0) + 1
-    for name in holdings.contents.components:
-        items.setdefault(name, [])
+        items[_component(holdings, item)].append(item)
     return tuple(
-        _described(holdings, name, items[name], num_leaves.get(name, 0), copies)
+        _described(holdings, name, items[name], num_leaves[name], copies)
         for name in sorted(items)
     )
 
@@ -94,28 +92,25 @@ def _described(
 ) -> StepComponent:
     fields = _description(holdings, name, copies)
     is_tree = name not in holdings.contents.components
-    hosts = {offer.host.id for item in items for offer in holdings.holders(item)}
     pattern = sharing.of_saved(fields.get("pattern", _BY_SHARDING if is_tree else _OWN))
-    axes = fields.get("axes")
+    resize = "its own rule" if pattern == _OWN else "none needed"
+    if pattern in ("per_host", "per_node", "per_group"):
+        # Older descriptions have no rule.
+        resize = fields.get("on_resize") or "by the rule of the program that loads it"
     return StepComponent(
         name=name,
-        pattern=f"{pattern} {'+'.join(axes)}" if axes else pattern,
-        resize=_resize(pattern, fields.get("on_resize")),
+        pattern=" ".join([pattern, "+".join(fields.get("axes") or ())]).strip(),
+        resize=resize,
         required=fields.get("required"),
         version=fields.get("version"),
         num_leaves=num_leaves,
         num_files=sum(item >= len(holdings.leaf) for item in items),
         num_bytes=int(holdings.stored_bytes[np.array(items, int)].sum()),
         digest=digest.json_digest([_part(holdings, item) for item in items]),
-        hosts=tuple(sorted(hosts)),
+        hosts=tuple(
+            sorted({o.host.id for item in items for o in holdings.holders(item)})
+        ),
     )
-
-
-def _resize(pattern: str, rule: str | None) -> str:
-    if pattern in ("per_host", "per_node", "per_group"):
-        # Older descriptions have no rule.
-        return rule or "by the rule of the program that loads it"
-    return "none needed" if pattern != _OWN else "its own rule"
 
 
 def _component(holdings: Holdings, item: int) -> str:
@@ -142,14 +137,13 @@ def _description(
         if number is None:
             continue
         offers = holdings.holders(len(holdings.leaf) + number)
-        reader = verified_read.VerifiedReader(
-            {offer: copies[offer] for offer in offers}
-        )
+        reader = verified_read.VerifiedReader({each: copies[each] for each in offers})
         try:
-            content = json.loads(reader.file(holdings.files[number], offers))
+            fields = json.loads(reader.file(holdings.files[number], offers))
         except (errors.CheckpointError, ValueError):
             # Verification names what is wrong with a file.
             return {"pattern": "unreadable"}
-        fields = content if isinstance(content, dict) else {}
+        if not isinstance(fields, dict):
+            return {}
         return fields if kind == _DESCRIPTION else {"version": fields.get("version")}
     return {}

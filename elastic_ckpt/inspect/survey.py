@@ -199,6 +199,18 @@ def _surveyed(
 ) -> SurveyedStep:
     offers = step.holdings.offers
     parents = step.holdings.contents.parents
+    tiers = []
+    for tier in sorted({each.tier for each in offers}):
+        held = [each for each in offers if each.tier == tier]
+        alone = search.Step.from_offers(held)
+        tiers.append(
+            TierOfStep(
+                tier=tier,
+                problem=None if alone.complete else alone.lacking(),
+                holders=tuple(sorted(each.host.id for each in held)),
+                num_bytes=sum(each.manifest.stored_bytes for each in held),
+            )
+        )
     return SurveyedStep(
         step=step.step,
         save=step.save,
@@ -206,21 +218,8 @@ def _surveyed(
         preserved=preserved,
         abandoned=abandoned,
         parent=parents[-1] if parents else None,
-        tiers=tuple(
-            _tier_of_step(tier, [each for each in offers if each.tier == tier])
-            for tier in sorted({each.tier for each in offers})
-        ),
+        tiers=tuple(tiers),
         components=step_components.components(step, copies) if step.complete else (),
-    )
-
-
-def _tier_of_step(tier: str, offers: Sequence[Offer]) -> TierOfStep:
-    step = search.Step.from_offers(offers)
-    return TierOfStep(
-        tier=tier,
-        problem=None if step.complete else step.lacking(),
-        holders=tuple(sorted(each.host.id for each in offers)),
-        num_bytes=sum(each.manifest.stored_bytes for each in offers),
     )
 
 
