@@ -284,7 +284,8 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDE) -> str:
 
 def standalone(svg: str) -> str:
     """The plot as a file of its own, on white."""
-    return re.sub(r"var\(--(\w+)\)", lambda match: LIGHT[match[1]], svg)
+    on_white = svg.replace("<svg ", f'<svg style="background: {LIGHT["paper"]}" ', 1)
+    return re.sub(r"var\(--(\w+)\)", lambda match: LIGHT[match[1]], on_white)
 
 
 def library() -> Any:
