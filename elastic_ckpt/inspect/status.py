@@ -8,6 +8,7 @@ left have all of it together.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -336,13 +337,9 @@ def _progress(files: Files, events: Sequence[Event], saved: Sequence[int]) -> Pr
 
 
 def _newest_lines(files: Files) -> dict[str, Mapping[str, Any]]:
-    newest: dict[str, Mapping[str, Any]] = {}
-    for lines in files.values():
-        for line in lines:
-            before = newest.get(line["metric"])
-            if before is None or line["time"] >= before["time"]:
-                newest[line["metric"]] = line
-    return newest
+    lines = itertools.chain.from_iterable(files.values())
+    by_time = sorted(lines, key=lambda line: line["time"])
+    return {line["metric"]: line for line in by_time}
 
 
 def _data_wait_percent(files: Files, since_secs: float) -> float | None:
