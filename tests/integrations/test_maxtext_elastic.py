@@ -3,8 +3,8 @@
 import pytest
 
 from elastic_ckpt.core import errors, events
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext_config, maxtext_elastic
-from elastic_ckpt.monitoring import jsonl
 from tests.integrations import stand_in
 
 RUN = ["run_name=a", "base_output_directory=/runs", "per_device_batch_size=6"]
@@ -127,7 +127,7 @@ def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
     )
     lines = [
         line
-        for each in jsonl.read(tmp_path / "a" / "metrics").values()
+        for each in run_files.read_metrics(tmp_path / "a" / "metrics").values()
         for line in each
         if line["metric"] == "/elastic_ckpt/train/loss"
     ]
