@@ -19,7 +19,6 @@ from elastic_ckpt.core import storage
 from elastic_ckpt.data import plan
 from elastic_ckpt.inspect import (
     status,
-    step_components,
     stored_steps,
     survey,
     verification,
@@ -170,7 +169,7 @@ class Components:
 
     step: int
     save: str
-    components: tuple[step_components.StepComponent, ...]
+    components: tuple[survey.StepComponent, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

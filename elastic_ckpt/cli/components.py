@@ -13,12 +13,12 @@ import json
 
 from etils import epy
 
-from elastic_ckpt.cli import locations, tier_report
+from elastic_ckpt.cli import locations
 from elastic_ckpt.core import errors, option_numbers
 
 with epy.lazy_imports():
     from elastic_ckpt.checkpoint import summary
-    from elastic_ckpt.inspect import run_files, step_components
+    from elastic_ckpt.inspect import run_files, survey
     from elastic_ckpt.steps import search
 
 
@@ -46,14 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
                 asked is None and tiers.line.abandons(newest.step_id)
             ):
                 continue
-            parts = step_components.components(newest, copies)
+            parts = survey.components(newest, copies)
             content = {
                 "step": number,
                 "save": newest.save,
                 "components": [dataclasses.asdict(each) for each in parts],
             }
             lines = [f"step {number}, save {newest.save}"]
-            lines += tier_report.component_lines(parts)
+            lines += survey.component_lines(parts)
             print(json.dumps(content, indent=2) if arguments.json else "\n".join(lines))
             return 0
     if numbers:

@@ -8,9 +8,14 @@ import os
 import sys
 from collections.abc import Collection
 
+from etils import epy
+
 from elastic_ckpt.cli import overrides
 from elastic_ckpt.core import errors
 from elastic_ckpt.training import keys, load
+
+with epy.lazy_imports():
+    from elastic_ckpt.integrations import maxtext_config, maxtext_seams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +44,6 @@ def _refuse_maxtext(path: str, given: Collection[str]) -> None:
     theirs = set(given) - set(keys.keys())
     if not theirs or importlib.util.find_spec("maxtext") is None:
         return
-    from elastic_ckpt.integrations import maxtext_config, maxtext_seams
-
     if theirs <= set(maxtext_seams.known_keys()):
         raise errors.ConfigError(
             f"{path} has keys of MaxText, such as {min(theirs)}:"

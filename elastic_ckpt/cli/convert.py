@@ -11,13 +11,17 @@ import argparse
 import dataclasses
 import json
 import time
-from typing import TYPE_CHECKING
+from typing import Any
+
+from etils import epy
 
 from elastic_ckpt.cli import progress_line
 from elastic_ckpt.core import errors, option_numbers
 
-if TYPE_CHECKING:
-    from elastic_ckpt.universal.writing.summary import RuleUse, Summary
+with epy.lazy_imports():
+    from elastic_ckpt.universal import opening, survey
+    from elastic_ckpt.universal.rules import matching
+    from elastic_ckpt.universal.writing import conversion, convert, summary
 
 _LOG_SECS = 10.0
 _LISTED = 20
@@ -115,18 +119,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Converts, or shows the plan."""
     if arguments.list or arguments.draft or arguments.check is not None:
-        return _look(arguments)
-    if arguments.target is None:
+        rows, lines = _look(arguments)
+    elif arguments.target is None:
         raise errors.ConfigError(
             "the checkpoint to write is missing: give DST after SRC, or --list, --draft"
             " or --check to look at SRC"
         )
-    from elastic_ckpt.universal.writing import convert, summary
-    from elastic_ckpt.universal.writing.conversion import Conversion, Job
+    elif arguments.dry_run:
+        planned = conversion.Conversion(_job(arguments))
+        plan = summary.summary(planned, convert.destination_of(planned))
+        rows, lines = dataclasses.asdict(plan), [describe(plan), "nothing was written"]
+    else:
+        rows, lines = _converted(arguments)
+    print(json.dumps(rows, indent=2) if arguments.json else "\n".join(lines))
+    return 0
 
-    job = Job(
+
+# What is printed as JSON, and its lines.
+_Shown = tuple[dict[str, Any] | list[dict[str, Any]], list[str]]
+
+
+def _job(arguments: argparse.Namespace) -> conversion.Job:
+    return conversion.Job(
         source=arguments.source,
-        target=arguments.target,
+        target=arguments.target or "",
         rules=arguments.rules,
         sizes=dict(arguments.size),
         is_reversed=arguments.reverse,
@@ -135,47 +151,34 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         only_weights=arguments.weights,
     )
-    if arguments.dry_run:
-        conversion = Conversion(job)
-        plan = summary.summary(conversion, convert.destination_of(conversion))
-        if arguments.json:
-            print(json.dumps(dataclasses.asdict(plan), indent=2))
-        else:
-            print(describe(plan))
-            print("nothing was written")
-        return 0
+
+
+def _converted(arguments: argparse.Namespace) -> _Shown:
     began_secs = time.monotonic()
     progress = progress_line.ProgressLine("wrote", log_secs=_LOG_SECS)
-    conversion = convert.convert(
-        job, num_processes=arguments.processes, progress=progress
+    done = convert.convert(
+        _job(arguments), num_processes=arguments.processes, progress=progress
     )
     progress.end()
+    secs = round(time.monotonic() - began_secs, 3)
     result = {
         "path": arguments.target,
         "format": arguments.to,
-        "tensors": len(conversion.targets),
-        "num_bytes": conversion.num_bytes,
-        "secs": round(time.monotonic() - began_secs, 3),
+        "tensors": len(done.targets),
+        "num_bytes": done.num_bytes,
+        "secs": secs,
     }
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(
-            f"{arguments.target}: {result['tensors']:,} tensors,"
-            f" {result['num_bytes']:,} bytes, verified, in {result['secs']:.1f} s"
-        )
-    return 0
+    line = (
+        f"{arguments.target}: {len(done.targets):,} tensors, {done.num_bytes:,} bytes,"
+        f" verified, in {secs:.1f} s"
+    )
+    return result, [line]
 
 
-def _look(arguments: argparse.Namespace) -> int:
-    from elastic_ckpt.universal import opening, survey
-    from elastic_ckpt.universal.rules import matching
-    from elastic_ckpt.universal.writing import summary
-    from elastic_ckpt.universal.writing.conversion import Job, given_layout
-
+def _look(arguments: argparse.Namespace) -> _Shown:
     checkpoint = opening.open_checkpoint(arguments.source)
     if arguments.list:
-        found = survey.families(checkpoint.tensors)
+        families = survey.families(checkpoint.tensors)
         rows = [
             {
                 "names": each.text,
@@ -185,47 +188,35 @@ def _look(arguments: argparse.Namespace) -> int:
                 "kind": each.kind,
                 "num_bytes": each.num_bytes,
             }
-            for each in found
+            for each in families
         ]
-        listed = [
+        return rows, [
             f"{each.text}  {list(each.shape)} {each.dtype.name}"
             + f" ({each.kind})" * (each.kind != "parameter")
             + f"  {len(each.names):,} tensors, {each.num_bytes:,} bytes"
-            for each in found
+            for each in families
         ]
-    elif arguments.draft:
+    if arguments.draft:
         text = survey.draft(checkpoint.tensors, survey.tree(arguments.draft))
-        rows, listed = [{"layout": text}], [text.rstrip()]
-    else:
-        if arguments.rules is None:
-            raise errors.ConfigError("--check looks at a layout: give --rules")
-        job = Job(
-            source=arguments.source,
-            target="",
-            rules=arguments.rules,
-            sizes=dict(arguments.size),
-            is_reversed=arguments.reverse,
-            config=arguments.config,
-            only_weights=arguments.weights,
-        )
-        layout = given_layout(job, checkpoint)
-        tree = survey.tree(arguments.check) if arguments.check else None
-        matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
-        uses = summary.rule_uses(matched)
-        rows = [dataclasses.asdict(each) for each in uses]
-        listed = [f"{layout.place} fits:", *map(_described, uses)]
-    print(json.dumps(rows, indent=2) if arguments.json else "\n".join(listed))
-    return 0
+        return [{"layout": text}], [text.rstrip()]
+    if arguments.rules is None:
+        raise errors.ConfigError("--check looks at a layout: give --rules")
+    layout = conversion.given_layout(_job(arguments), checkpoint)
+    tree = survey.tree(arguments.check) if arguments.check else None
+    matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
+    uses = summary.rule_uses(matched)
+    rows = [dataclasses.asdict(each) for each in uses]
+    return rows, [f"{layout.place} fits:", *map(_described, uses)]
 
 
-def _described(use: RuleUse) -> str:
+def _described(use: summary.RuleUse) -> str:
     return (
         f"  {use.rule}: {use.sources:,} tensors to {use.targets:,},"
         f" {use.num_bytes:,} bytes"
     )
 
 
-def describe(plan: Summary) -> str:
+def describe(plan: summary.Summary) -> str:
     """The plan as text."""
     lines = [
         f"{plan.format}: {plan.sources:,} tensors",

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import argparse
 
+from etils import epy
+
+with epy.lazy_imports():
+    from elastic_ckpt.data.lm import text
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
@@ -31,8 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the file and prints what it contains."""
-    from elastic_ckpt.data.lm import text
-
     file_type = arguments.type or text.file_type(arguments.file) or "arrayrecord"
     written = text.write(
         arguments.directory,

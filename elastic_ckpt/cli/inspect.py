@@ -16,7 +16,7 @@ from typing import Any
 
 from etils import epy
 
-from elastic_ckpt.cli import locations, tier_report
+from elastic_ckpt.cli import locations
 from elastic_ckpt.core import errors, option_numbers
 
 with epy.lazy_imports():
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         content |= dataclasses.asdict(stored)
         known.update(stored.known)
-        numbered = tier_report.numbered(stored.known, "in storage")
+        numbered = survey.numbered(stored.known, "in storage")
         lines.append(stored_steps.describe(stored, known=numbered, is_brief=is_brief))
     with locations.opened(arguments) as (name, tiers):
         # Without manifests there are no tiers.
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             content["tiers"] = {"run": name, **dataclasses.asdict(report)}
             known.update(report.known)
-            lines.append(tier_report.describe(name, report))
+            lines.append(survey.describe(name, report))
     if step is not None and step not in known:
         raise errors.CheckpointError(
             f"there is no step {step} in the given places; they contain the steps"

@@ -8,8 +8,17 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+
+from etils import epy
 
 from elastic_ckpt.core import bucket_clients, errors, storage_cause
+
+with epy.lazy_imports():
+    import argcomplete
+
+    from elastic_ckpt.elastic import termination
+    from elastic_ckpt.training import load, run_directory
 
 # Verb, one line of help; the module of that name defines `add_arguments` and `run`.
 VERBS = {
@@ -57,8 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:
         # A shell asks for completions; ends the process.
-        import argcomplete
-
         argcomplete.autocomplete(parser)
     parsed = _parsed(parser, arguments)
     try:
@@ -83,8 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _failed(verb: str, error: errors.ElasticCkptError) -> int:
     print(f"elastic-ckpt {verb}: {error}", file=sys.stderr)
     if isinstance(error, errors.StoppedError):
-        from elastic_ckpt.elastic import termination
-
         return termination.exit_code()
     is_futile = verb in _LAUNCHED and isinstance(error, errors.ConfigError)
     return errors.CONFIG_EXIT_CODE if is_futile else 1
@@ -96,8 +101,6 @@ def _place(parsed: argparse.Namespace) -> str:
         names = ("run", "path", "paths", "source", "directory", "config")
         given = next((vars(parsed)[name] for name in names if name in parsed), "")
         return " ".join(given) if isinstance(given, list) else str(given)
-    from elastic_ckpt.training import load, run_directory
-
     return run_directory.path_of(load.load(parsed.config, parsed.overrides))
 
 
@@ -125,7 +128,10 @@ def build_parser() -> argparse.ArgumentParser:
         ' file: eval "$(register-python-argcomplete elastic-ckpt)"',
     )
     parser.add_argument(
-        "--version", action=_Version, help="show the versions of what is installed"
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="show the versions of what is installed",
     )
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, summary in VERBS.items():
@@ -140,12 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
 class _Version(argparse.Action):
     # Reads the versions only when they are requested.
 
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=help)
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib import metadata
-
         names = ("jax", "orbax-checkpoint", "grain")
         with_versions = [f"{name} {metadata.version(name)}" for name in names]
         python = ".".join(map(str, sys.version_info[:3]))

@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
+from etils import epy
+
 from elastic_ckpt.cli import overrides
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.training import load, schema
+
+with epy.lazy_imports():
+    from elastic_ckpt.deploy import manifest, nodes, program, settings, slurm
+    from elastic_ckpt.training import configured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the manifest."""
-    from elastic_ckpt.deploy import manifest, nodes, program, slurm
-    from elastic_ckpt.training import configured
-
     config = load.load(arguments.config, arguments.overrides)
     configured.check_keys(config)
     if arguments.slurm:
@@ -48,9 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_train(config: schema.Config, *, is_slurm: bool) -> None:
-    from elastic_ckpt.deploy import settings
-    from elastic_ckpt.training import configured
-
     data = config.data
     if not data.grain_train_files and not data.grain_train_mixture_config_path:
         raise errors.ConfigError(

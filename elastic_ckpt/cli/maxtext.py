@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
+from etils import epy
+
 from elastic_ckpt.monitoring import progress
+
+with epy.lazy_imports():
+    from elastic_ckpt.elastic import termination
+    from elastic_ckpt.integrations import maxtext, maxtext_elastic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,16 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or continues, a run of MaxText."""
-    from elastic_ckpt.elastic import termination
-    from elastic_ckpt.integrations import maxtext_elastic
-
     config = maxtext_elastic.run_config(arguments.arguments)
     shown = progress.Progress(log_period=1, stream=sys.stdout)
     if config.world.hosts > 1:
         with shown:
             is_stopped = maxtext_elastic.run(config, arguments.arguments, emit=shown)
         return termination.EXIT_CODE if is_stopped else 0
-    from elastic_ckpt.integrations import maxtext
-
     maxtext.run(arguments.arguments, emit=shown, started=config)
     return 0

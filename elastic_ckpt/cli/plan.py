@@ -11,13 +11,23 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from etils import epy
 
 from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.training import load
 
-if TYPE_CHECKING:
-    from elastic_ckpt.data import elastic_data, plan
+with epy.lazy_imports():
+    from elastic_ckpt.data import (
+        cursors,
+        elastic_data,
+        local_batches,
+        plan,
+        rows,
+        stages,
+    )
+    from elastic_ckpt.data.lm import pipeline
+    from elastic_ckpt.elastic import decision
     from elastic_ckpt.training import change_plan
 
 _SHOWN_RANGES = 3
@@ -71,27 +81,26 @@ def run(arguments: argparse.Namespace) -> int:
         raise errors.ConfigError(
             "give --hosts and --batches, or a configuration with --from and --to"
         )
-    from elastic_ckpt.data import plan, rows
-
-    hosts, batches, num_shards = arguments.hosts, arguments.batches, arguments.shards
-    if arguments.config:
-        from elastic_ckpt.data.lm import pipeline
-
-        data = load.load(arguments.config).data
-        num_shards = num_shards or data.num_logical_shards
+    hosts, batches = arguments.hosts, arguments.batches
+    data = load.load(arguments.config).data if arguments.config else None
+    num_shards = (
+        arguments.shards
+        or (0 if data is None else data.num_logical_shards)
+        or rows.suggest_num_shards(hosts, batches)
+    )
+    if data is None:
+        outlooks = plan.outlooks(num_shards, hosts, batches)
+    else:
         made = pipeline.from_config(data)
         if not arguments.json:
             print(pipeline.describe(data))
-        num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
         outlooks = _outlooks_of(made, num_shards, hosts, batches)
-    else:
-        num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
-        outlooks = plan.outlooks(num_shards, hosts, batches)
-    if arguments.json:
-        content = [dataclasses.asdict(outlook) for outlook in outlooks]
-        print(json.dumps({"num_shards": num_shards, "outlooks": content}, indent=2))
-    else:
-        print(describe(num_shards, outlooks))
+    content = [dataclasses.asdict(outlook) for outlook in outlooks]
+    print(
+        json.dumps({"num_shards": num_shards, "outlooks": content}, indent=2)
+        if arguments.json
+        else describe(num_shards, outlooks)
+    )
     return 0
 
 
@@ -101,8 +110,6 @@ def _outlooks_of(
     hosts: Sequence[int],
     batches: Sequence[int],
 ) -> list[plan.Outlook]:
-    from elastic_ckpt.data import local_batches, plan, stages
-
     def row_bytes(data: elastic_data.ElasticData) -> int:
         first = next(local_batches.LocalBatches(data, global_batch_size=1))
         return sum(feature.nbytes for feature in first.values())
@@ -129,25 +136,18 @@ def _outlooks_of(
 
 
 def _run_change(arguments: argparse.Namespace) -> int:
-    from elastic_ckpt.training import change_plan
-
     if not arguments.config or arguments.before is None or arguments.after is None:
         raise errors.ConfigError("--from and --to need each other and a configuration")
     config = load.load(arguments.config)
     planned = change_plan.plan(config, before=arguments.before, after=arguments.after)
-    if arguments.json:
-        kind = type(planned.decided).__name__.lower()
-        content = {"decision": kind, **dataclasses.asdict(planned)}
-        print(json.dumps(content, indent=2))
-    else:
-        print(describe_change(planned))
+    kind = type(planned.decided).__name__.lower()
+    content = {"decision": kind, **dataclasses.asdict(planned)}
+    print(json.dumps(content, indent=2) if arguments.json else describe_change(planned))
     return 0
 
 
 def describe_change(planned: change_plan.ChangePlan) -> str:
     """The plan of a change as text."""
-    from elastic_ckpt.elastic import decision
-
     lost = f", without {_ranges(planned.lost)}" if planned.lost else ""
     head = f"slices {_ranges(planned.before)}{lost}:"
     decided = planned.decided
@@ -213,8 +213,6 @@ def _verdict(outlook: plan.Outlook) -> str:
 
 
 def _ranges(shards: Sequence[int]) -> str:
-    from elastic_ckpt.data import cursors
-
     ranges = [(run[0], run[-1]) for run in cursors.runs(shards)]
     shown = [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges[:_SHOWN_RANGES]]
     more = [f"... {len(shards)} in all"] if len(ranges) > _SHOWN_RANGES else []

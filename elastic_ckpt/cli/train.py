@@ -11,6 +11,8 @@ import os
 import signal
 import types
 
+from etils import epy
+
 from elastic_ckpt.cli import overrides
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import termination
@@ -24,6 +26,17 @@ from elastic_ckpt.training import (
     schema,
     training_files,
 )
+
+with epy.lazy_imports():
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.elastic import multicontroller, single_controller
+    from elastic_ckpt.training import (
+        configured,
+        elastic_run,
+        job,
+        local_world,
+        machine_run,
+    )
 
 _EXAMPLES = """\
 Examples:
@@ -48,8 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
       0 when the run has trained all of its steps, 143 if SIGTERM ended it before, and
       130 if Ctrl-C did.
     """
-    from elastic_ckpt.training import configured
-
     config = load.load(arguments.config, arguments.overrides)
     if not config.run.run_name:
         raise errors.ConfigError(
@@ -71,19 +82,13 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     if config.elastic.elastic_machines > 1:
         return _run_on_machines(config, shown)
     if config.world.enable_single_controller:
-        from elastic_ckpt.elastic import single_controller
-
         single_controller.initialize()
         if config.elastic.elastic_enabled:
             return _run_controlled(config, shown)
         return _run_here(config, shown)
-    from elastic_ckpt.training import configured, local_world
-
     # At once, though an outer launcher may yet be found: importing takes seconds.
     if config.world.hosts > 1:
         local_world.warm_up()
-    from elastic_ckpt.elastic import multicontroller
-
     multicontroller.configure(config.world)
     if multicontroller.join_outer_launcher():
         return _run_here(config, shown)
@@ -99,10 +104,6 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.core import topology
-    from elastic_ckpt.elastic import multicontroller
-    from elastic_ckpt.training import job
-
     multicontroller.check_devices(config.world.hardware)
     config = _with_files(config)
     if not topology.is_primary():
@@ -117,8 +118,6 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.training import local_world
-
     config = _with_files(config)
     listening = listeners.of_supervisor(config)
     with journal.kept(config, shown, listening=listening) as emit:
@@ -127,20 +126,14 @@ def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_on_machines(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.training import configured, local_world, machine_run
-
     place = machine_run.place(config, os.environ)
     local_world.warm_up()
-    from elastic_ckpt.elastic import multicontroller
-
     multicontroller.configure(config.world)
     configured.check_local(config)
     return machine_run.run(_with_files(config), place, shown)
 
 
 def _run_controlled(config: schema.Config, shown: progress.Progress) -> bool:
-    from elastic_ckpt.training import elastic_run
-
     config = _with_files(config)
     listening = listeners.started(config)
     with journal.kept(config, shown, listening=listening) as emit:

@@ -179,7 +179,7 @@ def bars(
     """Stacked horizontal bars.
 
     Args:
-      rows: the name of each bar, and its parts.
+      rows: the name of each bar, with `, ` between its lines, and its parts.
       parts: their names, with their colours.
       unit: of the values.
       totals: the text behind each bar; by default its sum.
@@ -195,13 +195,15 @@ def bars(
     texts = totals or [f"{number(each)} {unit}" for each in sums]
     # Names may occur twice, so that a bar is known by its place.
     order = list(range(len(rows)))
-    labels = f"{json.dumps([name for name, _ in rows])}[datum.value]"
+    labels = [name.split(", ") for name, _ in rows]
+    num_lines = max(map(len, labels), default=1)
     y: Spec = {
         **{"field": "row", "type": "ordinal", "scale": {"domain": order}},
         **{"title": None, "sort": None},
         "axis": {
             **{"labelColor": "var(--ink)", "labelLimit": 150, "grid": False},
-            "labelExpr": labels,
+            "labelExpr": f"{json.dumps(labels)}[datum.value]",
+            "labelOffset": -7 * (num_lines - 1),
         },
     }
     # The texts behind the bars need some room.
@@ -240,7 +242,7 @@ def bars(
                 },
             },
         ],
-        "height": {"step": _BAR + 6},
+        "height": {"step": max(_BAR, 15 * num_lines) + 6},
     }
 
 
@@ -284,7 +286,8 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDE) -> str:
 
 def standalone(svg: str) -> str:
     """The plot as a file of its own, on white."""
-    return re.sub(r"var\(--(\w+)\)", lambda match: LIGHT[match[1]], svg)
+    on_white = svg.replace("<svg ", f'<svg style="background: {LIGHT["paper"]}" ', 1)
+    return re.sub(r"var\(--(\w+)\)", lambda match: LIGHT[match[1]], on_white)
 
 
 def library() -> Any:

@@ -1,21 +1,25 @@
 """The status of a run, as one screen shows it: computed from what the run has written.
 
-`collect` reads it; all else is a pure function of events, lines of metrics and
-manifests.
+The step that a run would be restored to now, and after the loss of a host or slice, is
+decided from the manifests alone, as in a restore: a step counts if the holders that are
+left have all of it together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.checkpoint import summary
 from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import replica_findings, restorable, tier_locations
+from elastic_ckpt.inspect import replica_findings, tier_locations
 from elastic_ckpt.inspect.replica_findings import ReplicaFindings
-from elastic_ckpt.inspect.restorable import AfterLoss, NewestStep
 from elastic_ckpt.inspect.run_files import RunFiles
+from elastic_ckpt.inspect.tier_locations import Locations
+from elastic_ckpt.steps import search
+from elastic_ckpt.steps.holdings import Offer
 
 # Waits for data are averaged over this time.
 _RECENT_SECS = 60.0
@@ -49,6 +53,36 @@ _PHASES = {
 ENDS = ("finished", "stopped", "failed")
 # Events that tell how many steps are done.
 _DONE = ("save_started", "run_stopped", "run_finished")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewestStep:
+    """The newest step that a tier has all of.
+
+    Attributes:
+      tier: `local` (the memory of all hosts) or `persistent`.
+      step: its number; None if there is none.
+      time_ms: when it was committed, since the epoch; None if that is not known.
+    """
+
+    tier: str
+    step: int | None
+    time_ms: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AfterLoss:
+    """The step that would be restored if one failure domain were lost with its memory.
+
+    Attributes:
+      domain: its kind, `host` or `slice`.
+      name: of the domain; of a host its number, one of those that share its memory.
+      step: None if the run would begin anew.
+    """
+
+    domain: str
+    name: str
+    step: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,8 +194,8 @@ def collect(directory: str) -> Status:
     if all(event["event"] != "run_started" for event in events):
         events = files.events()
     with tier_locations.opened([directory]) as (_, tiers):
-        offers = restorable.reachable(tiers)
-        local, stored = restorable.newest(offers)
+        offers = reachable(tiers)
+        local, stored = newest_steps(offers)
         uncommitted = sorted({each.step for each in tiers.leftovers()})
     if stored.step is None:
         # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
@@ -177,7 +211,7 @@ def collect(directory: str) -> Status:
             dataclasses.replace(
                 each, step=stored.step if each.step is None else each.step
             )
-            for each in restorable.after_losses(offers, slices=world_slices(events))
+            for each in after_losses(offers, slices=world_slices(events))
         ],
         uncommitted=uncommitted,
         from_zero=files.from_zero,
@@ -303,13 +337,9 @@ def _progress(files: Files, events: Sequence[Event], saved: Sequence[int]) -> Pr
 
 
 def _newest_lines(files: Files) -> dict[str, Mapping[str, Any]]:
-    newest: dict[str, Mapping[str, Any]] = {}
-    for lines in files.values():
-        for line in lines:
-            before = newest.get(line["metric"])
-            if before is None or line["time"] >= before["time"]:
-                newest[line["metric"]] = line
-    return newest
+    lines = itertools.chain.from_iterable(files.values())
+    by_time = sorted(lines, key=lambda line: line["time"])
+    return {line["metric"]: line for line in by_time}
 
 
 def _data_wait_percent(files: Files, since_secs: float) -> float | None:
@@ -360,3 +390,80 @@ def _backup(
         cause=tried[-1].get("cause") if failed else None,
         due_steps=None if due is None else int(due["last"]),
     )
+
+
+def reachable(locations: Locations) -> list[Offer]:
+    """The copies of the steps from which a restore chooses.
+
+    These are the newest steps, down to one that persistent storage has all of, since no
+    loss of hosts takes that away. Abandoned steps are left out.
+    """
+    offers: list[Offer] = []
+    for step in reversed(locations.steps):
+        copies, _ = locations.look(step)
+        of_step = [
+            each
+            for each in copies
+            if not locations.line.abandons(each.manifest.step_id)
+        ]
+        offers += of_step
+        if search.newest(_in_tier(of_step, "persistent")) is not None:
+            break
+    return offers
+
+
+def newest_steps(offers: Sequence[Offer]) -> tuple[NewestStep, ...]:
+    """The newest complete step of each tier."""
+    return tuple(
+        _newest_of(tier, _in_tier(offers, tier)) for tier in ("local", "persistent")
+    )
+
+
+def after_losses(
+    offers: Sequence[Offer], *, slices: Iterable[int] = ()
+) -> tuple[AfterLoss, ...]:
+    """The step that is left after the loss of each slice and each host.
+
+    Args:
+      offers: the copies.
+      slices: of the current world; they need not hold a copy.
+    """
+    losses = []
+    for domain in ("slice", "host"):
+        names = {_key(each, domain): _name(each, domain) for each in offers}
+        if domain == "slice":
+            names |= {str(number): str(number) for number in slices}
+        names.pop("", None)
+        for key in sorted(names, key=lambda key: (len(names[key]), names[key])):
+            left = [
+                each
+                for each in offers
+                if each.tier != "local" or _key(each, domain) != key
+            ]
+            losses.append(
+                AfterLoss(
+                    domain=domain, name=names[key], step=_newest_of("", left).step
+                )
+            )
+    return tuple(losses)
+
+
+def _newest_of(tier: str, offers: Sequence[Offer]) -> NewestStep:
+    step = search.newest(offers)
+    if step is None:
+        return NewestStep(tier=tier, step=None, time_ms=None)
+    time_ms = step.holdings.contents.time_ms or None
+    return NewestStep(tier=tier, step=step.step, time_ms=time_ms)
+
+
+def _in_tier(offers: Sequence[Offer], tier: str) -> list[Offer]:
+    return [each for each in offers if each.tier == tier]
+
+
+def _key(offer: Offer, domain: str) -> str:
+    # A host without a machine's name is alone on it.
+    return offer.host.domains.get(domain, offer.host.id if domain == "host" else "")
+
+
+def _name(offer: Offer, domain: str) -> str:
+    return str(offer.host.number) if domain == "host" else _key(offer, domain)

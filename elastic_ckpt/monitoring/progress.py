@@ -67,6 +67,14 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "weights_skipped": ("init_from is not read: the run has saved step {step}", ""),
     "step_passed_over": ("passed over: {why}", ""),
     "replicated": ("", ""),
+    "save_started": ("", ""),
+    "saved": ("", ""),
+    "backed_up": ("", ""),
+    "storage_recovered": ("storage takes steps again, since step {step}", ""),
+    "stop_requested": (
+        "asked to end: saving after the step under way, within {within_secs:g} s",
+        "saving before the end",
+    ),
     "replicas_differ": ("step {step}: copies differ: {why}", ""),
     "step_preserved": ("step {step} is preserved: {why}", ""),
     "validated": ("", ""),
@@ -85,6 +93,13 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "",
     ),
     "run_finished": ("step {step} is done, after {secs:.1f} s", ""),
+}
+# What the line of a step says of saves from then on.
+_SAVES = {
+    "save_started": "saving step {step}",
+    "saved": "saved step {step}",
+    "backed_up": "backed up step {step}",
+    "restored_from": "saved step {step}",
 }
 _NEARNESS = {
     "local": "from this host's RAM",
@@ -171,6 +186,11 @@ class Progress:
         events.check(name, fields)
         special = getattr(self, f"_on_{name}", None)
         with self._lock:
+            if name in _SAVES:
+                self._saved = _formatted(_SAVES[name], **fields)
+                self._is_anything_saved |= name != "save_started"
+            self._is_stopping |= name == "stop_requested"
+            self._is_storage_full &= name != "storage_recovered"
             if special is not None:
                 special(**fields)
                 return
@@ -247,27 +267,10 @@ class Progress:
         when = f"after step {step}" if self._has_begun else "before it began"
         self._line(f"the run failed {when}; once its cause is removed, {self._next()}")
 
-    def _on_stop_requested(self, *, within_secs: float) -> None:
-        self._line(
-            f"asked to end: saving after the step under way, within {within_secs:g} s"
-        )
-        self._begin("saving before the end")
-        self._is_stopping = True
-
     def _on_run_stopped(self, *, step: int, saved: bool) -> None:
-        if saved:
-            self._on_saved(step=step)
+        self._is_anything_saved |= saved
         kept = "which is saved" if saved else "which was NOT saved"
         self._line(f"stopped after step {step}, {kept}; {self._next()}")
-
-    def _on_save_started(self, *, step: int) -> None:
-        self._saved = f"saving step {step}"
-
-    def _on_saved(self, *, step: int, how: str = "saved", **_: Any) -> None:
-        self._saved, self._is_anything_saved = f"{how} step {step}", True
-
-    def _on_backed_up(self, *, step: int, **_: Any) -> None:
-        self._on_saved(step=step, how="backed up")
 
     def _next(self) -> str:
         if self._is_anything_saved:
@@ -277,7 +280,6 @@ class Progress:
         return "the same command starts it at step 0, for nothing was saved"
 
     def _on_restored_from(self, *, step: int, **event: int) -> None:
-        self._on_saved(step=step)
         parts = [
             f"{_bytes(event[f'{near}_bytes'])} {source}"
             for near, source in _NEARNESS.items()
@@ -306,10 +308,6 @@ class Progress:
                 " retried automatically; make room, or keep fewer steps"
                 " (max_num_checkpoints_to_keep)"
             )
-
-    def _on_storage_recovered(self, *, step: int, **_: Any) -> None:
-        self._is_storage_full = False
-        self._line(f"storage takes steps again, since step {step}")
 
     def _on_step(
         self, *, step: int, steps: int, loss: float, secs: float, **_: Any

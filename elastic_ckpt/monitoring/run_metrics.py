@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from elastic_ckpt.core import events, metrics, storage
 from elastic_ckpt.monitoring import goodput
@@ -47,51 +48,41 @@ class RunMetrics:
                 if secs > before[cause]:
                     metrics.GOODPUT_SECS[cause].record(secs - before[cause])
             metrics.GOODPUT.record(self._account.percent)
-        if name == "world_claimed":
-            metrics.TRAIN_CLAIM.record(float(str(fields["world"])))
-        elif name == "recovered":
-            metrics.LOST_STEPS.record(float(str(fields["steps_lost"])))
-        elif name in _LEVELS:
-            metric, field = _LEVELS[name]
-            if fields[field] is not None:
-                metric.record(float(str(fields[field])))
-        elif name in _COUNTED:
-            _COUNTED[name].record(1)
+        metric, field = _OF_EVENTS.get(name, (None, None))
+        value = 1 if field is None else fields[field]
+        if metric is not None and value is not None:
+            metric.record(float(str(value)))
 
-    def _record_slices(self, name: str, fields: Mapping[str, storage.Json]) -> None:
-        if name == "world_started":
-            slices, spares = fields["slices"], fields["spares"]
-            assert isinstance(slices, list)
-            assert isinstance(spares, list)
-            metrics.SLICES.record(len(slices))
-            present = {int(str(each)) for each in [*slices, *spares]}
-            self._missing -= present
-        elif name == "run_started":
-            metrics.SLICES.record(float(str(fields["slices"])))
+    def _record_slices(self, name: str, fields: Mapping[str, Any]) -> None:
+        if name == "run_started":
+            metrics.SLICES.record(fields["slices"])
+        elif name == "world_started":
+            metrics.SLICES.record(len(fields["slices"]))
+            self._missing -= {*fields["slices"], *fields["spares"]}
         elif name == "slice_returned":
-            self._missing -= {int(str(fields["slice"]))}
+            self._missing -= {fields["slice"]}
         elif name in _MISSING:
-            self._missing |= {int(str(fields["slice"]))}
+            self._missing |= {fields["slice"]}
         else:
             return
         metrics.MISSING_SLICES.record(len(self._missing))
 
 
-_COUNTED = {
-    "host_lost": metrics.LOST_HOSTS,
-    "slice_lost": metrics.LOST_SLICES,
-    "divergence_found": metrics.FINDINGS,
-    "rolled_back": metrics.ROLLBACKS,
-    "run_failed": metrics.FAILURES,
-}
-
-# Events after which a slice is not used until it returns.
-_MISSING = ("slice_lost", "slice_preempted", "slice_refused", "slice_quarantined")
-_LEVELS = {
+# What an event records: one of its fields, or that it happened.
+_OF_EVENTS: dict[str, tuple[metrics.Metric, str | None]] = {
     "run_started": (metrics.TRAIN_PLANNED, "steps"),
+    "world_claimed": (metrics.TRAIN_CLAIM, "world"),
     "saved": (metrics.SAVED_STEPS, "step"),
     "backed_up": (metrics.STORED_STEPS, "step"),
+    "recovered": (metrics.LOST_STEPS, "steps_lost"),
+    "host_lost": (metrics.LOST_HOSTS, None),
+    "slice_lost": (metrics.LOST_SLICES, None),
+    "divergence_found": (metrics.FINDINGS, None),
+    "rolled_back": (metrics.ROLLBACKS, None),
+    "run_failed": (metrics.FAILURES, None),
 }
+# Events after which a slice is not used until it returns.
+_MISSING = ("slice_lost", "slice_preempted", "slice_refused", "slice_quarantined")
 _OF_STEPS = {
     "step": metrics.TRAIN_STEPS,
     "loss": metrics.TRAIN_LOSS,
@@ -101,15 +92,12 @@ _OF_STEPS = {
 }
 
 
-def _record_step(fields: Mapping[str, storage.Json]) -> None:
+def _record_step(fields: Mapping[str, Any]) -> None:
     # A loop of the user's own may not report them all.
-    values = {
-        name: float(str(value)) for name, value in fields.items() if value is not None
-    }
     for name, metric in _OF_STEPS.items():
-        if name in values:
-            metric.record(values[name])
-    secs, tokens = values["secs"], values.get("tokens")
+        if fields.get(name) is not None:
+            metric.record(float(fields[name]))
+    secs, tokens = fields["secs"], fields.get("tokens")
     if secs > 0:
         metrics.TRAIN_STEP_RATE.record(1 / secs)
         if tokens is not None:

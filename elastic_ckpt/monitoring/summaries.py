@@ -32,7 +32,7 @@ _INTERVALS_A_RUN = 1000
 _CLOSE_SECS = 10.0
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
     """The aggregate of one value of a metric, or of several consecutive ones.
 
@@ -61,24 +61,15 @@ class Summary:
     max: float
     last: float
 
-    def add(
-        self,
-        now: float,
-        value: float,
-        *,
-        step: int | None = None,
-        claim: int | None = None,
-    ) -> None:
-        """Includes the next value of the metric, recorded at the time `now`."""
-        self.time = now
-        self.step = step
-        self.claim = claim
-        self.number += 1
-        self.count += 1
-        self.sum += value
-        self.min = min(self.min, value)
-        self.max = max(self.max, value)
-        self.last = value
+    def followed_by(self, later: Summary) -> Summary:
+        """This one together with one of later values."""
+        return dataclasses.replace(
+            later,
+            count=self.count + later.count,
+            sum=self.sum + later.sum,
+            min=min(self.min, later.min),
+            max=max(self.max, later.max),
+        )
 
 
 class Sink(Protocol):
@@ -140,11 +131,7 @@ class Summaries:
             elif metric is metrics.TRAIN_CLAIM:
                 self._claim = int(value)
             self._numbers[metric.name] += 1
-            pending = self._pending.setdefault(metric.name, [])
-            if pending and pending[-1].number > NUM_SINGLE:
-                pending[-1].add(now, value, step=self._step, claim=self._claim)
-                return
-            first = Summary(
+            summary = Summary(
                 metric=metric,
                 time=now,
                 number=self._numbers[metric.name],
@@ -156,7 +143,10 @@ class Summaries:
                 max=value,
                 last=value,
             )
-            pending.append(first)
+            pending = self._pending.setdefault(metric.name, [])
+            if pending and pending[-1].number > NUM_SINGLE:
+                summary = pending.pop().followed_by(summary)
+            pending.append(summary)
 
     def _write_at_intervals(self) -> None:
         while not self._closing.wait(self._pause_secs()):

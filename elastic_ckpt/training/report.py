@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.checkpoint import summary
@@ -24,8 +24,14 @@ from elastic_ckpt.inspect import (
 from elastic_ckpt.inspect.plot import COLOURS, Point, Series
 from elastic_ckpt.inspect.report_page import Fact, Mood, Section, page
 from elastic_ckpt.inspect.run_files import RunFiles
+<<<<<<< HEAD:elastic_ckpt/training/report.py
 from elastic_ckpt.inspect.status import ENDS, Event, Files
 from elastic_ckpt.training import run_audit, step_log
+=======
+from elastic_ckpt.inspect.status import Event, Files
+from elastic_ckpt.inspect.stored_steps import SavedData
+from elastic_ckpt.training import step_log
+>>>>>>> report31:elastic_ckpt/inspect/report.py
 
 # The most lines of a table, and the most bars of a plot.
 _MOST_ROWS = 200
@@ -55,38 +61,6 @@ _TIERS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """One start of the training loop.
-
-    Attributes:
-      number: from 1.
-      start_step: its first step.
-      hosts: of its world.
-      losses: of each step that it logged, in order; NaN if it was not known yet.
-    """
-
-    number: int
-    start_step: int
-    hosts: int
-    losses: Sequence[float]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixture:
-    """A mixture as one saved step has consumed it.
-
-    Attributes:
-      step: the saved step.
-      taken: documents by dataset.
-      weights: by dataset.
-    """
-
-    step: int
-    taken: Mapping[str, int]
-    weights: Mapping[str, float]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
     """What a run has written, as its report shows it.
 
@@ -97,7 +71,8 @@ class Record:
       events: of `events.jsonl`.
       files: of metrics.
       attempts: of the step log, in order.
-      mixtures: of the steps in storage, ascending; empty without a mixture.
+      mixtures: the steps in storage with their data state, ascending; empty without a
+        mixture.
       audit: the fields of the audit's outcome, and `passed`; a text if there is none.
       made_secs: when the report is made, since the epoch.
     """
@@ -107,8 +82,8 @@ class Record:
     phase: str
     events: Sequence[Event]
     files: Files
-    attempts: Sequence[Attempt]
-    mixtures: Sequence[Mixture]
+    attempts: Sequence[step_log.Attempt]
+    mixtures: Sequence[tuple[int, SavedData]]
     audit: Mapping[str, Any] | str
     made_secs: float
 
@@ -144,12 +119,13 @@ class Record:
     @functools.cached_property
     def counted(self) -> list[int]:
         """How many steps of each attempt no later one trained again."""
-        counted, end = [], math.inf
-        for attempt in reversed(self.attempts):
-            num = min(len(attempt.losses), max(0, end - attempt.start_step))
-            counted.append(int(num))
-            end = min(end, attempt.start_step)
-        return counted[::-1]
+        starts = [each.start_step for each in self.attempts]
+        return [
+            max(0, min([start + len(each.records), *starts[place + 1 :]]) - start)
+            for place, (start, each) in enumerate(
+                zip(starts, self.attempts, strict=True)
+            )
+        ]
 
     def losses(self, *, is_counted: bool) -> list[Point]:
         """The known losses by step, of the steps that count or of the others.
@@ -158,19 +134,19 @@ class Record:
         for the step log; it is among the metrics then.
         """
         # Of a step that was trained again the later line counts.
-        reported = {line["step"]: line["last"] for line in self._losses}
-        points = []
-        for attempt, num_counted in zip(self.attempts, self.counted, strict=True):
-            for place, logged in enumerate(attempt.losses):
-                step = attempt.start_step + place + 1
-                loss = reported.get(step, logged) if math.isnan(logged) else logged
-                if math.isfinite(loss) and (place < num_counted) == is_counted:
-                    points.append((float(step), loss))
-        return points
-
-    @functools.cached_property
-    def _losses(self) -> list[Mapping[str, Any]]:
-        return self.lines(metrics.TRAIN_LOSS)
+        lines = self.lines(metrics.TRAIN_LOSS)
+        reported = {line["step"]: line["last"] for line in lines}
+        points = [
+            (
+                float(step),
+                reported.get(step, each.loss) if math.isnan(each.loss) else each.loss,
+            )
+            for attempt, number in zip(self.attempts, self.counted, strict=True)
+            for place, each in enumerate(attempt.records)
+            if (place < number) == is_counted
+            for step in [attempt.start_step + place + 1]
+        ]
+        return [(step, loss) for step, loss in points if math.isfinite(loss)]
 
 
 def collect(directory: str) -> Record:
@@ -181,7 +157,9 @@ def collect(directory: str) -> Record:
       DataError: if it has trained nothing yet.
     """
     files = RunFiles.read(directory)
-    events = files.events()
+    events, steps = files.events(), list(summary.steps(files.steps).items())
+    # Evenly, with the last.
+    every = -(-len(steps) // _MOST_STEPS) or 1
     phase = status.phase(events, is_alive=files.is_alive, is_own_loop=files.is_own_loop)
     return Record(
         run=files.run,
@@ -189,32 +167,16 @@ def collect(directory: str) -> Record:
         phase=phase,
         events=events,
         files=files.metrics(),
-        attempts=[
-            Attempt(
-                number=attempt.attempt,
-                start_step=attempt.start_step,
-                hosts=attempt.hosts,
-                losses=[each.loss for each in attempt.records],
-            )
-            for attempt in step_log.read(directory)
+        attempts=step_log.read(directory),
+        mixtures=[
+            (step, data)
+            for step, path in steps[::-1][::every][::-1]
+            if isinstance(data := stored_steps.data_of(path), SavedData)
+            and len(_datasets(data)) > 1
         ],
-        mixtures=list(_mixtures(files)),
         audit="No audit was asked for.",
         made_secs=time.time(),
     )
-
-
-def _mixtures(files: RunFiles) -> Iterator[Mixture]:
-    steps = summary.steps(files.steps)
-    # Evenly, with the last.
-    every = -(-len(steps) // _MOST_STEPS) or 1
-    for step in list(steps)[::-1][::every][::-1]:
-        data = stored_steps.data_of(steps[step])
-        if isinstance(data, stored_steps.SavedData):
-            datasets: Any = data.pipeline.get("datasets", {})
-            if len(datasets) > 1:
-                weights = {name: each["weight"] for name, each in datasets.items()}
-                yield Mixture(step=step, taken=data.taken, weights=weights)
 
 
 def audit(directory: str) -> dict[str, Any] | str:
@@ -253,32 +215,23 @@ def report(record: Record) -> str:
 
 
 def _facts(record: Record) -> Iterator[Fact]:
-    is_ended = record.phase in ENDS
-    mood: Mood = "good" if record.phase == "finished" else ""
-    if record.phase == "failed" or (not is_ended and "not running" in record.phase):
-        mood = "bad"
-    yield Fact(name="the run", value=record.phase.partition(":")[0], mood=mood)
-    done = max((a.start_step + len(a.losses) for a in record.attempts), default=0)
-    started = record.named("run_started")
-    planned = started[-1]["steps"] if started else None
-    steps = f"{done:,} of {planned:,}" if planned else f"{done:,}"
-    yield Fact(name="steps", value=steps)
+    moods: dict[str, Mood] = {"finished": "good", "failed": "bad", "not running": "bad"}
+    phase = record.phase.partition(":")[0]
+    yield Fact(name="the run", value=phase, mood=moods.get(phase, ""))
+    done = max((a.start_step + len(a.records) for a in record.attempts), default=0)
+    planned = [f" of {each['steps']:,}" for each in record.named("run_started")]
+    yield Fact(name="steps", value=f"{done:,}{''.join(planned[-1:])}")
     losses = [loss for _, loss in record.losses(is_counted=True)]
     since = f"loss, from {losses[0]:.4f}" if losses else "loss"
     yield Fact(name=since, value=f"{losses[-1]:.4f}" if losses else "none")
-    spent, total = record.goodput_secs, sum(record.goodput_secs.values())
-    percent = f"{100 * spent.get('productive', 0) / total:.1f} %" if total else "none"
-    yield Fact(name="goodput", value=percent)
-    judged, changes = record.named("verdict"), record.named("recovered")
-    yield Fact(name="verdicts", value=f"{len(judged):,}")
-    yield Fact(name="changes of slices", value=f"{len(changes):,}")
+    changes = record.named("recovered")
     lost = sum(each["steps_lost"] for each in changes)
+    yield Fact(name="goodput", value=_goodput_percent(record))
+    yield Fact(name="verdicts", value=f"{len(record.named('verdict')):,}")
+    yield Fact(name="changes of slices", value=f"{len(changes):,}")
     yield Fact(name="steps trained again", value=f"{lost:,}")
-    if isinstance(record.audit, str):
-        yield Fact(name="sample order", value="not audited")
-    else:
-        value, mood = _outcome(record.audit)
-        yield Fact(name="sample order", value=value, mood=mood)
+    value, mood = _outcome(record.audit)
+    yield Fact(name="sample order", value=value or "not audited", mood=mood)
     # Only bad news are news.
     bad = {
         "bad copies read": sum(e["bad_copies"] for e in record.named("restored_from")),
@@ -297,27 +250,25 @@ def _interruptions(record: Record) -> Section:
         if changes := len(record.named("recovered")):
             text += f" The slices were changed {changes:,} times, as asked."
         return Section(title="What interrupted it", text=text, is_table=True)
-    rows = []
     # Each with the change of slices that followed it, if one did.
-    following: Event | None = None
-    for event in reversed(record.named("verdict", "recovered")):
-        if event["event"] == "recovered":
-            following = event
-            continue
-        back = steps = ""
-        if following is not None:
-            back, steps = f"{following['secs']:.1f} s", str(following["steps_lost"])
-        following = None
-        rows.append(
-            (
-                f"{record.minute(event):.2f}",
-                f"{event['what']} {event['which']}".rstrip(),
-                event["why"],
-                *("; ".join(event["evidence"]), event["action"], back, steps),
-                *(event["kind"], event["phase"], str(event["step"])),
-                _utc(event["since"]),
-            )
+    told = record.named("verdict", "recovered")
+    rows = [
+        (
+            f"{record.minute(event):.2f}",
+            f"{event['what']} {event['which']}".rstrip(),
+            event["why"],
+            *("; ".join(event["evidence"]), event["action"]),
+            *(
+                (f"{after['secs']:.1f} s", str(after["steps_lost"]))
+                if after is not None and after["event"] == "recovered"
+                else ("", "")
+            ),
+            *(event["kind"], event["phase"], str(event["step"])),
+            _utc(event["since"]),
         )
+        for event, after in itertools.zip_longest(told, told[1:])
+        if event["event"] == "verdict"
+    ]
     return Section(
         title="What interrupted it",
         text="What failed, by which evidence, what was done, and how long it took until"
@@ -326,22 +277,28 @@ def _interruptions(record: Record) -> Section:
             *("minute", "what failed", "verdict", "evidence", "action", "back after"),
             *("steps lost", "kind", "phase", "step", "since"),
         ),
-        rows=rows[:_MOST_ROWS][::-1],
+        rows=rows[-_MOST_ROWS:],
         is_table=True,
     )
 
 
+def _goodput_percent(record: Record) -> str:
+    spent = record.goodput_secs
+    if not spent:
+        return "none"
+    return f"{100 * spent.get('productive', 0) / sum(spent.values()):.1f} %"
+
+
 def _goodput(record: Record) -> Section:
-    spent, total = record.goodput_secs, sum(record.goodput_secs.values())
-    if not total:
-        return Section(
-            title="Where the time went", text="No metrics of goodput were recorded."
-        )
+    title, spent = "Where the time went", record.goodput_secs
+    if not spent:
+        return Section(title=title, text="No metrics of goodput were recorded.")
+    total = sum(spent.values())
     meanings = {cause: each.meaning for cause, each in metrics.GOODPUT_SECS.items()}
     return Section(
-        title="Where the time went",
-        text=f"{100 * spent.get('productive', 0) / total:.1f} % of {total:,.0f} s"
-        " trained new steps. Times in which no process of the run lived do not count.",
+        title=title,
+        text=f"{_goodput_percent(record)} of {total:,.0f} s trained new steps. Times in"
+        " which no process of the run lived do not count.",
         spec=plot.bars(
             [
                 (
@@ -497,31 +454,46 @@ def _tiers(record: Record) -> Section:
 
 
 def _mixture(record: Record) -> Section:
-    series = []
-    names = sorted({name for each in record.mixtures for name in each.weights})
-    for name, colour in plot.coloured(names).items():
-        consumed = [(float(m.step), _percent(m.taken, name)) for m in record.mixtures]
-        weights = [(float(m.step), _percent(m.weights, name)) for m in record.mixtures]
-        series += [
-            Series(name=f"{name}: consumed", points=consumed, colour=colour),
-            Series(
-                name=f"{name}: weight", points=weights, is_dashed=True, colour=colour
-            ),
-        ]
-    newest = record.mixtures[-1]
+    shares = [
+        (
+            float(step),
+            {
+                "consumed": _percents(data.taken),
+                "weight": _percents({k: v["weight"] for k, v in _datasets(data)}),
+            },
+        )
+        for step, data in record.mixtures
+    ]
+    names = sorted({name for _, of_step in shares for name in of_step["weight"]})
+    step, data = record.mixtures[-1]
     return _of_lines(
-        series,
+        [
+            Series(
+                name=f"{name}: {kind}",
+                points=[(step, of[kind].get(name, 0.0)) for step, of in shares],
+                is_dashed=kind == "weight",
+                colour=colour,
+            )
+            for name, colour in plot.coloured(names).items()
+            for kind in ("consumed", "weight")
+        ],
         title="Mixture",
         text=f"Documents that the cursors of each stored step have taken;"
-        f" {sum(newest.taken.values()):,} by step {newest.step:,}. A shard takes whole"
+        f" {sum(data.taken.values()):,} by step {step:,}. A shard takes whole"
         " documents, so shares of few documents are far from the weights.",
         axes=("step in storage", "% of documents"),
         from_zero=True,
     )
 
 
-def _percent(of: Mapping[str, float], name: str) -> float:
-    return 100 * of.get(name, 0) / (sum(of.values()) or 1)
+def _datasets(data: SavedData) -> Collection[tuple[str, Any]]:
+    datasets: Any = data.pipeline.get("datasets", {})
+    return datasets.items()
+
+
+def _percents(of: Mapping[str, float]) -> dict[str, float]:
+    total = sum(of.values()) or 1
+    return {name: 100 * each / total for name, each in of.items()}
 
 
 def _sample_order(record: Record) -> Section:
@@ -529,8 +501,8 @@ def _sample_order(record: Record) -> Section:
     spec = plot.bars(
         [
             (
-                f"{each.number}: {each.hosts} hosts",
-                [each.start_step, num_counted, len(each.losses) - num_counted],
+                f"{each.attempt}: {each.hosts} hosts",
+                [each.start_step, num_counted, len(each.records) - num_counted],
             )
             for each, num_counted in attempts
         ],
@@ -541,8 +513,8 @@ def _sample_order(record: Record) -> Section:
         },
         unit="steps",
         totals=[
-            f"{each.start_step + 1:,} to {each.start_step + len(each.losses):,}"
-            if each.losses
+            f"{each.start_step + 1:,} to {each.start_step + len(each.records):,}"
+            if each.records
             else "none"
             for each, _ in attempts
         ],
@@ -568,7 +540,9 @@ def _sample_order(record: Record) -> Section:
     )
 
 
-def _outcome(audit: Mapping[str, Any]) -> tuple[str, Mood]:
+def _outcome(audit: Mapping[str, Any] | str) -> tuple[str, Mood]:
+    if isinstance(audit, str):
+        return "", ""
     return ("PASSED", "good") if audit["passed"] else ("FAILED", "bad")
 
 

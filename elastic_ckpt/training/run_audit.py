@@ -72,10 +72,10 @@ class RunAudit:
         files, attempts = self._files, self._attempts
         saved = max(summary.steps(files.steps), default=0)
         period, start_step = files.storage_period, attempts[0].start_step
-        at_end = files.settings.get("save_checkpoint_on_completion", False)
+        at_end = files.settings.get("save_checkpoint_on_completion", True)
         missing = audit.missing_checkpoint(
             period=period,
-            at_end=at_end and period != 0,
+            at_end=at_end and period != 0 and not files.is_own_loop,
             finished=files.is_finished,
             num_steps=start_step + len(step_log.lineage(attempts)) - files.from_zero,
             saved=saved,

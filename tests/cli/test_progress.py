@@ -30,6 +30,74 @@ def show(stream, log_period=2):
     return stream.getvalue()
 
 
+def lines_of(*events, log_period=1):
+    stream = io.StringIO()
+    shown = progress.Progress(log_period, stream)
+    for name, fields in events:
+        shown(name, **fields)
+    return stream.getvalue().splitlines()
+
+
+RAM = dict.fromkeys(
+    (
+        *("local_bytes", "close_bytes", "distant_bytes", "persistent_bytes"),
+        *("bad_copies", "repaired"),
+    ),
+    0,
+)
+FAILED = ("run_failed", {"step": 0, "why": "x"})
+
+
+@pytest.mark.parametrize(
+    ("events", "last"),
+    [
+        (
+            [("step_interrupted", {"step": 8, "path": "/r/8.tmp", "resume_step": 4})],
+            "step 8 was interrupted while it was saved and is passed over (/r/8.tmp);"
+            " the newest complete step is 4",
+        ),
+        # A run that is refused again and again does not begin.
+        (
+            [FAILED],
+            "the run failed before it began; once its cause is removed, the same"
+            " command starts it",
+        ),
+        # One that fails before it has restored its steps has them.
+        (
+            [("run_started", STARTED | {"start_step": 3}), FAILED],
+            "the run failed after step 0; once its cause is removed, the same command"
+            " continues it from the newest complete step",
+        ),
+        (
+            [("restored_from", RAM | {"step": 2, "local_bytes": 3072})],
+            "restored step 2: 3 KiB from this host's RAM",
+        ),
+        (
+            [("restored_from", RAM | {"step": 2, "bad_copies": 2, "repaired": 1})],
+            "restored step 2: data; 1 of 2 bad copies put right",
+        ),
+        (
+            [("world_started", {"world": 2, "slices": [0, 2], "spares": [1]})],
+            "world 2 starts on slices 0, 2, spare: 1",
+        ),
+        (
+            [("evaluated", {"step": 4, "loss": 1.5, "batches": 2, "secs": 1.0})],
+            "step 4: evaluated 2 batches, loss 1.5000",
+        ),
+        (
+            [("scale_requested", {"slices": 1, "chosen": [3]})],
+            "1 slice requested: the run is to be on slices 3",
+        ),
+        (
+            [("state_kept", {"step": 4, "device_bytes": 2**21, "secs": 0.1})],
+            "kept step 4 in device memory: 2 MiB",
+        ),
+    ],
+)
+def test_an_event_is_a_line(events, last):
+    assert lines_of(*events)[-1] == last
+
+
 def test_a_file_gets_a_line_each_log_period():
     assert show(io.StringIO()) == (
         "first: to step 4 on 1 host, 1 slice, 2 devices\n"
@@ -101,16 +169,6 @@ def test_full_storage_is_one_line_until_it_takes_steps_again():
     assert second.startswith("storage full since step 200: ")
 
 
-def test_a_step_that_was_interrupted_is_shown():
-    stream = io.StringIO()
-    shown = progress.Progress(1, stream)
-    shown("step_interrupted", step=8, path="/r/8.tmp", resume_step=4)
-    assert stream.getvalue() == (
-        "step 8 was interrupted while it was saved and is passed over (/r/8.tmp);"
-        " the newest complete step is 4\n"
-    )
-
-
 class Clock:
     def __init__(self):
         self.secs = 0.0
@@ -159,13 +217,6 @@ def test_no_silence_of_a_start_is_longer_than_5_seconds(clock):
 def test_each_phase_of_a_change_of_slices_is_named_when_it_takes_long(clock):
     stream = io.StringIO()
     shown = progress.Progress(1, stream, clock=clock)
-    restored = dict.fromkeys(
-        (
-            *("local_bytes", "close_bytes", "distant_bytes", "persistent_bytes"),
-            *("bad_copies", "repaired"),
-        ),
-        0,
-    )
     for name, fields in (
         ("host_lost", {"host": 1, "why": "killed"}),
         ("slice_lost", {"slice": 1, "why": "killed"}),
@@ -173,7 +224,7 @@ def test_each_phase_of_a_change_of_slices_is_named_when_it_takes_long(clock):
         ("world_started", {"world": 2, "slices": [0, 2], "spares": []}),
         ("world_joined", {"world": 2}),
         ("run_started", STARTED | {"start_step": 2}),
-        ("restored_from", {"step": 2, **restored}),
+        ("restored_from", {"step": 2, **RAM}),
         ("compile_started", {"step": 3}),
     ):
         shown(name, **fields)
@@ -263,25 +314,6 @@ def test_the_end_says_what_the_same_command_does(event, fields, line, has_saved)
     else:
         line += "the same command starts it at step 0, for nothing was saved"
     assert stream.getvalue() == f"{line}\n"
-
-
-def test_a_run_that_is_refused_again_and_again_is_not_said_to_begin():
-    stream = io.StringIO()
-    progress.Progress(1, stream)("run_failed", step=0, why="x")
-    assert stream.getvalue() == (
-        "the run failed before it began; once its cause is removed, the same command"
-        " starts it\n"
-    )
-
-
-def test_a_run_that_fails_before_it_has_restored_its_steps_is_said_to_have_them():
-    stream = io.StringIO()
-    shown = progress.Progress(1, stream)
-    shown("run_started", **STARTED | {"start_step": 3})
-    shown("run_failed", step=3, why="x")
-    assert stream.getvalue().endswith(
-        "the same command continues it from the newest complete step\n"
-    )
 
 
 def test_standard_output_is_that_of_the_time_when_it_is_made():

@@ -65,7 +65,7 @@ def train(pattern, moment, victim, settings):
       victim: the number of the host.
       settings: the path of the configuration, and overrides.
     """
-    supervisor.warm_up(["elastic_ckpt.application.job", "tests.faults.killed_rollback"])
+    supervisor.warm_up(["elastic_ckpt.training.job", "tests.faults.killed_rollback"])
     config = training_files.prepare(load.load(settings[0], settings[1:]))
     armed = functools.partial(_armed, pattern, moment, victim)
     with (

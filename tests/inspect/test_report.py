@@ -2,6 +2,7 @@
 
 import re
 import sys
+import types
 from xml.etree import ElementTree
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.inspect import plot, report_page
-from elastic_ckpt.training import report
+from elastic_ckpt.training import report, step_log
 
 VALUES = st.floats(-1e9, 1e9, allow_nan=False) | st.integers(-5, 5).map(float)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -131,8 +132,14 @@ def test_a_run_without_anything_has_a_page():
 
 
 def attempt(number, start_step, losses, hosts=4):
-    return report.Attempt(
-        number=number, start_step=start_step, hosts=hosts, losses=losses
+    return step_log.Attempt(
+        attempt=number,
+        start_step=start_step,
+        hosts=hosts,
+        slices=1,
+        devices=hosts,
+        data={},
+        records=tuple(types.SimpleNamespace(loss=loss) for loss in losses),
     )
 
 

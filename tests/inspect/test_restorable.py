@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.inspect import restorable
+from elastic_ckpt.inspect import status
 from elastic_ckpt.steps import search
 from tests.tiers import saved_worlds
 
@@ -30,9 +30,7 @@ def offers():
 
 
 def test_each_loss_restores_the_newest_step_that_the_others_have(offers):
-    left = {
-        (each.domain, each.name): each.step for each in restorable.after_losses(offers)
-    }
+    left = {(each.domain, each.name): each.step for each in status.after_losses(offers)}
     assert left == {
         ("slice", "s0"): 10,
         ("slice", "s1"): 20,
@@ -44,7 +42,7 @@ def test_each_loss_restores_the_newest_step_that_the_others_have(offers):
 
 
 def test_without_storage_a_loss_may_leave_nothing(offers):
-    left = restorable.after_losses(offers[:2], slices=[7])
+    left = status.after_losses(offers[:2], slices=[7])
     assert {(each.name, each.step) for each in left if each.domain == "slice"} == {
         ("s0", None),
         ("s1", None),
@@ -53,12 +51,12 @@ def test_without_storage_a_loss_may_leave_nothing(offers):
 
 
 def test_the_newest_step_of_each_tier(offers):
-    newest = restorable.newest(offers)
+    newest = status.newest_steps(offers)
     assert [(each.tier, each.step) for each in newest] == [
         ("local", 30),
         ("persistent", 10),
     ]
-    assert [each.step for each in restorable.newest([])] == [None, None]
+    assert [each.step for each in status.newest_steps([])] == [None, None]
 
 
 @given(st.data())
@@ -68,7 +66,7 @@ def test_a_loss_costs_what_a_search_without_that_host_finds(data):
         for step in (10, 20)
         for each in data.draw(saved_worlds.saved(most_hosts=4, step=step))
     ]
-    for loss in restorable.after_losses(offers):
+    for loss in status.after_losses(offers):
         if loss.domain == "host":
             left = [each for each in offers if str(each.host.number) != loss.name]
             newest = search.newest(left)

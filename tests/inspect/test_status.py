@@ -4,18 +4,18 @@ import pytest
 
 from elastic_ckpt.cli import status as verb
 from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import restorable, status
+from elastic_ckpt.inspect import status
 
 STARTED = {
     "event": "run_started", "run": "r", "hosts": 4, "slices": 2, "devices": 8,
     "start_step": 0, "steps": 90, "time": 100.0,
 }  # fmt: skip
 TIERS = (
-    restorable.NewestStep(tier="local", step=30, time_ms=110_000),
-    restorable.NewestStep(tier="persistent", step=20, time_ms=90_000),
+    status.NewestStep(tier="local", step=30, time_ms=110_000),
+    status.NewestStep(tier="persistent", step=20, time_ms=90_000),
 )
 LOSSES = tuple(
-    restorable.AfterLoss(domain="slice", name=name, step=step)
+    status.AfterLoss(domain="slice", name=name, step=step)
     for name, step in (("0", 20), ("1", None), ("2", 20))
 )
 

@@ -286,7 +286,7 @@ def check_verbs(maxtext, name, *, hosts, steps=STEPS):
     assert shown.progress.loss is not None
     assert {each.tier: each.step for each in shown.tiers}["persistent"] == steps - 1
     recorded = report.collect(directory)
-    assert sum(len(each.losses) for each in recorded.attempts) >= steps
+    assert sum(len(each.records) for each in recorded.attempts) >= steps
     with pytest.raises(ec.ElasticCkptError, match="elastic_enabled=true"):
         scale.run(argparse.Namespace(run=directory, slices=1, no_wait=True))
 
