@@ -210,7 +210,8 @@ class Progress:
         self._has_begun = True
         self._is_anything_saved |= start > 0
         since = f"from step {start} " if start else ""
-        self._line(f"{event['run']}: {since}to step {event['steps']} on {self._world}")
+        until = "" if self._steps is None else f"to step {self._steps} "
+        self._line(f"{event['run']}: {since}{until}on {self._world}")
         self._begin(f"restoring step {start}" if start else "initializing the state")
 
     def _on_batch_changed(self, **event: Any) -> None:
@@ -335,10 +336,13 @@ class Progress:
 
     def _on_step(self, **event: Any) -> None:
         step, steps = event["step"], event["steps"]
+        # A loop of the user's own may not know them.
+        of_steps = "" if steps is None else f"/{steps}"
+        loss = "" if event["loss"] is None else f" | loss {event['loss']:.4f}"
         self._recent_secs.append(event["secs"])
         rate = len(self._recent_secs) / max(sum(self._recent_secs), 1e-9)
         text = (
-            f"step {step}/{steps} | loss {event['loss']:.4f} | {rate:.1f} steps/s"
+            f"step {step}{of_steps}{loss} | {rate:.1f} steps/s"
             f" | {self._world}{self._save_shown()}"
         )
         self._phase_secs = self._shown_secs = self._clock()
@@ -347,7 +351,7 @@ class Progress:
         elif step % self._log_period == 0 or step == steps:
             self._line(text)
         if not self._is_stopping:
-            self._phase = f"step {step + 1}/{steps}"
+            self._phase = f"step {step + 1}{of_steps}"
         if step == steps:
             self._begin(f"step {step} is done and is being saved")
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import pathlib
 from concurrent import futures
 
@@ -276,10 +277,26 @@ def test_a_request_that_was_carried_out_though_it_failed_is_no_leader(tmp_path):
         assert second.leader().term == 3
 
 
-def test_the_key_in_a_claim_is_for_its_owner_alone(tmp_path):
+def test_a_claim_is_as_its_page_says_and_its_key_is_for_its_owner_alone(tmp_path):
     with simulated():
         first = machine(tmp_path, 0)
         assert take(first)
         first._held.renew()
         (path,) = (tmp_path / leader_claim.DIRECTORY).iterdir()
+        assert path.name == "1.json"
         assert path.stat().st_mode & 0o077 == 0
+        fields = json.loads(path.read_text())
+        assert {name: fields[name] for name in ("machine", "address", "key")} == {
+            "machine": 0,
+            "address": "a:1",
+            "key": "key",
+        }
+        assert (fields["version"], fields["count"], fields["duration_secs"]) == (
+            *(1, 1),
+            SECS,
+        )
+        of_all = {"name", "process", "since_ms", "digest"}
+        of_all |= {"version", "count", "duration_secs", "machine", "address", "key"}
+        assert fields.keys() == of_all
+        first.give_back()
+        assert json.loads(path.read_text())["duration_secs"] == 0
