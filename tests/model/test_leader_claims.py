@@ -41,16 +41,14 @@ def machine(directory, number):
     # On another machine than all others, which cannot tell whether it is alive.
     far = dataclasses.replace(process.this(), host=f"m{number}", boot_id=f"b{number}")
     return leader_claim.LeaderClaims(
-        directory, machine=number, duration_secs=SECS, owner=far
+        directory, machine=number, lost_secs=SECS, owner=far
     )
 
 
 def take(claims):
     """Looks, and takes the claim if it is free."""
     claims.look()
-    return claims.leader() is None and claims.take(
-        "a:1", "key", renewed_to=lambda _: None
-    )
+    return claims.is_free and claims.take("a:1", "key", renewed_to=lambda _: None)
 
 
 class Claims(RuleBasedStateMachine):
@@ -83,7 +81,7 @@ class Claims(RuleBasedStateMachine):
         if claims.has_lead:
             return
         claims.look()
-        self.free[number] = claims.leader() is None
+        self.free[number] = claims.is_free
         if self.free[number] and not self.is_back:
             # Never before the claim has lapsed.
             assert self.clock.secs - self.renewed_secs >= SECS
@@ -234,9 +232,9 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
         first, second = machine(tmp_path, 0), machine(tmp_path, 1)
         assert take(first)
         second.look()
-        assert second.lost() is None
+        assert not second.leader().lost
         second.note_end(second.leader().term, "nothing listens at a:1 any more")
-        assert second.lost().why == "nothing listens at a:1 any more"
+        assert second.leader().lost == "nothing listens at a:1 any more"
         assert take(second)
         # The next one is another process.
         assert not take(first)

@@ -69,7 +69,7 @@ class Machines:
     def leader(self):
         """The machine whose supervisor holds the claim."""
         claims = leader_claim.LeaderClaims(
-            self.directory / "steps", machine=-1, duration_secs=1.0
+            self.directory / "steps", machine=-1, lost_secs=1.0
         )
         claims.look()
         return claims.leader().machine
