@@ -317,14 +317,19 @@ def remove(path: epath.PathLike) -> None:
 
 
 def read_bytes(path: epath.PathLike) -> bytes:
-    """The content of a file.
+    """The content of a file, in one request, so that none is replaced meanwhile.
 
     Raises:
       FileNotFoundError: if there is none.
     """
     name = os.fspath(path)
     if not is_local(name):
-        return epath.Path(path).read_bytes()
+        import fsspec
+
+        bucket_clients.prepare(name)
+        filesystem, key = fsspec.url_to_fs(name)
+        content: bytes = filesystem.cat_file(key)
+        return content
     with open(name, "rb") as file:
         return file.read()
 

@@ -13,14 +13,10 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
-
-from etils import epath
+from collections.abc import Callable
 
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.elastic import (
-    faults,
-    local_slices,
     main_script,
     processes,
     termination,
@@ -33,40 +29,35 @@ from elastic_ckpt.elastic.machines import (
     handover,
     leader_claim,
     machine_link,
-    places,
     slice_machines,
 )
 
-_POLL_SECS = 0.1
+_POLL_SECS = 0.3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run does on its machines; the same on all of them.
+    """What a run does on its machines.
 
     Attributes:
+      machine: this one; all else is the same on all machines.
       train: of each host of a world.
       compile_ahead: of each host of a shadow world.
       lead: trains on a cluster until the run has ended, and emits its events.
       kept: opens the journal of the run, while this machine leads: an `Emit`.
-      shared: a directory that all machines share: the leader's claim is there.
       configured: the digest of all that the machines have in common.
       min_slices: the least number of slices to train on.
-      injected: faults, by their steps.
       wait_secs: how long to look for a leader.
-      lost_secs: after which a machine that gives no sign is lost.
     """
 
+    machine: processes.OfMachine
     train: TrainFunction
     compile_ahead: TrainFunction
     lead: Callable[[processes.ProcessCluster, events.Emit], None]
     kept: Callable[[], contextlib.AbstractContextManager[events.Emit]]
-    shared: epath.PathLike
     configured: str
     min_slices: int
-    injected: Sequence[faults.Fault] = ()
     wait_secs: float
-    lost_secs: float
 
 
 class MachineSupervisor:
@@ -74,28 +65,20 @@ class MachineSupervisor:
 
     Args:
       run: the run.
-      place: of this machine.
-      slices: of this machine; closed by the caller.
       show: called when this machine follows another one.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        place: places.Place,
-        slices: local_slices.LocalSlices,
-        show: events.Emit,
-    ) -> None:
+    def __init__(self, run: Run, show: events.Emit) -> None:
         self._run = run
-        self._number = place.number
-        self._slices = slices
+        self._number = run.machine.place.number
+        self._slices = run.machine.slices
+        self._lost_secs = run.machine.lost_secs
         self._show = show
         self._claims = leader_claim.LeaderClaims(
-            run.shared, machine=place.number, duration_secs=run.lost_secs
+            run.machine.shared, machine=self._number, lost_secs=self._lost_secs
         )
-        # The machines to wait for, and the leader that was lost, if this one leads.
-        self._expected = frozenset(range(place.num_machines))
-        self._lost: leader_claim.Lost | None = None
+        # The machines to wait for, if this one leads.
+        self._expected = frozenset(range(run.machine.place.num_machines))
         # The term of the leader that was followed last.
         self._followed = 0
         # Since when there is no leader that can be reached.
@@ -121,52 +104,36 @@ class MachineSupervisor:
 
     def _lead_or_follow(self) -> bool | None:
         # None when this machine has led, or followed, and the run goes on.
-        try:
-            self._claims.look()
-            leader = self._claims.leader()
-            others = None if leader is not None else self._taken()
-        except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            self._await(
-                f"the claims of the run's leaders, {self._claims.directory} ({error});"
-                " bring the storage back, and start the machine again"
-            )
-            return None
-        if others is not None:
-            return self._lead(others)
-        return None if leader is None else self._follow(leader)
-
-    def _taken(self) -> slice_machines.SliceMachines | None:
-        # The machines that this one is to lead, if it gets the claim.
-        if time.monotonic() < self._rests_until_secs:
-            time.sleep(_POLL_SECS)
-            return None
-        lead = slice_machines.Lead(
-            machine=self._number,
-            claims=self._claims,
-            listener=machine_link.Listener(self._slices.interface, self._run.lost_secs),
-            configured=self._run.configured,
-            lost_secs=self._run.lost_secs,
+        others = slice_machines.SliceMachines(
+            self._slices, self._claims, configured=self._run.configured
         )
-        others = slice_machines.SliceMachines(self._slices, lead)
-        self._lost = self._claims.lost()
-        try:
-            is_taken = self._claims.take(
-                lead.listener.address, lead.listener.key, renewed_to=others.renewed
-            )
-        except BaseException:
-            others.close()
-            raise
-        if is_taken:
-            return others
-        others.close()
-        return None
+        with contextlib.closing(others):
+            try:
+                self._claims.look()
+                leader, is_free = self._claims.leader(), self._claims.is_free
+                rests = is_free and time.monotonic() < self._rests_until_secs
+                is_taken = is_free and not rests and others.take_lead()
+            except (errors.CheckpointError, *bucket_clients.failures()) as error:
+                self._await(
+                    f"the claims of the run's leaders, {self._claims.directory}"
+                    f" ({error}); bring the storage back, and start the machine again"
+                )
+                return None
+            if is_taken:
+                return self._lead(others, leader)
+            if rests:
+                time.sleep(_POLL_SECS)
+            return None if leader is None or is_free else self._follow(leader)
 
-    def _lead(self, others: slice_machines.SliceMachines) -> bool | None:
+    def _lead(
+        self, others: slice_machines.SliceMachines, before: leader_claim.Leader | None
+    ) -> bool | None:
         # Runs the run, and returns its end; None if this machine leads no more.
+        # The leader before was lost, unless it is None.
         try:
             with self._run.kept() as emit:
                 try:
-                    is_stopped = self._train(others, emit)
+                    is_stopped = self._train(others, before, emit)
                 except handover.HandedOverError:
                     return True
                 except slice_machines.LeadershipLostError:
@@ -195,7 +162,6 @@ class MachineSupervisor:
         finally:
             # The others take the claim when their links end.
             self._claims.give_back()
-            others.close()
             self._since_secs = time.monotonic()
 
     def _follow(self, leader: leader_claim.Leader) -> bool | None:
@@ -209,7 +175,7 @@ class MachineSupervisor:
                 train=self._run.train,
                 compile_ahead=self._run.compile_ahead,
                 configured=self._run.configured,
-                lost_secs=self._run.lost_secs,
+                lost_secs=self._lost_secs,
             )
         except machine_link.LinkLostError as error:
             is_refused = isinstance(error.__cause__, ConnectionRefusedError)
@@ -235,7 +201,7 @@ class MachineSupervisor:
             self._since_secs = time.monotonic()
             self._expected = frozenset(following.machines) - {leader.machine}
             if following.is_to_rest:
-                self._rests_until_secs = time.monotonic() + 2 * self._run.lost_secs
+                self._rests_until_secs = time.monotonic() + 2 * self._lost_secs
                 self._may_rest = False
 
     def _await(self, what: str) -> None:
@@ -247,7 +213,12 @@ class MachineSupervisor:
             )
         time.sleep(_POLL_SECS)
 
-    def _train(self, others: slice_machines.SliceMachines, emit: events.Emit) -> bool:
+    def _train(
+        self,
+        others: slice_machines.SliceMachines,
+        before: leader_claim.Leader | None,
+        emit: events.Emit,
+    ) -> bool:
         # Whether the run was asked to end.
         is_stopped = False
 
@@ -259,17 +230,18 @@ class MachineSupervisor:
                 others.leads_until_secs = math.inf
             elif name == "waiting_for_slices" and self._may_rest:
                 # Machines that it does not reach may be enough without it.
-                until_secs = time.monotonic() + 2 * self._run.lost_secs
+                until_secs = time.monotonic() + 2 * self._lost_secs
                 others.leads_until_secs = until_secs
             elif name == "run_stopped":
                 is_stopped = True
             emit(name, **fields)
 
         emit("leader_found", machine=self._number, leader=self._number)
-        self._report_lost(emit)
+        if before is not None:
+            _report_lost(before, emit)
         others.await_machines(self._expected)
         cluster = processes.ProcessCluster(
-            self._slices, others, injected=self._run.injected, emit=emit
+            self._slices, others, injected=self._run.machine.injected, emit=emit
         )
         with contextlib.closing(cluster):
             self._run.lead(cluster, report)
@@ -278,28 +250,23 @@ class MachineSupervisor:
     def _rest(self, others: slice_machines.SliceMachines) -> None:
         if time.monotonic() > others.leads_until_secs:
             others.tell(rest=True)
-            self._rests_until_secs = time.monotonic() + 2 * self._run.lost_secs
+            self._rests_until_secs = time.monotonic() + 2 * self._lost_secs
             self._may_rest = False
 
-    def _report_lost(self, emit: events.Emit) -> None:
-        # The leader before, which has not given its claim back.
-        if self._lost is None:
-            return
-        fields: dict[str, storage.Json] = {
-            "machine": self._lost.machine,
-            "why": self._lost.why,
-        }
-        emit("leader_lost", **fields)
-        judged = verdict.judge(
-            verdict.Evidence(
-                event="leader_lost",
-                fields=fields,
-                at_secs=self._lost.since_secs,
-                epoch_secs=time.time() - time.monotonic(),
-            )
+
+def _report_lost(leader: leader_claim.Leader, emit: events.Emit) -> None:
+    fields: dict[str, storage.Json] = {"machine": leader.machine, "why": leader.lost}
+    emit("leader_lost", **fields)
+    judged = verdict.judge(
+        verdict.Evidence(
+            event="leader_lost",
+            fields=fields,
+            at_secs=leader.since_secs,
+            epoch_secs=time.time() - time.monotonic(),
         )
-        assert judged is not None
-        emit("verdict", world=0, **judged.fields())
+    )
+    assert judged is not None
+    emit("verdict", world=0, **judged.fields())
 
 
 def run(
@@ -326,23 +293,19 @@ def run(
       RunError: with the first failure of the run; or if no leader can be reached.
     """
     main_script.check_sent(train)
-    place, slices = machine.place, machine.slices
-    shared = dataclasses.asdict(slices.hardware) | {"machines": place.num_machines}
+    shared = dataclasses.asdict(machine.slices.hardware)
+    shared |= {"machines": machine.place.num_machines}
     del shared["jax_cache_dir"]
     MachineSupervisor(
         Run(
+            machine=machine,
             train=train,
             compile_ahead=compile_ahead or train,
             lead=lead,
             kept=lambda: contextlib.nullcontext(emit),
-            shared=machine.shared,
             configured=hashlib.sha256(storage.canonical_json(shared)).hexdigest(),
             min_slices=policy.min_slices,
-            injected=machine.injected,
             wait_secs=policy.wait_secs,
-            lost_secs=machine.lost_secs,
         ),
-        place,
-        slices,
         emit,
     ).run()

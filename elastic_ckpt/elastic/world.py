@@ -162,13 +162,18 @@ class World:
         return None if device_state is None else device_state.take(step, abstract_state)
 
     def checkpointer(
-        self, tiers: Sequence[Tier], *, run: str | None = None
+        self,
+        tiers: Sequence[Tier],
+        *,
+        run: str | None = None,
+        emit: events.Emit | None = None,
     ) -> Checkpointer:
         """Makes the checkpointer of this world; every host calls it alike.
 
         Args:
           tiers: as for `ec.Checkpointer`; `ec.Local` needs `world.ram_directory`.
           run: the name of the run, as for `ec.Checkpointer`.
+          emit: called with its events; by default `world.emit`, which has to get them.
 
         Raises:
           ConfigError: if `ec.Local` has another directory.
@@ -186,7 +191,7 @@ class World:
             run=run,
             slice_name=self.slice_name,
             world=of_run(self),
-            emit=self.emit,
+            emit=emit or self.emit,
         )
 
     def _check_served(self, directory: str) -> None:
@@ -203,6 +208,12 @@ class World:
 def between(world: World) -> BetweenWorlds:
     """What the world shares with those before and after it."""
     return world._between
+
+
+def is_claiming(world: World) -> bool:
+    """Whether its run may go on on another machine, by the claims of its worlds."""
+    claimant = between(world).claimant
+    return claimant is not None and claimant.owner is None
 
 
 def of_run(world: World) -> RunWorld:

@@ -259,7 +259,8 @@ class Progress:
         self._has_begun = True
         self._is_anything_saved |= start > 0
         since = f"from step {start} " if start else ""
-        self._line(f"{event['run']}: {since}to step {self._steps} on {self._world}")
+        until = "" if self._steps is None else f"to step {self._steps} "
+        self._line(f"{event['run']}: {since}{until}on {self._world}")
         self._begin(f"restoring step {start}" if start else "initializing the state")
 
     def _on_run_failed(self, *, step: int, why: str) -> None:
@@ -310,11 +311,20 @@ class Progress:
             )
 
     def _on_step(
-        self, *, step: int, steps: int, loss: float, secs: float, **_: Any
+        self,
+        *,
+        step: int,
+        steps: int | None,
+        loss: float | None,
+        secs: float,
+        **_: Any,
     ) -> None:
         self._recent_secs.append(secs)
-        done = f"step {step}/{steps} | loss {loss:.4f} | {{rate}} | {self._world}"
-        self._step(done, step, is_last=step == steps, of_all=f"/{steps}")
+        # A loop of the user's own may not know them.
+        of_all = "" if steps is None else f"/{steps}"
+        loss_shown = "" if loss is None else f" | loss {loss:.4f}"
+        done = f"step {step}{of_all}{loss_shown} | {{rate}} | {self._world}"
+        self._step(done, step, is_last=step == steps, of_all=of_all)
         if step == steps:
             self._begin(f"step {step} is done and is being saved")
 

@@ -95,11 +95,20 @@ def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
         numbers=own.slices,
         interface=own.interface,
     )
+    machine = processes.OfMachine(
+        place=own,
+        slices=slices,
+        shared=run_directory.steps_of(run_directory.path_of(config)),
+        injected=tuple(faults.parse(config.elastic.faults)),
+        lost_secs=config.elastic.elastic_machine_timeout_seconds,
+    )
     with contextlib.closing(slices):
-        return MachineSupervisor(_run_of(config, show), own, slices, show).run()
+        return MachineSupervisor(_run_of(config, machine, show), show).run()
 
 
-def _run_of(config: schema.Config, show: events.Emit) -> Run:
+def _run_of(
+    config: schema.Config, machine: processes.OfMachine, show: events.Emit
+) -> Run:
     groups = elastic_run.groups(config)
 
     def lead(cluster: processes.ProcessCluster, emit: events.Emit) -> None:
@@ -122,16 +131,14 @@ def _run_of(config: schema.Config, show: events.Emit) -> Run:
         )
 
     return Run(
+        machine=machine,
         train=functools.partial(local_world.train, config),
         compile_ahead=functools.partial(local_world.compile_ahead, config),
         lead=lead,
         kept=kept,
-        shared=run_directory.steps_of(run_directory.path_of(config)),
         configured=_digest(config),
         min_slices=elastic_run.policy(config, groups).min_slices,
-        injected=faults.parse(config.elastic.faults),
         wait_secs=config.elastic.elastic_timeout_seconds,
-        lost_secs=config.elastic.elastic_machine_timeout_seconds,
     )
 
 

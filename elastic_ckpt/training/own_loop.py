@@ -20,6 +20,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause, topology
 from elastic_ckpt.data import elastic_data
+from elastic_ckpt.elastic.world import World, is_claiming
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.training import (
     batch_log,
@@ -44,7 +45,11 @@ class RunDirectory:
                 run.log(step, batch, loss=loss)
                 checkpointer.save_checkpointables_async(step, {...})
 
-    Every process of the loop makes one, after `jax.distributed.initialize`.
+    Every process of the loop makes one, after `jax.distributed.initialize`. In the
+    training function of `ec.elastic.run` each world makes one, with its checkpointer:
+
+        run = ec.RunDirectory("runs/mine", tiers=tiers, steps=1000, world=world)
+        checkpointer = world.checkpointer(tiers, emit=run.emit)
 
     Args:
       directory: a path or URI for this run alone; created if it does not exist.
@@ -52,6 +57,8 @@ class RunDirectory:
       steps: the number of steps of the whole run; None if it is not known.
       step_log: what is logged of the data of each step: `"proof"`, from which an audit
         names the rows that differ, or `"summary"`, a digest.
+      world: of an elastic run, which it reports events to. Where it may run on several
+        machines, the claims of worlds decide between them, and no lock.
 
     Raises:
       RunError: if another live process records in the directory.
@@ -65,6 +72,7 @@ class RunDirectory:
         tiers: Sequence[Tier],
         steps: int | None = None,
         step_log: str = step_record.PROOF,
+        world: World | None = None,
     ) -> None:
         details = (step_record.PROOF, step_record.SUMMARY)
         if step_log not in details:
@@ -76,7 +84,8 @@ class RunDirectory:
         self._name = os.path.basename(path.rstrip("/"))
         self._directory = path
         self._steps = steps
-        self._world = topology.present(slices=1)
+        self._world = topology.present(slices=1) if world is None else world.topology
+        self._will_resume = (lambda: False) if world is None else world.will_resume
         self._log = batch_log.BatchLog(
             path, world=self._world, data={}, detail=step_log
         )
@@ -89,18 +98,26 @@ class RunDirectory:
         self._journal: journal.Journal | None = None
         self._closing.enter_context(listeners.json_lines(path))
         if topology.is_primary():
+            # A host of a machine that stands still would hold the lock.
+            is_locked = world is None or not is_claiming(world)
+            own = run_directory.OwnLoop(
+                run=self._name,
+                persistent=_path(chosen.persistent),
+                every=chosen.persistent.every if chosen.persistent else None,
+                local=_path(chosen.local),
+            )
+            if not is_locked:
+                # The journal looks for the claims where it says.
+                run_directory.write_loop(path, own)
             self._journal = self._closing.enter_context(
-                journal.kept_in(path, events.nobody)
+                journal.kept_in(
+                    path,
+                    events.nobody if world is None else world.emit,
+                    is_locked=is_locked,
+                )
             )
-            run_directory.write_loop(
-                path,
-                run_directory.OwnLoop(
-                    run=self._name,
-                    persistent=_path(chosen.persistent),
-                    every=chosen.persistent.every if chosen.persistent else None,
-                    local=_path(chosen.local),
-                ),
-            )
+            if is_locked:
+                run_directory.write_loop(path, own)
         self._closing.callback(self._log.close)
 
     def emit(self, name: str, **fields: storage.Json) -> None:
@@ -189,7 +206,8 @@ class RunDirectory:
     ) -> None:
         self._show_pending()
         if error is None and self._journal is not None and self._done:
-            if self._steps is None or self._done >= self._steps:
+            is_done = self._steps is None or self._done >= self._steps
+            if is_done and not self._will_resume():
                 secs = time.monotonic() - self._began_secs
                 self.emit("run_finished", step=self._done, secs=secs)
             else:

@@ -24,14 +24,9 @@ from elastic_ckpt.inspect import (
 from elastic_ckpt.inspect.plot import COLOURS, Point, Series
 from elastic_ckpt.inspect.report_page import Fact, Mood, Section, page
 from elastic_ckpt.inspect.run_files import RunFiles
-<<<<<<< HEAD:elastic_ckpt/training/report.py
-from elastic_ckpt.inspect.status import ENDS, Event, Files
-from elastic_ckpt.training import run_audit, step_log
-=======
 from elastic_ckpt.inspect.status import Event, Files
 from elastic_ckpt.inspect.stored_steps import SavedData
-from elastic_ckpt.training import step_log
->>>>>>> report31:elastic_ckpt/inspect/report.py
+from elastic_ckpt.training import run_audit, step_log
 
 # The most lines of a table, and the most bars of a plot.
 _MOST_ROWS = 200

@@ -10,8 +10,8 @@ import types
 import pytest
 
 from elastic_ckpt.core import errors, events, process
-from elastic_ckpt.elastic import machine_supervisor, termination
-from elastic_ckpt.elastic.machines import leader_claim, places
+from elastic_ckpt.elastic import machine_supervisor, processes, termination
+from elastic_ckpt.elastic.machines import leader_claim, places, slice_machines
 from tests.elastic.machines import test_several_machines
 
 
@@ -49,22 +49,28 @@ class Machines:
             events.check(name, fields)
             self.events.append((number, name, fields))
 
+        of_machine = {
+            "place": places.place(
+                *(2, number), slices=2, interface="127.0.0.1", environment={}
+            ),
+            "slices": slices,
+            "shared": str(self.directory),
+            "injected": (),
+            "lost_secs": 600.0,
+        }
+        of_machine |= {name: changes.pop(name) for name in {"lost_secs"} & {*changes}}
         run = {
+            "machine": processes.OfMachine(**of_machine),
             "train": print,
             "compile_ahead": print,
             "lead": lead,
             "kept": lambda: contextlib.nullcontext(emit),
-            "shared": str(self.directory),
             "configured": "the digest of a configuration",
             "min_slices": 1,
             "wait_secs": 600.0,
-            "lost_secs": 600.0,
         }
         made = machine_supervisor.MachineSupervisor(
-            machine_supervisor.Run(**run | changes),
-            places.place(*(2, number), slices=2, interface="127.0.0.1", environment={}),
-            slices,
-            emit,
+            machine_supervisor.Run(**run | changes), emit
         )
         made._claims._owner = far(number)
         return made
@@ -103,6 +109,18 @@ def machines(tmp_path, monkeypatch):
     # Only the main thread receives signals.
     monkeypatch.setattr(termination, "Notice", test_several_machines.NoSignal)
     return Machines(tmp_path)
+
+
+def taken(supervisor):
+    """The machines that a supervisor leads from now on."""
+    others = slice_machines.SliceMachines(
+        supervisor._slices,
+        supervisor._claims,
+        configured=supervisor._run.configured,
+    )
+    supervisor._claims.look()
+    assert others.take_lead()
+    return others
 
 
 def await_other(cluster, emit=None):
@@ -163,7 +181,7 @@ def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
 
 def test_a_lost_leader_gets_a_verdict(machines):
     first = machines.supervisor(0, None)
-    assert first._taken() is not None
+    taken(first)
     second = machines.supervisor(1, lambda *_: None, lost_secs=2.0)
     second._claims.look()
     second._claims.note_end(1, "nothing listens at 10.0.0.1:7 any more")
@@ -190,7 +208,7 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
         raise SystemExit
 
     first = machines.supervisor(0, lead)
-    others = first._taken()
+    others = taken(first)
     leading = threading.Thread(target=_dies, args=(first, others))
     leading.start()
     second = machines.start(1, lambda *_: None)
@@ -206,12 +224,12 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
 
 def _dies(supervisor, others):
     with contextlib.suppress(SystemExit):
-        supervisor._lead(others)
+        supervisor._lead(others, None)
 
 
 def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     first = machines.supervisor(0, None)
-    others = first._taken()
+    others = taken(first)
     others.close()
     second = machines.supervisor(1, None, wait_secs=0.0)
     with pytest.raises(errors.RunError) as refused:
@@ -300,7 +318,7 @@ def test_a_leader_without_enough_slices_gives_way_once_to_those_it_does_not_reac
 
 def test_the_other_machines_are_waited_for_until_they_count_as_lost(machines):
     first = machines.supervisor(0, None, lost_secs=2.0)
-    others = first._taken()
+    others = taken(first)
     others.await_machines([0, 1])
     assert others.slices() == {0}
     others.close()

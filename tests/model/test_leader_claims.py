@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 import pathlib
 from concurrent import futures
 
@@ -40,16 +41,14 @@ def machine(directory, number):
     # On another machine than all others, which cannot tell whether it is alive.
     far = dataclasses.replace(process.this(), host=f"m{number}", boot_id=f"b{number}")
     return leader_claim.LeaderClaims(
-        directory, machine=number, duration_secs=SECS, owner=far
+        directory, machine=number, lost_secs=SECS, owner=far
     )
 
 
 def take(claims):
     """Looks, and takes the claim if it is free."""
     claims.look()
-    return claims.leader() is None and claims.take(
-        "a:1", "key", renewed_to=lambda _: None
-    )
+    return claims.is_free and claims.take("a:1", "key", renewed_to=lambda _: None)
 
 
 class Claims(RuleBasedStateMachine):
@@ -82,7 +81,7 @@ class Claims(RuleBasedStateMachine):
         if claims.has_lead:
             return
         claims.look()
-        self.free[number] = claims.leader() is None
+        self.free[number] = claims.is_free
         if self.free[number] and not self.is_back:
             # Never before the claim has lapsed.
             assert self.clock.secs - self.renewed_secs >= SECS
@@ -233,9 +232,9 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
         first, second = machine(tmp_path, 0), machine(tmp_path, 1)
         assert take(first)
         second.look()
-        assert second.lost() is None
+        assert not second.leader().lost
         second.note_end(second.leader().term, "nothing listens at a:1 any more")
-        assert second.lost().why == "nothing listens at a:1 any more"
+        assert second.leader().lost == "nothing listens at a:1 any more"
         assert take(second)
         # The next one is another process.
         assert not take(first)
@@ -276,10 +275,26 @@ def test_a_request_that_was_carried_out_though_it_failed_is_no_leader(tmp_path):
         assert second.leader().term == 3
 
 
-def test_the_key_in_a_claim_is_for_its_owner_alone(tmp_path):
+def test_a_claim_is_as_its_page_says_and_its_key_is_for_its_owner_alone(tmp_path):
     with simulated():
         first = machine(tmp_path, 0)
         assert take(first)
         first._held.renew()
         (path,) = (tmp_path / leader_claim.DIRECTORY).iterdir()
+        assert path.name == "1.json"
         assert path.stat().st_mode & 0o077 == 0
+        fields = json.loads(path.read_text())
+        assert {name: fields[name] for name in ("machine", "address", "key")} == {
+            "machine": 0,
+            "address": "a:1",
+            "key": "key",
+        }
+        assert (fields["version"], fields["count"], fields["duration_secs"]) == (
+            *(1, 1),
+            SECS,
+        )
+        of_all = {"name", "process", "since_ms", "digest"}
+        of_all |= {"version", "count", "duration_secs", "machine", "address", "key"}
+        assert fields.keys() == of_all
+        first.give_back()
+        assert json.loads(path.read_text())["duration_secs"] == 0

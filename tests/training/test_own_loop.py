@@ -9,9 +9,13 @@ import sys
 
 import jax
 import pytest
+from elastic_ckpt.application import run_directory
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
+from elastic_ckpt.core import errors, process, storage
+from elastic_ckpt.elastic.world import BetweenWorlds, World
+from elastic_ckpt.tiers.persistent.claims import Claimant
 from elastic_ckpt.training import step_log
 from tests import corpora, json_outputs
 
@@ -245,6 +249,36 @@ def test_an_error_of_the_loop_is_the_end_of_its_events(tmp_path):
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["event"] == "run_failed"
     assert json.loads(lines[-1])["why"] == "in the loop"
+
+
+def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(
+    tmp_path, data
+):
+    tiers = [ec.Persistent(tmp_path / "saved", every=100)]
+
+    def recorded(owner):
+        told = []
+        world = World(
+            number=2,
+            slices=(0,),
+            slice_name="0",
+            emit=lambda name, **_: told.append(name),
+            will_resume=lambda: True,
+            _between=BetweenWorlds(claimant=Claimant(name="start", owner=owner)),
+        )
+        run = ec.RunDirectory(tmp_path / "run", tiers=tiers, world=world)
+        batches = batches_of(data)
+        with run:
+            run.log(1, next(batches))
+        batches.close()
+        return told
+
+    # A host that stands still may hold it for ever.
+    with storage.exclusive_lock(tmp_path / "run" / run_directory.LOCK):
+        # The run is not over, and its supervisor gets the events.
+        assert recorded(owner=None) == ["run_started", "step", "run_stopped"]
+        with pytest.raises(errors.RunError, match="written by another live run"):
+            recorded(owner=process.this())
 
 
 def fail_in(recorded):

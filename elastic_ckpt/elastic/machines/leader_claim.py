@@ -29,7 +29,7 @@ DIRECTORY = "leader"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leader:
-    """The machine that leads.
+    """The machine that leads, or led last and did not give its claim back.
 
     Attributes:
       machine: its number.
@@ -37,6 +37,8 @@ class Leader:
       key: that followers have to show there.
       term: the number of its claim.
       claim: the file of its claim.
+      since_secs: the time of its last sign, by the clock of this machine.
+      lost: why it counts as lost; empty if it leads.
     """
 
     machine: int
@@ -44,21 +46,8 @@ class Leader:
     key: str
     term: int
     claim: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lost:
-    """A leader that was lost, and did not give its claim back.
-
-    Attributes:
-      machine: its number.
-      why: it counts as lost.
-      since_secs: the time of its last sign, by the clock of this machine.
-    """
-
-    machine: int
-    why: str
     since_secs: float
+    lost: str
 
 
 class LeaderClaims:
@@ -67,9 +56,14 @@ class LeaderClaims:
     Args:
       shared: a directory that all machines share, local or in an object store.
       machine: the number of this one.
-      duration_secs: after which a claim of this machine lapses that is not renewed.
+      lost_secs: after which a machine that gives no sign is lost, and a claim of this
+        one lapses.
       owner: the process by which others on its machine see whether it is alive; by
         default this one.
+
+    Attributes:
+      machine: as given.
+      lost_secs: as given.
     """
 
     def __init__(
@@ -77,7 +71,7 @@ class LeaderClaims:
         shared: epath.PathLike,
         *,
         machine: int,
-        duration_secs: float,
+        lost_secs: float,
         owner: process.Process | None = None,
     ) -> None:
         directory = storage.absolute(shared) / DIRECTORY
@@ -88,9 +82,9 @@ class LeaderClaims:
             # It has the key of the links between supervisors.
             mode=0o600,
         )
-        self._machine = machine
+        self.machine = machine
+        self.lost_secs = lost_secs
         self._owner = owner or process.this()
-        self._duration_secs = duration_secs
         self._newest: renewed.Record | None = None
         # The newest claim and its count, and since when they are known.
         self._seen = (0, 0)
@@ -134,31 +128,31 @@ class LeaderClaims:
         self._ended = (term, why)
 
     def leader(self) -> Leader | None:
-        """The machine that led at the last `look`; None if the claim is free."""
+        """The machine that leads, or led; None if nobody does, or gave it back."""
         there, (term, _) = self._newest, self._seen
-        if there is None or self._is_free(there) or self.lost() is not None:
+        # A request of this process may have been carried out, though it failed.
+        if there is None or not there.duration_secs or there.process == self._owner:
             return None
+        lost = ""
+        if self._asked_secs - self._since_secs >= there.duration_secs:
+            lost = f"its claim was not renewed for {there.duration_secs:g} s"
+        elif self._ended[0] == term:
+            lost = self._ended[1]
+        elif there.process.is_dead:
+            lost = f"{there.process} has ended"
         return Leader(
             **there.fields,  # type: ignore[arg-type]
             term=term,
             claim=str(self._records.path(term)),
+            since_secs=self._since_secs,
+            lost=lost,
         )
 
-    def lost(self) -> Lost | None:
-        """The holder of the newest claim, if it was lost; None if not."""
-        there, (term, _) = self._newest, self._seen
-        if there is None or self._is_free(there):
-            return None
-        why = ""
-        if self._asked_secs - self._since_secs >= there.duration_secs:
-            why = f"its claim was not renewed for {there.duration_secs:g} s"
-        elif self._ended[0] == term:
-            why = self._ended[1]
-        elif there.process.is_dead:
-            why = f"{there.process} has ended"
-        machine = int(str(there.fields["machine"]))
-        since_secs = self._since_secs
-        return Lost(machine=machine, why=why, since_secs=since_secs) if why else None
+    @property
+    def is_free(self) -> bool:
+        """Whether the claim may be taken, by the last `look`."""
+        leader = self.leader()
+        return leader is None or bool(leader.lost)
 
     def take(
         self, address: str, key: str, *, renewed_to: Callable[[int], None]
@@ -178,8 +172,8 @@ class LeaderClaims:
         record = renewed.Record(
             name=claims.new_claimant().name,
             process=self._owner,
-            duration_secs=self._duration_secs,
-            fields={"machine": self._machine, "address": address, "key": key},
+            duration_secs=self.lost_secs,
+            fields={"machine": self.machine, "address": address, "key": key},
         )
         held = renewed.Renewed(self._records, record, renewed=renewed_to)
         if held.create(term + 1):
@@ -196,7 +190,3 @@ class LeaderClaims:
         if self._held is not None:
             self._held.give_back()
             self._held = None
-
-    def _is_free(self, there: renewed.Record) -> bool:
-        # It was given back; or a request of this process was carried out that failed.
-        return not there.duration_secs or there.process == self._owner

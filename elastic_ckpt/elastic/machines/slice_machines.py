@@ -8,7 +8,6 @@ its link is, or when nothing was heard on it for too long.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import threading
 import time
@@ -31,52 +30,55 @@ class LeadershipLostError(errors.StoppedError):
     """This machine does not lead the run any more."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lead:
-    """What a machine has that is to lead others.
-
-    Attributes:
-      machine: its number.
-      claims: of the leaders, as it sees them.
-      listener: to which the others connect.
-      configured: the digest of the run's configuration, the same on all machines.
-      lost_secs: after which a machine that is not heard of is lost.
-    """
-
-    machine: int
-    claims: leader_claim.LeaderClaims
-    listener: machine_link.Listener
-    configured: str
-    lost_secs: float
-
-
 class SliceMachines:
     """Finds the machine of each slice.
 
     Args:
       own: the slices of this machine; each has as many.
-      lead: of the machine that leads; None if there are no others.
+      claims: of the leaders, as this machine sees them; None if there are no others.
+      configured: the digest of the run's configuration, the same on all machines.
 
     Attributes:
       are_several: whether the run has other machines.
       leads_until_secs: when this machine leads no more, by the monotonic clock.
     """
 
-    def __init__(self, own: local_slices.LocalSlices, lead: Lead | None = None) -> None:
+    def __init__(
+        self,
+        own: local_slices.LocalSlices,
+        claims: leader_claim.LeaderClaims | None = None,
+        *,
+        configured: str = "",
+    ) -> None:
         self._own = own
-        self._lead = lead
-        self.are_several = lead is not None
+        self._claims = claims
+        self._configured = configured
+        self._listener: machine_link.Listener | None = None
+        self.are_several = claims is not None
         self.leads_until_secs = math.inf
         self._lock = threading.Lock()
         # The others by their numbers, and those that have just connected.
         self._machines: dict[int, RemoteMachine] = {}
         self._arrived: dict[int, RemoteMachine] = {}
 
+    def take_lead(self) -> bool:
+        """Takes the claim of the leader, which is free, unless another machine has.
+
+        Raises:
+          CheckpointError: see `LeaderClaims.take`; likewise others.
+        """
+        assert self._claims is not None
+        listener = machine_link.Listener(self._own.interface, self._claims.lost_secs)
+        self._listener = listener
+        return self._claims.take(
+            listener.address, listener.key, renewed_to=self._tell_renewed
+        )
+
     def await_machines(self, numbers: Collection[int]) -> None:
         """Waits for machines, until those that are not there count as lost."""
-        assert self._lead is not None
-        deadline_secs = time.monotonic() + self._lead.lost_secs
-        while not {self._lead.machine, *self.numbers(self.slices())} >= {*numbers}:
+        assert self._claims is not None
+        deadline_secs = time.monotonic() + self._claims.lost_secs
+        while not {self._claims.machine, *self.numbers(self.slices())} >= {*numbers}:
             self.poll()
             if time.monotonic() > deadline_secs:
                 break
@@ -88,12 +90,12 @@ class SliceMachines:
         Raises:
           LeadershipLostError: if this machine leads no more.
         """
-        if self._lead is None:
+        if self._claims is None or self._listener is None:
             return
         is_over = time.monotonic() > self.leads_until_secs
-        if is_over or not self._lead.claims.has_lead:
+        if is_over or not self._claims.has_lead:
             raise LeadershipLostError("the machine does not lead the run any more")
-        while (accepted := self._lead.listener.accept()) is not None:
+        while (accepted := self._listener.accept()) is not None:
             threading.Thread(
                 target=self._serve, args=(accepted,), name="machine", daemon=True
             ).start()
@@ -170,12 +172,6 @@ class SliceMachines:
             machines += [machine] * self._own.hosts_per_slice
         return machines
 
-    def renewed(self, count: int) -> None:
-        """Tells the others that the claim was renewed, and who is there."""
-        assert self._lead is not None
-        there = [self._lead.machine, *(each.number for each in self.others())]
-        self.tell(renewed=count, machines=there)
-
     def tell(self, **message: Any) -> None:
         """Sends a message to the other machines."""
         for machine in self.others():
@@ -188,17 +184,17 @@ class SliceMachines:
           is_stopped: whether it was asked to end.
           failure: why it failed; None if it did not.
         """
-        assert self._lead is not None
+        assert self._claims is not None
         self.tell(over=True, is_stopped=is_stopped, failure=failure)
         # They end the links when they have received it.
-        deadline_secs = time.monotonic() + self._lead.lost_secs
+        deadline_secs = time.monotonic() + self._claims.lost_secs
         while self.others() and time.monotonic() < deadline_secs:
             time.sleep(_POLL_SECS)
 
     def close(self) -> None:
         """Ends the links; machines that have not received the end look for a leader."""
-        if self._lead is not None:
-            self._lead.listener.close()
+        if self._listener is not None:
+            self._listener.close()
         for machine in self.others():
             machine.link.cut()
 
@@ -208,26 +204,32 @@ class SliceMachines:
             return None
         return self._machines[number // len(self._own.numbers)]
 
+    def _tell_renewed(self, count: int) -> None:
+        assert self._claims is not None
+        there = [self._claims.machine, *(each.number for each in self.others())]
+        self.tell(renewed=count, machines=there)
+
     def _serve(self, accepted: connection.Connection) -> None:
-        lead = self._lead
-        assert lead is not None
+        claims, listener = self._claims, self._listener
+        assert claims is not None
+        assert listener is not None
         with contextlib.suppress(machine_link.LinkLostError):
-            link = lead.listener.authenticated(accepted)
+            link = listener.authenticated(accepted)
             hello = link.receive()
             number = hello["machine"]
             refused = ""
             machine = RemoteMachine(
-                number, link, lost_secs=lead.lost_secs, agents=hello["agents"]
+                number, link, lost_secs=claims.lost_secs, agents=hello["agents"]
             )
             with self._lock:
                 there = self._arrived.get(number) or self._machines.get(number)
-                if hello["configured"] != lead.configured:
+                if hello["configured"] != self._configured:
                     refused = (
                         f"machine {number} has another configuration than machine"
-                        f" {lead.machine}, which leads; start all with the same one"
+                        f" {claims.machine}, which leads; start all with the same one"
                     )
                     link.send(over=True, is_stopped=False, failure=refused)
-                elif number == lead.machine or (there and not there.is_lost):
+                elif number == claims.machine or (there and not there.is_lost):
                     refused = f"another supervisor of machine {number} is there"
                     link.send(refused=refused)
                 else:

@@ -112,8 +112,9 @@ class Records:
         path = self.path(number)
         with contextlib.suppress(FileNotFoundError):
             try:
+                # Its holder may replace it at any moment.
                 fields = checked_json.parse(
-                    path.read_bytes(), what=self.what, version=_VERSION
+                    storage.read_bytes(path), what=self.what, version=_VERSION
                 )
             except checked_json.UnreadableError as error:
                 raise errors.CheckpointError(f"{path} {error}; {self.remedy}") from None

@@ -22,7 +22,6 @@ from elastic_ckpt.elastic.machines import (
     follower,
     handover,
     leader_claim,
-    machine_link,
     slice_machines,
 )
 from elastic_ckpt.training import schema
@@ -81,23 +80,12 @@ class TwoMachines:
             for number in range(2)
         )
         first, second = (
-            leader_claim.LeaderClaims(
-                directory, machine=number, duration_secs=LOST_SECS
-            )
+            leader_claim.LeaderClaims(directory, machine=number, lost_secs=LOST_SECS)
             for number in range(2)
         )
-        lead = slice_machines.Lead(
-            machine=0,
-            claims=first,
-            listener=machine_link.Listener("127.0.0.1", LOST_SECS),
-            configured="same",
-            lost_secs=LOST_SECS,
-        )
-        others = slice_machines.SliceMachines(leading, lead)
+        others = slice_machines.SliceMachines(leading, first, configured="same")
         first.look()
-        assert first.take(
-            *(lead.listener.address, lead.listener.key), renewed_to=others.renewed
-        )
+        assert others.take_lead()
         self._resources.callback(first.give_back)
         self._follows = threading.Thread(
             target=self._follow, args=(following, second, compile_ahead)
