@@ -89,7 +89,7 @@ def documents(config: schema.Config) -> list[Object]:
     values |= _world(config, host, jobs, values)
     built: list[Object] = fill(template.read("templates/jobset.yaml"), values)
     if is_pathways:
-        built = [built[0], pathways.jobset(config, values)]
+        built = [built[0], pathways.jobset(config, values["command"])]
     else:
         # The permissions of the pods, and an account for those who have none.
         rights = {"Role", "RoleBinding"} if values["access_rules"] else set()
@@ -242,9 +242,11 @@ def _completed(
     if program.has_supervisors(config):
         strategy = "supervisors"
     restarts = fill(template.read("templates/restarts.yaml")[strategy], values)
+    of_pathways = template.read("templates/pathways.yaml")
     jobs = []
     for replicated in jobset["spec"]["replicatedJobs"]:
         pods, job = _PODS[replicated["name"]], replicated["template"]["spec"]
+        job = patched_pods(job, fill(of_pathways.get(pods.role, {}), values), pods)
         # Others restart containers, for which Kubernetes has no rules.
         if pods.role in ("host", "head"):
             job = merged(job, restarts["job"])

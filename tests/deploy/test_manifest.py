@@ -102,7 +102,7 @@ def test_every_other_machine_makes_a_valid_manifest(machine_type):
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setitem(sys.modules, "pathwaysutils.experimental.gke", None)
     with pytest.raises(errors.ConfigError, match=r"pip install '\.\[pathways\]"):
         documents(PATHWAYS)
     # The other kind needs nothing.
