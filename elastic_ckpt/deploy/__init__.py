@@ -8,6 +8,7 @@ A manifest is a template with holes, which keys fill, and patches of it:
 * `checks`: what is refused. What passed them is built without further questions.
 * `patch.merged`: the one merge, of our optional parts and of `manifest_patches`.
 
-`manifest.documents` is the way through: `checks`, then `jobset` or `pathways`, the
-patches of pods, and those of the user. `nodes` and `slurm` are the other two ways.
+`manifest.documents` is the way through: `checks`, then `templates/jobset.yaml` or
+`pathways`, the patches of pods, and those of the user. `nodes` and `slurm` are the
+other two ways.
 """

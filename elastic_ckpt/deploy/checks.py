@@ -81,7 +81,7 @@ def backup_hosts(config: schema.Config) -> None:
     deploy, tiers = config.deploy, config.tiers
     if not deploy.backup_hosts:
         return
-    names.check_size("backup_size_limit", deploy.backup_size_limit)
+    quantity.check("backup_size_limit", deploy.backup_size_limit)
     names.check_mount("local_checkpoint_directory", tiers.local_checkpoint_directory)
     strategy = deploy.restart_strategy
     names.refuse(
@@ -123,7 +123,7 @@ def node_agent(config: schema.Config, image: str) -> None:
     )
     if not limit:
         return
-    names.check_size("node_agent_size_limit", limit)
+    quantity.check("node_agent_size_limit", limit)
     names.refuse(
         quantity.to_bytes(limit) < quantity.to_bytes(run_limit),
         f"node_agent_size_limit={limit} is below"
@@ -171,13 +171,13 @@ def _sizes(config: schema.Config) -> None:
         directory = tiers.local_checkpoint_directory
         names.check_mount("local_checkpoint_directory", directory)
         size = tiers.local_checkpoint_size_limit
-        names.check_size("local_checkpoint_size_limit", size)
+        quantity.check("local_checkpoint_size_limit", size)
         if deploy.local_checkpoint_volume == "node_agent":
             names.check_mount("node_agent_directory", deploy.node_agent_directory)
-    names.check_size("shared_memory_size_limit", deploy.shared_memory_size_limit)
+    quantity.check("shared_memory_size_limit", deploy.shared_memory_size_limit)
     for key in ("program_memory", "sidecar_memory"):
         if value := getattr(config.pods, key):
-            names.check_size(key, value)
+            quantity.check(key, value)
 
 
 def _restarts(config: schema.Config) -> None:

@@ -102,36 +102,26 @@ def from_config(config: schema.Config) -> Machine:
         f" slices={world.slices}; set hosts, which counts those of all slices, to a"
         " multiple of slices",
     )
-    hosts_per_slice = world.hosts // world.slices
-    selector = {_INSTANCE: deploy.machine_type} if deploy.machine_type else {}
-    if world.hardware != "gpu":
-        return Machine(
-            node_selector=selector,
-            limits={},
-            devices=0,
-            hosts_per_slice=hosts_per_slice,
+    gpus, gpu = deploy.machine_gpus, None
+    is_known = deploy.machine_type in _GPUS
+    if world.hardware == "gpu" and (is_known or not gpus):
+        gpu = _chosen(deploy.machine_type, _GPUS, "gpu")
+        names.refuse(
+            gpus > gpu.chips,
+            f"machine_gpus={gpus} with machine_type={deploy.machine_type}, which has"
+            f" {gpu.chips} GPUs; set machine_gpus to at most {gpu.chips}",
         )
-    gpus = deploy.machine_gpus
-    if gpus and deploy.machine_type not in _GPUS:
-        return Machine(
-            node_selector=selector,
-            limits={deploy.gpu_resource: str(gpus)},
-            devices=gpus,
-            hosts_per_slice=hosts_per_slice,
-        )
-    gpu = _chosen(deploy.machine_type, _GPUS, "gpu")
-    names.refuse(
-        gpus > gpu.chips,
-        f"machine_gpus={gpus} with machine_type={deploy.machine_type}, which has"
-        f" {gpu.chips} GPUs; set machine_gpus to at most {gpu.chips}",
-    )
+        gpus = gpus or gpu.chips
+        selector = {_GPU: gpu.label}
+    else:
+        selector = {_INSTANCE: deploy.machine_type} if deploy.machine_type else {}
     return Machine(
-        node_selector={_GPU: gpu.label},
-        limits={deploy.gpu_resource: str(gpus or gpu.chips)},
-        devices=gpus or gpu.chips,
-        hosts_per_slice=hosts_per_slice,
-        cpus=gpu.cpus,
-        memory_gib=gpu.memory_gib,
+        node_selector=selector,
+        limits={deploy.gpu_resource: str(gpus)} if gpus else {},
+        devices=gpus,
+        hosts_per_slice=world.hosts // world.slices,
+        cpus=gpu.cpus if gpu else None,
+        memory_gib=gpu.memory_gib if gpu else None,
     )
 
 

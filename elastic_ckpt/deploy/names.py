@@ -1,4 +1,4 @@
-"""Checks of names, sizes and paths against the rules of Kubernetes."""
+"""Checks of names and paths against the rules of Kubernetes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import quantity
 
 # RFC 1123, and RFC 1035, which requires a letter first: JobSet creates a service with
 # its own name, and RFC 1035 applies to the names of services.
@@ -59,14 +58,6 @@ def check_name(key: str, value: str, *, dots: bool = False) -> None:
         f"{key}={value!r} is not a valid Kubernetes name: use at most"
         f" {_CHARACTERS} letters a to z, digits and hyphens, with no hyphen first"
         " or last",
-    )
-
-
-def check_size(key: str, value: str) -> None:
-    """Raises a ConfigError unless `value` is an amount of memory."""
-    refuse(
-        not quantity.is_valid(value),
-        f"{key}={value!r} is not an amount of memory; write 64Gi or 512Mi",
     )
 
 

@@ -7,7 +7,7 @@ import urllib.parse
 
 from elastic_ckpt.deploy import (
     checks,
-    jobset,
+    manifest,
     names,
     program,
     quantity,
@@ -36,7 +36,7 @@ def documents(config: schema.Config) -> list[Object]:
     )
     host = checks.run(config)
     values = settings.values(config)
-    values |= jobset.node_fields(values, host)
+    values |= manifest.node_fields(values, host)
     values["node_selector"] = host.node_selector | values["node_labels"]
     if volume == "node_agent":
         return _agents(config, values, "-".join(host.node_selector.values()))
@@ -91,6 +91,6 @@ def _agents(config: schema.Config, values: Object, kind: str) -> list[Object]:
         others = [each for each in others if each["kind"] != "PriorityClass"]
     if tiers.peer_tls_certificate:
         # The files of the certificate are in volumes of the user.
-        pods = jobset.Pods("agent", "containers", "agent")
-        agents["spec"] = jobset.with_volumes(agents["spec"], pods, values)
+        pods = manifest.Pods("agent", "containers", "agent")
+        agents["spec"] = manifest.with_volumes(agents["spec"], pods, values)
     return [*others, agents]

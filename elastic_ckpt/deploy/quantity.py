@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from elastic_ckpt.deploy import names
+
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -18,9 +20,12 @@ _UNITS = {
 _QUANTITY = re.compile(r"([1-9]\d*)(Ki|Mi|Gi|Ti|k|M|G|T)?")
 
 
-def is_valid(text: str) -> bool:
-    """Whether `text` is an amount of memory."""
-    return bool(_QUANTITY.fullmatch(text))
+def check(key: str, value: str) -> None:
+    """Raises a ConfigError unless `value` is an amount of memory."""
+    names.refuse(
+        not _QUANTITY.fullmatch(value),
+        f"{key}={value!r} is not an amount of memory; write 64Gi or 512Mi",
+    )
 
 
 def to_bytes(text: str) -> int:

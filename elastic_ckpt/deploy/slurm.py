@@ -131,9 +131,9 @@ def _check(config: schema.Config) -> None:
         " set it to that of a RAM disk, such as /dev/shm",
     )
     if config.pods.program_memory:
-        names.check_size("program_memory", config.pods.program_memory)
+        quantity.check("program_memory", config.pods.program_memory)
         size = config.tiers.local_checkpoint_size_limit
-        names.check_size("local_checkpoint_size_limit", size)
+        quantity.check("local_checkpoint_size_limit", size)
 
 
 def _check_keys(config: schema.Config) -> None:

@@ -117,7 +117,7 @@ class Journal:
         claim = self._claim.get("claim")
         if storage.is_local(self._directory) or not isinstance(claim, int):
             return False
-        steps = run_directory.saved_steps_of(self._directory)
+        steps = run_directory.steps_of(self._directory)
         return claims.is_replaced(steps, claim)
 
     def stopped_without_a_save(self) -> None:
@@ -231,7 +231,7 @@ def _synced(journal: Journal, *, is_needed: bool) -> Iterator[None]:
 def _newest_claim(directory: str) -> int:
     from elastic_ckpt.tiers.persistent import claims
 
-    newest = claims.newest(run_directory.saved_steps_of(directory))
+    newest = claims.newest(run_directory.steps_of(directory))
     return 0 if newest is None else newest.number
 
 

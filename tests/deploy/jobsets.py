@@ -4,14 +4,17 @@ import pathlib
 
 from elastic_ckpt.deploy import manifest
 from elastic_ckpt.training import load
+from tests.deploy import manifest_check
 
 SHIPPED = pathlib.Path(__file__).parents[2] / "configs" / "deploy"
 PATHWAYS, TPU, GPU = "pathways_v6e", "multicontroller_v6e", "multicontroller_h100"
 
 
-def documents(name, *overrides, **settings):
-    overrides = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
-    return manifest.documents(load.load(SHIPPED / f"{name}.yml", overrides))
+def documents(name, *overrides, build=manifest.documents):
+    """What `build` makes of a configuration, valid by all schemas."""
+    built = build(load.load(SHIPPED / f"{name}.yml", overrides))
+    assert manifest_check.problems(built) == []
+    return built
 
 
 def only(kind, built):
@@ -19,29 +22,25 @@ def only(kind, built):
     return document
 
 
-def pods(built):
-    """The pod template of each replicated job, by its name."""
-    jobs = only("JobSet", built)["spec"]["replicatedJobs"]
-    return {job["name"]: job["template"]["spec"]["template"] for job in jobs}
+def jobs(built):
+    """The Job of each replicated job, by its name."""
+    replicated = only("JobSet", built)["spec"]["replicatedJobs"]
+    return {job["name"]: job["template"]["spec"] for job in replicated}
 
 
-def container(template, name):
-    spec = template["spec"]
-    containers = [*spec.get("initContainers", []), *spec["containers"]]
-    (only_one,) = (each for each in containers if each["name"] == name)
-    return only_one
+def program(built):
+    """The container of the program; there is one in each kind of JobSet."""
+    (container,) = (
+        container
+        for job in jobs(built).values()
+        for container in job["template"]["spec"]["containers"]
+        if container["name"] == "train"
+    )
+    return container
 
 
-def roles(name, *overrides, **settings):
-    """The pod template and the container of our code of each role of a manifest."""
-    built = documents(name, *overrides, **settings)
-    names = {
-        "pathways-head": ("head", "train"),
-        "pathways-worker": ("worker", "colocated-python-sidecar"),
-        "slice": ("host", "train"),
-        "hosts": ("host", "train"),
-    }
-    return {
-        names[job][0]: (template, container(template, names[job][1]))
-        for job, template in pods(built).items()
-    }
+def configured(built, directory):
+    """The configuration that the pods read."""
+    path = directory / "config.yml"
+    path.write_text(only("ConfigMap", built)["data"]["config.yml"])
+    return load.load(path)

@@ -2,14 +2,16 @@
 
 `kubeflow-trainer-api` has models of JobSet v1alpha2, made from its OpenAPI schema;
 `kubernetes-validate` the schemas of Kubernetes, of which the strict ones know each
-field. Maps whose keys are anyone's choice are no fields: their keys are listed here.
+field. `known_fields.yaml` lists what they do not have, such as keys of maps.
 """
 
 import functools
 import itertools
+import pathlib
 import re
 
 import kubernetes_validate
+import yaml
 from kubeflow_trainer_api import models
 
 KUBERNETES = "1.37.0"
@@ -17,101 +19,11 @@ KUBERNETES = "1.37.0"
 kubernetes_validate.utils.schema_contents = functools.cache(
     kubernetes_validate.utils.schema_contents
 )
-EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-_OF_JOBSET = "jobset.sigs.k8s.io"
-# Keys that anyone chooses: those of GKE's guides and Google's examples (June 2026), of
-# Kueue's API v1beta1, of JobSet 0.12, and of the tests.
-FREE_KEYS = {
-    "annotations": {
-        EXCLUSIVE,
-        "devices.gke.io/container.tcpx-daemon",
-        "devices.gke.io/container.tcpxo-daemon",
-        "gke-gcsfuse/volumes",
-        "networking.gke.io/default-interface",
-        "networking.gke.io/interfaces",
-        "note",
-    },
-    "data": {"config.yml", "maxtext.yml"},
-    "labels": {
-        "app.kubernetes.io/instance",
-        "app.kubernetes.io/name",
-        "kueue.x-k8s.io/queue-name",
-        "team",
-        f"{_OF_JOBSET}/jobset-name",
-        f"{_OF_JOBSET}/replicatedjob-name",
-    },
-    "limits": {"cpu", "memory", "amd.com/gpu", "google.com/tpu", "nvidia.com/gpu"},
-    "matchLabels": {
-        "app.kubernetes.io/instance",
-        "app.kubernetes.io/name",
-        f"{_OF_JOBSET}/jobset-name",
-        f"{_OF_JOBSET}/replicatedjob-name",
-    },
-    "nodeSelector": {
-        "cloud.google.com/gke-accelerator",
-        "cloud.google.com/gke-nodepool",
-        "cloud.google.com/gke-spot",
-        "cloud.google.com/gke-tpu-accelerator",
-        "cloud.google.com/gke-tpu-topology",
-        "cloud.google.com/reservation-affinity",
-        "cloud.google.com/reservation-name",
-        "cloud.google.com/reservation-project",
-        "node.kubernetes.io/instance-type",
-        "pool",
-    },
-    "requests": {"cpu", "memory"},
-    "volumeAttributes": {"bucketName", "mountOptions"},
-}
-# Values that the model of JobSet takes for any text: those of JobSet 0.12, and the
-# reasons for which Kubernetes 1.37 fails a Job.
-JOBSET_VALUES = {
-    "action": {
-        "FailJobSet",
-        "RestartJob",
-        "RestartJobAndIgnoreMaxRestarts",
-        "RestartJobSet",
-        "RestartJobSetAndIgnoreMaxRestarts",
-    },
-    "onJobFailureReasons": {
-        "BackoffLimitExceeded",
-        "DeadlineExceeded",
-        "FailedIndexes",
-        "MaxFailedIndexesExceeded",
-        "PodFailurePolicy",
-    },
-    "restartStrategy": {"BlockingRecreate", "InPlaceRestart", "Recreate"},
-}
+KNOWN = yaml.safe_load(
+    pathlib.Path(__file__).with_name("known_fields.yaml").read_text()
+)
+FREE_KEYS, JOBSET_VALUES = KNOWN["free_keys"], KNOWN["jobset_values"]
 RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
-# The fields of kinds of which no package has a model: of GKE 1.32.4-gke.1415000, of
-# prometheus-engine 0.17 and of prometheus-operator 0.89, as far as manifests use them.
-# Values are types, or fields.
-_NAMED = {"metadata": {"name": str, "namespace": str}}
-_SELECTOR = {"matchLabels": dict}
-_ENDPOINT = {"port": str, "interval": str, "path": str}
-OTHER_KINDS = {
-    ("checkpointing.gke.io/v1", "CheckpointConfiguration"): {
-        "metadata": {"name": str},
-        "spec": {
-            "cloudStorageBucketName": str,
-            "nodeSelector": dict,
-            "tolerations": [{"key": str, "operator": str, "value": str, "effect": str}],
-            "inMemoryVolumeSize": str,
-            "gcsFuseMountOptions": [str],
-        },
-    },
-    ("monitoring.googleapis.com/v1", "PodMonitoring"): {
-        **_NAMED,
-        "spec": {"selector": _SELECTOR, "endpoints": [_ENDPOINT]},
-    },
-    ("monitoring.coreos.com/v1", "ServiceMonitor"): {
-        **_NAMED,
-        "spec": {"selector": _SELECTOR, "endpoints": [_ENDPOINT]},
-    },
-    ("monitoring.coreos.com/v1", "PodMonitor"): {
-        **_NAMED,
-        "spec": {"selector": _SELECTOR, "podMetricsEndpoints": [_ENDPOINT]},
-    },
-}
 
 
 def problems(documents: list[dict]) -> list[str]:
@@ -121,8 +33,11 @@ def problems(documents: list[dict]) -> list[str]:
         faults += _free_keys(document, document.get("kind", "a document without kind"))
         if document.get("kind") == "JobSet":
             faults += _jobset(document, documents)
-        elif _kind(document) in OTHER_KINDS:
-            fields = {"apiVersion": str, "kind": str, **OTHER_KINDS[_kind(document)]}
+        elif fields := KNOWN["other_kinds"].get(document.get("kind")):
+            version = fields["apiVersion"]
+            if document.get("apiVersion") != version:
+                faults.append(f"{document['kind']}.apiVersion: not {version}")
+            fields = {**fields, "apiVersion": "text", "kind": "text"}
             faults += _fields(document, fields, document["kind"])
         else:
             faults += _kubernetes(document)
@@ -140,14 +55,10 @@ def _free_keys(value, place: str) -> list[str]:
         return []
     faults = []
     for key, below in value.items():
-        unknown = below.keys() - FREE_KEYS[key] if key in FREE_KEYS else ()
+        unknown = below.keys() - {*FREE_KEYS[key]} if key in FREE_KEYS else ()
         faults += [f"{place}.{key}: no such key {name}" for name in unknown]
         faults += _free_keys(below, f"{place}.{key}")
     return faults
-
-
-def _kind(document: dict) -> tuple:
-    return document.get("apiVersion"), document.get("kind")
 
 
 def _fields(value, fields, place: str) -> list[str]:
@@ -160,7 +71,7 @@ def _fields(value, fields, place: str) -> list[str]:
         )
     if isinstance(fields, list) and isinstance(value, list):
         return _all(_fields(each, fields[0], f"{place}[]") for each in value)
-    is_right = isinstance(fields, type) and isinstance(value, fields)
+    is_right = isinstance(value, {"text": str, "map": dict}.get(str(fields), ()))
     return [] if is_right else [f"{place}: {value!r} is not {fields}"]
 
 
@@ -202,24 +113,18 @@ def _values(policy: dict) -> list[str]:
     rules = policy.get("rules", [])
     pairs = [("restartStrategy", policy.get("restartStrategy", "Recreate"))]
     pairs += [("action", rule["action"]) for rule in rules]
-    for rule in rules:
-        pairs += [(r, v) for r in rule.keys() & JOBSET_VALUES for v in _list(rule[r])]
+    reasons = "onJobFailureReasons"
+    pairs += [(reasons, each) for rule in rules for each in rule.get(reasons, [])]
     names = [rule["name"] for rule in rules]
-    faults = [f"rule {name}: not a name" for name in names if not _is_rule(name)]
+    faults = [
+        f"rule {name}: not a name" for name in names if not RULE_NAME.fullmatch(name)
+    ]
     faults += [f"rule {name}: twice" for name in {*names} if names.count(name) > 1]
     return faults + [
         f"failurePolicy.{key}: no such value {value}"
         for key, value in pairs
         if value not in JOBSET_VALUES[key]
     ]
-
-
-def _list(value) -> list:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_rule(name: str) -> bool:
-    return bool(RULE_NAME.fullmatch(name))
 
 
 def _lost(given, understood, place: str) -> list[str]:

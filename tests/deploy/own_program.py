@@ -19,11 +19,7 @@ def main(checkpoints):
     batches = ec.batches(data, mesh=mesh, global_batch_size=8)
     state = {"tokens_seen": jax.numpy.zeros((), "int32")}
     ram = os.environ["ELASTIC_CKPT_LOCAL"]
-    tiers = [
-        ec.Local(ram, every=2),
-        ec.Peers(),
-        ec.Persistent(checkpoints, every=1000),
-    ]
+    tiers = [ec.Local(ram, every=2), ec.Peers(), ec.Persistent(checkpoints, every=1000)]
     with ec.Checkpointer(tiers) as checkpointer:
         first_step = 0
         if checkpointer.latest is not None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from elastic_ckpt.deploy import manifest, nodes
-from elastic_ckpt.training import configured, load
+from elastic_ckpt.training import configured
 from tests.deploy import jobsets, manifest_check
 
 KUSTOMIZE = jobsets.SHIPPED / "kustomize"
@@ -29,8 +29,7 @@ _REMEDY = (
 
 def backup_job(built):
     jobs = jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
-    (job,) = (job for job in jobs if job["name"] == "backup")
-    return job
+    return next(job for job in jobs if job["name"] == "backup")
 
 
 def backup_base():
@@ -50,9 +49,7 @@ def backup_base():
 
 
 def node_agent_base():
-    return nodes.documents(
-        load.load(jobsets.SHIPPED / "node_agent_h100.yml", NODE_AGENT)
-    )
+    return jobsets.documents("node_agent_h100", *NODE_AGENT, build=nodes.documents)
 
 
 BASES = {
@@ -76,11 +73,10 @@ def test_a_run_finds_backup_hosts_of_their_own_by_the_names_of_their_pods(tmp_pa
     url = f"http://{name}-{job['name']}-0-0.{name}:{port}"
     overrides = ["backup_hosts=0", "backup_size_limit=64Gi", f"peer_backup_urls={url}"]
     built = jobsets.documents("backup_h100", *overrides)
-    path = tmp_path / "config.yml"
-    path.write_text(jobsets.only("ConfigMap", built)["data"]["config.yml"])
-    _, peers, _ = configured.tiers(load.load(path), persistent=str(tmp_path))
+    config = jobsets.configured(built, tmp_path)
+    _, peers, _ = configured.tiers(config, persistent=str(tmp_path))
     assert peers.backups == (url,)
-    assert "backup" not in jobsets.pods(built)
+    assert "backup" not in jobsets.jobs(built)
 
 
 def kustomized(directory):

@@ -248,10 +248,7 @@ def test_a_run_that_computes_wrong_values_and_cannot_save_raises_its_alerts(
         prometheus_port=port,
     )
     run = tmp_path / "tiny"
-    with (
-        scraped(tmp_path, {"tiny": range(port, port + 3)}) as server,
-        training(config),
-    ):
+    with scraped(tmp_path, {"tiny": range(port, port + 3)}) as server, training(config):
         fires = fires_of(server)
         assert fires("RunLossNotFinite")
         assert fires("RunDiverged")

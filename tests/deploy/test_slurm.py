@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 
@@ -62,64 +61,8 @@ def shell(text):
     return "command=" + json.dumps(["sh", "-c", text])
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["elastic_enabled=false"],
-        ["command=[sh, -c, \"a 'b'\"]"],
-        ["maxtext={model_name: a}"],
-        ["slurm_setup=module load cuda"],
-        ["pod_env={A: \"b 'c'\"}"],
-        ["local_checkpoint_directory="],
-    ],
-)
-def test_bash_can_read_the_script(overrides):
-    text = script(SHIPPED / f"{SLURM}.yml", *overrides)
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-
-
 def test_the_shipped_script_is_that_of_the_shipped_configuration(golden):
     golden(str(SHIPPED / f"{SLURM}.sh"), script(SHIPPED / f"{SLURM}.yml"))
-
-
-def test_options_are_those_of_the_configuration(config):
-    settings = {
-        "hosts": 8,
-        "slurm_tasks_per_node": 2,
-        "hardware": "gpu",
-        "devices_per_host": 4,
-        "program_cpus": 12,
-        "program_memory": "100Gi",
-        "local_checkpoint_size_limit": "7Gi",
-        "slurm_partition": "p",
-        "slurm_account": "a",
-        "reservation": "r",
-        "slurm_time": "1-00:00:00",
-        "slurm_options": "{exclusive: true, constraint: ib, requeue: false}",
-        "termination_grace_period_seconds": 90,
-    }
-    assert fake_slurm.options(script(config, **settings)) == {
-        "job-name": "tiny",
-        "nodes": "4",
-        "ntasks-per-node": "2",
-        "cpus-per-task": "12",
-        "gres": "gpu:8",
-        # Two hosts, and the RAM disk of the node.
-        "mem": f"{207 * 1024}M",
-        "partition": "p",
-        "account": "a",
-        "reservation": "r",
-        "time": "1-00:00:00",
-        "output": "%x-%j.out",
-        "open-mode": "append",
-        "signal": "TERM@90",
-        "exclusive": "",
-        "constraint": "ib",
-    }
-    assert fake_slurm.options(script(config, slurm_gres="gpu:b200:8"))["gres"] == (
-        "gpu:b200:8"
-    )
 
 
 def test_each_task_finds_its_files_its_devices_and_its_failure_domain(
@@ -197,53 +140,6 @@ def test_steps_in_ram_outlive_the_last_failure(config, tmp_path, ram):
     found = script(config, shell(f"test -e {file}"))
     assert ended(fake_slurm.start(found, tmp_path, starts=3)) == (0, "")
     assert not [*ram.iterdir()]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hardware": "tpu"}, "Slurm runs hosts with CPUs and GPUs"),
-        ({"run_name": "a b"}, "run_name='a b' cannot name a job"),
-        ({"hosts": 3, "slurm_tasks_per_node": 2}, "set hosts to a multiple"),
-        ({"elastic_enabled": True, "slices": 3}, "set slices to a multiple of the"),
-        ({"slurm_time": "soon"}, "slurm_time='soon' is no time limit"),
-        ({"slurm_ram_directory": "ram"}, "is no absolute path"),
-        ({"slurm_ram_directory": "/a b"}, "is no absolute path"),
-        ({"pod_env": "{a-b: 1}"}, "'a-b', which cannot name a variable"),
-        ({"slurm_options": "{comment: a b}"}, "comment='a b' has a space"),
-        ({"pod_env": "{A: {secretKeyRef: {}}}"}, "which only Kubernetes has"),
-        ({"command": "a", "python_module": "b"}, "keep one"),
-        ({"spot": True}, "spot=True is for Kubernetes"),
-        ({"pod_volumes": "{data: {nfs: a}}"}, "pod_volumes=.* is for Kubernetes"),
-        ({"pod_liveness_probe": "{}"}, "pod_liveness_probe='{}' is for Kubernetes"),
-        ({"host_network": True}, "host_network=True is for Kubernetes"),
-        ({"kueue_queue": "q"}, "kueue_queue='q' is for Kubernetes"),
-        ({"program_memory": "x"}, "program_memory='x' is not an amount"),
-    ],
-)
-def test_what_cannot_run_there_is_refused(config, changes, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        script(config, **changes)
-
-
-def test_the_verb_writes_it(config):
-    assert runs.verb("manifest", "--slurm", config) == script(config)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["{}", "--slurm", "slurm_time=12:00:00", "max_restarts=3"],
-        ["{}", "slurm_time=12:00:00", "--slurm", "max_restarts=3"],
-        ["--slurm", "{}", "slurm_time=12:00:00", "max_restarts=3"],
-        ["{}", "max_restarts=2", "--slurm", "slurm_time=12:00:00", "max_restarts=3"],
-    ],
-    ids=" ".join,
-)
-def test_the_verb_takes_keys_before_and_after_its_options(config, arguments):
-    expected = script(config, slurm_time="12:00:00", max_restarts=3)
-    words = [word.format(config) for word in arguments]
-    assert runs.verb("manifest", *words) == expected
 
 
 @pytest.mark.parametrize("word", ["--slrum", "slurm_time", "-x=1"])

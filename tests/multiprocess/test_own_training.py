@@ -9,13 +9,12 @@ import sys
 import time
 
 import pytest
-from elastic_ckpt.application import run_directory
 
 from elastic_ckpt.cli import audit
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic.machines import leader_claim
 from elastic_ckpt.steps import layout
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import run_directory, step_log
 from tests import corpora, process_tree, runs, shared_memory
 from tests.multiprocess import own_training, supervisors
 

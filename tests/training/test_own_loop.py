@@ -9,14 +9,13 @@ import sys
 
 import jax
 import pytest
-from elastic_ckpt.application import run_directory
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, process, storage
 from elastic_ckpt.elastic.world import BetweenWorlds, World
 from elastic_ckpt.tiers.persistent.claims import Claimant
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import run_directory, step_log
 from tests import corpora, json_outputs
 
 ROOT = pathlib.Path(__file__).parents[2]
