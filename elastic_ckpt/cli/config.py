@@ -39,9 +39,9 @@ def _refuse_maxtext(path: str, given: Collection[str]) -> None:
     theirs = set(given) - set(keys.keys())
     if not theirs or importlib.util.find_spec("maxtext") is None:
         return
-    from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+    from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 
-    if theirs <= set(maxtext_seams.known_keys()):
+    if theirs <= set(maxtext_seam.known_keys()):
         raise errors.ConfigError(
             f"{path} has keys of MaxText, such as {min(theirs)}:"
             f" `elastic-ckpt maxtext {path}` runs it; our keys in such a file are"

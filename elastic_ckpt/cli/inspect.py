@@ -223,11 +223,11 @@ def data_of(path: str) -> dict[str, Any]:
 def _parts_of(path: str) -> tuple[str, str]:
     # The names of the train state and the data state of the step at `path`.
     from elastic_ckpt.checkpoint import run_saver
-    from elastic_ckpt.integrations import maxtext_tiers
+    from elastic_ckpt.integrations import maxtext_seam
 
     ours = run_saver.STATE, run_saver.DATA
-    theirs = maxtext_tiers.ITEMS, maxtext_tiers.ITERATOR
-    is_theirs = (storage.absolute(path) / maxtext_tiers.ITEMS).exists()
+    theirs = maxtext_seam.ITEMS, maxtext_seam.ITERATOR
+    is_theirs = (storage.absolute(path) / maxtext_seam.ITEMS).exists()
     return theirs if is_theirs else ours
 
 

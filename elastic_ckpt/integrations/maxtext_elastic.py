@@ -17,7 +17,7 @@ from elastic_ckpt.application import journal, listeners, local_world
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import supervisor
-from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 
 if TYPE_CHECKING:
     from elastic_ckpt.elastic.world import World
@@ -165,9 +165,9 @@ def run(
       ConfigError: if the hosts cannot be started so.
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
-    maxtext_seams.check_installed(maxtext_config.explicit_keys(arguments))
+    maxtext_seam.check_installed(maxtext_config.explicit_keys(arguments))
     local_world.check(config)
-    supervisor.warm_up([_HOST_PROGRAM, maxtext_seams.MAIN.module])
+    supervisor.warm_up([_HOST_PROGRAM, maxtext_seam.MAIN.module])
     listening = listeners.of_supervisor(config)
     with journal.kept(config, emit, listening=listening) as kept:
         local_world.run(

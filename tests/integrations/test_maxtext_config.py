@@ -30,6 +30,7 @@ DEFAULTS = {
     "elastic_min_slice_count": -1,
     "elastic_timeout_seconds": 300,
     "enable_checkpointing": True,
+    "enable_continuous_checkpointing": False,
     "add_bos": True,
     "add_eos": True,
     "data_shuffle_seed": 0,
@@ -371,6 +372,17 @@ def test_files_are_named_absolutely_and_uris_as_they_are():
     assert made.grain_train_mixture_config_path == f"{here}/m.json"
 
 
+def test_maxtext_sees_no_tiers_and_asks_at_each_step_whether_to_save():
+    raw = {"num_logical_shards": 8, "enable_multi_tier_checkpointing": True}
+    theirs, own = maxtext_config.divide(raw)
+    assert own.uses_tiers
+    assert not theirs["enable_multi_tier_checkpointing"]
+    assert theirs["enable_continuous_checkpointing"]
+    theirs, own = maxtext_config.divide({"num_logical_shards": 8})
+    assert not own.uses_tiers
+    assert "enable_continuous_checkpointing" not in theirs
+
+
 def test_tiers_of_checkpoints_are_taken_over_with_our_own_keys():
     tiers = {
         "enable_multi_tier_checkpointing": True,
@@ -379,7 +391,8 @@ def test_tiers_of_checkpoints_are_taken_over_with_our_own_keys():
         "multi_tier_checkpointing_backup_interval_minutes": 30,
     }
     own = maxtext_config.Own(
-        values={**OWN.values, "peer_copies": 1, "local_checkpoint_size_limit": "2Gi"}
+        values={**OWN.values, "peer_copies": 1, "local_checkpoint_size_limit": "2Gi"},
+        uses_tiers=True,
     )
     made = maxtext_config.tiers_config(
         config(max_num_checkpoints_to_keep=7, **tiers), own

@@ -1,9 +1,13 @@
-"""The configuration of MaxText's hosts, and the arguments of each world."""
+"""The configuration of MaxText's hosts, and what each world gives to MaxText."""
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.integrations import maxtext_config, maxtext_elastic
+from elastic_ckpt.elastic import kept_executables, world
+from elastic_ckpt.integrations import maxtext, maxtext_config, maxtext_elastic
 from elastic_ckpt.monitoring import jsonl
 from tests.integrations import stand_in
 
@@ -90,7 +94,7 @@ def test_maxtext_does_not_see_the_keys_of_hosts():
 
 
 @pytest.fixture
-def maxtext(tmp_path, monkeypatch):
+def stand_in_for_maxtext(tmp_path, monkeypatch):
     stand_in.forget()
     stand_in.install(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -116,7 +120,7 @@ def report_steps(arguments, config, world):
             )
 
 
-@pytest.mark.usefixtures("maxtext")
+@pytest.mark.usefixtures("stand_in_for_maxtext")
 def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
     given = [*RUN, f"base_output_directory={tmp_path}", "hosts=2", "steps=3"]
     maxtext_elastic.run(
@@ -132,3 +136,48 @@ def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
         if line["metric"] == "/elastic_ckpt/train/loss"
     ]
     assert [(line["step"], line["last"]) for line in lines] == [(1, 5), (2, 4), (3, 3)]
+
+
+@pytest.mark.usefixtures("without_jax_cache")
+def test_a_world_loads_the_step_that_maxtext_has_compiled_in_one_before():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+
+    def batch(rows):
+        return {"inputs": jax.device_put(np.arange(float(rows)), sharding)}
+
+    def steps(kept):
+        """MaxText's calls in a world: lower, compile, then the step itself."""
+        emitted = []
+        this = world.World(
+            number=1,
+            slices=(0,),
+            slice_name="0",
+            emit=lambda name, **_: emitted.append(name),
+            _between=world.BetweenWorlds(executables=kept),
+        )
+        # Code that closes over an array, as MaxText's does.
+        decay = jax.numpy.float32(0.5)
+
+        @jax.jit
+        def train_step(state, batch):
+            return state * decay + batch["inputs"].sum(), {"loss": state[0]}
+
+        states = []
+        step = maxtext.KeptStep(train_step, world=this, note=states.append)
+        state = jax.device_put(np.arange(8, dtype=np.float32), sharding)
+        compiled = step.lower(state, batch(8)).compile(compiler_options={})
+        assert compiled.memory_analysis() is not None
+        trained, metrics = step(state, batch(8))
+        # In a ramp the next batch is larger.
+        trained, _ = step(trained, batch(16))
+        assert states[-1] is trained
+        return np.asarray(trained), np.asarray(metrics["loss"]), emitted
+
+    with kept_executables.kept() as kept:
+        first, loss, emitted = steps(kept)
+        assert emitted == ["compile_started", "compiled"]
+        second, same_loss, emitted = steps(kept)
+        assert emitted == ["executable_loaded"]
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(loss, same_loss)

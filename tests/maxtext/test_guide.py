@@ -12,7 +12,7 @@ import yaml
 
 from elastic_ckpt.cli import main as cli
 from elastic_ckpt.config import keys
-from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 from tests import corpora, pages, shared_memory
 from tests.maxtext import environment, small_models
 from tests.universal import safetensors_files
@@ -47,8 +47,8 @@ def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
 
 
 def test_it_installs_the_version_that_the_seam_is_written_for():
-    assert f'"maxtext=={maxtext_seams.TESTED_VERSION}"' in environment.GROUP.read_text()
-    assert f"MaxText {maxtext_seams.TESTED_VERSION} from PyPI" in GUIDE
+    assert f'"maxtext=={maxtext_seam.TESTED_VERSION}"' in environment.GROUP.read_text()
+    assert f"MaxText {maxtext_seam.TESTED_VERSION} from PyPI" in GUIDE
 
 
 def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide():

@@ -303,7 +303,6 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
             "local_checkpoint_directory": ram,
             "local_checkpoint_period": 2,
             "local_checkpoint_size_limit": "64Mi",
-            # MaxText saves no step 3: that backup is made at step 4.
             "multi_tier_checkpointing_backup_interval_steps": 3,
             "async_checkpointing": True,
         }
@@ -320,8 +319,7 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
                 assert restored.startswith(f"restored step {begin - 1}: ")
                 assert source in restored
             else:
-                # Step 3 is not saved. A backup that waits for another one gives way to
-                # that of a newer step.
+                # A backup that waits for another one gives way to that of a newer step.
                 stored = stored_steps(maxtext, name)
                 assert any(4 <= each < steps - 1 for each in stored)
             begin = steps
