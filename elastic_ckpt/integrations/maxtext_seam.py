@@ -1,9 +1,10 @@
 """The seam between MaxText and us: all that we take of MaxText, and check.
 
 MaxText has no place for a library that brings the data, the checkpoints and the world
-of a run. A patch adds one: an object that is registered in `maxtext.common.extension`.
-MaxText without it looks functions up by their names when it calls them; `extended` then
-replaces seven of these by ours, which ask the same object.
+of a run. `configs/maxtext/maxtext-0.2.5.patch` adds one: an object that is registered
+in `maxtext.common.extension`. MaxText without the patch looks functions up by their
+names when it calls them; `extended` then replaces seven of these by ours, which ask the
+same object.
 
 `check_installed` compares everything that is named here with the MaxText that is
 installed, before a run.
