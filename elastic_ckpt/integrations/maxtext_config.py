@@ -93,6 +93,7 @@ OWN_DATA_KEYS = (
     "num_logical_shards",
     "data_stages",
     "grain_record_format",
+    "chat_template_date",
     "drop_remainder",
     "corrupt_records",
     "tokenizer_threads",
@@ -135,6 +136,8 @@ OWN_KEYS = (*OWN_DATA_KEYS, *OWN_TIER_KEYS, *OWN_WORLD_KEYS)
 SHARED_KEYS = (
     "add_bos",
     "add_eos",
+    "chat_template",
+    "chat_template_path",
     "data_shuffle_seed",
     "enable_data_shuffling",
     "eval_interval",
@@ -151,8 +154,10 @@ SHARED_KEYS = (
     "max_target_length",
     "num_epoch",
     "packing",
+    "sft_train_on_completion_only",
     "tokenize_train_data",
     "train_data_columns",
+    "use_sft",
     "use_truncation",
 )
 # Keys of MaxText with which a run begins with other weights.
@@ -213,9 +218,9 @@ _FOLLOWING = {
 _SAME_END = "set it to false, for here all hosts end at the same batch"
 # Keys of which other values than `_ACCEPTED` are refused, with the remedy.
 _REMEDIES = {
-    "use_sft": _NOT_OURS,
     "use_dpo": _NOT_OURS,
     "use_multimodal": _NOT_OURS,
+    "formatting_func_path": "apply the function when you write the files",
     "expansion_factor_real_data": "leave it at -1, for here any number of hosts reads"
     " any checkpoint",
     "generate_padding_batch_train": _SAME_END,
@@ -223,7 +228,10 @@ _REMEDIES = {
     "enable_emergency_checkpoint": "set it to false, for such checkpoints have no data"
     " state, and enable_multi_tier_checkpointing to true",
 }
-_ACCEPTED = dict.fromkeys(_REMEDIES, False) | {"expansion_factor_real_data": -1}
+_ACCEPTED = dict.fromkeys(_REMEDIES, False) | {
+    "expansion_factor_real_data": -1,
+    "formatting_func_path": "",
+}
 
 # Every key of MaxText that is looked at.
 MAXTEXT_KEYS = (
@@ -463,6 +471,7 @@ def eval_section(config: Any, own: Own) -> data_keys.DataKeys:
     of_eval = _section(
         {
             "train_data_columns": config.eval_data_columns,
+            "use_sft": config.use_sft,
             "tokenize_train_data": config.tokenize_eval_data,
         }
     )
@@ -568,7 +577,7 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
 
 def _section(values: Mapping[str, Any]) -> data_keys.DataKeys:
     columns = values.get("train_data_columns")
-    if isinstance(columns, list) and len(columns) > 1:
+    if isinstance(columns, list) and len(columns) > 1 and not values.get("use_sft"):
         raise errors.ConfigError(
             f"{PLACE}: train_data_columns={columns}: text is in one column; name it, or"
             " run MaxText itself"
@@ -660,4 +669,7 @@ def _absolute(data: data_keys.DataKeys) -> data_keys.DataKeys:
     if data.grain_train_mixture_config_path:
         mixture = os.fspath(storage.absolute(data.grain_train_mixture_config_path))
         changed["grain_train_mixture_config_path"] = mixture
+    if data.chat_template_path:
+        template = os.fspath(storage.absolute(data.chat_template_path))
+        changed["chat_template_path"] = template
     return dataclasses.replace(data, **changed)

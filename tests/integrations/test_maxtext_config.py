@@ -77,6 +77,10 @@ DEFAULTS = {
     "train_data_columns": ["text"],
     "use_dpo": False,
     "use_multimodal": False,
+    "chat_template": "",
+    "chat_template_path": "",
+    "formatting_func_path": "",
+    "sft_train_on_completion_only": False,
     "use_sft": False,
     "use_truncation": True,
     "vocab_size": 32000,
@@ -305,6 +309,27 @@ def test_every_setting_that_both_have_is_taken_over():
         **settings,
         **own.values,
     )
+
+
+def test_fine_tuning_takes_the_columns_and_the_template_of_conversations():
+    settings = {
+        "use_sft": True,
+        "sft_train_on_completion_only": True,
+        "train_data_columns": ["prompt", "completion"],
+        "eval_data_columns": ["question", "answer"],
+        "chat_template_path": "/models/chat.jinja",
+    }
+    own = dataclasses.replace(
+        OWN, values={**OWN.values, "chat_template_date": "2026-01-01"}
+    )
+    made = maxtext_config.train_section(config(**settings), own)
+    assert made.use_sft
+    assert made.sft_train_on_completion_only
+    assert made.train_data_columns == "prompt,completion"
+    assert made.chat_template_path == "/models/chat.jinja"
+    assert made.chat_template_date == "2026-01-01"
+    of_eval = maxtext_config.eval_section(config(**settings), own)
+    assert of_eval.train_data_columns == "question,answer"
 
 
 def test_evaluation_has_columns_and_tokens_of_its_own():
