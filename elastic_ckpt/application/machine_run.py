@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ckpt.application import (
     elastic_run,
@@ -24,6 +24,7 @@ from elastic_ckpt.elastic import faults, local_slices, processes
 from elastic_ckpt.elastic.machine_supervisor import MachineSupervisor, Run
 from elastic_ckpt.elastic.machines import follower, membership, places
 from elastic_ckpt.elastic.machines.places import Place
+from elastic_ckpt.elastic.world import World
 
 # Keys that may differ between machines.
 _OWN_KEYS = (
@@ -73,13 +74,22 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
     return own
 
 
-def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
+def run(
+    config: schema.Config,
+    own: Place,
+    show: events.Emit,
+    *,
+    train: Callable[[schema.Config, World], object] = local_world.train,
+    program: Sequence[str] = (),
+) -> bool:
     """Supervises the hosts of this machine until the run has ended.
 
     Args:
       config: of the run; the files of its data exist.
       own: the place of this machine.
       show: called for the events of the run while this machine leads.
+      train: of each host; picklable.
+      program: of the hosts, besides the configuration: equal on all machines.
 
     Returns:
       Whether the run, or this machine, was asked to end before the last step.
@@ -103,19 +113,26 @@ def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
         numbers=own.slices,
         interface=own.interface,
     )
-    machine = MachineSupervisor(_run_of(config, show), slices, members, show)
+    this_run = _run_of(config, show, train=train, program=program)
+    machine = MachineSupervisor(this_run, slices, members, show)
     with contextlib.closing(slices), contextlib.closing(members):
         return machine.run().is_stopped
 
 
-def _run_of(config: schema.Config, show: events.Emit) -> Run:
+def _run_of(
+    config: schema.Config,
+    show: events.Emit,
+    *,
+    train: Callable[[schema.Config, World], object],
+    program: Sequence[str],
+) -> Run:
     groups = elastic_run.groups(config)
 
     def lead(cluster: processes.ProcessCluster, emit: events.Emit) -> None:
         elastic_run.run(
             config,
             cluster,
-            local_world.train,
+            train,
             groups=groups,
             compile_ahead=local_world.compile_ahead,
             emit=emit,
@@ -132,12 +149,12 @@ def _run_of(config: schema.Config, show: events.Emit) -> Run:
 
     return Run(
         functions=follower.Functions(
-            train=functools.partial(local_world.train, config),
+            train=functools.partial(train, config),
             compile_ahead=functools.partial(local_world.compile_ahead, config),
         ),
         lead=lead,
         kept=kept,
-        configured=_digest(config),
+        configured=_digest(config, program),
         min_slices=elastic_run.policy(config, groups).min_slices,
         injected=faults.parse(config.elastic.faults),
         wait_secs=config.elastic.elastic_timeout_seconds,
@@ -145,7 +162,8 @@ def _run_of(config: schema.Config, show: events.Emit) -> Run:
     )
 
 
-def _digest(config: schema.Config) -> str:
+def _digest(config: schema.Config, program: Sequence[str]) -> str:
     values = keys.values(config)
     shared = {name: values[name] for name in sorted(values) if name not in _OWN_KEYS}
-    return hashlib.sha256(storage.canonical_json(shared)).hexdigest()
+    named = [word for word in program if word.partition("=")[0] not in _OWN_KEYS]
+    return hashlib.sha256(storage.canonical_json([shared, named])).hexdigest()

@@ -1,6 +1,6 @@
-"""MaxText on hosts that are lost and come back, processes of this machine.
+"""MaxText on hosts that are lost and come back: processes of this machine, or several.
 
-The supervisor starts worlds as those of `elastic-ckpt train`; on each host of a world
+The supervisors start worlds as those of `elastic-ckpt train`; on each host of a world
 MaxText runs on its slices, with the same global batch, and leaves when it is asked to.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.application import journal, listeners, local_world
+from elastic_ckpt.application import journal, listeners, local_world, machine_run
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import supervisor
@@ -39,14 +39,12 @@ _OF_RUN = (
 _SET_BY_WORLDS = {
     "gradient_accumulation_steps": "leave it out; fewer slices accumulate gradients by"
     " themselves, and per_device_batch_size is that of all slices",
-    "elastic_machines": "leave it out; MaxText's hosts are those of one machine so far",
     "enable_single_controller": "leave it out, or leave hosts out: Pathways has the"
     " hosts of a single controller",
 }
 # Their values where MaxText's own files have them.
 _UNSET = {
     "gradient_accumulation_steps": 1,
-    "elastic_machines": "",
     "enable_single_controller": False,
 }
 # The fork server imports it, and with it what a host needs.
@@ -150,10 +148,11 @@ def run(
     emit: events.Emit,
     train: Callable[[Sequence[str], schema.Config, World], object] | None = None,
 ) -> bool:
-    """Trains on hosts of this machine, and returns when the run has ended.
+    """Trains on hosts of this machine and of others, until the run has ended.
 
     Args:
-      config: of the supervisor; see `run_config`.
+      config: of the supervisor; see `run_config`. With `elastic_machines` each machine
+        has one.
       arguments: of MaxText.
       emit: shows the events.
       train: of each host, picklable; MaxText by default.
@@ -166,15 +165,17 @@ def run(
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
     maxtext_seam.check_installed(maxtext_config.explicit_keys(arguments))
+    place = None
+    if config.elastic.elastic_machines:
+        place = machine_run.place(config, os.environ)
     local_world.check(config)
     supervisor.warm_up([_HOST_PROGRAM, maxtext_seam.MAIN.module])
+    of_host = functools.partial(train or train_maxtext, tuple(arguments))
+    if place is not None:
+        return machine_run.run(config, place, emit, train=of_host, program=arguments)
     listening = listeners.of_supervisor(config)
     with journal.kept(config, emit, listening=listening) as kept:
-        local_world.run(
-            config,
-            kept,
-            train=functools.partial(train or train_maxtext, tuple(arguments)),
-        )
+        local_world.run(config, kept, train=of_host)
         return kept.is_stopped
 
 

@@ -1,15 +1,22 @@
 """The configuration of MaxText's hosts, and what each world gives to MaxText."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from elastic_ckpt.application import machine_run
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import kept_executables, world
 from elastic_ckpt.integrations import maxtext, maxtext_config, maxtext_elastic
 from elastic_ckpt.monitoring import jsonl
+from tests import runs
 from tests.integrations import stand_in
+from tests.multiprocess import supervisors
 
 RUN = ["run_name=a", "base_output_directory=/runs", "per_device_batch_size=6"]
 
@@ -93,6 +100,17 @@ def test_maxtext_does_not_see_the_keys_of_hosts():
     assert own.values["num_logical_shards"] == 8
 
 
+def test_machines_with_other_arguments_of_maxtext_are_of_another_run():
+    given = [*RUN, "hosts=2", "slices=2", "elastic_enabled=true"]
+    config = maxtext_elastic.run_config(given)
+
+    def configured(*more):
+        return machine_run._digest(config, [*given, *more])
+
+    assert configured("elastic_machine=0") == configured("elastic_machine=1")
+    assert configured("dtype=float32") != configured()
+
+
 @pytest.fixture
 def stand_in_for_maxtext(tmp_path, monkeypatch):
     stand_in.forget()
@@ -120,6 +138,13 @@ def report_steps(arguments, config, world):
             )
 
 
+def recorded_losses(run):
+    """The steps and losses that are in the metrics of a run."""
+    lines = [line for each in jsonl.read(run / "metrics").values() for line in each]
+    wanted = "/elastic_ckpt/train/loss"
+    return [(each["step"], each["last"]) for each in lines if each["metric"] == wanted]
+
+
 @pytest.mark.usefixtures("stand_in_for_maxtext")
 def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
     given = [*RUN, f"base_output_directory={tmp_path}", "hosts=2", "steps=3"]
@@ -129,13 +154,41 @@ def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
         emit=events.nobody,
         train=report_steps,
     )
-    lines = [
-        line
-        for each in jsonl.read(tmp_path / "a" / "metrics").values()
-        for line in each
-        if line["metric"] == "/elastic_ckpt/train/loss"
+    assert recorded_losses(tmp_path / "a") == [(1, 5), (2, 4), (3, 3)]
+
+
+def test_a_world_has_the_hosts_of_two_machines(tmp_path):
+    stand_in.install(tmp_path)
+    addresses = [supervisors.free_address("127.0.0.1") for _ in range(2)]
+    given = [
+        *RUN,
+        f"base_output_directory={tmp_path}",
+        *("hosts=2", "slices=2", "steps=3", "elastic_enabled=true"),
+        "enable_multi_tier_checkpointing=true",
+        f"local_checkpoint_directory={tmp_path}/ram",
+        "local_checkpoint_period=1",
+        "multi_tier_checkpointing_backup_interval_steps=100",
+        f"elastic_machines={';'.join(addresses)}",
+        # Neither is lost, however slow this machine is.
+        "elastic_machine_timeout_seconds=600",
     ]
-    assert [(line["step"], line["last"]) for line in lines] == [(1, 5), (2, 4), (3, 3)]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    machines = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.integrations.maxtext_machine"),
+                *(*given, f"elastic_machine={number}"),
+            ],
+            cwd=runs.ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        for number in range(2)
+    ]
+    assert [each.wait() for each in machines] == [0, 0]
+    run = tmp_path / "a"
+    (world,) = runs.events(run, "world_started")
+    assert world["slices"] == [0, 1]
+    assert recorded_losses(run) == [(1, 5), (2, 4), (3, 3)]
 
 
 @pytest.mark.usefixtures("without_jax_cache")
