@@ -15,7 +15,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.training import keys, load
 
 with epy.lazy_imports():
-    from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+    from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def _refuse_maxtext(path: str, given: Collection[str]) -> None:
     theirs = set(given) - set(keys.keys())
     if not theirs or importlib.util.find_spec("maxtext") is None:
         return
-    if theirs <= set(maxtext_seams.known_keys()):
+    if theirs <= set(maxtext_seam.known_keys()):
         raise errors.ConfigError(
             f"{path} has keys of MaxText, such as {min(theirs)}:"
             f" `elastic-ckpt maxtext {path}` runs it; our keys in such a file are"

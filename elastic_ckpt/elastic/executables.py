@@ -1,10 +1,11 @@
 """Compiled steps, kept for the next world on this machine's RAM disk.
 
 A world that has had its shape before loads its executables and traces nothing: a
-change of slices then costs milliseconds in place of XLA's seconds. It loads them in the
-background, while it looks for its state and restores it (`Preloaded`). JAX's
-compilation cache cannot do that for several processes on CPU: its key depends on the
-process, and process 0 alone writes.
+change of slices then costs milliseconds in place of XLA's seconds. A program that has
+been lowered is found by its text, so that it is traced and not compiled. A world loads
+what it has in the background, while it looks for its state and restores it
+(`Preloaded`). JAX's compilation cache cannot do that for several processes on CPU: its
+key depends on the process, and process 0 alone writes.
 
 Loading an executable unpickles, and runs code. So executables are read only from a
 private directory on this machine's RAM disk, never from peers or storage, and only
@@ -24,9 +25,10 @@ import hmac
 import io
 import os
 import pickle
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -41,6 +43,11 @@ from elastic_ckpt.elastic.kept_executables import KeptExecutables
 
 # An event of `jax.monitoring`.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+# One in the text of a compiled program.
+_COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"(-start)?\("
+)
 _MAC_BYTES = hashlib.sha256().digest_size
 # The most executables that a world loads before it asks for one: the newest.
 _MOST_PRELOADED = 4
@@ -66,11 +73,11 @@ class Preloaded:
 
     def _begin(self) -> dict[str, futures.Future[_Compiled | None]]:
         # That this world has devices may take a while, too.
-        circumstances = _digest(_circumstances())
+        place = _digest(_place())
         files = [
             file
             for file in os.scandir(self._kept.directory)
-            if file.name.startswith(circumstances)
+            if file.name.startswith(place)
         ]
         files.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
         return {
@@ -102,16 +109,24 @@ class Executables:
     emit: events.Emit = events.nobody
     preloaded: Preloaded | None = None
 
-    def compiled(self, jitted: Any, *arguments: Any, step: int = 0) -> _Compiled:
+    def compiled(
+        self,
+        jitted: Any,
+        *arguments: Any,
+        step: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ) -> _Compiled:
         """The compiled `jitted` for these arguments, under their shardings.
 
         Args:
-          jitted: a function of `jax.jit`.
+          jitted: a function of `jax.jit`, which is found by its code and not even
+            traced; or lowered already, and then found by its text (StableHLO).
           arguments: positional, arrays or their abstract values.
           step: the step that it is compiled for, for the events.
+          options: for XLA; see `jax.stages.Lowered.compile`.
         """
         began_secs = time.monotonic()
-        path = None if self.kept is None else self._path(jitted, arguments)
+        path = None if self.kept is None else self._path(jitted, arguments, options)
         if path is not None:
             loaded = self._loaded(path)
             if loaded is not None:
@@ -120,23 +135,33 @@ class Executables:
                 return loaded
         self.emit("compile_started", step=step)
         with _cache_hits() as hits:
-            compiled = jitted.lower(*arguments).compile()
+            lowered = (
+                jitted
+                if isinstance(jitted, jax.stages.Lowered)
+                else jitted.lower(*arguments)
+            )
+            compiled = lowered.compile(None if options is None else dict(options))
         secs = time.monotonic() - began_secs
         self.emit("compiled", step=step, secs=secs)
         # On CPU an executable of JAX's cache is serialized without its code. The next
         # world finds it in that cache, too.
-        if path is not None and not hits:
+        if path is not None and not hits and not _loses_order(compiled):
             self._keep(path, compiled, _devices(arguments))
         return compiled
 
-    def _path(self, jitted: Any, arguments: Any) -> str | None:
+    def _path(
+        self, jitted: Any, arguments: Any, options: Mapping[str, Any] | None
+    ) -> str | None:
         # None if the function has parts that cannot be compared.
         assert self.kept is not None
         try:
-            modules = _changed_modules(self.kept.began_ns)
-            name = _digest(_circumstances()) + _digest(
-                (jitted.__wrapped__, _abstract(arguments), modules)
-            )
+            if isinstance(jitted, jax.stages.Lowered):
+                code = [jitted.as_text(), _devices(arguments)]
+            else:
+                modules = _changed_modules(self.kept.began_ns)
+                code = [jitted.__wrapped__, _abstract(arguments), modules]
+            settings = [_settings(), sorted((options or {}).items())]
+            name = _digest(_place()) + _digest([settings, code])
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
@@ -218,6 +243,20 @@ def _cache_hits() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(note)
 
 
+def _loses_order(compiled: Any) -> bool:
+    # XLA runs the collectives of a program in one order on all hosts. On CPU it
+    # serializes that order within each computation alone: between the body of a loop
+    # and what is around it, a loaded program has none, and hosts wait for each other in
+    # different collectives.
+    if jax.devices()[0].platform != "cpu" or topology.num_hosts() == 1:
+        return False
+    computations = compiled.as_text().split("\n}")
+    if sum(bool(_COLLECTIVE.search(each)) for each in computations) <= 1:
+        return False
+    logging.info("an executable is not kept: it has collectives in a loop, on CPU")
+    return True
+
+
 def _devices(arguments: Any) -> list[jax.Device]:
     # In the order of the mesh; XLA aborts the process if they are not the program's.
     (devices,) = {
@@ -235,9 +274,8 @@ def _abstract(arguments: Any) -> list[Any]:
     ]
 
 
-def _circumstances() -> list[Any]:
-    # The executable also depends on the host's place in its world, on the versions,
-    # and on the settings.
+def _place() -> list[Any]:
+    # The executable also depends on the host's place in its world, and on the versions.
     return [
         topology.this_host(),
         topology.num_hosts(),
@@ -246,6 +284,12 @@ def _circumstances() -> list[Any]:
         jax.__version__,
         jaxlib.__version__,
         sys.version,
+    ]
+
+
+def _settings() -> list[Any]:
+    # Apart, because a program may change them after its world has begun to load.
+    return [
         sorted((name, str(value)) for name, value in jax.config.values.items()),
         [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core import errors, events, renamed, storage
@@ -96,14 +96,20 @@ class World:
     _between: BetweenWorlds = BetweenWorlds()
 
     def compiled(
-        self, jitted: Any, *arguments: Any, step: int = 0
+        self,
+        jitted: Any,
+        *arguments: Any,
+        step: int = 0,
+        options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """Compiles a jitted function, or takes what an earlier world has compiled.
 
         Args:
-          jitted: a function of `jax.jit`, the same on all hosts.
+          jitted: a function of `jax.jit`, the same on all hosts; or what its `lower`
+            returns, if its code refers to what differs between worlds.
           *arguments: its positional arguments: arrays, or abstract ones with shardings.
           step: the step that it is compiled for, which events report.
+          options: for XLA, as `jax.stages.Lowered.compile` takes them.
 
         Returns:
           The compiled function.
@@ -116,7 +122,7 @@ class World:
             preloaded=self._between.preloaded,
         )
         self.begin("compile")
-        compiled = keeper.compiled(jitted, *arguments, step=step)
+        compiled = keeper.compiled(jitted, *arguments, step=step, options=options)
         self.begin(watch.TRAIN)
         return compiled
 

@@ -1,17 +1,11 @@
-"""Runs the MaxText that is installed, unmodified, on our iterators.
+"""Runs the MaxText that is installed on our iterators, checkpoints and worlds.
 
-MaxText's trainer, checkpoints and resume stay in use. For the time of the run, nine
-functions that MaxText looks up when it calls them are replaced, and one more on a host
-of an elastic run (`maxtext_world`):
+MaxText's trainer, model and keys stay in use. `Run` is the object that it asks, by the
+seam of `maxtext_seam`: for the keys that it is to check, the iterators, the manager of
+checkpoints, its compiled steps, and whether to stop; and that it tells of each step.
 
-* after it has read its configuration, our keys are taken out (`maxtext_config`)
-* when it makes Grain's iterators, it gets ours, in this process or in the sidecar
-* when it saves and restores an iterator, ours is passed to Orbax unchanged
-* when it makes its checkpointer, it gets ours if tiers are configured
-* when it may save a step, that is noted, because it ends without a save with the data
-* when it makes its logger of metrics, each step is reported to us (`maxtext_record`)
-
-A MaxText in which one of them is missing or changed is refused before the run.
+Our manager of checkpoints saves and restores the data, too, so that MaxText itself
+needs no state of an iterator.
 """
 
 from __future__ import annotations
@@ -20,35 +14,29 @@ import atexit
 import contextlib
 import functools
 import gc
-import importlib
 import logging
+import math
 import os
 import sys
 import time
-import types
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from absl import app
 from etils import epath
 from orbax import checkpoint
 
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import component_io
+from elastic_ckpt.checkpoint import component_io, run_saver
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import data_keys, elastic_data, iterator
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic.world import World
-from elastic_ckpt.integrations import (
-    maxtext_config,
-    maxtext_record,
-    maxtext_seams,
-    maxtext_tiers,
-    maxtext_world,
-)
+from elastic_ckpt.integrations import maxtext_config, maxtext_record, maxtext_seam
 from elastic_ckpt.training import configured, schema
+from elastic_ckpt.training.schema import ValidationSection
 
 # The inputs of a step of MaxText, all int32 `[B, L]`.
 FEATURES = tuple(
@@ -56,6 +44,9 @@ FEATURES = tuple(
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
+
+# A key of the patch: those of an extension, which MaxText does not read.
+_EXTRA = "extra_config"
 
 
 def run(
@@ -81,201 +72,137 @@ def run(
       SystemExit: if MaxText refuses its configuration.
     """
     explicit = maxtext_config.explicit_keys(arguments)
-    maxtext_seams.check_installed(explicit)
-    with seams_taken(
-        emit=emit, world=world, explicit=explicit, started=started
-    ) as taken:
-        train = importlib.import_module(maxtext_seams.MAIN.module)
+    maxtext_seam.check_installed(explicit)
+    this = Run(emit=emit, world=world, explicit=explicit, started=started)
+    with maxtext_seam.extended(this):
         not_restored: errors.OtherModelError | None = None
         try:
-            while _goes_back(train, arguments):
-                taken.begin_again()
+            while _goes_back(arguments):
+                this.begin_again()
         except SystemExit as ended:
             if ended.code:
                 raise
         except _PastMaxText as past:
-            taken.abandon(past.error)
+            this.abandon(past.error)
             raise past.error from past.error.__cause__
         except Exception as error:
-            taken.abandon(error)
-            if taken.restored is None or not _is_of_restore(error):
+            this.abandon(error)
+            if this.restored is None or not _is_of_restore(error):
                 raise
-            not_restored = _not_restored(taken.restored, error)
+            not_restored = _not_restored(this.restored, error)
         if not_restored is not None:
             _forget_what_is_unfinished()
             raise not_restored
         # Only here: after an error other hosts may be gone, and closing waits for them.
-        taken.close()
+        this.close()
 
 
-def _goes_back(train: types.ModuleType, arguments: Sequence[str]) -> bool:
-    # Runs MaxText until its end, which app.run raises as a SystemExit, or until it has
-    # to begin again. Then its frames hold the state, which must go before the next.
+def _goes_back(arguments: Sequence[str]) -> bool:
+    # Runs MaxText until its end, which is a SystemExit, or until it has to begin again.
+    # Then its frames hold the state, which must go before the next.
     try:
-        app.run(train.main, argv=[str(train.__file__), *arguments])
-    except maxtext_record.GoneBack:
+        maxtext_seam.train(arguments)
+    except _GoneBack:
         return True
     return False
 
 
-@contextlib.contextmanager
-def seams_taken(
-    *,
-    emit: events.Emit = events.nobody,
-    world: World | None = None,
-    explicit: Collection[str] = (),
-    started: schema.Config | None = None,
-) -> Iterator[Taken]:
-    """Replaces MaxText's functions by ours, until the body ends; see `run`."""
-    modules = {
-        seam: importlib.import_module(seam.module) for seam in maxtext_seams.SEAMS
-    }
-    originals = {seam: getattr(modules[seam], seam.name) for seam in modules}
-    taken = Taken(
-        originals,
-        emit=emit,
-        world=world,
-        explicit=explicit,
-        started=started or schema.Config(),
-    )
-    ours: dict[maxtext_seams.Seam, Any] = {
-        maxtext_seams.PREPARE: taken.prepare,
-        maxtext_seams.JOIN_WITH_REPLICATOR: _join,
-        maxtext_seams.MAKE_TRAIN: taken.train_iterator,
-        maxtext_seams.MAKE_EVAL: taken.evaluation_iterator,
-        maxtext_seams.FOR_SAVE: taken.for_save,
-        maxtext_seams.FOR_RESTORE: taken.for_restore,
-        maxtext_seams.MAKE_CHECKPOINTER: taken.checkpoint_manager,
-        maxtext_seams.MAKE_LOADER: taken.loader,
-        maxtext_seams.SAVE_STEP: taken.save_step,
-        maxtext_seams.MAKE_LOGGER: taken.metric_logger,
-    }
-    if taken.leaving is not None:
-        ours[maxtext_seams.REACHED_PREEMPTION] = taken.leaving.reached_preemption
-    with contextlib.ExitStack() as stack:
-        for seam, function in ours.items():
-            stack.callback(setattr, modules[seam], seam.name, originals[seam])
-            setattr(modules[seam], seam.name, function)
-        yield taken
+class _GoneBack(BaseException):
+    """Ends MaxText's loop, past `except Exception`; an older step is loaded next."""
 
 
-class Taken:
-    """The functions that replace MaxText's own.
+class Run:
+    """A run of MaxText, on one of its hosts; a `maxtext_seam.Extension`.
 
     Args:
-      originals: the function of MaxText at each seam.
       emit: called for each event of tiers of checkpoints.
       world: see `run`.
       explicit: the keys that a user has set.
       started: see `run`.
 
     Attributes:
-      leaving: whether the world is left; None without one.
       restored: the directory of the step that is restored; None before.
     """
 
     def __init__(
         self,
-        originals: dict[maxtext_seams.Seam, Callable[..., Any]],
         *,
-        emit: events.Emit,
-        world: World | None,
+        emit: events.Emit = events.nobody,
+        world: World | None = None,
         explicit: Collection[str] = (),
-        started: schema.Config,
+        started: schema.Config | None = None,
     ) -> None:
-        self._originals = originals
         self._emit = emit
-        self._started = started
-        self._began_secs = time.monotonic()
-        self._record: maxtext_record.RunRecord | None = None
-        self.leaving = None if world is None else maxtext_world.Leaving(world)
-        self.restored: epath.Path | None = None
         self._world = world
         self._explicit = explicit
+        self._started = started or schema.Config()
+        self._began_secs = time.monotonic()
+        self.restored: epath.Path | None = None
         self._own = maxtext_config.Own(values={})
-        self._made: dict[maxtext_seams.Seam, MaxTextIterator] = {}
-        self._manager: maxtext_tiers.TieredManager | None = None
+        self._config: Any = None
+        self._record: maxtext_record.RunRecord | None = None
+        self._train: MaxTextIterator | None = None
+        self._evaluation: MaxTextIterator | None = None
+        self._manager: OrbaxManager | TieredManager | None = None
         self._distrust_steps = 0
-        # Whether MaxText goes back with the checkpointer that it has.
+        # Whether MaxText goes back, with the manager that it has.
         self._is_again = False
-        # Saves the state after the last step that was trained.
-        self._save_last: Callable[[], object] | None = None
-        self._num_steps = 0
+        # After the last step that was trained.
+        self._state: Any = None
+        # The step with which MaxText began, and the batches that it had then.
+        self._began = (0, 0)
+        # The newest step that MaxText asked about, and the answer.
+        self._asked = (-1, False)
 
-    def prepare(self, raw_keys: dict[str, Any], *rest: Any, **more: Any) -> Any:
+    def configure(self, raw_keys: dict[str, Any]) -> dict[str, Any]:
         """Takes our keys out of those that MaxText has read."""
+        flat = {**raw_keys, **(raw_keys.get(_EXTRA) or {})}
+        flat.pop(_EXTRA, None)
         with _past_maxtext():
             theirs, self._own = maxtext_config.divide(
-                raw_keys, known=maxtext_seams.known_keys(), explicit=self._explicit
+                flat, known=maxtext_seam.known_keys(), explicit=self._explicit
             )
-        return self._originals[maxtext_seams.PREPARE](theirs, *rest, **more)
+        if _EXTRA in maxtext_seam.known_keys():
+            theirs[_EXTRA] = dict(self._own.values)
+        return theirs
 
-    def train_iterator(
-        self, config: Any, global_mesh: Any, process_indices: Any
-    ) -> Any:
-        """Makes the iterator of the training data."""
-        del process_indices
+    def create_data_iterator(
+        self, config: Any, mesh: Any
+    ) -> tuple[MaxTextIterator, MaxTextIterator | None]:
+        """Makes the iterators of the training data and of the evaluation data."""
         section = maxtext_config.train_section(config, self._own)
         _check_resumable(config)
         with _past_maxtext():
+            rows = maxtext_config.global_batch_size(config, num_devices=mesh.size)
             record = self._recorded(config)
             record.describe(
                 maxtext_config.run_config(
                     config, self._own, data=section, started=self._started
                 ),
+                rows=rows,
+            )
+        # After an elastic event MaxText comes again; the old one's slices are gone.
+        self._train = self._iterator(config, section, mesh, rows=rows, record=record)
+        self._evaluation = None
+        if config.eval_interval > 0:
+            self._evaluation = self._iterator(
+                config,
+                maxtext_config.eval_section(config, self._own),
+                mesh,
                 rows=maxtext_config.global_batch_size(
-                    config, num_devices=global_mesh.size
+                    config, num_devices=mesh.size, evaluation=True
                 ),
             )
-        return self._iterator(
-            maxtext_seams.MAKE_TRAIN, config, section, global_mesh, record
-        )
+        return self._train, self._evaluation
 
-    def evaluation_iterator(
-        self, config: Any, global_mesh: Any, process_indices: Any
+    def create_checkpoint_manager(
+        self, config: Any, mesh: Any, create: Callable[[], Any]
     ) -> Any:
-        """Makes the iterator of the evaluation data."""
-        del process_indices
-        section = maxtext_config.eval_section(config, self._own)
-        return self._iterator(maxtext_seams.MAKE_EVAL, config, section, global_mesh)
-
-    def for_save(
-        self, step: int, data_iterator: Any, expansion_factor_real_data: float
-    ) -> Any:
-        """Returns the object that Orbax saves as the iterator of a step."""
-        if isinstance(data_iterator, MaxTextIterator):
-            with _past_maxtext():
-                data_iterator.sync_log()
-            return data_iterator
-        return self._originals[maxtext_seams.FOR_SAVE](
-            step, data_iterator, expansion_factor_real_data
-        )
-
-    def for_restore(
-        self,
-        checkpoint_manager: Any,
-        step: int,
-        data_iterator: Any,
-        expansion_factor_real_data: float,
-    ) -> Any:
-        """Loads our data state of a step; what Orbax then loads it into.
-
-        Orbax would report any error of it as that of an incompatible handler.
-        """
-        if isinstance(data_iterator, MaxTextIterator):
-            self.restored = checkpoint_manager.directory / str(step)
-            with _past_maxtext():
-                component_io.load(data_iterator, self.restored / maxtext_tiers.ITERATOR)
-            return _Loaded()
-        return self._originals[maxtext_seams.FOR_RESTORE](
-            checkpoint_manager, step, data_iterator, expansion_factor_real_data
-        )
-
-    def checkpoint_manager(self, config: Any, mesh: Any, init_state_fn: Any) -> Any:
-        """Makes MaxText's checkpointer, over our tiers if these are configured.
+        """Makes the manager, over our tiers if these are configured, or MaxText's own.
 
         It comes before the data, for which MaxText shards a batch over the devices.
         """
+        self._config = config
         with _past_maxtext():
             maxtext_config.global_batch_size(config, num_devices=mesh.size)
             if config.eval_interval > 0:
@@ -284,142 +211,115 @@ class Taken:
                 )
         if self._is_again:
             self._is_again = False
-            return self._manager
-        if not (config.enable_multi_tier_checkpointing and config.enable_checkpointing):
-            return self._originals[maxtext_seams.MAKE_CHECKPOINTER](
-                config, mesh, init_state_fn
-            )
-        with _past_maxtext():
-            chosen = maxtext_config.tiers_config(config, self._own)
-            tiers = configured.tiers(chosen, persistent=config.checkpoint_dir)
-            if self._world is not None:
-                over_tiers = self._world.checkpointer(tiers, run=config.run_name)
-            else:
-                over_tiers = frontend.Checkpointer(
-                    tiers,
-                    mesh=mesh,
-                    run=config.run_name,
-                    emit=self._recorded(config).emit,
-                )
-        self._manager = maxtext_tiers.TieredManager(
-            over_tiers,
-            directory=config.checkpoint_dir,
-            data=lambda: self._made[maxtext_seams.MAKE_TRAIN],
-            last_step=config.steps - 1
-            if config.save_checkpoint_on_completion
-            else None,
-            use_async=config.async_checkpointing,
-            # MaxText skips a step that is there already.
-            guard=functools.partial(_past_maxtext, except_for=(FileExistsError,)),
-        )
-        self._manager.validate(chosen.validation, self._recorded(config).emit)
-        self._distrust_steps = chosen.divergence.distrust_steps
+        elif self._own.uses_tiers and config.enable_checkpointing:
+            with _past_maxtext():
+                self._manager = self._tiered(config, mesh)
+        else:
+            theirs = create()
+            self._manager = theirs and OrbaxManager(theirs, data=self._data_of)
         return self._manager
 
-    def loader(
-        self,
-        config: Any,
-        mesh: Any,
-        data_iterator: Any,
-        goodput_recorder: Any,
-        rampup_manager: Any,
-    ) -> Any:
-        """Makes MaxText's loader of batches, which grow during a ramp."""
-        loader = self._originals[maxtext_seams.MAKE_LOADER](
-            config, mesh, data_iterator, goodput_recorder, None
+    def _tiered(self, config: Any, mesh: Any) -> TieredManager:
+        chosen = maxtext_config.tiers_config(config, self._own)
+        tiers = configured.tiers(chosen, persistent=config.checkpoint_dir)
+        emit = self._recorded(config).emit
+        if self._world is not None:
+            over_tiers = self._world.checkpointer(tiers, run=config.run_name)
+        else:
+            over_tiers = frontend.Checkpointer(
+                tiers, mesh=mesh, run=config.run_name, emit=emit
+            )
+        saves_last = config.save_checkpoint_on_completion
+        manager = TieredManager(
+            over_tiers,
+            directory=config.checkpoint_dir,
+            data=self._data_of,
+            last_step=config.steps - 1 if saves_last else None,
+            use_async=config.async_checkpointing,
         )
-        if rampup_manager is None:
-            return loader
-        load, sizes = loader.load_next_batch, None
+        manager.validate(chosen.validation, emit)
+        self._distrust_steps = chosen.divergence.distrust_steps
+        return manager
 
-        def load_of_size(*_: Any, **more: Any) -> Any:
-            nonlocal sizes
-            if sizes is None:
-                # Only now is it known with which step the run continues. MaxText's own
-                # count is one step behind then.
-                done = 0 if self.restored is None else int(self.restored.name) + 1
-                sizes = type(rampup_manager)(config, done)
-            with _past_maxtext():
-                self._made[maxtext_seams.MAKE_TRAIN].resize(
-                    sizes.global_batch_size_current
-                )
-            batch = load(**more)
-            sizes.update()
-            return batch
+    def _data_of(self, step: epath.Path | None) -> MaxTextIterator:
+        # Of a step that is restored, or saved if there is none.
+        self.restored = step or self.restored
+        assert self._train is not None
+        return self._train
 
-        loader.load_next_batch = load_of_size
-        return loader
+    def wrap_step(self, step: Any) -> KeptStep:
+        """Keeps the executable of a step for other worlds, and what it returns."""
+        return KeptStep(step, world=self._world, note=self._note_state)
 
-    def save_step(
-        self,
-        checkpoint_manager: Any,
-        state: Any,
-        config: Any,
-        data_iterator: Any,
-        step: Any = None,
-    ) -> None:
-        """Saves a step if it is due; without a number it is the last one.
+    def _note_state(self, state: Any) -> None:
+        self._state = state
 
-        MaxText ends without a save when the data ends, so what it would save is noted.
-        """
-        save = functools.partial(
-            self._originals[maxtext_seams.SAVE_STEP],
-            checkpoint_manager,
-            state,
-            config,
-            data_iterator,
+    def should_stop(self, step: int) -> bool | None:
+        """Whether the hosts of a world leave it; the last step ends the run instead."""
+        if self._world is None:
+            return None
+        if step != self._asked[0] and step != self._config.steps - 1:
+            self._asked = (step, self._world.should_stop(step))
+        return self._asked[1]
+
+    def start(self, config: Any, start_step: int) -> None:
+        """Notes the step with which MaxText begins."""
+        assert self._train is not None
+        self._began = (start_step, self._train.num_batches)
+        self._recorded(config).begin(start_step)
+
+    def report(self, step: int, scalars: Mapping[str, Any]) -> bool:
+        """Notes the metrics of a step; those of one to go back from are ours alone."""
+        loss = float(scalars["learning/loss"])
+        goes_back = not math.isfinite(loss) and self._distrust(
+            step, f"the loss is {loss}"
         )
-        is_wanted = checkpoint_manager is not None
-        self._save_last = None
-        if step is not None:
-            self._num_steps = int(step) + 1
-        if is_wanted and step is not None and config.save_checkpoint_on_completion:
-            self._save_last = save
-        save(step)
+        if not self._is_again:
+            assert self._record is not None
+            self._record.report(step, scalars)
+        if goes_back:
+            # MaxText comes with it once more, on its way out.
+            self._is_again = True
+            raise _GoneBack
+        return not self._is_again
+
+    def _distrust(self, step: int, why: str) -> bool:
+        if self._is_again or not isinstance(self._manager, TieredManager):
+            return False
+        return self._manager.distrust(step, within=self._distrust_steps, why=why)
 
     def _data_ended(self) -> None:
         # In place of the next batch: the state after the last step is still there.
-        save, self._save_last = self._save_last, None
-        if self._num_steps and self._record is not None:
-            self._record.data_ended(self._num_steps)
-        if save is None:
+        state, self._state = self._state, None
+        assert self._train is not None
+        begin, num_before = self._began
+        num_steps = self._train.num_batches - num_before
+        if num_steps and self._record is not None:
+            self._record.data_ended(begin + num_steps)
+        saves_last = self._config.save_checkpoint_on_completion
+        if state is None or self._manager is None or not saves_last:
             return
-        if self._manager is not None:
+        if isinstance(self._manager, TieredManager):
             self._manager.end()
-        save()
-
-    def metric_logger(
-        self, config: Any, learning_rate_schedule: Any, start_step: int = 0
-    ) -> Any:
-        """Makes MaxText's logger of metrics, which reports each step to us, too."""
-        if self.leaving is not None:
-            self.leaving.last_step = config.steps - 1
-        make = maxtext_record.reporting_logger(
-            self._originals[maxtext_seams.MAKE_LOGGER],
-            self._recorded(config),
-            diverged=self._distrust,
-        )
-        return make(config, learning_rate_schedule, start_step)
+        maxtext_seam.save_last(self._manager, state, self._config, self._train)
 
     def begin_again(self) -> None:
         """Makes ready for MaxText to load the step that the run has gone back to."""
-        self._save_last, self._is_again = None, True
-        for made in self._made.values():
-            made.close()
-        self._made.clear()
+        self._state = None
+        self._close_data()
         gc.collect()
 
-    def _distrust(self, step: int, why: str) -> bool:
-        return self._manager is not None and self._manager.distrust(
-            step, within=self._distrust_steps, why=why
-        )
+    def _close_data(self) -> None:
+        for made in (self._train, self._evaluation):
+            if made is not None:
+                made.close()
+        self._train = self._evaluation = None
 
     def close(self) -> None:
         """Closes the iterators that MaxText had last, and a checkpointer of ours."""
         try:
-            for made in self._made.values():
-                made.close()
-            if self._manager is not None:
+            self._close_data()
+            if isinstance(self._manager, TieredManager):
                 self._manager.close()
         except Exception as error:
             if self._record is not None:
@@ -430,7 +330,7 @@ class Taken:
 
     def abandon(self, error: BaseException) -> None:
         """Ends what would hold up this process, whose run has failed."""
-        if self._manager is not None:
+        if isinstance(self._manager, TieredManager):
             self._manager.abandon(error)
         if self._record is not None:
             self._record.abandon(error)
@@ -452,20 +352,18 @@ class Taken:
 
     def _iterator(
         self,
-        seam: maxtext_seams.Seam,
         config: Any,
         section: data_keys.DataKeys,
         mesh: Any,
+        *,
+        rows: int,
         record: maxtext_record.RunRecord | None = None,
     ) -> MaxTextIterator:
+        # Of the training data if it is recorded, else of the evaluation data.
         if section.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
-        evaluation = seam == maxtext_seams.MAKE_EVAL
-        rows = maxtext_config.global_batch_size(
-            config, num_devices=mesh.size, evaluation=evaluation
-        )
         make_data = pipeline.from_config
-        if evaluation:
+        if record is None:
             make_data = functools.partial(
                 pipeline.eval_from_config, global_batch_size=rows
             )
@@ -476,67 +374,160 @@ class Taken:
             spec=_spec_of(mesh),
             global_batch_size=rows,
         )
-        # After an elastic event MaxText comes again; the old one's slices are gone.
-        self._made[seam] = MaxTextIterator(
+        if record is None:
+            return MaxTextIterator(batches, elastic=config.elastic_enabled)
+
+        def ramp() -> Any:
+            # Only now is it known with which step the run continues. MaxText's own
+            # count is one step behind then.
+            done = 0 if self.restored is None else int(self.restored.name) + 1
+            return maxtext_seam.ramp(config, done)
+
+        return MaxTextIterator(
             batches,
-            global_batch_size=rows,
             elastic=config.elastic_enabled,
-            ended=_nothing if evaluation else self._data_ended,
+            ramp=ramp if config.enable_rampup_batch_size else None,
+            ended=self._data_ended,
             record=record,
         )
-        return self._made[seam]
+
+
+class KeptStep:
+    """A jitted step of MaxText, which an earlier world may have compiled.
+
+    MaxText lowers it and compiles that, and then calls the step itself.
+
+    Args:
+      jitted: the function of `jax.jit`.
+      world: that keeps executables; None keeps none.
+      note: called with the first of what the step returns, if that is a pair: the
+        state after it.
+    """
+
+    def __init__(
+        self, jitted: Any, *, world: World | None, note: Callable[[Any], object]
+    ) -> None:
+        self._jitted = jitted
+        self._world = world
+        self._note = note
+        self._compiled: Callable[..., Any] | None = None
+        self._shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, state: Any, batch: Any, *more: Any) -> Any:
+        """Computes the step; a batch of another size has another program."""
+        step = self._jitted
+        if self._compiled is not None and _shapes(batch) == self._shapes:
+            step = self._compiled
+        made = step(state, batch, *more)
+        if isinstance(made, tuple):
+            self._note(made[0])
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+    def lower(self, state: Any, batch: Any, *more: Any) -> Any:
+        """Traces the step for these arguments, arrays or abstract ones."""
+        lowered = self._jitted.lower(state, batch, *more)
+        if self._world is None:
+            return lowered
+        return _Lowered(functools.partial(self._compile, lowered, state, batch, *more))
+
+    def _compile(
+        self,
+        lowered: Any,
+        *arguments: Any,
+        options: Mapping[str, Any] | None,
+    ) -> Callable[..., Any]:
+        assert self._world is not None
+        self._compiled = self._world.compiled(lowered, *arguments, options=options)
+        self._shapes = _shapes(arguments[1])
+        return self._compiled
+
+
+class _Lowered:
+    """A step that has been traced; it is compiled once."""
+
+    def __init__(self, compiled: Callable[..., Callable[..., Any]]) -> None:
+        self._compiled = compiled
+
+    def compile(
+        self, compiler_options: Mapping[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        """As `jax.stages.Lowered.compile`."""
+        return self._compiled(options=compiler_options)
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(batch)]
 
 
 class MaxTextIterator:
-    """Batches as MaxText's step takes them; to Orbax, their data state.
+    """Batches as MaxText's step takes them, and their data state.
 
     Args:
       batches: `iterator.Batches` or `RemoteIterator`.
-      global_batch_size: the rows of their first batch.
       elastic: whether MaxText answers lost slices itself.
+      ramp: returns MaxText's sizes of the batches that follow, called before the first;
+        None if all have one size.
       ended: called when there is no next batch.
       record: of the run, if it trains on these batches.
+
+    Attributes:
+      num_batches: that were handed out.
     """
 
     def __init__(
         self,
         batches: Any,
         *,
-        global_batch_size: int,
         elastic: bool,
+        ramp: Callable[[], Any] | None = None,
         ended: Callable[[], object] = lambda: None,
         record: maxtext_record.RunRecord | None = None,
     ) -> None:
         self._batches = batches
-        self._rows = global_batch_size
         self._record = record
         self._elastic = elastic
+        self._ramp = ramp
+        # MaxText's sizes, and the one of the batch before.
+        self._sizes: Any = None
+        self._rows = 0
+        self.num_batches = 0
         self._ended = ended
+
+    @property
+    def __class__(self) -> type:
+        """One that MaxText itself neither saves nor restores; our manager does."""
+        return maxtext_seam.stateless_class() or MaxTextIterator
 
     def __iter__(self) -> MaxTextIterator:
         return self
 
     def __next__(self) -> elastic_data.Batch:
         with _past_maxtext(except_for=self._left_to_maxtext()):
+            self._resize()
             try:
                 batch = next(self._batches)
             except StopIteration:
                 self._ended()
                 raise
+            if self._sizes is not None:
+                self._sizes.update()
             if self._record is not None:
                 self._record.take(batch)
+        self.num_batches += 1
         return {name: batch[name] for name in FEATURES}
 
-    def resize(self, global_batch_size: int) -> None:
-        """Continues with batches of that size."""
-        if global_batch_size != self._rows:
-            self._batches.resize(global_batch_size)
-            self._rows = global_batch_size
-
-    def sync_log(self) -> None:
-        """Writes the log of the steps so far, before the last of them is saved."""
-        if self._record is not None:
-            self._record.sync()
+    def _resize(self) -> None:
+        if self._ramp is None:
+            return
+        if self._sizes is None:
+            self._sizes = self._ramp()
+        rows = self._sizes.global_batch_size_current
+        if rows != self._rows:
+            self._batches.resize(rows)
+            self._rows = rows
 
     def reset(self) -> None:
         """Goes to the beginning; MaxText does so before each evaluation."""
@@ -548,6 +539,9 @@ class MaxTextIterator:
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
         """Takes the state now; the awaitable writes it into Orbax's directory."""
+        if self._record is not None:
+            # The log of the steps so far, before the last of them is saved.
+            self._record.sync()
         return await self._batches.save(directory)
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
@@ -555,33 +549,224 @@ class MaxTextIterator:
         return await self._batches.load(directory)
 
     def _left_to_maxtext(self) -> tuple[type[Exception], ...]:
+        if maxtext_seam.is_patched():
+            return (Exception,)
         if self._elastic:
             return (StopIteration, jax.errors.JaxRuntimeError)
         return (StopIteration,)
 
 
-class _Loaded:
-    """Takes the place of an iterator whose state has been loaded."""
+# Returns the iterator, whose state is that of a step; see `OrbaxManager`.
+_Data = Callable[[epath.Path | None], MaxTextIterator]
 
-    async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
-        """Is never called: nothing is saved under this name."""
-        raise NotImplementedError
 
-    async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Reads nothing."""
-        del directory
+class OrbaxManager:
+    """MaxText's manager of checkpoints, of Orbax, that saves and restores the data too.
 
-        async def done() -> None:
-            pass
+    Args:
+      manager: MaxText's own; used for all that is not here.
+      data: returns the iterator of the training data; given the directory of a step
+        whose state it is about to restore, or None.
+    """
 
-        return done()
+    def __init__(self, manager: Any, *, data: _Data) -> None:
+        self._manager = manager
+        self._data = data
+
+    @property
+    def __class__(self) -> type:
+        """Orbax's class, which is final, and which MaxText asserts before a load."""
+        return maxtext_seam.manager_class() or OrbaxManager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def save_checkpointables_async(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> Any:
+        """Saves what MaxText names, and the data state."""
+        wanted = {**checkpointables, maxtext_seam.ITERATOR: self._data(None)}
+        return self._manager.save_checkpointables_async(step, wanted, **options)
+
+    def save_checkpointables(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> bool:
+        """As `save_checkpointables_async`, and waits."""
+        wanted = {**checkpointables, maxtext_seam.ITERATOR: self._data(None)}
+        return self._manager.save_checkpointables(step, wanted, **options)
+
+    def load_checkpointables(
+        self, step: int, abstract_checkpointables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Restores the data state, and what MaxText names.
+
+        Orbax would report any error of the first as that of an incompatible handler.
+        """
+        directory = self._manager.directory / str(step)
+        with _past_maxtext():
+            component_io.load(self._data(directory), directory / maxtext_seam.ITERATOR)
+        return self._manager.load_checkpointables(step, abstract_checkpointables)
+
+
+class TieredManager:
+    """The verbs that MaxText calls, on a checkpointer over tiers.
+
+    With `enable_multi_tier_checkpointing` MaxText makes Orbax's replicator manager,
+    which saves no data state; this takes its place.
+
+    Args:
+      checkpointer: over the tiers.
+      directory: of the persistent tier.
+      data: see `OrbaxManager`.
+      last_step: that is backed up, due or not; None if MaxText saves no last step.
+      use_async: whether saves return before they are committed.
+    """
+
+    def __init__(
+        self,
+        checkpointer: frontend.Checkpointer,
+        *,
+        directory: epath.PathLike,
+        data: _Data,
+        last_step: int | None,
+        use_async: bool,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._directory = storage.absolute(directory)
+        self._data = data
+        self._last_step = last_step
+        self._has_ended = False
+        # Whether what is saved next is the last, because the data has ended.
+        self._is_ending = False
+        # MaxText skips a step that is there already.
+        self._guard = functools.partial(_past_maxtext, except_for=(FileExistsError,))
+        self._validation: validation_schedule.ValidationSchedule | None = None
+        # MaxText reads this attribute, which it sets on Orbax's.
+        self.use_async = use_async
+
+    @property
+    def __class__(self) -> type:
+        """As that of `OrbaxManager`."""
+        return maxtext_seam.manager_class() or TieredManager
+
+    def validate(self, section: ValidationSection, emit: events.Emit) -> None:
+        """Compares the replicas of what is saved from now on, as configured."""
+
+        def preserve(step: int) -> int | None:
+            return run_saver.preserve_newest(self._checkpointer, up_to=step)
+
+        self._validation = configured.validation(section, emit, preserve=preserve)
+
+    def end(self) -> None:
+        """Saves what is saved next to every tier, also a step that RAM has already."""
+        self._is_ending = True
+
+    @property
+    def directory(self) -> epath.Path:
+        """The directory of backups; newer steps may be in RAM alone."""
+        return self._directory
+
+    @property
+    def latest(self) -> Any:
+        """The newest complete step of all tiers, which has a `step`."""
+        if self._is_ending:
+            # MaxText would leave out a step that is there.
+            return None
+        with self._guard():
+            return self._checkpointer.latest
+
+    @property
+    def checkpoints(self) -> list[Any]:
+        """The newest complete step alone.
+
+        MaxText looks, before each save, whether the step is there already; to list all
+        tiers would hold up the training.
+        """
+        latest = self.latest
+        return [] if latest is None else [latest]
+
+    def should_save(self, step: int) -> bool:
+        """Whether a tier is due at `step`."""
+        if self._is_ending:
+            return True
+        with self._guard():
+            return self._checkpointer.should_save(step)
+
+    def save_checkpointables_async(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> Any:
+        """As `Checkpointer.save_checkpointables_async`."""
+        if self._is_ending:
+            self._is_ending, self._last_step = False, step
+            latest = self._checkpointer.latest
+            options["overwrite"] = latest is not None and latest.step == step
+        self._has_ended = step == self._last_step
+        is_last = self._has_ended or self._checkpointer.is_left
+        options["force"] = options.get("force", False) or is_last
+        with self._guard():
+            is_due = options["force"] or self._checkpointer.should_save(step)
+            if self._validation and is_due:
+                trees, _ = component_io.split(checkpointables)
+                self._validation.run(step, trees)
+            wanted = {**checkpointables, maxtext_seam.ITERATOR: self._data(None)}
+            return self._checkpointer.save_checkpointables_async(
+                step, wanted, **options
+            )
+
+    def save_checkpointables(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> bool:
+        """As `Checkpointer.save_checkpointables`."""
+        response = self.save_checkpointables_async(step, checkpointables, **options)
+        with self._guard():
+            return response is not None and response.result()
+
+    def load_checkpointables(
+        self,
+        step: Any = None,
+        abstract_checkpointables: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Restores what MaxText names, and the data state."""
+        data = self._data(self._directory / str(step))
+        wanted = {**(abstract_checkpointables or {}), maxtext_seam.ITERATOR: data}
+        with self._guard():
+            # MaxText's own context asks Orbax for partial loads, too.
+            return self._checkpointer.load_checkpointables(step, wanted, partial=True)
+
+    def distrust(self, step: int, *, within: int, why: str) -> bool:
+        """Whether the run goes back to storage; see `Checkpointer.distrust`."""
+        with self._guard():
+            older = self._checkpointer.distrust(step, within=within, why=why)
+        return older is not None
+
+    def wait(self) -> None:
+        """Returns when all that was begun is done, in every tier.
+
+        If the run goes on in another world, `close` waits for RAM alone.
+        """
+        with self._guard():
+            if not self._checkpointer.is_left:
+                self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Waits for all tiers, and releases the hosts.
+
+        Raises:
+          CheckpointError: if the step that ends the run is not in persistent storage.
+        """
+        last_step = self._last_step if self._has_ended else None
+        run_saver.close(self._checkpointer, last_step=last_step)
+
+    def abandon(self, error: BaseException) -> None:
+        """Releases the hosts without a wait for them, for some may be gone."""
+        self._checkpointer.__exit__(type(error), error, error.__traceback__)
 
 
 class _PastMaxText(BaseException):
     """Carries an error past `except Exception`.
 
-    MaxText takes any error of an iterator for the end of the data, and ends well; and
-    any error of its configuration it prints itself.
+    MaxText without the patch takes any error of an iterator for the end of the data,
+    and ends well; and any error of its configuration it prints itself.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -597,27 +782,6 @@ def _past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[N
         raise
     except Exception as error:
         raise _PastMaxText(error) from error
-
-
-def _join(
-    local_checkpoint_directory: Any,
-    *,
-    jax_initialization_timeout_seconds: int = 900,
-    use_colocated_python: bool = False,
-    **settings: Any,
-) -> None:
-    # With tiers on TPUs MaxText joins by Orbax, which waits for what GKE's replicator
-    # writes to the RAM disk. Our tiers have no replicator, and JAX finds the hosts. The
-    # controller of Pathways joins nothing.
-    del local_checkpoint_directory, settings
-    if not use_colocated_python:
-        jax.distributed.initialize(
-            initialization_timeout=jax_initialization_timeout_seconds
-        )
-
-
-def _nothing() -> None:
-    """An evaluation ends with its data."""
 
 
 def _is_of_restore(error: Exception) -> bool:
@@ -676,16 +840,16 @@ def _check_resumable(config: Any) -> None:
     latest = max(complete, key=lambda step: int(step.name), default=None)
     if latest is None:
         return
-    if not (latest / maxtext_tiers.ITERATOR).exists():
+    if not (latest / maxtext_seam.ITERATOR).exists():
         what = (
             "has no data state (`iter`), so the examples that it has seen are unknown"
         )
-    elif any((latest / maxtext_tiers.ITERATOR).glob("process_*.json")):
+    elif any((latest / maxtext_seam.ITERATOR).glob("process_*.json")):
         what = "was saved by MaxText's own iterator, whose place in the data is another"
     else:
         return
     raise errors.CheckpointError(
         f"step {latest.name} in {directory} {what}; to go on from its weights, and with"
         " the data from the beginning, set"
-        f" load_full_state_path={latest / maxtext_tiers.ITEMS} and another run_name"
+        f" load_full_state_path={latest / maxtext_seam.ITEMS} and another run_name"
     )

@@ -17,8 +17,68 @@ from typing import Any
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys, datasets
 from elastic_ckpt.data.sources import files
-from elastic_ckpt.integrations import maxtext_files
 from elastic_ckpt.training import load, schema
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _FilesKey:
+    """A key that lists files, and those from which MaxText derives them instead.
+
+    MaxText 0.2.5 takes Parquet files of a dataset on the Hugging Face hub (`hf_path`),
+    or those that `hf_train_files` and `hf_eval_files` name, if `hf_path` is a format;
+    or TFRecord files in the directory layout of TensorFlow Datasets (`dataset_path`,
+    `dataset_name`, `train_split`). An error about missing files names this location as
+    the value to set.
+
+    Attributes:
+      key: lists files.
+      hub_split: the split of a dataset on the hub, if no key names it.
+      hub_split_key: names that split, if any key does.
+      hub_files_key: lists files, if `hf_path` names a format.
+      name_key: the dataset in the layout of TensorFlow Datasets.
+      split_key: its split.
+    """
+
+    key: str
+    hub_split: str
+    hub_split_key: str | None
+    hub_files_key: str
+    name_key: str
+    split_key: str
+
+
+_TRAIN_FILES = _FilesKey(
+    key="grain_train_files",
+    hub_split="train",
+    hub_split_key=None,
+    hub_files_key="hf_train_files",
+    name_key="dataset_name",
+    split_key="train_split",
+)
+_EVAL_FILES = _FilesKey(
+    key="grain_eval_files",
+    hub_split="validation",
+    hub_split_key="hf_eval_split",
+    hub_files_key="hf_eval_files",
+    name_key="eval_dataset_name",
+    split_key="eval_split",
+)
+# Every key from which they are derived.
+_FILES_KEYS = (
+    "dataset_name",
+    "dataset_path",
+    "eval_dataset_name",
+    "eval_split",
+    "hf_eval_files",
+    "hf_eval_split",
+    "hf_path",
+    "hf_train_files",
+    "train_split",
+)
+# Formats of files that `hf_path` may name in place of a dataset.
+_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")
+# The type of file that each of MaxText's other pipelines reads.
+_KINDS = {"hf": "parquet", "tfds": "tfrecord"}
 
 # Keys of MaxText's tiers of checkpoints, which mean the same here.
 TIER_KEYS = (
@@ -33,6 +93,7 @@ OWN_DATA_KEYS = (
     "num_logical_shards",
     "data_stages",
     "grain_record_format",
+    "chat_template_date",
     "drop_remainder",
     "corrupt_records",
     "tokenizer_threads",
@@ -75,6 +136,8 @@ OWN_KEYS = (*OWN_DATA_KEYS, *OWN_TIER_KEYS, *OWN_WORLD_KEYS)
 SHARED_KEYS = (
     "add_bos",
     "add_eos",
+    "chat_template",
+    "chat_template_path",
     "data_shuffle_seed",
     "enable_data_shuffling",
     "eval_interval",
@@ -91,8 +154,10 @@ SHARED_KEYS = (
     "max_target_length",
     "num_epoch",
     "packing",
+    "sft_train_on_completion_only",
     "tokenize_train_data",
     "train_data_columns",
+    "use_sft",
     "use_truncation",
 )
 # Keys of MaxText with which a run begins with other weights.
@@ -108,6 +173,7 @@ READ_KEYS = (
     "checkpoint_dir",
     "checkpoint_period",
     "enable_checkpointing",
+    "enable_continuous_checkpointing",
     "enable_single_controller",
     "eval_data_columns",
     "eval_per_device_batch_size",
@@ -123,7 +189,7 @@ READ_KEYS = (
     "tokenizer_path",
     "tokenizer_type",
     "vocab_size",
-    *maxtext_files.KEYS,
+    *_FILES_KEYS,
 )
 
 PLACE = "MaxText's configuration"
@@ -136,6 +202,7 @@ _SYNTHETIC = "synthetic"
 _TOKENIZER = "tokenizer_type"
 _BYTES = "bytes"
 _IN_SIDECAR = "colocated_python_data_input"
+_TIERS = "enable_multi_tier_checkpointing"
 _NOT_OURS = "its data comes from MaxText's own pipelines: run MaxText itself"
 
 
@@ -151,9 +218,9 @@ _FOLLOWING = {
 _SAME_END = "set it to false, for here all hosts end at the same batch"
 # Keys of which other values than `_ACCEPTED` are refused, with the remedy.
 _REMEDIES = {
-    "use_sft": _NOT_OURS,
     "use_dpo": _NOT_OURS,
     "use_multimodal": _NOT_OURS,
+    "formatting_func_path": "apply the function when you write the files",
     "expansion_factor_real_data": "leave it at -1, for here any number of hosts reads"
     " any checkpoint",
     "generate_padding_batch_train": _SAME_END,
@@ -161,7 +228,10 @@ _REMEDIES = {
     "enable_emergency_checkpoint": "set it to false, for such checkpoints have no data"
     " state, and enable_multi_tier_checkpointing to true",
 }
-_ACCEPTED = dict.fromkeys(_REMEDIES, False) | {"expansion_factor_real_data": -1}
+_ACCEPTED = dict.fromkeys(_REMEDIES, False) | {
+    "expansion_factor_real_data": -1,
+    "formatting_func_path": "",
+}
 
 # Every key of MaxText that is looked at.
 MAXTEXT_KEYS = (
@@ -180,10 +250,12 @@ class Own:
     Attributes:
       values: our keys, and what they are set to.
       in_sidecar: whether the iterator runs in colocated Python.
+      uses_tiers: whether checkpoints are kept in our tiers.
     """
 
     values: Mapping[str, Any]
     in_sidecar: bool = False
+    uses_tiers: bool = False
 
 
 def explicit_keys(arguments: Sequence[str]) -> set[str]:
@@ -268,8 +340,8 @@ def divide(
 ) -> tuple[dict[str, Any], Own]:
     """Divides the keys that MaxText has read into MaxText's and ours.
 
-    MaxText sees grain, and neither its elastic iterator nor colocated Python: for these
-    it has checks that do not hold for ours.
+    MaxText sees grain, and neither its elastic iterator nor colocated Python nor tiers:
+    for these it has checks that do not hold for ours.
 
     Args:
       raw_keys: with their values.
@@ -292,13 +364,13 @@ def divide(
         raise errors.ConfigError(
             f"{PLACE}: {_DATASET}={_SYNTHETIC} is data that MaxText generates, which"
             " has no state to save; leave the key out to train on"
-            f" {maxtext_files.TRAIN.key}, or run MaxText itself"
+            f" {_TRAIN_FILES.key}, or run MaxText itself"
         )
     # It is the default in MaxText's base.yml.
     if dataset_type not in ("grain", _SYNTHETIC):
-        files_key = maxtext_files.TRAIN
-        kind = maxtext_files.KINDS.get(str(dataset_type))
-        location = kind and maxtext_files.location(files_key, kind, theirs)
+        files_key = _TRAIN_FILES
+        kind = _KINDS.get(str(dataset_type))
+        location = kind and _location(files_key, kind, theirs)
         remedy = (
             f"grain, grain_file_type to {kind}, and {files_key.key} to {location}"
             if location
@@ -315,11 +387,16 @@ def divide(
             " under Pathways, where MaxText itself handles lost slices"
         )
     in_sidecar = theirs.get(_IN_SIDECAR, False)
+    uses_tiers = bool(theirs.get(_TIERS, False))
     theirs |= {
         _DATASET: "grain",
         "grain_use_elastic_iterator": False,
         _IN_SIDECAR: False,
     }
+    if uses_tiers:
+        # MaxText would wait for GKE's replicator on TPUs; ours need none. And it asks
+        # our manager at each step whether to save.
+        theirs |= {_TIERS: False, "enable_continuous_checkpointing": True}
     for key in OWN_WORLD_KEYS:
         values.pop(key, None)
     checked = _section({**values, _IN_SIDECAR: in_sidecar})
@@ -329,7 +406,11 @@ def divide(
             " the run, a multiple of each number of hosts that you may use:"
             " `elastic-ckpt plan --hosts 2,4,8 --batches 64,128` suggests one"
         )
-    return theirs, Own(values=values, in_sidecar=checked.colocated_python_data_input)
+    return theirs, Own(
+        values=values,
+        in_sidecar=checked.colocated_python_data_input,
+        uses_tiers=uses_tiers,
+    )
 
 
 def train_section(config: Any, own: Own) -> data_keys.DataKeys:
@@ -390,6 +471,7 @@ def eval_section(config: Any, own: Own) -> data_keys.DataKeys:
     of_eval = _section(
         {
             "train_data_columns": config.eval_data_columns,
+            "use_sft": config.use_sft,
             "tokenize_train_data": config.tokenize_eval_data,
         }
     )
@@ -411,6 +493,7 @@ def tiers_config(config: Any, own: Own) -> schema.Config:
       ConfigError: naming the key whose value has no meaning.
     """
     values = {key: getattr(config, key) for key in TIER_KEYS}
+    values[_TIERS] = own.uses_tiers
     values |= {key: own.values[key] for key in OWN_TIER_KEYS if key in own.values}
     # MaxText has None where we have 0: that key of the two does not count.
     values = {key: value for key, value in values.items() if value is not None}
@@ -494,7 +577,7 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
 
 def _section(values: Mapping[str, Any]) -> data_keys.DataKeys:
     columns = values.get("train_data_columns")
-    if isinstance(columns, list) and len(columns) > 1:
+    if isinstance(columns, list) and len(columns) > 1 and not values.get("use_sft"):
         raise errors.ConfigError(
             f"{PLACE}: train_data_columns={columns}: text is in one column; name it, or"
             " run MaxText itself"
@@ -511,20 +594,50 @@ def _text(value: Any) -> Any:
 def _check_files_are_named(config: Any) -> None:
     # MaxText derives file names that are not set from other keys, which this refuses:
     # a change of them would be one of the run's data.
-    wanted = [maxtext_files.TRAIN]
+    wanted = [_TRAIN_FILES]
     if config.grain_train_mixture_config_path:
         wanted.clear()
     if config.eval_interval > 0:
-        wanted.append(maxtext_files.EVAL)
+        wanted.append(_EVAL_FILES)
     for files_key in wanted:
         if getattr(config, files_key.key):
             continue
-        settings = {key: getattr(config, key) for key in maxtext_files.KEYS}
-        location = maxtext_files.location(files_key, config.grain_file_type, settings)
+        settings = {key: getattr(config, key) for key in _FILES_KEYS}
+        location = _location(files_key, config.grain_file_type, settings)
         raise errors.ConfigError(
             f"{PLACE}: {files_key.key} is empty; set it to "
             + (f"{location}, where MaxText would look" if location else "the files")
         )
+
+
+def _location(
+    files_key: _FilesKey, kind: str, settings: Mapping[str, Any]
+) -> str | None:
+    """The glob pattern of the files that MaxText would read.
+
+    Args:
+      files_key: the key that is not set.
+      kind: MaxText's `grain_file_type`.
+      settings: MaxText's keys, at least `_FILES_KEYS` as far as they are set.
+
+    Returns:
+      None if the keys name no location.
+    """
+    if kind == "parquet" and settings.get("hf_path"):
+        given = settings.get(files_key.hub_files_key)
+        if isinstance(given, str) and given.endswith(".parquet"):
+            return given
+        if given or settings["hf_path"] in _FORMATS:
+            return None
+        path = str(settings["hf_path"]).strip().strip("/").removeprefix("hf://")
+        split = settings.get(files_key.hub_split_key or "") or files_key.hub_split
+        return f"hf://datasets/{path.removeprefix('datasets/')}/**/*{split}*.parquet"
+    directory = settings.get("dataset_path")
+    name, split = settings.get(files_key.name_key), settings.get(files_key.split_key)
+    if kind == "tfrecord" and directory and name and split:
+        dataset = str(name).strip("/").replace(":", "/")
+        return f"{str(directory).rstrip('/')}/{dataset}/*-{split}.tfrecord-*"
+    return None
 
 
 def _tokenizer_path(config: Any, kind: str) -> str:
@@ -556,4 +669,7 @@ def _absolute(data: data_keys.DataKeys) -> data_keys.DataKeys:
     if data.grain_train_mixture_config_path:
         mixture = os.fspath(storage.absolute(data.grain_train_mixture_config_path))
         changed["grain_train_mixture_config_path"] = mixture
+    if data.chat_template_path:
+        template = os.fspath(storage.absolute(data.chat_template_path))
+        changed["chat_template_path"] = template
     return dataclasses.replace(data, **changed)

@@ -1,6 +1,6 @@
-"""MaxText on hosts that are lost and come back, processes of this machine.
+"""MaxText on hosts that are lost and come back: processes of this machine, or several.
 
-The supervisor starts worlds as those of `elastic-ckpt train`; on each host of a world
+The supervisors start worlds as those of `elastic-ckpt train`; on each host of a world
 MaxText runs on its slices, with the same global batch, and leaves when it is asked to.
 """
 
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import supervisor
-from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 from elastic_ckpt.training import (
     configured,
     journal,
     listeners,
     load,
     local_world,
+    machine_run,
     schema,
 )
 
@@ -45,14 +46,12 @@ _OF_RUN = (
 _SET_BY_WORLDS = {
     "gradient_accumulation_steps": "leave it out; fewer slices accumulate gradients by"
     " themselves, and per_device_batch_size is that of all slices",
-    "elastic_machines": "leave it out; MaxText's hosts are those of one machine so far",
     "enable_single_controller": "leave it out, or leave hosts out: Pathways has the"
     " hosts of a single controller",
 }
 # Their values where MaxText's own files have them.
 _UNSET = {
     "gradient_accumulation_steps": 1,
-    "elastic_machines": "",
     "enable_single_controller": False,
 }
 # The fork server imports it, and with it what a host needs.
@@ -156,10 +155,11 @@ def run(
     emit: events.Emit,
     train: Callable[[Sequence[str], schema.Config, World], object] | None = None,
 ) -> bool:
-    """Trains on hosts of this machine, and returns when the run has ended.
+    """Trains on hosts of this machine and of others, until the run has ended.
 
     Args:
-      config: of the supervisor; see `run_config`.
+      config: of the supervisor; see `run_config`. With `elastic_machines` each machine
+        has one.
       arguments: of MaxText.
       emit: shows the events.
       train: of each host, picklable; MaxText by default.
@@ -171,16 +171,18 @@ def run(
       ConfigError: if the hosts cannot be started so.
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
-    maxtext_seams.check_installed(maxtext_config.explicit_keys(arguments))
+    maxtext_seam.check_installed(maxtext_config.explicit_keys(arguments))
+    place = None
+    if config.elastic.elastic_machines > 1:
+        place = machine_run.place(config, os.environ)
     configured.check_local(config)
-    supervisor.warm_up([_HOST_PROGRAM, maxtext_seams.MAIN.module])
+    supervisor.warm_up([_HOST_PROGRAM, maxtext_seam.MAIN.module])
+    of_host = functools.partial(train or train_maxtext, tuple(arguments))
+    if place is not None:
+        return machine_run.run(config, place, emit, train=of_host, program=arguments)
     listening = listeners.of_supervisor(config)
     with journal.kept(config, emit, listening=listening) as kept:
-        local_world.run(
-            config,
-            kept,
-            train=functools.partial(train or train_maxtext, tuple(arguments)),
-        )
+        local_world.run(config, kept, train=of_host)
         return kept.is_stopped
 
 

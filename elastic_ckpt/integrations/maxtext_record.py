@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from absl import logging
@@ -162,58 +161,6 @@ class RunRecord:
         # The journal raises it once more.
         with contextlib.suppress(BaseException):
             self._closing.__exit__(type(error), error, error.__traceback__)
-
-
-class GoneBack(BaseException):
-    """Ends MaxText's loop, past `except Exception`; an older step is loaded next."""
-
-
-def reporting_logger(
-    make: Callable[..., Any],
-    record: RunRecord,
-    *,
-    diverged: Callable[[int, str], bool],
-) -> Callable[..., Any]:
-    """Makes MaxText's logger of metrics, which reports each step to `record`, too.
-
-    MaxText makes it when the state is restored and the step is compiled.
-
-    Args:
-      make: MaxText's own.
-      record: of the run.
-      diverged: called with each step whose loss is not finite, and why that is bad;
-        whether the run goes back to an earlier step. Then the logger raises a
-        `GoneBack`, before MaxText would end the process.
-    """
-
-    def made_for(config: Any, schedule: Any, start_step: int = 0) -> Any:
-        made = make(config, schedule, start_step)
-        write = made.write_metrics
-        has_gone_back = False
-
-        def write_and_report(
-            metrics: Mapping[str, Any], step: int, metric_type: str = "train"
-        ) -> None:
-            nonlocal has_gone_back
-            if has_gone_back:
-                # MaxText flushes what it has on its way out.
-                return
-            is_of_training = bool(metrics) and metric_type == "train"
-            if is_of_training:
-                loss = float(metrics["scalar"]["learning/loss"])
-                if not math.isfinite(loss) and diverged(step, f"the loss is {loss}"):
-                    has_gone_back = True
-                    record.report(step, metrics["scalar"])
-                    raise GoneBack
-            write(metrics, step, metric_type)
-            if is_of_training:
-                record.report(step, metrics["scalar"])
-
-        made.write_metrics = write_and_report
-        record.begin(start_step)
-        return made
-
-    return made_for
 
 
 def path_of(config: Any) -> str:

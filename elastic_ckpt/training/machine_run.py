@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import faults, local_slices, processes
 from elastic_ckpt.elastic.machine_supervisor import MachineSupervisor, Run
 from elastic_ckpt.elastic.machines import places
 from elastic_ckpt.elastic.machines.places import Place
+from elastic_ckpt.elastic.world import World
 from elastic_ckpt.training import (
     elastic_run,
     journal,
@@ -73,13 +74,22 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
     )
 
 
-def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
+def run(
+    config: schema.Config,
+    own: Place,
+    show: events.Emit,
+    *,
+    train: Callable[[schema.Config, World], object] = local_world.train,
+    program: Sequence[str] = (),
+) -> bool:
     """Supervises the hosts of this machine until the run has ended.
 
     Args:
       config: of the run; the files of its data exist.
       own: the place of this machine.
       show: called for the events of the run while this machine leads.
+      train: of each host; picklable.
+      program: of the hosts, besides the configuration: equal on all machines.
 
     Returns:
       Whether the run, or this machine, was asked to end before the last step.
@@ -102,12 +112,18 @@ def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
         injected=tuple(faults.parse(config.elastic.faults)),
         lost_secs=config.elastic.elastic_machine_timeout_seconds,
     )
+    this_run = _run_of(config, machine, show, train=train, program=program)
     with contextlib.closing(slices):
-        return MachineSupervisor(_run_of(config, machine, show), show).run()
+        return MachineSupervisor(this_run, show).run()
 
 
 def _run_of(
-    config: schema.Config, machine: processes.OfMachine, show: events.Emit
+    config: schema.Config,
+    machine: processes.OfMachine,
+    show: events.Emit,
+    *,
+    train: Callable[[schema.Config, World], object],
+    program: Sequence[str],
 ) -> Run:
     groups = elastic_run.groups(config)
 
@@ -115,7 +131,7 @@ def _run_of(
         elastic_run.run(
             config,
             cluster,
-            local_world.train,
+            train,
             groups=groups,
             compile_ahead=local_world.compile_ahead,
             emit=emit,
@@ -132,17 +148,18 @@ def _run_of(
 
     return Run(
         machine=machine,
-        train=functools.partial(local_world.train, config),
+        train=functools.partial(train, config),
         compile_ahead=functools.partial(local_world.compile_ahead, config),
         lead=lead,
         kept=kept,
-        configured=_digest(config),
+        configured=_digest(config, program),
         min_slices=elastic_run.policy(config, groups).min_slices,
         wait_secs=config.elastic.elastic_timeout_seconds,
     )
 
 
-def _digest(config: schema.Config) -> str:
+def _digest(config: schema.Config, program: Sequence[str]) -> str:
     values = keys.values(config)
     shared = {name: values[name] for name in sorted(values) if name not in _OWN_KEYS}
-    return hashlib.sha256(storage.canonical_json(shared)).hexdigest()
+    named = [word for word in program if word.partition("=")[0] not in _OWN_KEYS]
+    return hashlib.sha256(storage.canonical_json([shared, named])).hexdigest()

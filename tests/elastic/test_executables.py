@@ -100,6 +100,64 @@ def test_a_world_loads_nothing_that_was_altered(kept, monkeypatch):
     assert run(kept, preloaded=preloaded)[1] == ["executable_refused", *COMPILED]
 
 
+def lowered(kept, *, scale=3.0, num_devices=4, options=None):
+    """Lowers a new function and runs it; the results and events."""
+    emit = Events()
+    x = arguments(num_devices)
+    constant = jnp.float32(scale)
+
+    def step(x):
+        return jnp.cumsum(x * constant), (x * x).sum()
+
+    program = jax.jit(step).lower(x)
+    keeper = executables.Executables(kept=kept, emit=emit)
+    compiled = keeper.compiled(program, x, options=options)
+    return [np.asarray(each) for each in compiled(x)], emit.names
+
+
+def test_a_lowered_program_is_found_by_its_text_whatever_its_code_refers_to(kept):
+    # By its code it is not found: that closes over an array.
+    first, names = lowered(kept)
+    assert names == COMPILED
+    second, names = lowered(kept)
+    assert names == LOADED
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 4.0},
+        {"num_devices": 2},
+        {"options": {"xla_cpu_enable_fast_math": True}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_lowered_program_mesh_or_option_is_compiled(kept, change):
+    lowered(kept)
+    assert lowered(kept, **change)[1] == COMPILED
+
+
+def test_what_is_kept_under_a_setting_is_loaded_before_the_program_makes_it(
+    kept, monkeypatch
+):
+    before = jax.config.jax_default_prng_impl
+    try:
+        for setting in (before, "unsafe_rbg"):
+            jax.config.update("jax_default_prng_impl", setting)
+            assert run(kept)[1] == COMPILED
+        jax.config.update("jax_default_prng_impl", before)
+        preloaded = executables.Preloaded(kept)
+        for file in files(kept):
+            assert preloaded.get(str(file)) is not None
+        monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
+        jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+        assert run(kept, preloaded=preloaded)[1] == LOADED
+    finally:
+        jax.config.update("jax_default_prng_impl", before)
+
+
 def test_without_a_directory_it_is_compiled_each_time():
     assert run(None)[1] == run(None)[1] == COMPILED
 
@@ -202,6 +260,34 @@ def test_an_executable_of_jaxs_cache_is_not_kept(kept, tmp_path):
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(
+    ("is_in_loop", "num_hosts", "is_kept"),
+    [(True, 2, False), (False, 2, True), (True, 1, True)],
+)
+def test_on_cpus_of_several_hosts_collectives_in_and_around_a_loop_are_not_kept(
+    kept, monkeypatch, is_in_loop, num_hosts, is_kept
+):
+    # A program that was loaded would have no order between them.
+    monkeypatch.setattr(executables.topology, "num_hosts", lambda: num_hosts)
+    x = arguments()
+    whole = NamedSharding(x.sharding.mesh, PartitionSpec())
+
+    def summed(x):
+        return jax.lax.with_sharding_constraint(jnp.sin(x).sum(), whole)
+
+    @jax.jit
+    def step(x):
+        y = x
+        if is_in_loop:
+            y = jax.lax.fori_loop(0, 3, lambda _, y: y + summed(y), x)
+        return summed(x), y
+
+    emit = Events()
+    compiled = executables.Executables(kept=kept, emit=emit).compiled(step, x)
+    assert ("while" in compiled.as_text()) == is_in_loop
+    assert len(files(kept)) == is_kept
 
 
 def test_a_program_that_cannot_be_serialized_is_not_kept(kept):

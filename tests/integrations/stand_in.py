@@ -18,13 +18,8 @@ def initialize_multi_tier_checkpointing(local_checkpoint_directory, **settings):
     raise AssertionError("it waits for GKE's replicator")
 
 def maybe_initialize_jax_distributed_system(raw_keys):
-    for is_single_controller in raw_keys.get("joins", ()):
-        initialize_multi_tier_checkpointing(
-            local_checkpoint_directory=raw_keys["local_checkpoint_directory"],
-            run_name=raw_keys["run_name"],
-            jax_initialization_timeout_seconds=7,
-            **({{"use_colocated_python": True}} if is_single_controller else {{}}),
-        )
+    if raw_keys["enable_multi_tier_checkpointing"]:
+        initialize_multi_tier_checkpointing(raw_keys["local_checkpoint_directory"])
 """,
     "configs/pyconfig.py": """
 import sys
@@ -61,32 +56,15 @@ def initialize(argv):
         sys.exit(2)
 """,
     "input_pipeline/input_pipeline_interface.py": """
-def make_grain_train_iterator(config, global_mesh, process_indices):
-    raise AssertionError("MaxText's own iterator")
-
-def make_grain_eval_iterator(config, global_mesh, process_indices):
-    raise AssertionError("MaxText's own iterator")
-
 def create_data_iterator(config, mesh):
-    assert config.global_batch_size_to_load % mesh.size == 0, "IndivisibleError"
-    assert config.global_batch_size_to_load_eval % mesh.size == 0, "IndivisibleError"
-    train = make_grain_train_iterator(config, mesh, [0])
-    if config.eval_interval <= 0:
-        return train, None
-    return train, make_grain_eval_iterator(config, mesh, [0])
-""",
-    "common/grain_utility.py": """
-def for_save(step, data_iterator, expansion_factor_real_data):
-    return ("saves", step, data_iterator, expansion_factor_real_data)
-
-def for_restore(checkpoint_manager, step, data_iterator, expansion_factor_real_data):
-    return ("restores", checkpoint_manager, step, data_iterator)
+    raise AssertionError("MaxText's own iterators")
 """,
     "common/checkpointing.py": """
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from maxtext.common import grain_utility
+class PlaceHolderDataIterator:
+    pass
 
 def reached_preemption(checkpoint_manager, step):
     return False
@@ -95,24 +73,19 @@ def _handle_post_checkpoint_preemption(checkpoint_manager, step):
     return reached_preemption(checkpoint_manager, step)
 
 def maybe_save_checkpoint(checkpoint_manager, state, config, data_iterator, step=None):
+    # The state is the number of the last step.
     if step is None or checkpoint_manager.should_save(step):
         if checkpoint_manager.latest is None or checkpoint_manager.latest.step != state:
-            save_checkpoint(checkpoint_manager, state, data_iterator)
-
-def save_checkpoint(checkpoint_manager, step, data_iterator):
-    iterator = grain_utility.for_save(step, data_iterator, -1)
-    checkpoint_manager.save_checkpointables(
-        step, {{"items": {{"step": np.asarray(step)}}, "iter": iterator}}
-    )
+            assert isinstance(data_iterator, PlaceHolderDataIterator)
+            checkpoint_manager.save_checkpointables(
+                state, {{"items": {{"step": np.asarray(state)}}}}
+            )
 
 def load_state_if_possible(checkpoint_manager, data_iterator):
     assert isinstance(checkpoint_manager, ocp.training.Checkpointer)
+    assert isinstance(data_iterator, PlaceHolderDataIterator)
     step = checkpoint_manager.latest.step
     wanted = {{"items": {{"step": np.zeros((), int)}}}}
-    if (checkpoint_manager.directory / str(step) / "iter").exists():
-        wanted["iter"] = grain_utility.for_restore(
-            checkpoint_manager, step, data_iterator, -1
-        )
     restored = checkpoint_manager.load_checkpointables(step, wanted)
     return int(restored["items"]["step"]) + 1
 """,
@@ -191,8 +164,14 @@ from maxtext.utils.rampup_batch import create_rampup_manager
 def create_checkpoint_manager(config, mesh, init_state_fn):
     return ocp.training.Checkpointer(config.checkpoint_dir)
 
+def jit_train_and_eval_step(config, model, mesh, state):
+    # The state is the number of the last step.
+    return lambda state, batch: (state + 1, {{}}), None
+
 def setup_train_loop(config, mesh):
     manager = create_checkpoint_manager(config, mesh, None)
+    assert config.global_batch_size_to_load % mesh.size == 0, "IndivisibleError"
+    assert config.global_batch_size_to_load_eval % mesh.size == 0, "IndivisibleError"
     train, evaluation = input_pipeline_interface.create_data_iterator(config, mesh)
     ramp = create_rampup_manager(config, manager)
     loader = create_dataloader(config, mesh, train, None, ramp)
@@ -212,14 +191,19 @@ BATCHES = []
 SAVES_STEPS = False
 
 def train_loop(config, step):
-    return metric_logger.MetricLogger(config, None, step)
+    p_train_step, _ = train_utils.jit_train_and_eval_step(config, None, None, step)
+    logger = metric_logger.MetricLogger(
+        config=config, learning_rate_schedule=None, start_step=step
+    )
+    return p_train_step, logger
 
-def training_loop_iteration(config, checkpointer, train, load, step, logger):
+def training_loop_iteration(config, checkpointer, train, load, step, p_step, logger):
     try:
         BATCHES.append(load())
     except Exception as error:
         print("Training stopped:", error)
         return False
+    assert p_step(step - 1, BATCHES[-1])[0] == step
     if SAVES_STEPS:
         checkpointing.maybe_save_checkpoint(checkpointer, step, config, train, step)
     logger.buffer_and_write_metrics(5.0 - step / 8, step)
@@ -241,10 +225,10 @@ def main(argv):
     if checkpointer.latest is not None:
         step = checkpointing.load_state_if_possible(checkpointer, train)
     BATCHES.clear()
-    logger = train_loop(config, step)
+    p_train_step, logger = train_loop(config, step)
     for step in range(step, config.steps):
         if not training_loop_iteration(
-            config, checkpointer, train, load, step, logger
+            config, checkpointer, train, load, step, p_train_step, logger
         ):
             return
     if evaluation:
@@ -269,8 +253,6 @@ FIELDS = settings.DEFAULTS | {
     "global_rampup_samples": 500,
     "per_device_batch_size_increment": 2.0,
     "grain_use_elastic_iterator": False,
-    # How hosts join, if it is by the replicator: whether there is one controller.
-    "joins": (),
     "steps": 3,
 }
 

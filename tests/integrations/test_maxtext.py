@@ -13,7 +13,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys, iterator
 from elastic_ckpt.data.lm import pipeline
-from elastic_ckpt.integrations import maxtext, maxtext_seams
+from elastic_ckpt.integrations import maxtext, maxtext_seam
 from elastic_ckpt.training import run_audit
 from tests import corpora, shared_memory
 from tests.checkpoint import test_run_saver
@@ -243,29 +243,15 @@ def test_its_evaluation_begins_anew_and_padding_weighs_nothing(install, files):
 def test_its_own_functions_are_back_afterwards(install, files):
     install()
     trained(files)
-    for seam in maxtext_seams.SEAMS:
-        function = getattr(__import__(seam.module, fromlist=[""]), seam.name)
-        assert function.__module__.startswith("maxtext.")
+    for tie in maxtext_seam.ties():
+        assert tie.look_up().__module__.startswith("maxtext.")
 
 
-def test_its_hosts_join_without_the_replicator_of_gke(install, files, monkeypatch):
-    joined = []
-    monkeypatch.setattr(
-        jax.distributed, "initialize", lambda **settings: joined.append(settings)
-    )
+def test_its_hosts_do_not_wait_for_the_replicator_of_gke(install, files):
     install()
-    # The second is the controller of Pathways, which joins nothing.
-    trained(files, joins=[False, True])
-    assert joined == [{"initialization_timeout": 7}]
-
-
-def test_iterators_of_its_own_are_saved_and_restored_as_before(install):
-    install()
-    with maxtext.seams_taken():
-        utility = __import__("maxtext.common.grain_utility", fromlist=[""])
-        assert utility.for_save(3, "theirs", -1) == ("saves", 3, "theirs", -1)
-        arguments = utility.for_restore("manager", 3, "theirs", -1)
-        assert arguments == ("restores", "manager", 3, "theirs")
+    with shared_memory.directory("maxtext") as ram:
+        # The stand-in would raise an error.
+        assert trained(files, **tiers(ram))
 
 
 def test_an_error_of_the_data_is_not_taken_for_its_end(install, files, capsys):
@@ -309,9 +295,9 @@ def test_a_lost_slice_is_left_to_maxtext_s_elastic_mode_alone():
             raise jax.errors.JaxRuntimeError("a slice is gone")
 
     with pytest.raises(jax.errors.JaxRuntimeError):
-        next(maxtext.MaxTextIterator(Lost(), global_batch_size=8, elastic=True))
+        next(maxtext.MaxTextIterator(Lost(), elastic=True))
     with pytest.raises(maxtext._PastMaxText, match="a slice is gone"):
-        next(maxtext.MaxTextIterator(Lost(), global_batch_size=8, elastic=False))
+        next(maxtext.MaxTextIterator(Lost(), elastic=False))
 
 
 def test_our_refusals_are_not_printed_as_maxtext_s(install, files, capsys):
@@ -649,18 +635,18 @@ def printed_lines(capfd):
             "has no maxtext.trainers.pre_train.train.main:",
         ),
         (
-            {"input_pipeline_interface": ("(config, global_mesh,", "(config, mesh,")},
+            {"input_pipeline_interface": ("(config, mesh)", "(config, devices)")},
             "calls maxtext.input_pipeline.input_pipeline_interface"
-            ".make_grain_train_iterator with config, mesh, process_indices instead of"
-            " config, global_mesh, process_indices:",
+            ".create_data_iterator with config, devices instead of config, mesh:",
         ),
         (
-            {"checkpointing": ("grain_utility.for_save(", "print(")},
-            "does not call for_save in maxtext.common.checkpointing.save_checkpoint:",
+            {"pyconfig": ("raw_keys = _prepare_for_pydantic(", "raw_keys = dict(")},
+            "does not call _prepare_for_pydantic in"
+            " maxtext.configs.pyconfig._initialize_pydantic:",
         ),
         (
             {"checkpointing": ("def load_state_if_possible(", "def load_state(")},
-            "does not call for_restore in maxtext.common.checkpointing"
+            "does not call PlaceHolderDataIterator in maxtext.common.checkpointing"
             ".load_state_if_possible:",
         ),
         (
@@ -690,18 +676,19 @@ def test_a_maxtext_whose_seam_has_moved_is_refused(
 
 def test_a_module_that_is_gone_is_a_seam_that_has_moved(install, files, capsys):
     install()
-    (files / "maxtext" / "common" / "grain_utility.py").unlink()
-    (files / "maxtext" / "common" / "checkpointing.py").write_text("")
+    (files / "maxtext" / "utils" / "rampup_batch.py").unlink()
+    (files / "maxtext" / "trainers" / "pre_train" / "train.py").write_text(
+        "def main(argv): pass"
+    )
     assert main.main(arguments(files)) == errors.CONFIG_EXIT_CODE
-    assert "has no maxtext.common.grain_utility.for_save" in capsys.readouterr().err
+    missing = "has no maxtext.utils.rampup_batch.RampupBatchManager"
+    assert missing in capsys.readouterr().err
 
 
 def test_a_library_that_maxtext_lacks_is_not_taken_for_another_version(install):
-    install(
-        checkpointing=("from maxtext.common", "import nowhere; from maxtext.common")
-    )
+    install(checkpointing=("import numpy", "import nowhere; import numpy"))
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
-        maxtext_seams.check_installed()
+        maxtext_seam.check_installed()
 
 
 def test_errors_keep_their_class_on_the_way(install, files):

@@ -30,6 +30,7 @@ DEFAULTS = {
     "elastic_min_slice_count": -1,
     "elastic_timeout_seconds": 300,
     "enable_checkpointing": True,
+    "enable_continuous_checkpointing": False,
     "add_bos": True,
     "add_eos": True,
     "data_shuffle_seed": 0,
@@ -76,6 +77,10 @@ DEFAULTS = {
     "train_data_columns": ["text"],
     "use_dpo": False,
     "use_multimodal": False,
+    "chat_template": "",
+    "chat_template_path": "",
+    "formatting_func_path": "",
+    "sft_train_on_completion_only": False,
     "use_sft": False,
     "use_truncation": True,
     "vocab_size": 32000,
@@ -306,6 +311,27 @@ def test_every_setting_that_both_have_is_taken_over():
     )
 
 
+def test_fine_tuning_takes_the_columns_and_the_template_of_conversations():
+    settings = {
+        "use_sft": True,
+        "sft_train_on_completion_only": True,
+        "train_data_columns": ["prompt", "completion"],
+        "eval_data_columns": ["question", "answer"],
+        "chat_template_path": "/models/chat.jinja",
+    }
+    own = dataclasses.replace(
+        OWN, values={**OWN.values, "chat_template_date": "2026-01-01"}
+    )
+    made = maxtext_config.train_section(config(**settings), own)
+    assert made.use_sft
+    assert made.sft_train_on_completion_only
+    assert made.train_data_columns == "prompt,completion"
+    assert made.chat_template_path == "/models/chat.jinja"
+    assert made.chat_template_date == "2026-01-01"
+    of_eval = maxtext_config.eval_section(config(**settings), own)
+    assert of_eval.train_data_columns == "question,answer"
+
+
 def test_evaluation_has_columns_and_tokens_of_its_own():
     settings = {"eval_data_columns": ["held"], "tokenize_eval_data": False}
     made = maxtext_config.eval_section(config(**settings), OWN)
@@ -371,6 +397,17 @@ def test_files_are_named_absolutely_and_uris_as_they_are():
     assert made.grain_train_mixture_config_path == f"{here}/m.json"
 
 
+def test_maxtext_sees_no_tiers_and_asks_at_each_step_whether_to_save():
+    raw = {"num_logical_shards": 8, "enable_multi_tier_checkpointing": True}
+    theirs, own = maxtext_config.divide(raw)
+    assert own.uses_tiers
+    assert not theirs["enable_multi_tier_checkpointing"]
+    assert theirs["enable_continuous_checkpointing"]
+    theirs, own = maxtext_config.divide({"num_logical_shards": 8})
+    assert not own.uses_tiers
+    assert "enable_continuous_checkpointing" not in theirs
+
+
 def test_tiers_of_checkpoints_are_taken_over_with_our_own_keys():
     tiers = {
         "enable_multi_tier_checkpointing": True,
@@ -379,7 +416,8 @@ def test_tiers_of_checkpoints_are_taken_over_with_our_own_keys():
         "multi_tier_checkpointing_backup_interval_minutes": 30,
     }
     own = maxtext_config.Own(
-        values={**OWN.values, "peer_copies": 1, "local_checkpoint_size_limit": "2Gi"}
+        values={**OWN.values, "peer_copies": 1, "local_checkpoint_size_limit": "2Gi"},
+        uses_tiers=True,
     )
     made = maxtext_config.tiers_config(
         config(max_num_checkpoints_to_keep=7, **tiers), own

@@ -1,10 +1,20 @@
-"""The configuration of MaxText's hosts, and the arguments of each world."""
+"""The configuration of MaxText's hosts, and what each world gives to MaxText."""
 
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import kept_executables, world
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.integrations import maxtext_config, maxtext_elastic
+from elastic_ckpt.integrations import maxtext, maxtext_config, maxtext_elastic
+from elastic_ckpt.training import machine_run
+from tests import runs
 from tests.integrations import stand_in
 
 RUN = ["run_name=a", "base_output_directory=/runs", "per_device_batch_size=6"]
@@ -89,8 +99,19 @@ def test_maxtext_does_not_see_the_keys_of_hosts():
     assert own.values["num_logical_shards"] == 8
 
 
+def test_machines_with_other_arguments_of_maxtext_are_of_another_run():
+    given = [*RUN, "hosts=2", "slices=2", "elastic_enabled=true"]
+    config = maxtext_elastic.run_config(given)
+
+    def configured(*more):
+        return machine_run._digest(config, [*given, *more])
+
+    assert configured("elastic_machine=0") == configured("elastic_machine=1")
+    assert configured("dtype=float32") != configured()
+
+
 @pytest.fixture
-def maxtext(tmp_path, monkeypatch):
+def stand_in_for_maxtext(tmp_path, monkeypatch):
     stand_in.forget()
     stand_in.install(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -116,7 +137,15 @@ def report_steps(arguments, config, world):
             )
 
 
-@pytest.mark.usefixtures("maxtext")
+def recorded_losses(run):
+    """The steps and losses that are in the metrics of a run."""
+    recorded = run_files.read_metrics(run / "metrics")
+    lines = [line for each in recorded.values() for line in each]
+    wanted = "/elastic_ckpt/train/loss"
+    return [(each["step"], each["last"]) for each in lines if each["metric"] == wanted]
+
+
+@pytest.mark.usefixtures("stand_in_for_maxtext")
 def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
     given = [*RUN, f"base_output_directory={tmp_path}", "hosts=2", "steps=3"]
     maxtext_elastic.run(
@@ -125,10 +154,82 @@ def test_the_metrics_of_a_run_on_several_hosts_are_recorded(tmp_path):
         emit=events.nobody,
         train=report_steps,
     )
-    lines = [
-        line
-        for each in run_files.read_metrics(tmp_path / "a" / "metrics").values()
-        for line in each
-        if line["metric"] == "/elastic_ckpt/train/loss"
+    assert recorded_losses(tmp_path / "a") == [(1, 5), (2, 4), (3, 3)]
+
+
+def test_a_world_has_the_hosts_of_two_machines(tmp_path):
+    stand_in.install(tmp_path)
+    given = [
+        *RUN,
+        f"base_output_directory={tmp_path}",
+        *("hosts=2", "slices=2", "steps=3", "elastic_enabled=true"),
+        "enable_multi_tier_checkpointing=true",
+        f"local_checkpoint_directory={tmp_path}/ram",
+        "local_checkpoint_period=1",
+        "multi_tier_checkpointing_backup_interval_steps=100",
+        "elastic_machines=2",
+        # Neither is lost, however slow this machine is.
+        "elastic_machine_timeout_seconds=600",
     ]
-    assert [(line["step"], line["last"]) for line in lines] == [(1, 5), (2, 4), (3, 3)]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    machines = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.integrations.maxtext_machine"),
+                *(*given, f"elastic_machine={number}"),
+            ],
+            cwd=runs.ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        for number in range(2)
+    ]
+    assert [each.wait() for each in machines] == [0, 0]
+    run = tmp_path / "a"
+    (world,) = runs.events(run, "world_started")
+    assert world["slices"] == [0, 1]
+    assert recorded_losses(run) == [(1, 5), (2, 4), (3, 3)]
+
+
+@pytest.mark.usefixtures("without_jax_cache")
+def test_a_world_loads_the_step_that_maxtext_has_compiled_in_one_before():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+
+    def batch(rows):
+        return {"inputs": jax.device_put(np.arange(float(rows)), sharding)}
+
+    def steps(kept):
+        """MaxText's calls in a world: lower, compile, then the step itself."""
+        emitted = []
+        this = world.World(
+            number=1,
+            slices=(0,),
+            slice_name="0",
+            emit=lambda name, **_: emitted.append(name),
+            _between=world.BetweenWorlds(executables=kept),
+        )
+        # Code that closes over an array, as MaxText's does.
+        decay = jax.numpy.float32(0.5)
+
+        @jax.jit
+        def train_step(state, batch):
+            return state * decay + batch["inputs"].sum(), {"loss": state[0]}
+
+        states = []
+        step = maxtext.KeptStep(train_step, world=this, note=states.append)
+        state = jax.device_put(np.arange(8, dtype=np.float32), sharding)
+        compiled = step.lower(state, batch(8)).compile(compiler_options={})
+        assert compiled.memory_analysis() is not None
+        trained, metrics = step(state, batch(8))
+        # In a ramp the next batch is larger.
+        trained, _ = step(trained, batch(16))
+        assert states[-1] is trained
+        return np.asarray(trained), np.asarray(metrics["loss"]), emitted
+
+    with kept_executables.kept() as kept:
+        first, loss, emitted = steps(kept)
+        assert emitted == ["compile_started", "compiled"]
+        second, same_loss, emitted = steps(kept)
+        assert emitted == ["executable_loaded"]
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(loss, same_loss)

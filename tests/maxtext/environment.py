@@ -4,12 +4,14 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 
 from tests.environments import ROOT, Environment
 
 ENVIRONMENT = ROOT / ".venv-maxtext"
 TOKENIZERS = ENVIRONMENT / "lib/python3.12/site-packages/maxtext/assets/tokenizers"
+PATCH = ROOT / "configs/maxtext/maxtext-0.2.5.patch"
 GROUP = pathlib.Path(__file__).parent / "pyproject.toml"
 _MAXTEXT = Environment(ENVIRONMENT, GROUP, "3.12")
 documented_commands = _MAXTEXT.documented_commands
@@ -17,10 +19,27 @@ set_up = _MAXTEXT.set_up
 run = _MAXTEXT.run
 
 
-class Hosts:
-    """The server of `tests.maxtext.hosts`, in MaxText's environment."""
+def patched(directory):
+    """Makes a copy of MaxText with our patch in a directory; returns that."""
+    shutil.copytree(
+        ENVIRONMENT / "lib/python3.12/site-packages/maxtext",
+        directory / "maxtext",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    with PATCH.open() as patch:
+        subprocess.run(["patch", "-p1"], cwd=directory, stdin=patch, check=True)
+    return str(directory)
 
-    def __init__(self, directory):
+
+class Hosts:
+    """The server of `tests.maxtext.hosts`, in MaxText's environment.
+
+    Args:
+      directory: of its log.
+      patched: has a MaxText to take in place of the environment's own; None takes that.
+    """
+
+    def __init__(self, directory, *, patched=None):
         self._errors = open(directory / "server.log", "w")  # noqa: SIM115
         self._server = subprocess.Popen(
             [ENVIRONMENT / "bin" / "python", "-m", "tests.maxtext.hosts"],
@@ -32,6 +51,9 @@ class Hosts:
                 "PYTHONWARNINGS": "ignore",
                 # Compiled as users compile: losses are compared as they are printed.
                 "XLA_FLAGS": "",
+                "PYTHONPATH": os.pathsep.join(
+                    each for each in (patched, os.environ.get("PYTHONPATH")) if each
+                ),
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -139,15 +139,14 @@ def stock(arguments):
 
 def note_batches(path):
     """Has every iterator that MaxText is given write down its batches."""
-    from elastic_ckpt.integrations import maxtext, maxtext_seams
+    from elastic_ckpt.integrations import maxtext
 
-    kinds = {maxtext_seams.MAKE_TRAIN: "train", maxtext_seams.MAKE_EVAL: "eval"}
-    make, draw = maxtext.Taken._iterator, maxtext.MaxTextIterator.__next__
+    make, draw = maxtext.Run._iterator, maxtext.MaxTextIterator.__next__
     path.write_text("")
 
-    def named(self, seam, *arguments):
-        made = make(self, seam, *arguments)
-        made.noted_as = kinds[seam]
+    def named(self, *arguments, record=None, **more):
+        made = make(self, *arguments, record=record, **more)
+        made.noted_as = "eval" if record is None else "train"
         return made
 
     def noted(self):
@@ -157,7 +156,7 @@ def note_batches(path):
             record.write(json.dumps(line) + "\n")
         return batch
 
-    maxtext.Taken._iterator = named
+    maxtext.Run._iterator = named
     maxtext.MaxTextIterator.__next__ = noted
 
 
@@ -181,9 +180,9 @@ def spoil_save(step):
     import jax
     import jax.numpy as jnp
 
-    from elastic_ckpt.integrations import maxtext_tiers
+    from elastic_ckpt.integrations import maxtext, maxtext_seam
 
-    save = maxtext_tiers.TieredManager.save_checkpointables_async
+    save = maxtext.TieredManager.save_checkpointables_async
 
     def spoilt(value):
         is_float = jnp.issubdtype(value.dtype, jnp.floating)
@@ -191,11 +190,11 @@ def spoil_save(step):
 
     def saved(self, number, checkpointables, **options):
         if number == step:
-            items = jax.tree.map(spoilt, checkpointables[maxtext_tiers.ITEMS])
-            checkpointables = {**checkpointables, maxtext_tiers.ITEMS: items}
+            items = jax.tree.map(spoilt, checkpointables[maxtext_seam.ITEMS])
+            checkpointables = {**checkpointables, maxtext_seam.ITEMS: items}
         return save(self, number, checkpointables, **options)
 
-    maxtext_tiers.TieredManager.save_checkpointables_async = saved
+    maxtext.TieredManager.save_checkpointables_async = saved
 
 
 def kill_all_before_commit(step):

@@ -4,6 +4,7 @@ import argparse
 import re
 import shutil
 
+import pyarrow as pa
 import pytest
 
 import elastic_ckpt as ec
@@ -63,6 +64,29 @@ SHARED = {
 }
 
 
+# What the loss counts is between the two texts.
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{% endgeneration %}"
+    "{% else %}{{ message.content }}?{% endif %}"
+    "{% endfor %}"
+)
+
+
+def chats(num_chats):
+    """Conversations of different lengths."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"u{n} " * (1 + n % 3)},
+                {"role": "assistant", "content": f"a{n} " * (1 + n % 5)},
+            ]
+        }
+        for n in range(num_chats)
+    ]
+
+
 def texts(name, num_texts, most=90):
     """Texts of up to `most` letters, or a little more, of their name and number."""
     return [
@@ -84,6 +108,9 @@ def files(tmp_path_factory):
     }
     for name, write in written.items():
         write(directory / name, texts(name[0], 43 if name[0] == "h" else 400))
+    chatted = pa.Table.from_pylist(chats(400))
+    corpora.write_table(directory / "chats.parquet", chatted, group_rows=8)
+    (directory / "chat.jinja").write_text(TEMPLATE)
     return directory
 
 
@@ -116,6 +143,15 @@ def cases(files):
             "grain_train_files": f"{files}/d.tfrecord",
             "grain_file_type": "tfrecord",
             "use_truncation": False,
+        },
+        "sft": {
+            "use_sft": True,
+            "sft_train_on_completion_only": True,
+            "grain_train_files": f"{files}/chats.parquet",
+            "grain_file_type": "parquet",
+            "train_data_columns": "['messages']",
+            "chat_template_path": f"{files}/chat.jinja",
+            "packing": True,
         },
         "eval": {
             "grain_train_files": f"{files}/a.array_record",
@@ -204,6 +240,20 @@ def check_is_part_of(whole, logs, *, begin, end):
     assert actual["train"] == {s: expected["train"][s] for s in range(begin, end)}
     if num_batches:
         assert actual["eval"] == {s: expected["eval"][s] for s in evaluations}
+
+
+def test_fine_tuning_on_conversations_is_that_of_one_host(maxtext):
+    case, begin = "sft", 0
+    whole = maxtext.uninterrupted(case)
+    # Of each row the answers alone count.
+    losses = environment.losses(whole)["train"]
+    counted = [int(weights) for weights, *_ in losses.values()]
+    assert 0 < max(counted) < ROWS * MODEL["max_target_length"] * 0.8
+    for steps, num_hosts in FEWER:
+        logs = maxtext.run(case, case, steps=steps, num_hosts=num_hosts)
+        check_is_part_of(whole, logs, begin=begin, end=steps)
+        begin = steps
+    check_verbs(maxtext, case, hosts=[num_hosts for _, num_hosts in FEWER])
 
 
 IN_SIDECAR = {"colocated_python_data_input": True}
@@ -305,7 +355,6 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
             "local_checkpoint_directory": ram,
             "local_checkpoint_period": 2,
             "local_checkpoint_size_limit": "64Mi",
-            # MaxText saves no step 3: that backup is made at step 4.
             "multi_tier_checkpointing_backup_interval_steps": 3,
             "async_checkpointing": True,
         }
@@ -322,8 +371,7 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
                 assert restored.startswith(f"restored step {begin - 1}: ")
                 assert source in restored
             else:
-                # Step 3 is not saved. A backup that waits for another one gives way to
-                # that of a newer step.
+                # A backup that waits for another one gives way to that of a newer step.
                 stored = stored_steps(maxtext, name)
                 assert any(4 <= each < steps - 1 for each in stored)
             begin = steps
