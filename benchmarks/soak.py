@@ -1,10 +1,15 @@
-"""Suite `soak`: one run that loses and regains slices a hundred times, unattended.
+"""Suite `soak`: a run that is hit by a hundred faults, unattended; on disk, in buckets.
 
 Faults are drawn at random, from a seed that is printed: a slice is killed with its
-memory, a slice comes back, the process of a host is killed, a host is stopped
-(SIGSTOP). They come at a distance of a few steps, so that some hit a run that has not
-recovered from the last one. Afterwards the run is audited.
+memory, or cut off from the network; the process of a host is killed (half of them are
+process 0), in a save or in a restore, too, or two at once; a host is stopped
+(SIGSTOP). Slices come back. Faults come at a distance of a few steps, so that some hit
+a run that has not recovered from the last one. Afterwards the run is audited.
 
+One run keeps its steps on disk, one in `gs://` and one in `s3://` (emulators in another
+process), with the endings `_gs` and `_s3`.
+
+* `faults`: that happened, without returns; 100.
 * `examples_lost`, `examples_repeated`: by the audit; 0.
 * `committed_steps_lost`: worlds that began before a step that had its copies; 0.
 * `processes_left`: of the run, when it has ended; 0.
@@ -17,6 +22,7 @@ recovered from the last one. Afterwards the run is audited.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -26,13 +32,15 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
-from benchmarks import report
+from benchmarks import report, storage_buckets
 from elastic_ckpt.inspect import run_files
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
-_NUM_EVENTS = 100
+_NUM_FAULTS = 100
 _NUM_SLICES = 4
 _LEAST_SLICES = 2
 _STEPS_BETWEEN = (8, 30)
@@ -104,13 +112,63 @@ def faults(num_events: int, seed: int) -> list[dict[str, int]]:
     return listed
 
 
+def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
+    """Random faults of all kinds, and the returns of slices between them.
+
+    Args:
+      num_faults: how many, without the returns.
+      seed: of the draw.
+    """
+    draw = random.Random(seed)
+    there, gone, step, num = set(range(_NUM_SLICES)), set[int](), 0, 0
+    listed: list[dict[str, Any]] = []
+    while num < num_faults or gone:
+        step += draw.randint(*_STEPS_BETWEEN)
+        kinds = ["return"] * 6 * bool(gone)
+        if num < num_faults:
+            kinds += ["host", "host_in_save", "host_hangs"]
+            kinds += ["hosts", "host_in_restore"] * (num < num_faults - 1)
+            kinds += ["slice", "slice_cut_off"] * (len(there) > _LEAST_SLICES)
+        kind = draw.choice(kinds)
+        # There are two hosts at least.
+        host = draw.randrange(_LEAST_SLICES)
+        match kind:
+            case "return":
+                target = draw.choice(sorted(gone))
+                gone.remove(target)
+                there.add(target)
+                found = [{"return_slice": target}]
+            case "slice" | "slice_cut_off":
+                target = draw.choice(sorted(there))
+                there.remove(target)
+                gone.add(target)
+                found = [{"kill_slice" if kind == "slice" else "cut_off": target}]
+            case "hosts":
+                found = [{"kill_host": 0}, {"kill_host": 1}]
+            case "host_in_save":
+                found = [{"kill_host": host, "in_phase": "save"}]
+            case "host_in_restore":
+                # The first lets the run restore.
+                found = [
+                    {"kill_host": 1 - host},
+                    {"kill_host": host, "in_phase": "restore"},
+                ]
+            case "host_hangs":
+                found = [{"hang_host": host}]
+            case _:
+                found = [{"kill_host": host}]
+        num += len(found) * (kind != "return")
+        listed += [each | {"at_step": step} for each in found]
+    return listed
+
+
 def soak(
-    directory: str, ram: str, config: pathlib.Path, listed: list[dict[str, int]]
+    directory: str, ram: str, config: pathlib.Path, listed: list[dict[str, Any]]
 ) -> Outcome:
     """Trains through faults, and audits what is left.
 
     Args:
-      directory: of the run's files, empty.
+      directory: of the run's files, empty; a path, or a URL of a bucket.
       ram: a directory on a RAM disk, empty.
       config: of the run.
       listed: the faults.
@@ -118,7 +176,7 @@ def soak(
     Raises:
       RuntimeError: if a command fails, with its output.
     """
-    run = pathlib.Path(directory, RUN)
+    run = f"{directory}/{RUN}"
     mark = f"{_MARK}={uuid.uuid4()}"
     settings = {
         "run_name": RUN,
@@ -147,10 +205,9 @@ def soak(
     )
     left = _processes(mark)
     audit = json.loads(_command("audit", run, "--json", mark=mark))
-    lines = (run / "events.jsonl").read_text().splitlines()
     return Outcome(
         audit=audit,
-        events=list(map(json.loads, lines)),
+        events=run_files.RunFiles.read(run).events(),
         goodput_percent=_goodput_percent(run),
         processes_left=left,
     )
@@ -158,32 +215,48 @@ def soak(
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    seed = random.randrange(2**16)
-    listed = faults(_NUM_EVENTS, seed)
-    print(f"seed {seed}: {json.dumps(listed)}")
+    figures: dict[str, report.Figure] = {}
     loads = [os.getloadavg()[0]]
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
-    ):
+    with storage_buckets.stores() as environment:
+        bucket = environment["BUCKET"]
+        for ending, url in (("", ""), ("_gs", "gs://"), ("_s3", "s3://")):
+            with (
+                tempfile.TemporaryDirectory() as directory,
+                mock.patch.dict(os.environ, environment),
+            ):
+                place = f"{url}{bucket}/soak" if url else directory
+                named = _measure(place, random.randrange(2**16))
+            figures |= {f"{name}{ending}": each for name, each in named.items()}
+            loads.append(os.getloadavg()[0])
+    return figures | {"load": report.figure("processes", "running, in a minute", loads)}
+
+
+def _measure(directory: str, seed: int) -> Mapping[str, report.Figure]:
+    listed = mixed_faults(_NUM_FAULTS, seed)
+    print(f"{directory}, seed {seed}: {json.dumps(listed)}")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as ram:
         outcome = soak(directory, ram, CONFIG, listed)
-    loads.append(os.getloadavg()[0])
+    injected = collections.Counter(
+        event["kind"] for event in outcome.named("fault_injected")
+    )
+    print(f"{directory}: {dict(injected)}")
+    counts = {
+        "faults": injected.total() - injected["return_slice"],
+        "worlds": len(outcome.named("world_started")),
+        "examples_lost": outcome.audit["num_lost"],
+        "examples_repeated": outcome.audit["num_repeated"],
+        "committed_steps_lost": outcome.committed_steps_lost(),
+        "processes_left": len(outcome.processes_left),
+    }
+    against = {"faults": f"{_NUM_FAULTS}, seed {seed}", "worlds": "of one run"}
+    units = {name: name.split("_")[0] for name in counts} | {
+        "committed_steps_lost": "worlds"
+    }
     changes = outcome.named("recovered")
     return {
-        "events": report.figure("faults and returns", f"seed {seed}", [len(listed)]),
-        "worlds": report.figure(
-            "worlds", "of one run", [len(outcome.named("world_started"))]
-        ),
-        "examples_lost": report.figure("examples", "0", [outcome.audit["num_lost"]]),
-        "examples_repeated": report.figure(
-            "examples", "0", [outcome.audit["num_repeated"]]
-        ),
-        "committed_steps_lost": report.figure(
-            "worlds", "0", [outcome.committed_steps_lost()]
-        ),
-        "processes_left": report.figure(
-            "processes", "0", [len(outcome.processes_left)]
-        ),
+        name: report.figure(units[name], against.get(name, "0"), [count])
+        for name, count in counts.items()
+    } | {
         "steps_lost": report.figure(
             "steps",
             "local_checkpoint_period=5",
@@ -195,7 +268,6 @@ def measure() -> dict[str, report.Figure]:
         "goodput_percent": report.figure(
             "%", "of the run's time", [outcome.goodput_percent]
         ),
-        "load": report.figure("processes", "running, in a minute", loads),
     }
 
 
@@ -228,7 +300,7 @@ def _processes(mark: str) -> list[int]:
     return left
 
 
-def _goodput_percent(run: pathlib.Path) -> float:
+def _goodput_percent(run: str) -> float:
     name = "/elastic_ckpt/goodput/percent"
-    recorded = run_files.read_metrics(run / "metrics", last_bytes=2**20)["run"]
+    recorded = run_files.read_metrics(f"{run}/metrics", last_bytes=2**20)["run"]
     return [each["last"] for each in recorded if each["metric"] == name][-1]

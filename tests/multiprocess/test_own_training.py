@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from elastic_ckpt.cli import audit
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic.machines import leader_claim
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import layout
-from elastic_ckpt.training import run_directory, step_log
+from elastic_ckpt.training import run_audit, step_log
 from tests import corpora, process_tree, runs, shared_memory
 from tests.multiprocess import own_training, supervisors
 
@@ -127,13 +127,13 @@ def test_its_rows_are_those_of_one_host_though_leader_and_follower_are_killed(
         (tmp_path / "end").touch()
         codes = [each.wait(supervisors.WAIT_SECS) for each in machines.started.values()]
         assert codes == [0, 0], machines.outputs()
-    outcome = audit.outcome_of(
+    outcome = run_audit.RunAudit(
         str(machines.run), data="tests.multiprocess.own_training:data"
-    )
+    ).outcome()
     assert outcome.passed
     assert outcome.hosts == (3, 2) * 3
     assert outcome.num_row_identical_steps == outcome.num_steps
-    events = run_directory.read_events(str(machines.run))
+    events = run_files.read_events(str(machines.run))
     restored = [each for each in events if each["event"] == "restored_from"]
     assert len(restored) == 5
     # The steps of lost machines were in the memory of others.
