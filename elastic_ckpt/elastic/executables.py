@@ -145,7 +145,7 @@ class Executables:
         self.emit("compiled", step=step, secs=secs)
         # On CPU an executable of JAX's cache is serialized without its code. The next
         # world finds it in that cache, too.
-        if path is not None and not hits and not _loses_order(compiled):
+        if path is not None and not hits and not loses_order(compiled):
             self._keep(path, compiled, _devices(arguments))
         return compiled
 
@@ -243,11 +243,14 @@ def _cache_hits() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_listener(note)
 
 
-def _loses_order(compiled: Any) -> bool:
-    # XLA runs the collectives of a program in one order on all hosts. On CPU it
-    # serializes that order within each computation alone: between the body of a loop
-    # and what is around it, a loaded program has none, and hosts wait for each other in
-    # different collectives.
+def loses_order(compiled: Any) -> bool:
+    """Whether hosts that load this program could wait for each other for ever.
+
+    XLA runs the collectives of a program in one order on all hosts. On CPU it
+    serializes that order within each computation alone: between the body of a loop and
+    what is around it, a loaded program has none, and hosts wait for each other in
+    different collectives.
+    """
     if jax.devices()[0].platform != "cpu" or topology.num_hosts() == 1:
         return False
     computations = compiled.as_text().split("\n}")

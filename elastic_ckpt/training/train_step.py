@@ -40,10 +40,6 @@ class StepReport(NamedTuple):
     gradient_norm: jax.Array
 
 
-# `(params, batch) -> (loss, targets)`: the sum over targets in nats, and their number.
-SummedLoss = Callable[
-    [transformer.Params, elastic_data.Batch], tuple[jax.Array, jax.Array]
-]
 Step = Callable[[TrainState, elastic_data.Batch], tuple[TrainState, StepReport]]
 
 
@@ -94,24 +90,29 @@ def build(
     def init() -> TrainState:
         return begin(transformer.init(jax.random.key(seed), sizes))
 
-    gather = functools.partial(
-        jax.lax.with_sharding_constraint, shardings=topology.replicated(mesh)
-    )
     summed_loss = functools.partial(
-        transformer.loss, head_dim=sizes.head_dim, gather=gather
+        transformer.loss,
+        head_dim=sizes.head_dim,
+        gather=functools.partial(_constrained, mesh=mesh, spec=PartitionSpec()),
     )
-    differentiated = _differentiated(summed_loss, microbatches, mesh)
+    differentiated = jax.value_and_grad(summed_loss, has_aux=True)
+    if microbatches > 1:
+        differentiated = _accumulated(differentiated, microbatches, mesh)
+    differentiated = _over_slices(differentiated, mesh)
+    evaluated = _over_slices(summed_loss, mesh)
 
     def step(
         state: TrainState, batch: elastic_data.Batch
     ) -> tuple[TrainState, StepReport]:
-        loss, gradients = differentiated(state["params"], batch)
+        (total, count), gradients = differentiated(state["params"], batch)
+        count = jnp.maximum(count, 1)
+        gradients = jax.tree.map(lambda leaf: leaf / count, gradients)
         updates, opt_state = optimizer.update(
             gradients, state["opt_state"], state["params"]
         )
         report = _report(
             batch,
-            loss,
+            total / count,
             learning_rate=learning_rate(state["step"]),
             gradient_norm=optax.tree.norm(gradients),
         )
@@ -133,7 +134,7 @@ def build(
             donate_argnums=0,
         ),
         evaluate=jax.jit(
-            lambda state, batch: summed_loss(state["params"], batch),
+            lambda state, batch: evaluated(state["params"], batch),
             out_shardings=topology.replicated(mesh),
         ),
     )
@@ -157,28 +158,39 @@ def _report(
     )
 
 
-def _differentiated(
-    summed_loss: SummedLoss, microbatches: int, mesh: Mesh
-) -> Callable[[transformer.Params, elastic_data.Batch], tuple[jax.Array, Any]]:
-    # The mean loss of a batch and its gradients.
-    def mean_loss(params: transformer.Params, batch: elastic_data.Batch) -> jax.Array:
-        total, count = summed_loss(params, batch)
-        return total / jnp.maximum(count, 1)
+def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    # The sum over slices of what `function(params, batch)` returns for the rows of
+    # each. They add once in a step, after the loop over layers: one collective between
+    # slices in place of one for each layer. Within a slice the compiler shards.
+    if mesh.shape[topology.SLICE_AXIS] == 1:
+        return function
 
-    if microbatches == 1:
-        return jax.value_and_grad(mean_loss)
-    return _accumulated(summed_loss, microbatches, mesh)
+    def of_slice(params: transformer.Params, batch: elastic_data.Batch) -> Any:
+        return jax.lax.psum(function(params, batch), topology.SLICE_AXIS)
+
+    return jax.shard_map(
+        of_slice,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(topology.SLICE_AXIS)),
+        out_specs=PartitionSpec(),
+        axis_names={topology.SLICE_AXIS},
+        # With checks, gradients would be summed where parameters are used, in the loop.
+        check_vma=False,
+    )
+
+
+def _constrained(arrays: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    # In a function for each slice, the mesh is that of its slice.
+    of_slice = jax.sharding.get_abstract_mesh()
+    sharding = NamedSharding(mesh if of_slice.empty else of_slice, spec)
+    return jax.lax.with_sharding_constraint(arrays, sharding)
 
 
 def _accumulated(
-    summed_loss: SummedLoss, microbatches: int, mesh: Mesh
-) -> Callable[[transformer.Params, elastic_data.Batch], tuple[jax.Array, Any]]:
-    # As `_differentiated`, from the sums over the parts of a batch.
-    differentiated = jax.value_and_grad(summed_loss, has_aux=True)
-
-    def accumulate(
-        params: transformer.Params, batch: elastic_data.Batch
-    ) -> tuple[jax.Array, Any]:
+    differentiated: Callable[..., Any], microbatches: int, mesh: Mesh
+) -> Callable[..., Any]:
+    # As `differentiated`, from the sums over the parts of a batch of a slice.
+    def accumulate(params: transformer.Params, batch: elastic_data.Batch) -> Any:
         def add(sums: Any, part: elastic_data.Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, differentiated(params, part)), None
 
@@ -188,20 +200,19 @@ def _accumulated(
         part = jax.tree.map(lambda rows: rows[0], parts)
         shapes = jax.eval_shape(differentiated, params, part)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        ((total, count), gradients), _ = jax.lax.scan(add, zeros, parts)
-        count = jnp.maximum(count, 1)
-        return total / count, jax.tree.map(lambda leaf: leaf / count, gradients)
+        sums, _ = jax.lax.scan(add, zeros, parts)
+        return sums
 
     return accumulate
 
 
 def _microbatches(rows: jax.Array, number: int, mesh: Mesh) -> jax.Array:
-    # `[B, ...]` to `[number, B / number, ...]`: each part has rows of every device, in
-    # place.
-    by_device = rows.reshape(mesh.size, number, -1, *rows.shape[1:])
+    # `[B, ...]` to `[number, B / number, ...]`, of a slice: each part has rows of every
+    # device, in place.
+    devices = mesh.shape[topology.FSDP_AXIS]
+    by_device = rows.reshape(devices, number, -1, *rows.shape[1:])
     parts = by_device.swapaxes(0, 1).reshape(number, -1, *rows.shape[1:])
-    spec = PartitionSpec(None, topology.BATCH_AXES)
-    return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
+    return _constrained(parts, mesh, PartitionSpec(None, topology.FSDP_AXIS))
 
 
 def _abstract(

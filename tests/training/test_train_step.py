@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from elastic_ckpt.core import digest, topology
 from elastic_ckpt.data import example_id, iterator, rows, tokens
+from elastic_ckpt.elastic import executables
 from elastic_ckpt.training import configured, schema
 from tests.conftest import data_of
 
@@ -102,3 +105,17 @@ def test_an_evaluation_sums_over_targets_and_changes_nothing(trained, data):
     # The same sums in another program.
     np.testing.assert_allclose(loss / count, report.loss, rtol=1e-5)
     assert before["step"] == 12
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_slices_add_their_gradients_once_a_step(data, monkeypatch, microbatches):
+    # On CPUs, hosts keep no program with collectives in loops.
+    monkeypatch.setattr(executables.topology, "num_hosts", lambda: 8)
+    model = dataclasses.replace(CONFIG.model, base_num_decoder_layers=3)
+    config = dataclasses.replace(CONFIG, model=model)
+    mesh = topology.mesh_of(topology.present(8))
+    program = configured.program(config, mesh, microbatches=microbatches)
+    batch = next(iterator.Batches(data, mesh=mesh, global_batch_size=16))
+    compiled = program.step.lower(program.abstract_state, batch).compile()
+    assert "while" in compiled.as_text()
+    assert not executables.loses_order(compiled)
