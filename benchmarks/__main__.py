@@ -19,7 +19,7 @@ SUITES = {
     "recovery": "lost slices: until the first step, steps lost; loop; beside Orbax",
     "soak": "one run that loses and regains slices a hundred times",
     "simulation": "real runs that fail beside simulations of the same failures",
-    "verdicts": "faults of 60 kinds, and what the run says of each",
+    "verdicts": "faults of 80 kinds, and what the run says of each",
     "soak_buckets": "a run in gs:// and one in s3://, killed twenty times at random",
     "storage": "the bytes of a run's step log, and its writes late over early",
     "validation": "comparing replicas on devices, over one read of the state",

@@ -25,8 +25,11 @@ import elastic_ckpt as ec
 from elastic_ckpt.core import errors, events, storage_cause
 from elastic_ckpt.elastic import (
     decision,
+    executables,
     host_failure,
     host_load,
+    kept_executables,
+    machine_supervisor,
     slice_check,
     slow_hosts,
     supervisor,
@@ -34,6 +37,7 @@ from elastic_ckpt.elastic import (
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.host_failure import HostFailure
+from elastic_ckpt.elastic.machines import leader_claim
 from elastic_ckpt.training import callbacks, divergence
 
 _SETTLED_SECS = 1e6
@@ -279,6 +283,14 @@ def _computes_wrongly(world: World) -> Sequence[HostFailure]:
     return []
 
 
+def _is_refused(why: str) -> Records:
+    def records(world: World) -> Sequence[HostFailure]:
+        world.emit("slice_refused", slice=world.host, why=why)
+        return []
+
+    return records
+
+
 def _is_slow(kind: str) -> Records:
     def records(world: World) -> Sequence[HostFailure]:
         slow = slow_hosts.SlowHosts(now_secs=0.0)
@@ -335,6 +347,21 @@ def _preempts(world: World) -> Sequence[HostFailure]:
     return []
 
 
+def _leads_no_more(world: World) -> Sequence[HostFailure]:
+    lost = ["its claim was not renewed for 30 s", "process 412 of host-a has ended"]
+    leader = leader_claim.Leader(
+        machine=world.host,
+        address="10.0.0.8:40311",
+        key="",
+        term=world.draw.randint(1, 9),
+        claim="",
+        since_secs=time.monotonic(),
+        lost=world.draw.choice(lost),
+    )
+    machine_supervisor.report_lost(leader, world.emit)
+    return []
+
+
 def _restores_bad_copies(world: World) -> Sequence[HostFailure]:
     with tempfile.TemporaryDirectory() as directory:
         root = pathlib.Path(directory)
@@ -351,6 +378,43 @@ def _restores_bad_copies(world: World) -> Sequence[HostFailure]:
         largest.write_bytes(content)
         with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
             checkpointer.load()
+    return []
+
+
+def _restores_what_was_corrupt(world: World) -> Sequence[HostFailure]:
+    with tempfile.TemporaryDirectory() as directory:
+        root = pathlib.Path(directory)
+        tiers = [
+            ec.Local(root / "ram", every=1),
+            ec.Persistent(root / "storage", every=2),
+        ]
+        with ec.Checkpointer(tiers) as checkpointer:
+            for step in (2, 3):
+                checkpointer.save(step, {"w": jax.numpy.full(1000, 1.0)})
+        with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
+            checkpointer.load()
+            checkpointer.distrust(4)
+    return []
+
+
+def _loads_a_damaged_program(world: World) -> Sequence[HostFailure]:
+    with kept_executables.kept() as kept:
+        keeper = executables.Executables(kept=kept, emit=world.emit)
+        # A program that JAX has in its own cache is not kept.
+        number = time.time_ns() % 2**20
+        step = jax.jit(lambda x: x + number)
+        mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        values = jax.device_put(jax.numpy.zeros(8), whole)
+        keeper.compiled(step, values)
+        # The smallest is of the directory itself.
+        *_, file = sorted(
+            pathlib.Path(kept.directory).iterdir(), key=lambda each: each.stat().st_size
+        )
+        content = bytearray(file.read_bytes())
+        content[world.draw.randrange(len(content))] ^= 1
+        file.write_bytes(content)
+        keeper.compiled(step, values)
     return []
 
 
@@ -384,7 +448,9 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     "host_exited": (_dies(3, 1, 134),),
     "host_cut_off": (_dies(-signal.SIGABRT, log=_ABORTED_LOG, has_followers=False),),
     "slice_lost": (_dies(-signal.SIGKILL),),
+    "too_few_slices": (_dies(-signal.SIGKILL),),
     "machine_lost": (_dies(-signal.SIGKILL),),
+    "leader_lost": (_leads_no_more,),
     "slice_restarted": (
         _is_down("DATA_LOSS: Data loss: the slice was restarted", "DATA_LOSS: 0x7f"),
     ),
@@ -395,6 +461,19 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     "compile_hangs": (_hangs("compile", everywhere=True),),
     "host_hangs": (_hangs("step"),),
     "collective_hangs": (_hangs("step", everywhere=True),),
+    "device_too_slow": (_is_refused(slice_check.problem_of_time([0, 1], 20)),),
+    "device_check_failed": (
+        _is_refused(slice_check.problem_of_failure(1, "/runs/a/logs/check-of-slice-0")),
+    ),
+    "state_corrupt": (_restores_what_was_corrupt,),
+    "executable_damaged": (_loads_a_damaged_program,),
+    "cannot_go_on": (
+        _on_all(
+            "hosts of this world have two versions of jax: 0.10.2 and 0.11.{}",
+            "the mesh has an axis of {}, which does not divide the {} rows of a batch",
+            kind=errors.RunError,
+        ),
+    ),
     "device_memory_bad": (
         _on_one(
             "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error"
@@ -586,4 +665,4 @@ RECORDS: dict[str, tuple[Records, ...]] = {
         ),
     ),
 }
-GONE = ("slice_lost", "machine_lost")
+GONE = ("slice_lost", "machine_lost", "too_few_slices")

@@ -37,7 +37,9 @@ _HEALTHY = 20
 _SLICES = 3
 _KINDS = {kind.name: kind for kind in verdict.KINDS}
 # Those of which a run does not know the number.
-_UNNUMBERED = ("slice_restarted", "wrong_clock")
+_UNNUMBERED = ("slice_restarted", "wrong_clock", "state_corrupt", "too_few_slices")
+# What is said before.
+_FIRST = {"program_fails_again": "device_failed", "too_few_slices": "slice_lost"}
 _NUMBERED_LINKS = ("host_cut_off", "host_unreachable")
 # A check of a slice takes up to ten seconds on a machine that is busy.
 _HANG = watch.Limits(most_secs=20.0, heartbeat_secs=60.0)
@@ -128,9 +130,8 @@ class Judged:
     def is_right(self) -> bool:
         """Whether each verdict is, and names what has failed."""
         meant = self.meant.partition(":")[0]
-        if meant == "program_fails_again":
-            # At first it looks like the device.
-            kinds = ["device_failed", meant]
+        if meant in _FIRST:
+            kinds = [_FIRST[meant], meant]
         else:
             kinds = [meant] * len(self.verdicts) or [meant]
         return [each["kind"] for each in self.verdicts] == kinds and self._is_named()
@@ -201,8 +202,11 @@ def in_records(meant: str, draw: random.Random) -> Judged:
         is_machine=kind == "machine_lost",
     )
     said, failed = _Said(), ""
+    policy = decision.Policy()
+    if kind == "too_few_slices":
+        policy = decision.Policy(min_slices=cluster.hosts, wait_secs=0)
     try:
-        runtime.run(_nothing, cluster=cluster, emit=said)
+        runtime.run(_nothing, cluster=cluster, policy=policy, emit=said)
     except errors.ElasticCkptError as error:
         failed = str(error)
     return Judged(meant=meant, verdicts=said.verdicts, host=cluster.host, failed=failed)

@@ -238,7 +238,7 @@ class MachineSupervisor:
 
         emit("leader_found", machine=self._number, leader=self._number)
         if before is not None:
-            _report_lost(before, emit)
+            report_lost(before, emit)
         others.await_machines(self._expected)
         cluster = processes.ProcessCluster(
             self._slices, others, injected=self._run.machine.injected, emit=emit
@@ -254,7 +254,8 @@ class MachineSupervisor:
             self._may_rest = False
 
 
-def _report_lost(leader: leader_claim.Leader, emit: events.Emit) -> None:
+def report_lost(leader: leader_claim.Leader, emit: events.Emit) -> None:
+    """Reports a leader that was lost, and the verdict of it, as its successor does."""
     fields: dict[str, storage.Json] = {"machine": leader.machine, "why": leader.lost}
     emit("leader_lost", **fields)
     judged = verdict.judge(

@@ -200,12 +200,11 @@ class _Check:
             try:
                 self._values[host] = json.loads(pipe.recv_bytes())
             except (EOFError, OSError):
-                problem = f"its host {host} failed in the check; see {self._log}"
+                problem = problem_of_failure(host, self._log)
                 return Checked(slice=self._slice, problem=problem)
         secs = now_secs - self.began_secs
         if self.pipes and secs > limit_secs:
-            hosts = sorted(self.pipes.values())
-            problem = f"its hosts {hosts} did not finish the check in {secs:.0f} s"
+            problem = problem_of_time(sorted(self.pipes.values()), secs)
             return Checked(slice=self._slice, problem=problem)
         if self.pipes:
             return None
@@ -218,6 +217,16 @@ class _Check:
         for child in self._processes:
             child.wait()
             child.channel.close()
+
+
+def problem_of_failure(host: int, log: str) -> str:
+    """What is wrong with a slice whose host ended without a value."""
+    return f"its host {host} failed in the check; see {log}"
+
+
+def problem_of_time(hosts: Sequence[int], secs: float) -> str:
+    """What is wrong with a slice whose hosts have no values yet."""
+    return f"its hosts {list(hosts)} did not finish the check in {secs:.0f} s"
 
 
 def run(

@@ -210,8 +210,8 @@ def test_what_goes_on_failing_has_one_verdict_in_a_world():
 def test_every_fault_is_of_a_kind_of_the_table():
     names = [kind.name for kind in verdict.KINDS]
     assert len(names) == len(set(names)) >= 40
-    assert {meant.partition(":")[0] for meant in verdict_records.RECORDS} <= {*names}
-    assert verdicts.IN_PROCESSES.keys() <= {*names}
+    recorded = {meant.partition(":")[0] for meant in verdict_records.RECORDS}
+    assert recorded | verdicts.IN_PROCESSES.keys() == {*names}
     assert len(verdicts.IN_PROCESSES) >= 15
     assert events.NAMES.keys() >= verdict.EVENTS
 
