@@ -267,8 +267,9 @@ def _supervisors(config: schema.Config, host: machine.Machine) -> None:
     )
     names.refuse(
         config.deploy.maxtext,
-        "elastic_enabled=true with maxtext: its supervisor works on one machine"
-        " only; set elastic_enabled=false",
+        "elastic_enabled=true with maxtext: manifests do not start its supervisors;"
+        " start elastic-ckpt maxtext on each machine yourself, with elastic_machines,"
+        " or set elastic_enabled=false",
     )
     names.refuse(
         config.elastic.elastic_machines > 1,

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from elastic_ckpt.cli import audit
+from elastic_ckpt.training import run_audit
 from tests import shared_memory
 from tests.maxtext import environment, test_real_maxtext
 from tests.maxtext.test_real_maxtext import STEPS, files, hosts, maxtext
@@ -78,7 +78,8 @@ def test_through_the_patch_a_run_has_the_same_rows_and_losses(
             logs = patched.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
             test_real_maxtext.check_is_part_of(whole, logs, begin=begin, end=steps)
             begin = steps
-    assert audit.outcome_of(str(patched.checkpoints(name).parent)).passed
+    run = patched.checkpoints(name).parent
+    assert run_audit.RunAudit(str(run)).outcome().passed
 
 
 def test_an_error_of_the_data_comes_through_its_loader(patched):

