@@ -3,9 +3,12 @@
 The suite `soak` of the benchmarks has ten times as many events, and a larger model.
 """
 
+import json
+
 import pytest
 
 from benchmarks import simulation, soak
+from elastic_ckpt.elastic import faults
 from tests import runs, shared_memory
 
 EVENTS = 10
@@ -18,6 +21,18 @@ def test_faults_leave_two_slices_at_least():
         for fault in soak.faults(EVENTS, seed):
             there += ("return_slice" in fault) - ("kill_slice" in fault)
             assert 2 <= there <= 4
+
+
+def test_mixed_faults_are_as_many_as_asked_for_and_all_slices_come_back():
+    for seed in range(100):
+        there, listed = 4, soak.mixed_faults(EVENTS, seed)
+        for fault in listed:
+            is_gone = "kill_slice" in fault or "cut_off" in fault
+            there += ("return_slice" in fault) - is_gone
+            assert 2 <= there <= 4
+        assert there == 4
+        assert sum("return_slice" not in fault for fault in listed) == EVENTS
+        faults.parse(json.dumps(listed))
 
 
 @pytest.mark.thorough
