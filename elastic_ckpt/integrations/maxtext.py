@@ -72,17 +72,23 @@ def run(
       SystemExit: if MaxText refuses its configuration.
     """
     explicit = maxtext_config.explicit_keys(arguments)
-    maxtext_seam.check_installed(explicit)
-    this = Run(emit=emit, world=world, explicit=explicit, started=started)
-    with maxtext_seam.extended(this):
+    trainer = maxtext_seam.trainer_of(arguments)
+    maxtext_seam.check_installed(explicit, trainer=trainer)
+    make_run: type[Run] = Run
+    if trainer is maxtext_seam.PREFERENCES:
+        from elastic_ckpt.integrations import maxtext_preferences
+
+        make_run = maxtext_preferences.PreferenceRun
+    this = make_run(emit=emit, world=world, explicit=explicit, started=started)
+    with maxtext_seam.extended(this, trainer):
         not_restored: errors.OtherModelError | None = None
         try:
-            while _goes_back(arguments):
+            while _goes_back(trainer, arguments):
                 this.begin_again()
         except SystemExit as ended:
             if ended.code:
                 raise
-        except _PastMaxText as past:
+        except PastMaxText as past:
             this.abandon(past.error)
             raise past.error from past.error.__cause__
         except Exception as error:
@@ -97,11 +103,11 @@ def run(
         this.close()
 
 
-def _goes_back(arguments: Sequence[str]) -> bool:
+def _goes_back(trainer: maxtext_seam.Trainer, arguments: Sequence[str]) -> bool:
     # Runs MaxText until its end, which is a SystemExit, or until it has to begin again.
     # Then its frames hold the state, which must go before the next.
     try:
-        maxtext_seam.train(arguments)
+        trainer.run(arguments)
     except _GoneBack:
         return True
     return False
@@ -123,6 +129,9 @@ class Run:
     Attributes:
       restored: the directory of the step that is restored; None before.
     """
+
+    # The number of the first step, under which it is saved.
+    FIRST_STEP = 0
 
     def __init__(
         self,
@@ -158,7 +167,7 @@ class Run:
         """Takes our keys out of those that MaxText has read."""
         flat = {**raw_keys, **(raw_keys.get(_EXTRA) or {})}
         flat.pop(_EXTRA, None)
-        with _past_maxtext():
+        with past_maxtext():
             theirs, self._own = maxtext_config.divide(
                 flat, known=maxtext_seam.known_keys(), explicit=self._explicit
             )
@@ -172,7 +181,7 @@ class Run:
         """Makes the iterators of the training data and of the evaluation data."""
         section = maxtext_config.train_section(config, self._own)
         _check_resumable(config)
-        with _past_maxtext():
+        with past_maxtext():
             rows = maxtext_config.global_batch_size(config, num_devices=mesh.size)
             record = self._recorded(config)
             record.describe(
@@ -203,7 +212,7 @@ class Run:
         It comes before the data, for which MaxText shards a batch over the devices.
         """
         self._config = config
-        with _past_maxtext():
+        with past_maxtext():
             maxtext_config.global_batch_size(config, num_devices=mesh.size)
             if config.eval_interval > 0:
                 maxtext_config.global_batch_size(
@@ -212,7 +221,7 @@ class Run:
         if self._is_again:
             self._is_again = False
         elif self._own.uses_tiers and config.enable_checkpointing:
-            with _past_maxtext():
+            with past_maxtext():
                 self._manager = self._tiered(config, mesh)
         else:
             theirs = create()
@@ -234,12 +243,17 @@ class Run:
             over_tiers,
             directory=config.checkpoint_dir,
             data=self._data_of,
-            last_step=config.steps - 1 if saves_last else None,
+            last_step=self._last_step if saves_last else None,
             use_async=config.async_checkpointing,
         )
         manager.validate(chosen.validation, emit)
         self._distrust_steps = chosen.divergence.distrust_steps
         return manager
+
+    @property
+    def _last_step(self) -> int:
+        last: int = self._config.steps - 1 + self.FIRST_STEP
+        return last
 
     def _data_of(self, step: epath.Path | None) -> MaxTextIterator:
         # Of a step that is restored, or saved if there is none.
@@ -258,7 +272,7 @@ class Run:
         """Whether the hosts of a world leave it; the last step ends the run instead."""
         if self._world is None:
             return None
-        if step != self._asked[0] and step != self._config.steps - 1:
+        if step != self._asked[0] and step != self._last_step:
             self._asked = (step, self._world.should_stop(step))
         return self._asked[1]
 
@@ -276,7 +290,7 @@ class Run:
         )
         if not self._is_again:
             assert self._record is not None
-            self._record.report(step, scalars)
+            self._record.report(step - self.FIRST_STEP, scalars)
         if goes_back:
             # MaxText comes with it once more, on its way out.
             self._is_again = True
@@ -289,15 +303,25 @@ class Run:
         return self._manager.distrust(step, within=self._distrust_steps, why=why)
 
     def _data_ended(self) -> None:
-        # In place of the next batch: the state after the last step is still there.
-        state, self._state = self._state, None
+        # In place of the next batch.
+        done, trained = self._num_steps
+        if trained and self._record is not None:
+            self._record.data_ended(done)
+        if trained and self._config.save_checkpoint_on_completion:
+            self._save_last()
+
+    @property
+    def _num_steps(self) -> tuple[int, int]:
+        # That are done, and those of them that MaxText did since it began.
         assert self._train is not None
         begin, num_before = self._began
         num_steps = self._train.num_batches - num_before
-        if num_steps and self._record is not None:
-            self._record.data_ended(begin + num_steps)
-        saves_last = self._config.save_checkpoint_on_completion
-        if state is None or self._manager is None or not saves_last:
+        return begin + num_steps, num_steps
+
+    def _save_last(self) -> None:
+        # The state after the last step is still there.
+        state, self._state = self._state, None
+        if state is None or self._manager is None:
             return
         if isinstance(self._manager, TieredManager):
             self._manager.end()
@@ -374,6 +398,14 @@ class Run:
             spec=_spec_of(mesh),
             global_batch_size=rows,
         )
+        return self._handed_out(config, batches, record)
+
+    def _handed_out(
+        self,
+        config: Any,
+        batches: Any,
+        record: maxtext_record.RunRecord | None,
+    ) -> MaxTextIterator:
         if record is None:
             return MaxTextIterator(batches, elastic=config.elastic_enabled)
 
@@ -468,13 +500,14 @@ class MaxTextIterator:
     Args:
       batches: `iterator.Batches` or `RemoteIterator`.
       elastic: whether MaxText answers lost slices itself.
+      features: that are handed out.
       ramp: returns MaxText's sizes of the batches that follow, called before the first;
         None if all have one size.
       ended: called when there is no next batch.
       record: of the run, if it trains on these batches.
 
     Attributes:
-      num_batches: that were handed out.
+      num_batches: that were handed out since the beginning.
     """
 
     def __init__(
@@ -482,6 +515,7 @@ class MaxTextIterator:
         batches: Any,
         *,
         elastic: bool,
+        features: Collection[str] = FEATURES,
         ramp: Callable[[], Any] | None = None,
         ended: Callable[[], object] = lambda: None,
         record: maxtext_record.RunRecord | None = None,
@@ -489,6 +523,7 @@ class MaxTextIterator:
         self._batches = batches
         self._record = record
         self._elastic = elastic
+        self._features = features
         self._ramp = ramp
         # MaxText's sizes, and the one of the batch before.
         self._sizes: Any = None
@@ -505,7 +540,7 @@ class MaxTextIterator:
         return self
 
     def __next__(self) -> elastic_data.Batch:
-        with _past_maxtext(except_for=self._left_to_maxtext()):
+        with past_maxtext(except_for=self._left_to_maxtext()):
             self._resize()
             try:
                 batch = next(self._batches)
@@ -517,7 +552,7 @@ class MaxTextIterator:
             if self._record is not None:
                 self._record.take(batch)
         self.num_batches += 1
-        return {name: batch[name] for name in FEATURES}
+        return {name: batch[name] for name in self._features}
 
     def _resize(self) -> None:
         if self._ramp is None:
@@ -532,6 +567,7 @@ class MaxTextIterator:
     def reset(self) -> None:
         """Goes to the beginning; MaxText does so before each evaluation."""
         self._batches.reset()
+        self.num_batches = 0
 
     def close(self) -> None:
         """Ends what reads ahead."""
@@ -603,7 +639,7 @@ class OrbaxManager:
         Orbax would report any error of the first as that of an incompatible handler.
         """
         directory = self._manager.directory / str(step)
-        with _past_maxtext():
+        with past_maxtext():
             component_io.load(self._data(directory), directory / maxtext_seam.ITERATOR)
         return self._manager.load_checkpointables(step, abstract_checkpointables)
 
@@ -639,7 +675,7 @@ class TieredManager:
         # Whether what is saved next is the last, because the data has ended.
         self._is_ending = False
         # MaxText skips a step that is there already.
-        self._guard = functools.partial(_past_maxtext, except_for=(FileExistsError,))
+        self._guard = functools.partial(past_maxtext, except_for=(FileExistsError,))
         self._validation: validation_schedule.ValidationSchedule | None = None
         # MaxText reads this attribute, which it sets on Orbax's.
         self.use_async = use_async
@@ -656,6 +692,16 @@ class TieredManager:
             return run_saver.preserve_newest(self._checkpointer, up_to=step)
 
         self._validation = configured.validation(section, emit, preserve=preserve)
+
+    @property
+    def saves_last(self) -> bool:
+        """Whether the last step of a run is saved, due or not."""
+        return self._last_step is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether what is saved next is the last, because the data has ended."""
+        return self._is_ending
 
     def end(self) -> None:
         """Saves what is saved next to every tier, also a step that RAM has already."""
@@ -762,7 +808,7 @@ class TieredManager:
         self._checkpointer.__exit__(type(error), error, error.__traceback__)
 
 
-class _PastMaxText(BaseException):
+class PastMaxText(BaseException):
     """Carries an error past `except Exception`.
 
     MaxText without the patch takes any error of an iterator for the end of the data,
@@ -775,13 +821,14 @@ class _PastMaxText(BaseException):
 
 
 @contextlib.contextmanager
-def _past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Carries the errors of a block past MaxText, but for some."""
     try:
         yield
     except except_for:
         raise
     except Exception as error:
-        raise _PastMaxText(error) from error
+        raise PastMaxText(error) from error
 
 
 def _is_of_restore(error: Exception) -> bool:

@@ -157,6 +157,7 @@ SHARED_KEYS = (
     "sft_train_on_completion_only",
     "tokenize_train_data",
     "train_data_columns",
+    "use_dpo",
     "use_sft",
     "use_truncation",
 )
@@ -172,6 +173,7 @@ READ_KEYS = (
     "base_output_directory",
     "checkpoint_dir",
     "checkpoint_period",
+    "dpo",
     "enable_checkpointing",
     "enable_continuous_checkpointing",
     "enable_single_controller",
@@ -218,7 +220,6 @@ _FOLLOWING = {
 _SAME_END = "set it to false, for here all hosts end at the same batch"
 # Keys of which other values than `_ACCEPTED` are refused, with the remedy.
 _REMEDIES = {
-    "use_dpo": _NOT_OURS,
     "use_multimodal": _NOT_OURS,
     "formatting_func_path": "apply the function when you write the files",
     "expansion_factor_real_data": "leave it at -1, for here any number of hosts reads"
@@ -274,6 +275,17 @@ def explicit_keys(arguments: Sequence[str]) -> set[str]:
     places = load.origins(named[0]) if named else {}
     keys |= {key for key, place in places.items() if not _BASE.search(place)}
     return keys
+
+
+def uses_pairs(arguments: Sequence[str]) -> bool:
+    """Whether MaxText's arguments ask for training on preferences.
+
+    Raises:
+      ConfigError: if their file cannot be read, or is no YAML.
+    """
+    named = arguments[0] if arguments and "=" not in arguments[0] else None
+    config, _ = load.of_keys(("use_dpo",), named, arguments[named is not None :])
+    return config.data.use_dpo
 
 
 def check_files(data: data_keys.DataKeys) -> None:
@@ -442,6 +454,8 @@ def train_section(config: Any, own: Own) -> data_keys.DataKeys:
         "tokenizer_path": _tokenizer_path(config, kind),
         _IN_SIDECAR: own.in_sidecar,
     }
+    if config.use_dpo:
+        values["dpo_max_prompt_length"] = config.dpo.max_prompt_length
     section = _absolute(_section(values))
     _check_stages(section)
     return section
@@ -472,6 +486,7 @@ def eval_section(config: Any, own: Own) -> data_keys.DataKeys:
         {
             "train_data_columns": config.eval_data_columns,
             "use_sft": config.use_sft,
+            "use_dpo": config.use_dpo,
             "tokenize_train_data": config.tokenize_eval_data,
         }
     )
@@ -498,6 +513,7 @@ def tiers_config(config: Any, own: Own) -> schema.Config:
     # MaxText has None where we have 0: that key of the two does not count.
     values = {key: value for key, value in values.items() if value is not None}
     values |= {
+        "checkpoint_period": config.checkpoint_period,
         "max_num_checkpoints_to_keep": config.max_num_checkpoints_to_keep or 0,
         "run_name": config.run_name,
     }
@@ -577,7 +593,8 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
 
 def _section(values: Mapping[str, Any]) -> data_keys.DataKeys:
     columns = values.get("train_data_columns")
-    if isinstance(columns, list) and len(columns) > 1 and not values.get("use_sft"):
+    has_more = any(values.get(key) for key in ("use_sft", "use_dpo"))
+    if isinstance(columns, list) and len(columns) > 1 and not has_more:
         raise errors.ConfigError(
             f"{PLACE}: train_data_columns={columns}: text is in one column; name it, or"
             " run MaxText itself"

@@ -171,12 +171,14 @@ def run(
       ConfigError: if the hosts cannot be started so.
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
-    maxtext_seam.check_installed(maxtext_config.explicit_keys(arguments))
+    trainer = maxtext_seam.trainer_of(arguments)
+    explicit = maxtext_config.explicit_keys(arguments)
+    maxtext_seam.check_installed(explicit, trainer=trainer)
     place = None
     if config.elastic.elastic_machines > 1:
         place = machine_run.place(config, os.environ)
     configured.check_local(config)
-    supervisor.warm_up([_HOST_PROGRAM, maxtext_seam.MAIN.module])
+    supervisor.warm_up([_HOST_PROGRAM, trainer.main.module])
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
     if place is not None:
         return machine_run.run(config, place, emit, train=of_host, program=arguments)
