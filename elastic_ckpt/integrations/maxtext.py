@@ -33,6 +33,7 @@ from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import data_keys, elastic_data, iterator
 from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.elastic import watch
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.integrations import maxtext_config, maxtext_record, maxtext_seam
 from elastic_ckpt.training import configured, schema
@@ -341,6 +342,7 @@ class Run:
 
     def close(self) -> None:
         """Closes the iterators that MaxText had last, and a checkpointer of ours."""
+        self._begin(watch.CLOSE)
         try:
             self._close_data()
             if isinstance(self._manager, TieredManager):
@@ -407,7 +409,9 @@ class Run:
         record: maxtext_record.RunRecord | None,
     ) -> MaxTextIterator:
         if record is None:
-            return MaxTextIterator(batches, elastic=config.elastic_enabled)
+            return MaxTextIterator(
+                batches, elastic=config.elastic_enabled, begin=self._begin
+            )
 
         def ramp() -> Any:
             # Only now is it known with which step the run continues. MaxText's own
@@ -420,8 +424,13 @@ class Run:
             elastic=config.elastic_enabled,
             ramp=ramp if config.enable_rampup_batch_size else None,
             ended=self._data_ended,
+            begin=self._begin,
             record=record,
         )
+
+    def _begin(self, phase: str) -> None:
+        if self._world is not None:
+            self._world.begin(phase)
 
 
 class KeptStep:
@@ -504,6 +513,7 @@ class MaxTextIterator:
       ramp: returns MaxText's sizes of the batches that follow, called before the first;
         None if all have one size.
       ended: called when there is no next batch.
+      begin: called with the phase of the run that a batch begins.
       record: of the run, if it trains on these batches.
 
     Attributes:
@@ -518,8 +528,10 @@ class MaxTextIterator:
         features: Collection[str] = FEATURES,
         ramp: Callable[[], Any] | None = None,
         ended: Callable[[], object] = lambda: None,
+        begin: Callable[[str], object] = lambda _: None,
         record: maxtext_record.RunRecord | None = None,
     ) -> None:
+        self._begin = begin
         self._batches = batches
         self._record = record
         self._elastic = elastic
@@ -541,7 +553,7 @@ class MaxTextIterator:
 
     def __next__(self) -> elastic_data.Batch:
         with past_maxtext(except_for=self._left_to_maxtext()):
-            self._resize()
+            self._begin(self._phase())
             try:
                 batch = next(self._batches)
             except StopIteration:
@@ -554,15 +566,23 @@ class MaxTextIterator:
         self.num_batches += 1
         return {name: batch[name] for name in self._features}
 
-    def _resize(self) -> None:
+    def _phase(self) -> str:
+        # Which the next batch begins; of another size, it has a program of its own.
+        if self._record is None:
+            return "evaluate"
+        return watch.COMPILE if self._resize() else "step"
+
+    def _resize(self) -> bool:
         if self._ramp is None:
-            return
+            return False
         if self._sizes is None:
             self._sizes = self._ramp()
         rows = self._sizes.global_batch_size_current
-        if rows != self._rows:
+        is_other = rows != self._rows
+        if is_other:
             self._batches.resize(rows)
             self._rows = rows
+        return is_other
 
     def reset(self) -> None:
         """Goes to the beginning; MaxText does so before each evaluation."""
@@ -895,8 +915,11 @@ def _check_resumable(config: Any) -> None:
         what = "was saved by MaxText's own iterator, whose place in the data is another"
     else:
         return
-    raise errors.CheckpointError(
-        f"step {latest.name} in {directory} {what}; to go on from its weights, and with"
-        " the data from the beginning, set"
-        f" load_full_state_path={latest / maxtext_seam.ITEMS} and another run_name"
-    )
+    remedy = "set another run_name"
+    items = latest / maxtext_seam.ITEMS
+    if items.exists():
+        remedy = (
+            "to go on from its weights, and with the data from the beginning, set"
+            f" load_full_state_path={items} and another run_name"
+        )
+    raise errors.CheckpointError(f"step {latest.name} in {directory} {what}; {remedy}")

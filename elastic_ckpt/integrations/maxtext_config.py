@@ -271,7 +271,8 @@ def explicit_keys(arguments: Sequence[str]) -> set[str]:
       ConfigError: if the file cannot be read, or is no YAML.
     """
     named = [each for each in arguments[:1] if "=" not in each]
-    keys = {each.partition("=")[0] for each in arguments[len(named) :]}
+    # MaxText takes `dpo.algo=orpo` for a part of its key `dpo`.
+    keys = {each.partition("=")[0].split(".")[0] for each in arguments[len(named) :]}
     places = load.origins(named[0]) if named else {}
     keys |= {key for key, place in places.items() if not _BASE.search(place)}
     return keys

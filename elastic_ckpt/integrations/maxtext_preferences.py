@@ -19,6 +19,7 @@ import jax
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import elastic_data
+from elastic_ckpt.elastic import watch
 from elastic_ckpt.integrations import (
     maxtext,
     maxtext_config,
@@ -75,12 +76,13 @@ class PreferenceRun(maxtext.Run):
         record: maxtext_record.RunRecord | None,
     ) -> maxtext.MaxTextIterator:
         if record is None:
-            return PairIterator(batches)
+            return PairIterator(batches, begin=self._begin)
         return PairIterator(
             batches,
             parts=config.gradient_accumulation_steps,
             goes_on=self._goes_on,
             ended=self._data_ended,
+            begin=self._begin,
             record=record,
         )
 
@@ -101,6 +103,10 @@ class PreferenceRun(maxtext.Run):
                 self._tiers = self._tiered(self._config, self._mesh)
             self._manager = self._tiers
         return TunixManager(self._tiers, run=self, mesh=self._mesh)
+
+    def begin_restore(self) -> None:
+        """Notes that the state is restored from now on."""
+        self._begin(watch.RESTORE)
 
     def begin_at(self, step: int) -> None:
         """Begins after a step that was restored, or with 0."""
@@ -126,6 +132,7 @@ class PairIterator(maxtext.MaxTextIterator):
         adds up their gradients. A part has as many rows of each device.
       goes_on: asked before each global batch, whether there is to be another.
       ended: called when there is none.
+      begin: called with the phase of the run that a global batch begins.
       record: of the run, if it trains on these batches.
     """
 
@@ -136,10 +143,16 @@ class PairIterator(maxtext.MaxTextIterator):
         parts: int = 1,
         goes_on: Callable[[], bool] = lambda: True,
         ended: Callable[[], object] = lambda: None,
+        begin: Callable[[str], object] = lambda _: None,
         record: maxtext_record.RunRecord | None = None,
     ) -> None:
         super().__init__(
-            batches, elastic=False, features=FEATURES, ended=ended, record=record
+            batches,
+            elastic=False,
+            features=FEATURES,
+            ended=ended,
+            begin=begin,
+            record=record,
         )
         self._num_parts = parts
         self._parts: list[elastic_data.Batch] = []
@@ -156,6 +169,12 @@ class PairIterator(maxtext.MaxTextIterator):
                 for at in range(num_parts)
             ]
         return self._parts.pop(0)
+
+    def _phase(self) -> str:
+        # Tunix compiles its step with the first batch.
+        phase = super()._phase()
+        is_first = phase == "step" and not self.num_batches
+        return watch.COMPILE if is_first else phase
 
     def _left_to_maxtext(self) -> tuple[type[Exception], ...]:
         # It takes any other, with the patch too, for the end of the data.
@@ -247,6 +266,7 @@ class TunixManager:
         if self._manager is None or newest is None:
             self._run.begin_at(0)
             return 0, {}
+        self._run.begin_restore()
         self._newest = found = newest.step if step is None else step
         state = _state(model, optimizer, only_lora=restore_only_lora_params)
         abstract = jax.tree.map(self._abstract, state)

@@ -35,7 +35,7 @@ from elastic_ckpt.integrations import maxtext_config
 
 # The version in which they are known, and that is tested.
 TESTED_VERSION = "0.2.5"
-TESTED_TUNIX_VERSION = "0.1.7"
+TESTED_TUNIX_VERSION = "0.1.5"
 # Of the patch: `maxtext.common.extension.VERSION`.
 PATCH_VERSION = 1
 

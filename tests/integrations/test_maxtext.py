@@ -243,7 +243,7 @@ def test_its_evaluation_begins_anew_and_padding_weighs_nothing(install, files):
 def test_its_own_functions_are_back_afterwards(install, files):
     install()
     trained(files)
-    for tie in maxtext_seam.ties():
+    for tie in maxtext_seam.PRE_TRAIN.ties():
         assert tie.look_up().__module__.startswith("maxtext.")
 
 
@@ -296,7 +296,7 @@ def test_a_lost_slice_is_left_to_maxtext_s_elastic_mode_alone():
 
     with pytest.raises(jax.errors.JaxRuntimeError):
         next(maxtext.MaxTextIterator(Lost(), elastic=True))
-    with pytest.raises(maxtext._PastMaxText, match="a slice is gone"):
+    with pytest.raises(maxtext.PastMaxText, match="a slice is gone"):
         next(maxtext.MaxTextIterator(Lost(), elastic=False))
 
 

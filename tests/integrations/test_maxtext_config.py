@@ -75,6 +75,7 @@ DEFAULTS = {
     "tokenizer_path": "/models/llama2",
     "tokenizer_type": "sentencepiece",
     "train_data_columns": ["text"],
+    "dpo": None,
     "use_dpo": False,
     "use_multimodal": False,
     "chat_template": "",

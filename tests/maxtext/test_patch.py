@@ -19,7 +19,8 @@ from maxtext.common import extension
 from elastic_ckpt.integrations import maxtext, maxtext_seam
 
 maxtext_seam.check_installed()
-ties = {*maxtext_seam.ties(), *maxtext_seam._REPLACED}
+trainer = maxtext_seam.PRE_TRAIN
+ties = {*trainer.ties(), *trainer.replaced}
 before = {tie: tie.look_up() for tie in ties}
 run = maxtext.Run()
 with maxtext_seam.extended(run):

@@ -171,6 +171,10 @@ class MaxText:
         self._cases = cases(files)
         self._done = {}
 
+    def add(self, case, **settings):
+        """Adds a case of other files."""
+        self._cases[case] = settings
+
     def run(
         self,
         case,
