@@ -50,6 +50,8 @@ def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
 def test_it_installs_the_version_that_the_seam_is_written_for():
     assert f'"maxtext=={maxtext_seam.TESTED_VERSION}"' in environment.GROUP.read_text()
     assert f"MaxText {maxtext_seam.TESTED_VERSION} from PyPI" in GUIDE
+    tunix = f'"google-tunix=={maxtext_seam.TESTED_TUNIX_VERSION}"'
+    assert tunix in environment.GROUP.read_text()
 
 
 def test_its_command_for_the_patch_names_the_patch_and_the_environment():
@@ -93,6 +95,16 @@ def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     assert not {key for key in theirs - read if f"`{key}`" not in GUIDE}
 
 
+def test_its_keys_for_preferences_have_a_meaning_here(tmp_path):
+    path = tmp_path / "preferences.yml"
+    path.write_text(pages.blocks(GUIDE, "yaml")[2])
+    assert maxtext_seam.trainer_of([str(path)]) is maxtext_seam.PREFERENCES
+    given = yaml.safe_load(path.read_text()).keys() - {"base_config"}
+    others = {"load_parameters_path", "model_name"}
+    read = {*maxtext_config.MAXTEXT_KEYS, *maxtext_config.OWN_KEYS, *others}
+    assert not given - read
+
+
 @pytest.mark.slow(minutes=0.1)
 def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
     environment.set_up()
@@ -100,7 +112,7 @@ def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
         "lib/*/site-packages/maxtext/configs/models/qwen3-0.6b.yml"
     )
     theirs = yaml.safe_load(smallest.read_text())
-    ours = yaml.safe_load(pages.blocks(GUIDE, "yaml")[3])
+    ours = yaml.safe_load(pages.blocks(GUIDE, "yaml")[4])
     shared = {key for key in ours if key in theirs and not key.startswith("base_")}
     assert {key: ours[key] for key in shared - {"head_dim"}} == {
         key: theirs[key]
@@ -133,7 +145,7 @@ def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
 @pytest.mark.slow(minutes=1.1)
 def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
     environment.set_up()
-    tiny, _, live, _ = pages.blocks(GUIDE, "yaml")
+    tiny, _, _, live, _ = pages.blocks(GUIDE, "yaml")
     (tmp_path / "tiny.yml").write_text(tiny)
     exports_and_data = "\n".join(FIRST.splitlines()[:2])
     with shared_memory.directory("page") as ram:
