@@ -9,9 +9,10 @@ from elastic_ckpt.inspect import status
 from elastic_ckpt.training import run_audit
 from tests import corpora, runs, shared_memory
 from tests.maxtext import environment, test_real_maxtext
+from tests.maxtext.test_patch import patched
 from tests.maxtext.test_real_maxtext import EVAL_INTERVAL, STEPS, files, hosts
 
-__all__ = ["files", "hosts"]
+__all__ = ["files", "hosts", "patched"]
 pytestmark = pytest.mark.slow(minutes=2)
 
 CASE = "preferences"
@@ -36,6 +37,11 @@ def maxtext(hosts, tmp_path_factory, files):
         table = pa.Table.from_pylist(pairs(name, number))
         corpora.write_table(files / f"{name}.parquet", table, group_rows=8)
     made = test_real_maxtext.MaxText(hosts, tmp_path_factory.mktemp("runs"), files)
+    return with_preferences(made, files)
+
+
+def with_preferences(made, files):
+    """Adds the case to a MaxText."""
     made.add(
         CASE,
         # Tunix's adapter knows models by their names.
@@ -125,6 +131,12 @@ def test_tunix_goes_on_from_what_we_saved_and_we_not_from_what_it_did(maxtext):
     assert "set another run_name" in log
 
 
+def test_through_the_patch_it_has_the_same_rows_and_losses(maxtext, patched, files):
+    whole = maxtext.uninterrupted(CASE)
+    logs = with_preferences(patched, files).run(CASE, "patched", steps=7, num_hosts=1)
+    check_is_part_of(whole, logs, begin=0, end=7)
+
+
 def test_parts_of_a_batch_make_the_same_steps_until_the_data_ends(maxtext):
     # With ORPO, which has no model of reference.
     settings = {
@@ -146,7 +158,11 @@ def test_parts_of_a_batch_make_the_same_steps_until_the_data_ends(maxtext):
         for parts in (1, 2)
     )
     assert environment.batches(wholly) == environment.batches(parted)
-    losses = [environment.losses(logs)["train"] for logs in (wholly, parted)]
+    # Of the tokens MaxText counts those of the last part.
+    losses = [
+        {step: loss for step, (_, loss, _) in environment.losses(logs)["train"].items()}
+        for logs in (wholly, parted)
+    ]
     assert [len(each) for each in losses] == [NUM_PAIRS // 40] * 2
     assert losses[0] == losses[1]
     for parts in (1, 2):
