@@ -76,6 +76,7 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
         *maxtext_config.OWN_WORLD_KEYS,
         *maxtext_config.ELASTIC_KEYS,
         *maxtext_config.TIER_KEYS,
+        *maxtext_config.OWN_TIER_KEYS,
         *_OF_RUN,
         *_SET_BY_WORLDS,
     )

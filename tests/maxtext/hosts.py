@@ -31,7 +31,7 @@ class Run:
 
     Attributes:
       program: `ours`, or MaxText by itself, `stock`; or `elastic`, ours in a process
-        that starts the hosts.
+        that starts the hosts, one on each machine.
       num_hosts: processes.
       directory: of the logs and batches, `HOST.log` and `HOST.jsonl`.
       arguments: MaxText's, with keys of ours for ours.
@@ -107,7 +107,8 @@ def host(run, number, port):
     if run.program == "elastic":
         from tests.maxtext import elastic_hosts
 
-        return elastic_hosts.run(run.directory, run.arguments)
+        own = machine_keys(number) if run.num_hosts > 1 else []
+        return elastic_hosts.run(run.directory, [*run.arguments, *own])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if run.num_hosts > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -123,6 +124,11 @@ def host(run, number, port):
     if run.program == "ours":
         return main.main(["maxtext", *run.arguments])
     return stock(run.arguments)
+
+
+def machine_keys(number):
+    """The arguments that tell one machine, simulated on this one, from the others."""
+    return [f"elastic_machine={number}", f"peer_interface=127.0.0.{number + 1}"]
 
 
 def stock(arguments):
