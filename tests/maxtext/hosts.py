@@ -105,10 +105,12 @@ def host(run, number, port):
     for stream in (1, 2):
         os.dup2(log, stream)
     if run.program == "elastic":
-        from tests.maxtext import elastic_hosts
+        from tests.maxtext import elastic_hosts, environment
 
-        own = machine_keys(number) if run.num_hosts > 1 else []
-        return elastic_hosts.run(run.directory, [*run.arguments, *own])
+        own = environment.machine_keys(number) if run.num_hosts > 1 else []
+        return elastic_hosts.run(
+            run.directory, [*run.arguments, *own], elastic_hosts.await_slice
+        )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if run.num_hosts > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -124,11 +126,6 @@ def host(run, number, port):
     if run.program == "ours":
         return main.main(["maxtext", *run.arguments])
     return stock(run.arguments)
-
-
-def machine_keys(number):
-    """The arguments that tell one machine, simulated on this one, from the others."""
-    return [f"elastic_machine={number}", f"peer_interface=127.0.0.{number + 1}"]
 
 
 def stock(arguments):
