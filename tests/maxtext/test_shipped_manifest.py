@@ -1,5 +1,6 @@
-"""The program of the shipped manifest for MaxText starts, with its run in a bucket."""
+"""The programs of the shipped manifests for MaxText start, with runs in a bucket."""
 
+import json
 import pathlib
 import socket
 import subprocess
@@ -7,9 +8,12 @@ import subprocess
 import pytest
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.training import run_audit
 from tests import runs, shared_memory
+from tests.deploy import jobsets, local_pods
 from tests.deploy import test_started_manifests as started
-from tests.maxtext import environment
+from tests.maxtext import environment, test_real_maxtext
 
 TOKENIZER = environment.TOKENIZERS / "qwen3-tokenizer" / "tokenizer.json"
 
@@ -57,3 +61,58 @@ def test_a_host_of_the_shipped_manifest_comes_to_its_first_device(
             check=False,
         )
     assert started.LACKING["tpu"] in ended.stderr, ended.stdout + ended.stderr
+
+
+class Pods(local_pods.Pods):
+    """Pods with MaxText in their image."""
+
+    def _command(self, words):
+        return [environment.ENVIRONMENT / "bin" / "elastic-ckpt", *words]
+
+    def _environment(self):
+        return environment.variables()
+
+
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_the_supervisors_of_a_manifest_run_maxtext_together(bucket, corpus, tmp_path):
+    environment.set_up()
+    data = f"{bucket}/data/texts.array_record"
+    storage.write_atomic(data, pathlib.Path(corpus).read_bytes())
+    of_program = {
+        **test_real_maxtext.MODEL,
+        **test_real_maxtext.OURS,
+        "base_config": "base.yml",
+        "grain_train_files": data,
+        "grain_record_format": "bytes",
+        "per_device_batch_size": 4,
+    }
+    with shared_memory.directory("pods") as ram:
+        values = {
+            "base_config": str(jobsets.SHIPPED / "maxtext_elastic_h100.yml"),
+            "run_name": "tiny",
+            "base_output_directory": bucket,
+            "steps": 6,
+            "hardware": "cpu",
+            "machine_type": "",
+            "devices_per_host": 1,
+            "hosts": 2,
+            "slices": 2,
+            "elastic_machine_timeout_seconds": 600,
+            "local_checkpoint_directory": ram,
+            "local_checkpoint_period": 2,
+            "maxtext": of_program,
+        }
+        config = tmp_path / "config.yml"
+        # JSON is YAML.
+        config.write_text(json.dumps(values))
+        with Pods(config, ram) as pods:
+            outputs = [pods.ended(number, may=(0, 1)) for number in (0, 1)]
+        assert [code for code, _ in outputs] == [0, 0], outputs
+    (world,) = (
+        event
+        for event in run_files.read_events(str(pods.run))
+        if event["event"] == "world_started"
+    )
+    assert world["slices"] == [0, 1]
+    assert run_audit.RunAudit(str(pods.run)).outcome().passed
