@@ -119,15 +119,19 @@ def test_each_machine_has_an_address_certificate_and_time_to_save_of_its_own():
     assert not {key for key in theirs if key.startswith(("peer_", "termination_"))}
 
 
-def test_machines_with_other_arguments_of_maxtext_are_of_another_run():
+def test_machines_with_other_keys_of_maxtext_are_of_another_run(tmp_path):
     given = [*RUN, "hosts=2", "slices=2", "elastic_enabled=true"]
     config = maxtext_elastic.run_config(given)
 
-    def digest(*more):
-        return machine_run._digest(config, [*given, *more])
+    def digest(*more, file="dtype: bfloat16\n"):
+        path = tmp_path / f"{len([*tmp_path.iterdir()])}.yml"
+        path.write_text(file)
+        words = maxtext_elastic.given([str(path), *given, *more])
+        return machine_run._digest(config, words)
 
     assert digest("elastic_machine=0") == digest("elastic_machine=1")
-    assert digest("dtype=float32") != digest()
+    assert digest(file="dtype: bfloat16\nelastic_machine: 1\n") == digest()
+    assert digest("dtype=float32") == digest(file="dtype: float32\n") != digest()
 
 
 @pytest.fixture
