@@ -265,12 +265,7 @@ def _supervisors(config: schema.Config, host: machine.Machine) -> None:
         "elastic_enabled=true with hardware=tpu: supervisors start hosts on CPUs"
         " and GPUs; set enable_single_controller=true, or elastic_enabled=false",
     )
-    names.refuse(
-        config.deploy.maxtext,
-        "elastic_enabled=true with maxtext: manifests do not start its supervisors;"
-        " start elastic-ckpt maxtext on each machine yourself, with elastic_machines,"
-        " or set elastic_enabled=false",
-    )
+    program.check_maxtext(config)
     names.refuse(
         config.elastic.elastic_machines > 1,
         f"elastic_machines={config.elastic.elastic_machines}: each slice is a pod;"

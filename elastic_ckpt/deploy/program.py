@@ -33,6 +33,13 @@ _OF_PODS = ("pods", "slurm")
 _KEYS = ("command", "python_module", "maxtext")
 # With this value JAX asks its cluster for the other hosts, as in `train`.
 _MAXTEXT_HARDWARE = {"gpu": "gpu_multiprocess"}
+# What the supervisors of MaxText's hosts have to know besides the elastic section.
+_OF_SUPERVISORS = (
+    "devices_per_host",
+    "hosts",
+    "slices",
+    "termination_grace_period_seconds",
+)
 
 
 # The Job of pods that have the program, and of backup hosts, and the port of these.
@@ -94,6 +101,19 @@ def command(config: schema.Config, directory: str = DIRECTORY) -> list[str]:
     return ["elastic-ckpt", "train", os.path.join(directory, _CONFIG_FILE)]
 
 
+def check_maxtext(config: schema.Config) -> None:
+    """Raises a ConfigError if MaxText's keys contradict those of its supervisors."""
+    counted = ("elastic_machine", "elastic_machines")
+    beside = ("elastic_enabled", *_OF_SUPERVISORS)
+    for key, value in settings.mapping("maxtext", config.deploy.maxtext).items():
+        if key in (*counted, *beside):
+            remedy = "leave it out" if key in counted else f"set {key} beside maxtext"
+            raise errors.ConfigError(
+                f"maxtext has {key}={value}, and with elastic_enabled=true it follows"
+                f" from the manifest; {remedy}"
+            )
+
+
 def words(options: dict[str, str]) -> list[str]:
     """The options of a command that have values, as its arguments."""
     return [word for pair in options.items() if pair[1] for word in pair]
@@ -103,20 +123,24 @@ def files(config: schema.Config) -> dict[str, str]:
     """The text of each file of the program, by its name."""
     if config.deploy.maxtext:
         return {_MAXTEXT_FILE: _yaml(_maxtext(config))}
+    return {_CONFIG_FILE: _yaml(_chosen(config))}
+
+
+def _chosen(config: schema.Config) -> dict[str, Any]:
+    # What is not the default, and is for the program.
     defaults = keys.values(schema.Config())
     sections = keys.keys()
     left_out = {*_KEYS, "manifest_patches"}
     if config.elastic.elastic_machines == 1:
         # The JobSet determines the number of hosts.
         left_out.add("hosts")
-    chosen = {
+    return {
         key: value
         for key, value in keys.values(config).items()
         if value != defaults[key]
         and key not in left_out
         and sections[key][0] not in _OF_PODS
     }
-    return {_CONFIG_FILE: _yaml(chosen)}
 
 
 def variables(config: schema.Config, directory: str = DIRECTORY) -> dict[str, str]:
@@ -132,18 +156,29 @@ def variables(config: schema.Config, directory: str = DIRECTORY) -> dict[str, st
 
 
 def _maxtext(config: schema.Config) -> dict[str, Any]:
-    world, tiers = config.world, config.tiers
+    world, tiers, hardware = config.world, config.tiers, config.world.hardware
+    has_own_hosts = has_supervisors(config)
+    if not has_own_hosts:
+        hardware = _MAXTEXT_HARDWARE.get(hardware, hardware)
     known: dict[str, Any] = {
         "base_config": "base.yml",
         "run_name": config.run.run_name,
         "base_output_directory": config.run.base_output_directory,
         "steps": config.run.steps,
-        "hardware": _MAXTEXT_HARDWARE.get(world.hardware, world.hardware),
+        "hardware": hardware,
     }
     if world.enable_single_controller:
         known["enable_single_controller"] = True
     if tiers.local_checkpoint_directory:
         known["local_checkpoint_directory"] = tiers.local_checkpoint_directory
+    sections = keys.keys()
+    known |= {
+        key: value
+        for key, value in _chosen(config).items()
+        if sections[key][0] == "tiers"
+        or (has_own_hosts and sections[key][0] == "elastic")
+        or (has_own_hosts and key in _OF_SUPERVISORS)
+    }
     return known | settings.mapping("maxtext", config.deploy.maxtext)
 
 

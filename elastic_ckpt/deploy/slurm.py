@@ -5,8 +5,9 @@ script writes the program's files to a directory of the job on the RAM disk of e
 node, where the steps in RAM are too. A requeued job has the same number: where it gets
 the same nodes it continues from their RAM, and elsewhere from storage.
 
-`elastic-ckpt train` with elastic_enabled=true has a supervisor on each node instead,
-which starts the hosts of the node; the run goes on without nodes that are lost.
+`elastic-ckpt train` and `maxtext` with elastic_enabled=true have a supervisor on each
+node instead, which starts the hosts of the node; the run goes on without nodes that are
+lost.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def script(config: schema.Config) -> str:
 
 
 def _is_elastic(config: schema.Config) -> bool:
-    return program.is_train(config) and config.elastic.elastic_enabled
+    # A program of the user starts its supervisors itself, if it has any.
+    is_ours = program.is_train(config) or bool(config.deploy.maxtext)
+    return is_ours and config.elastic.elastic_enabled
 
 
 def _is_of_user(config: schema.Config) -> bool:
@@ -115,6 +118,8 @@ def _check(config: schema.Config) -> None:
         " two nodes or more, with the same number of slices each; set slices to a"
         " multiple of the nodes, and hosts to one of slices",
     )
+    if _is_elastic(config):
+        program.check_maxtext(config)
     names.refuse(
         program.is_train(config) and world.hosts % world.slices,
         f"hosts={world.hosts} cannot be divided evenly among slices={world.slices};"

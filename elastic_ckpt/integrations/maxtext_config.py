@@ -130,6 +130,8 @@ OWN_WORLD_KEYS = (
         for field in dataclasses.fields(schema.ElasticSection)
         if field.name not in ELASTIC_KEYS
     ),
+    # In which the hosts save, and leave.
+    "termination_grace_period_seconds",
 )
 OWN_KEYS = (*OWN_DATA_KEYS, *OWN_TIER_KEYS, *OWN_WORLD_KEYS)
 # Keys of MaxText that mean the same here.

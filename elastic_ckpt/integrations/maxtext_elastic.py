@@ -71,16 +71,15 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
       ConfigError: naming the key whose value has no meaning.
       DataError: if files of the data are not there.
     """
-    named = list(arguments[:1]) if arguments and "=" not in arguments[0] else []
     wanted = (
         *maxtext_config.OWN_WORLD_KEYS,
         *maxtext_config.ELASTIC_KEYS,
         *maxtext_config.TIER_KEYS,
+        *maxtext_config.OWN_TIER_KEYS,
         *_OF_RUN,
         *_SET_BY_WORLDS,
     )
-    path, overrides = named[0] if named else None, arguments[len(named) :]
-    config, given = load.of_keys(wanted, path, overrides)
+    config, given = load.of_keys(wanted, *_divided(arguments))
     world = config.world
     maxtext_config.check_files(config.data)
     maxtext_config.check_weights(given)
@@ -119,6 +118,19 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
     # Its own program is compiled ahead, MaxText's is not.
     elastic = dataclasses.replace(config.elastic, elastic_compile_ahead_seconds=0.0)
     return dataclasses.replace(config, data=data, elastic=elastic)
+
+
+def given(arguments: Sequence[str]) -> list[str]:
+    """Each key that is set, also in files, as an argument: equal on all machines."""
+    values = load.given(*_divided(arguments))
+    return [f"{key}={values[key]!r}" for key in sorted(values)]
+
+
+def _divided(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    # The YAML file, if one is named, and the rest.
+    if arguments and "=" not in arguments[0]:
+        return arguments[0], arguments[1:]
+    return None, arguments
 
 
 def in_world(
@@ -181,7 +193,8 @@ def run(
     supervisor.warm_up([_HOST_PROGRAM, trainer.main.module])
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
     if place is not None:
-        return machine_run.run(config, place, emit, train=of_host, program=arguments)
+        program = given(arguments)
+        return machine_run.run(config, place, emit, train=of_host, program=program)
     listening = listeners.of_supervisor(config)
     with journal.kept(config, emit, listening=listening) as kept:
         local_world.run(config, kept, train=of_host)

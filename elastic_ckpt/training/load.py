@@ -70,6 +70,21 @@ def of_keys(
     return config, {key: each.value for key, each in chosen.items()}
 
 
+def given(
+    path: epath.PathLike | None, overrides: Sequence[str] = ()
+) -> dict[str, object]:
+    """The value of each key that is set, whatever program it is for.
+
+    Args:
+      path: as in `load`; None if there are overrides alone.
+      overrides: as in `load`.
+
+    Raises:
+      ConfigError: as `origins`.
+    """
+    return {key: each.value for key, each in _settings(path, overrides).items()}
+
+
 def origins(path: epath.PathLike, overrides: Sequence[str] = ()) -> dict[str, str]:
     """The origin of each key that is set: file and line, or the override.
 

@@ -593,7 +593,8 @@ class DeploySection:
         "",
         "Keys of MaxText, and of ours that it takes, to run `elastic-ckpt maxtext`"
         " instead of `command`: {base_config: base.yml, model_name: llama2-7b}."
-        " run_name, base_output_directory, steps and the RAM disk come from this file.",
+        " run_name, base_output_directory, steps and the keys of tiers come from this"
+        " file, and with elastic_enabled those of its supervisors.",
         lists="yaml",
     )
 

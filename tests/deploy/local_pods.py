@@ -75,9 +75,9 @@ class Pods(started_supervisors.Supervisors):
         words = [word.replace(mounted, str(self._files)) for word in arguments]
         with open(self._output(number), "ab") as output:
             self.started[number] = subprocess.Popen(
-                runs.command(*words),
+                self._command(words),
                 cwd=runs.ROOT,
-                env={**runs._environment(), **self._variables(number)},
+                env={**self._environment(), **self._variables(number)},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -125,6 +125,14 @@ class Pods(started_supervisors.Supervisors):
             name = f"tiny-{program.BACKUP_JOB}-0-{number}.tiny:{port}"
             addresses[name] = backup.url.removeprefix("http://")
         return addresses
+
+    def _command(self, words):
+        """The program with these arguments."""
+        return runs.command(*words)
+
+    def _environment(self):
+        """The variables of the image."""
+        return runs._environment()
 
     def _variables(self, number):
         fields = {"status.podIP": self._ip(number)}

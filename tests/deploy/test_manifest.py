@@ -1,5 +1,6 @@
 """The shipped manifests, and what others make of them: JAX, the pods, pathwaysutils."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -12,7 +13,7 @@ from pathwaysutils.experimental.gke import jobset as pathways_jobset
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import machine, manifest
 from elastic_ckpt.integrations import maxtext_elastic
-from elastic_ckpt.training import keys, load
+from elastic_ckpt.training import configured, keys, load
 from tests.deploy import jobsets
 from tests.deploy.jobsets import GPU, PATHWAYS, SHIPPED, TPU, documents
 
@@ -61,6 +62,29 @@ def test_maxtext_reads_its_keys_from_the_file_of_its_manifest(tmp_path):
     mounts = jobsets.program(built)["volumeMounts"]
     ram = config.tiers.local_checkpoint_directory
     assert ram in [mount["mountPath"] for mount in mounts]
+
+
+def test_the_supervisors_of_maxtext_read_their_keys_from_its_file(tmp_path):
+    ours = ["termination_grace_period_seconds=90", "peer_copies=1"]
+    built = documents("maxtext_elastic_h100", *ours)
+    ((name, text),) = jobsets.only("ConfigMap", built)["data"].items()
+    path = tmp_path / name
+    path.write_text(text)
+    config = maxtext_elastic.run_config([str(path)])
+    of_train = documents("elastic_h100", *ours)
+    same = jobsets.configured(of_train, tmp_path)
+    assert config.elastic == dataclasses.replace(
+        same.elastic, elastic_compile_ahead_seconds=0
+    )
+    assert config.tiers == same.tiers
+    assert config.world == same.world
+    assert configured.limits(config).grace_secs == configured.limits(same).grace_secs
+    assert config.data.global_batch_size == 192
+    # Their pods differ in the command and in what the tokenizer is mounted with.
+    (pods, of_train) = (jobsets.jobs(each)["hosts"] for each in (built, of_train))
+    assert pods.keys() == of_train.keys()
+    for key in pods.keys() - {"template"}:
+        assert pods[key] == of_train[key]
 
 
 def test_without_tpus_all_slices_are_the_one_job_in_which_jax_counts_hosts(monkeypatch):

@@ -13,7 +13,7 @@ from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import kept_executables, world
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext, maxtext_config, maxtext_elastic
-from elastic_ckpt.training import machine_run
+from elastic_ckpt.training import configured, machine_run
 from tests import runs
 from tests.integrations import stand_in
 
@@ -99,15 +99,39 @@ def test_maxtext_does_not_see_the_keys_of_hosts():
     assert own.values["num_logical_shards"] == 8
 
 
-def test_machines_with_other_arguments_of_maxtext_are_of_another_run():
+def test_each_machine_has_an_address_certificate_and_time_to_save_of_its_own():
+    machine = [
+        *("hosts=2", "slices=2", "elastic_enabled=true", "elastic_machines=2"),
+        *("elastic_machine=1", "peer_interface=10.0.0.2"),
+        *("enable_multi_tier_checkpointing=true", "local_checkpoint_directory=/ram"),
+        *("peer_tls_certificate=/tls/crt", "peer_tls_key=/tls/key"),
+        "termination_grace_period_seconds=600",
+    ]
+    config = maxtext_elastic.run_config([*RUN, *machine])
+    own = machine_run.place(config, {"POD_IP": "10.0.0.1"})
+    assert (own.number, own.interface) == (1, "10.0.0.2")
+    served = configured.memory(config)
+    assert (served.tls_certificate, served.tls_key) == ("/tls/crt", "/tls/key")
+    assert 500 < configured.limits(config).grace_secs < 600
+    # MaxText sees none of these keys.
+    given = dict(each.split("=") for each in machine) | {"num_logical_shards": 8}
+    theirs, _ = maxtext_config.divide(given | {"enable_single_controller": True})
+    assert not {key for key in theirs if key.startswith(("peer_", "termination_"))}
+
+
+def test_machines_with_other_keys_of_maxtext_are_of_another_run(tmp_path):
     given = [*RUN, "hosts=2", "slices=2", "elastic_enabled=true"]
     config = maxtext_elastic.run_config(given)
 
-    def configured(*more):
-        return machine_run._digest(config, [*given, *more])
+    def digest(*more, file="dtype: bfloat16\n"):
+        path = tmp_path / f"{len([*tmp_path.iterdir()])}.yml"
+        path.write_text(file)
+        words = maxtext_elastic.given([str(path), *given, *more])
+        return machine_run._digest(config, words)
 
-    assert configured("elastic_machine=0") == configured("elastic_machine=1")
-    assert configured("dtype=float32") != configured()
+    assert digest("elastic_machine=0") == digest("elastic_machine=1")
+    assert digest(file="dtype: bfloat16\nelastic_machine: 1\n") == digest()
+    assert digest("dtype=float32") == digest(file="dtype: float32\n") != digest()
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from tests.environments import ROOT, Environment
 
 ENVIRONMENT = ROOT / ".venv-maxtext"
 TOKENIZERS = ENVIRONMENT / "lib/python3.12/site-packages/maxtext/assets/tokenizers"
+# In the directory of a world, its first step.
+BEGIN = "begin"
 PATCH = ROOT / "configs/maxtext/maxtext-0.2.5.patch"
 GROUP = pathlib.Path(__file__).parent / "pyproject.toml"
 _MAXTEXT = Environment(ENVIRONMENT, GROUP, "3.12")
@@ -31,6 +33,25 @@ def patched(directory):
     return str(directory)
 
 
+def variables(patched=None):
+    """The variables of programs in the environment; see `Hosts`."""
+    paths = [each for each in (patched, os.environ.get("PYTHONPATH")) if each]
+    return {
+        **os.environ,
+        "DECOUPLE_GCLOUD": "TRUE",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONWARNINGS": "ignore",
+        # Compiled as users compile: losses are compared as they are printed.
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def machine_keys(number):
+    """The arguments that tell one of the machines, simulated on this one, its place."""
+    return [f"elastic_machine={number}", f"peer_interface=127.0.0.{number + 1}"]
+
+
 class Hosts:
     """The server of `tests.maxtext.hosts`, in MaxText's environment.
 
@@ -44,17 +65,7 @@ class Hosts:
         self._server = subprocess.Popen(
             [ENVIRONMENT / "bin" / "python", "-m", "tests.maxtext.hosts"],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "DECOUPLE_GCLOUD": "TRUE",
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONWARNINGS": "ignore",
-                # Compiled as users compile: losses are compared as they are printed.
-                "XLA_FLAGS": "",
-                "PYTHONPATH": os.pathsep.join(
-                    each for each in (patched, os.environ.get("PYTHONPATH")) if each
-                ),
-            },
+            env=variables(patched),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -110,3 +121,17 @@ def batches(directory, *, killed=False):
             whole |= line["rows"]
         digests[kind].append([whole[str(row)] for row in range(len(whole))])
     return digests
+
+
+def worlds(directory):
+    """The first step of each world of an elastic run, and its batches, in order.
+
+    Hosts may have been killed.
+    """
+    begun = sorted(
+        directory.glob(f"world-*/{BEGIN}"), key=lambda path: path.stat().st_mtime_ns
+    )
+    return [
+        (int(path.read_text()), batches(path.parent, killed=True)["train"])
+        for path in begun
+    ]

@@ -31,7 +31,7 @@ class Run:
 
     Attributes:
       program: `ours`, or MaxText by itself, `stock`; or `elastic`, ours in a process
-        that starts the hosts.
+        that starts the hosts, one on each machine.
       num_hosts: processes.
       directory: of the logs and batches, `HOST.log` and `HOST.jsonl`.
       arguments: MaxText's, with keys of ours for ours.
@@ -105,9 +105,12 @@ def host(run, number, port):
     for stream in (1, 2):
         os.dup2(log, stream)
     if run.program == "elastic":
-        from tests.maxtext import elastic_hosts
+        from tests.maxtext import elastic_hosts, environment
 
-        return elastic_hosts.run(run.directory, run.arguments)
+        own = environment.machine_keys(number) if run.num_hosts > 1 else []
+        return elastic_hosts.run(
+            run.directory, [*run.arguments, *own], elastic_hosts.await_slice
+        )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if run.num_hosts > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

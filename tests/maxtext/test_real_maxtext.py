@@ -3,6 +3,7 @@
 import argparse
 import re
 import shutil
+import subprocess
 
 import pyarrow as pa
 import pytest
@@ -13,6 +14,7 @@ from elastic_ckpt.inspect import status
 from elastic_ckpt.training import report, run_audit
 from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
+from tests.multiprocess import supervisors
 
 pytestmark = pytest.mark.slow(minutes=1)
 
@@ -191,15 +193,9 @@ class MaxText:
         """A run to a number of steps; the directory of its logs and batches."""
         ours = {} if program == "stock" else OURS
         rows = {"per_device_batch_size": ROWS // num_hosts}
-        keys = {**MODEL, **ours, **self._cases[case], **rows, **settings}
-        keys |= {
-            "run_name": name,
-            "base_output_directory": f"{self._directory}/runs",
-            "jax_cache_dir": f"{self._directory}/jax_cache",
-            "steps": steps,
-        }
         logs = self._directory / "logs" / f"{name}-{steps}"
-        written = [f"{key}={value}" for key, value in keys.items()]
+        settings = {"steps": steps, **ours, **rows, **settings}
+        written = self.arguments(case, name, **settings)
         lines = self._hosts.run(
             num_hosts=num_hosts,
             directory=logs,
@@ -211,6 +207,16 @@ class MaxText:
         wanted = codes or [0] * num_hosts
         assert lines == wanted, (logs / "0.log").read_text()[-5000:]
         return logs
+
+    def arguments(self, case, name, **settings):
+        """What MaxText is given."""
+        keys = {**MODEL, **self._cases[case], **settings}
+        keys |= {
+            "run_name": name,
+            "base_output_directory": f"{self._directory}/runs",
+            "jax_cache_dir": f"{self._directory}/jax_cache",
+        }
+        return [f"{key}={value}" for key, value in keys.items()]
 
     def uninterrupted(self, case):
         """The run of `case` on one host, in this process's own iterator."""
@@ -523,45 +529,150 @@ def test_weights_go_over_from_stock_maxtext_and_back(maxtext):
     assert sorted(environment.losses(back)["train"]) == [6, 7, 8]
 
 
-def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext):
-    case, name, steps = "arrayrecord", "elastic", 20
-    # They divide over four hosts and over three.
-    divides = {"base_emb_dim": 24, "num_logical_shards": 24, "steps": steps}
-    whole = maxtext.run(case, "whole", num_hosts=1, per_device_batch_size=24, **divides)
-    with shared_memory.directory("maxtext") as ram:
-        logs = maxtext.run(
-            case,
-            name,
-            num_hosts=1,
-            program="elastic",
-            per_device_batch_size=6,
-            hosts=4,
-            slices=4,
-            elastic_enabled=True,
-            elastic_min_slice_count=3,
-            elastic_settle_seconds=0,
-            enable_multi_tier_checkpointing=True,
-            local_checkpoint_directory=ram,
-            local_checkpoint_period=3,
-            local_checkpoint_size_limit="64Mi",
-            multi_tier_checkpointing_backup_interval_steps=8,
-            faults="[{kill_slice: 1, at_step: 5}, {return_slice: 1, at_step: 9}]",
-            **divides,
-        )
-    run = maxtext.checkpoints(name).parent
-    begins = [event["start_step"] for event in runs.events(run, "run_started")]
-    hosts = [event["hosts"] for event in runs.events(run, "run_started")]
-    assert hosts == [4, 3, 4]
-    (lost,) = runs.events(run, "slice_lost")
-    assert lost["slice"] == 1
-    assert [event["step"] for event in runs.events(run, "run_finished")] == [steps]
+# Of live runs: they divide over each number of hosts, and XLA cannot store the order of
+# collectives in loops on CPUs.
+LIVE = {"base_emb_dim": 24, "num_logical_shards": 24, "scan_layers": False}
+
+
+def live(slices, ram):
+    """The keys of a live run of 24 rows on slices of one host."""
+    return {
+        **LIVE,
+        "per_device_batch_size": 24 // slices,
+        "hosts": slices,
+        "slices": slices,
+        "elastic_enabled": True,
+        "elastic_settle_seconds": 0,
+        # No machine is lost, however slow this one is.
+        "elastic_machine_timeout_seconds": 600,
+        "enable_multi_tier_checkpointing": True,
+        "local_checkpoint_directory": ram,
+        "local_checkpoint_period": 3,
+        "local_checkpoint_size_limit": "64Mi",
+        "multi_tier_checkpointing_backup_interval_steps": 8,
+    }
+
+
+def check_live(maxtext, name, logs, *, counts, steps):
+    """The worlds of a live run have so many hosts, and the rows of one host."""
+    whole = maxtext.run(
+        "arrayrecord",
+        f"{name}-whole",
+        num_hosts=1,
+        steps=steps,
+        per_device_batch_size=24,
+        **LIVE,
+    )
     expected = environment.batches(whole)["train"]
     assert len(expected) == steps
-    for number, begin in enumerate(begins, start=1):
-        seen = environment.batches(logs / f"world-{number}", killed=True)["train"]
+    worlds = environment.worlds(logs)
+    assert len(worlds) == len(counts)
+    for begin, seen in worlds:
         assert seen
         assert seen == expected[begin : begin + len(seen)]
     assert begin + len(seen) == steps
+    run = maxtext.checkpoints(name).parent
+    begun = runs.events(run, "run_started")
+    assert [event["hosts"] for event in begun] == counts
     audited = run_audit.RunAudit(str(run)).outcome()
     assert audited.passed, audited
-    assert list(audited.hosts) == hosts
+    assert list(audited.hosts) == counts
+    assert audited.num_row_identical_steps == audited.num_steps
+
+
+# The hosts of the worlds, on one machine and on two.
+@pytest.mark.parametrize(("machines", "counts"), [(1, [4, 3, 4]), (2, [2, 1, 2])])
+def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext, machines, counts):
+    name, steps, slices = f"elastic-{machines}", 20, counts[0]
+    supervised = {"elastic_machines": machines} if machines > 1 else {}
+    with shared_memory.directory("maxtext") as ram:
+        logs = maxtext.run(
+            "arrayrecord",
+            name,
+            num_hosts=machines,
+            program="elastic",
+            steps=steps,
+            elastic_min_slice_count=slices - 1,
+            faults="[{kill_slice: 1, at_step: 5}, {return_slice: 1, at_step: 9}]",
+            **live(slices, ram),
+            **supervised,
+        )
+    check_live(maxtext, name, logs, counts=counts, steps=steps)
+    run = maxtext.checkpoints(name).parent
+    (lost,) = runs.events(run, "slice_lost")
+    assert lost["slice"] == 1
+    assert [event["step"] for event in runs.events(run, "run_finished")] == [steps]
+    # The third world has the program of the first.
+    compiled = len(runs.events(run, "compile_started"))
+    assert (compiled, len(runs.events(run, "executable_loaded"))) == (2, 1)
+
+
+class Machines(supervisors.Supervisors):
+    """The supervisors of a live run of MaxText, by the numbers of their machines.
+
+    Args:
+      directory: for the logs and batches.
+      run: its directory.
+      ram: for the memory of all machines.
+      arguments: of MaxText.
+    """
+
+    def __init__(self, directory, run, ram, arguments):
+        self.directory, self.run, self.ram = directory, run, ram
+        self._arguments = arguments
+        self.started = {}
+        for number in range(2):
+            self.start(number)
+
+    def start(self, number):
+        python = environment.ENVIRONMENT / "bin" / "python"
+        own = environment.machine_keys(number)
+        with open(self._output(number), "ab") as output:
+            self.started[number] = subprocess.Popen(
+                [
+                    *(python, "-m", "tests.maxtext.machine", self.directory),
+                    *(*self._arguments, *own),
+                ],
+                cwd=environment.ROOT,
+                env=environment.variables(),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+
+@pytest.mark.slow(minutes=3)
+def test_a_live_run_goes_on_without_a_machine_and_takes_it_in_again(maxtext, tmp_path):
+    name = "machines"
+    run = maxtext.checkpoints(name).parent
+    with shared_memory.directory("maxtext") as ram:
+        arguments = maxtext.arguments(
+            "arrayrecord",
+            name,
+            steps=1_000_000,
+            elastic_machines=2,
+            elastic_min_slice_count=1,
+            **OURS | live(2, ram),
+        )
+        with Machines(tmp_path, run, ram, arguments) as machines:
+            machines.train_on([0, 1])
+            first = machines.leader()
+            second = 1 - first
+            machines.kill(second)
+            machines.train_on([first])
+            machines.start(second)
+            machines.train_on([0, 1])
+            # It follows now, and leads when the other one is lost.
+            machines.kill(first)
+            machines.train_on([second])
+            machines.start(first)
+            machines.train_on([0, 1])
+            assert machines.leaders() == [first, second]
+            machines.stop()
+    (stopped,) = runs.events(run, "run_stopped")
+    # MaxText counts the saved step from 0.
+    steps = stopped["step"] + 1
+    check_live(maxtext, name, tmp_path, counts=[2, 1, 2, 1, 2], steps=steps)
+    # Each step that a world began with was in the memory of a machine.
+    restored = runs.events(run, "restored_from")
+    assert [each["persistent_bytes"] for each in restored] == [0] * 4
