@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any, Protocol
 
 import jax
@@ -12,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.run_saver import RunSaver
-from elastic_ckpt.core import events, metrics, storage_cause
+from elastic_ckpt.core import background, events, metrics, storage_cause
 from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.data.leaving_out import LeavingOut
 from elastic_ckpt.data.state import Ranges
@@ -176,12 +177,23 @@ class Loop:
     ) -> Ended:
         """Trains from step `start_step` until `steps` are done or the data ends.
 
-        The log is written one step behind the devices, so that they never wait for it,
-        except for the first step, with which a change of slices is over. It catches up
-        before a checkpoint, so that every saved step is logged. Callbacks are called
-        with it, so that no step is saved that they have found to be bad.
+        The log is written one step behind the devices, in a thread of its own, so that
+        they never wait for it, except for the first step, with which a change of slices
+        is over. It catches up before a checkpoint, so that every saved step is logged.
+        Callbacks are called one step behind, too, and before a checkpoint, so that no
+        step is saved that they have found to be bad.
         """
-        recorder = _Recorder(self.log, self.emit, steps, self.callbacks)
+        with _Recorder(self.log, self.emit, steps, self.callbacks) as recorder:
+            return self._run(recorder, state, start_step=start_step, steps=steps)
+
+    def _run(
+        self,
+        recorder: _Recorder,
+        state: train_step.TrainState,
+        *,
+        start_step: int,
+        steps: int,
+    ) -> Ended:
         done, saved = start_step, -1
         stopping = False
         # Before it compiles, and before its first step.
@@ -288,7 +300,11 @@ class Loop:
 
 
 class _Recorder:
-    """Logs each step, and calls the callbacks, while the next one is computed."""
+    """Logs each step, and calls the callbacks, while the next one is computed.
+
+    Used as a context. The log and the events are written by another thread: the loop's
+    own gives the devices their next step, and does nothing else meanwhile.
+    """
 
     def __init__(
         self,
@@ -304,6 +320,16 @@ class _Recorder:
         self._pending: tuple[int, train_step.StepReport] | None = None
         self._done = 0
         self._since = time.monotonic()
+        self._thread = background.pool(1, "step log") if log is not None else None
+        # Of the step before the pending one.
+        self._written: futures.Future[None] | None = None
+
+    def __enter__(self) -> _Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def take(self, step: int, report: train_step.StepReport) -> None:
         self.write_pending()
@@ -313,6 +339,7 @@ class _Recorder:
     def catch_up(self) -> None:
         """Writes the pending step, and makes the log durable if storage takes it."""
         self.write_pending()
+        self._wait()
         why = self._log.sync() if self._log else None
         if why is not None:
             cause = storage_cause.of_message(why)
@@ -327,33 +354,45 @@ class _Recorder:
             )
 
     def write_pending(self) -> None:
-        """Writes the step that was taken last."""
+        """Begins to write the step that was taken last, when it is computed."""
         if self._pending is None:
             return
         step, report = self._pending
         self._pending = None
+        # No host runs ahead of the one that logs: hosts that leave do so after a step
+        # that all have begun.
+        jax.block_until_ready(report.loss)
+        if self._thread is None:
+            metrics.TRAIN_STEPS.record(step + 1)
+        else:
+            self._wait()
+            self._written = self._thread.submit(self._write, step, report)
+        if self._callbacks.reads(step + 1):
+            self._callbacks.after_step(step + 1, _numbers(report))
+
+    def _wait(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            background.wait([written])
+            written.result()
+
+    def _write(self, step: int, report: train_step.StepReport) -> None:
+        assert self._log is not None
         metrics.TRAIN_STEPS.record(step + 1)
-        if self._log is None and not self._callbacks.reads(step + 1):
-            # No host runs ahead of the one that logs: hosts that leave do so after a
-            # step that all have begun.
-            jax.block_until_ready(report)
-            return
         numbers = _numbers(report)
-        if self._log is not None:
-            self._log.append(step, report)
-            metrics.TRAIN_GRADIENT_NORM.record(numbers.gradient_norm)
-            now = time.monotonic()
-            self._emit(
-                "step",
-                step=step + 1,
-                steps=self._steps,
-                loss=numbers.loss,
-                secs=now - self._since,
-                tokens=numbers.tokens,
-                learning_rate=numbers.learning_rate,
-            )
-            self._since = now
-        self._callbacks.after_step(step + 1, numbers)
+        self._log.append(step, report)
+        metrics.TRAIN_GRADIENT_NORM.record(numbers.gradient_norm)
+        now = time.monotonic()
+        self._emit(
+            "step",
+            step=step + 1,
+            steps=self._steps,
+            loss=numbers.loss,
+            secs=now - self._since,
+            tokens=numbers.tokens,
+            learning_rate=numbers.learning_rate,
+        )
+        self._since = now
 
 
 def _numbers(report: train_step.StepReport) -> Report:
