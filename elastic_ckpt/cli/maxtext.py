@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = maxtext_elastic.run_config(arguments.arguments)
     shown = progress.Progress(log_period=1, stream=sys.stdout)
     if config.world.hosts > 1:
-        with shown:
+        with termination.ending("elastic-ckpt maxtext"), shown:
             is_stopped = maxtext_elastic.run(config, arguments.arguments, emit=shown)
-        return termination.EXIT_CODE if is_stopped else 0
+        return termination.exit_code() if is_stopped else 0
     maxtext.run(arguments.arguments, emit=shown, started=config)
     return 0

@@ -96,7 +96,8 @@ def describe(content: status.Status, *, now: float) -> str:
         lines.append(("replicas", replica_findings.line(content.replicas)))
     if content.verdict is not None:
         ago = _age(now - content.verdict["time"])
-        lines.append(("verdict", f"{ago} ago: {content.verdict['why']}"))
+        kind = content.verdict["kind"]
+        lines.append(("verdict", f"{ago} ago: {content.verdict['why']} ({kind})"))
     lines.append(("last event", _event(content.last_event, now)))
     return "\n".join(
         [

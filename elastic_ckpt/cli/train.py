@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import signal
-import types
 
 from etils import epy
 
@@ -68,9 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     configured.check_checkpoints(config)
     listeners.check(config.metrics)
-    signal.signal(signal.SIGTERM, _end_on_sigterm)
     with (
-        termination.interruptible(),
+        termination.ending("elastic-ckpt train"),
         progress.Progress(config.run.log_period) as shown,
     ):
         is_stopped = _start(config, shown)
@@ -144,12 +141,3 @@ def _run_controlled(config: schema.Config, shown: progress.Progress) -> bool:
 def _with_files(config: schema.Config) -> schema.Config:
     report = functools.partial(print, flush=True)
     return training_files.prepare(config, report=report)
-
-
-def _end_on_sigterm(number: int, frame: types.FrameType | None) -> None:
-    del number, frame
-    cause = termination.cause()
-    os.write(
-        2, f"elastic-ckpt train: ended by {cause} before the first step\n".encode()
-    )
-    raise SystemExit(termination.exit_code())

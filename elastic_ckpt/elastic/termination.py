@@ -65,6 +65,33 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def ending(program: str) -> Iterator[None]:
+    """Ends this program at SIGTERM while the block runs, and takes Ctrl-C as SIGTERM.
+
+    What trains within takes the signal itself, to save. For the main thread.
+
+    Args:
+      program: that says so.
+
+    Raises:
+      SystemExit: with `exit_code`, at the signal.
+    """
+
+    def end(number: int, frame: types.FrameType | None) -> None:
+        del number, frame
+        text = f"{program}: ended by {cause()} before the first step\n"
+        os.write(2, text.encode())
+        raise SystemExit(exit_code())
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with interruptible():
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def calling(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
     """Calls a function in a thread after each signal that arrives in the block.
 

@@ -8,9 +8,10 @@ lists the kinds.
 Two rules stand above the table:
 
 * An exception is the program's if several hosts raise the same one, or if it comes
-  again at the same step in the next world. A machine or device does not fail on all
-  hosts at one step; a mistake in the program does.
-* What all others only lost their connections to is the cause: errors of connections
+  again at the same step in the next world, even if it speaks of a device. A device does
+  not fail on all hosts at one step; a mistake in the program does. What all hosts may
+  see at once is left: a network or a service that fails, a file that is damaged.
+* A host that lost its connections to another tells nothing about the cause: such errors
   count only if nothing else was recorded.
 
 Sources of the signs: the names of CUDA's driver API (`CUresult`), NVIDIA's catalogue of
@@ -247,8 +248,9 @@ def hosts_of_bad_devices(
 
 # Errors of hosts that have only lost others.
 _CONNECTION = re.compile(
-    "Gloo|Connection (closed|reset|refused)|Broken pipe|UNAVAILABLE|DEADLINE_EXCEEDED"
-    "|[Cc]oordination ?[Ss]ervice|ncclRemoteError|[Bb]arrier timed out|ABORTED"
+    r"Gloo|Connection (closed|reset|refused)|Broken pipe|\bUNAVAILABLE\b"
+    r"|\bDEADLINE_EXCEEDED\b|[Cc]oordination ?[Ss]ervice|ncclRemoteError"
+    r"|[Bb]arrier timed out|\bABORTED\b"
 )
 # The signals by which a program ends itself.
 _FATAL = (
@@ -392,6 +394,9 @@ class _Case:
             name = "" if kind.what is What.SLICE else "of slice "
             return f"{name}{fields['slice']}"
         if kind.what is What.SLICE and seen.slices:
+            if lead is not None and "RunError" in lead.error:
+                # Of the supervisor, on no host.
+                return ""
             per_slice = seen.num_hosts // len(seen.slices) or 1
             return _listed({seen.slices[host // per_slice] for host in hosts})
         if not hosts or self._are_all:
@@ -458,6 +463,11 @@ _OS_ERRORS = ("OSError", "ClientError", "HttpError", "GoogleAPIError", "BotoCore
 _HTTP = r"(?:[Ss]tatus|HTTP|[Cc]ode|[Ee]rror)[^0-9;]{0,20}"
 _NO_MEMORY = "RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY"
 _THROTTLED = rf"SlowDown|Too Many Requests|rateLimitExceeded|{_HTTP}429"
+
+
+def _of_one_device(says: str) -> Sign:
+    # Not of the devices of all hosts at one step, and not at the same step again.
+    return Sign(of_devices=True, hosts="one", again=False, says=says)
 
 
 def _degraded(tier: str, cause: str, why: str = "") -> Sign:
@@ -542,7 +552,7 @@ KINDS: tuple[Kind, ...] = (
         "too_few_slices",
         What.SLICE,
         Action.STOP,
-        "are too few for the run",
+        "count is too small for the run",
         "bring slices back and start the run again, or lower `min_slices`",
         Sign(error=("RunError",), says="bring slices back and start the run again"),
     ),
@@ -748,9 +758,9 @@ KINDS: tuple[Kind, ...] = (
         Action.LEAVE_OUT,
         "has memory with errors that cannot be corrected (ECC)",
         "drain the machine and reset the device; replace it if that recurs",
-        Sign(
-            of_devices=True,
-            says=r"ECC|Xid[^\n]*: (48|63|64|94|95)\b|HBM|row remap",
+        _of_one_device(
+            r"\bECC\b|Xid[^\n]*: (48|63|64|94|95)\b|row remap"
+            r"|HBM[^\n]{0,40}([Uu]ncorrect|[Pp]arity)|[Uu]ncorrect[^\n]{0,40}HBM",
         ),
     ),
     _kind(
@@ -759,10 +769,7 @@ KINDS: tuple[Kind, ...] = (
         Action.LEAVE_OUT,
         "has lost a link to other devices (NVLink, ICI)",
         "drain the machine; look at `nvidia-smi nvlink`, or the health of the slice",
-        Sign(
-            of_devices=True,
-            says=r"NVLINK|NVLink|NVSwitch|Xid[^\n]*: 74\b|\bICI\b",
-        ),
+        _of_one_device(r"NVLINK|NVLink|NVSwitch|Xid[^\n]*: 74\b|\bICI\b"),
     ),
     _kind(
         "device_lost",
@@ -770,9 +777,8 @@ KINDS: tuple[Kind, ...] = (
         Action.LEAVE_OUT,
         "is gone: its driver does not reach it",
         "drain the machine and restart it; replace the device if that recurs",
-        Sign(
-            of_devices=True,
-            says=r"fallen off the bus|GPU is lost|Xid[^\n]*: (79|119|120)\b"
+        _of_one_device(
+            r"fallen off the bus|GPU is lost|Xid[^\n]*: (79|119|120)\b"
             "|CUDA_ERROR_(NO_DEVICE|DEVICE_UNAVAILABLE|SYSTEM_NOT_READY|INVALID_DEVICE)"
             "|TPU[^\\n]*(unhealthy|not healthy|not found)",
         ),
@@ -794,7 +800,7 @@ KINDS: tuple[Kind, ...] = (
         "look at `NCCL_DEBUG=WARN`, the counters of the ports, and the switches",
         Sign(
             of_devices=True,
-            says="NCCL|nccl(System|Unhandled|Internal)Error|NET/IB|ibv_|RoCE|EFA",
+            says=r"NCCL|nccl(System|Unhandled|Internal)Error|NET/IB|ibv_|RoCE|\bEFA\b",
         ),
     ),
     _kind(
@@ -815,7 +821,7 @@ KINDS: tuple[Kind, ...] = (
         Action.RESTART,
         "did not carry an answer of all hosts in time",
         "look for a host that is slow, and at the network of host 0",
-        Sign(of_devices=True, says="DEADLINE_EXCEEDED|[Bb]arrier timed out"),
+        Sign(of_devices=True, says=r"\bDEADLINE_EXCEEDED\b|[Bb]arrier timed out"),
     ),
     _kind(
         "coordination_lost",
@@ -823,7 +829,7 @@ KINDS: tuple[Kind, ...] = (
         Action.RESTART,
         "does not lead to the coordination service, on host 0",
         "look at the machine of host 0, and at its network",
-        Sign(of_devices=True, says="UNAVAILABLE|[Cc]oordination ?[Ss]ervice"),
+        Sign(of_devices=True, says=r"\bUNAVAILABLE\b|[Cc]oordination ?[Ss]ervice"),
     ),
     _kind(
         "connections_lost",
@@ -833,7 +839,7 @@ KINDS: tuple[Kind, ...] = (
         "look at the network between the machines",
         Sign(
             of_devices=True,
-            says="Gloo|Connection (closed|reset|refused)|Broken pipe|ABORTED",
+            says=r"Gloo|Connection (closed|reset|refused)|Broken pipe|\bABORTED\b",
         ),
     ),
     _kind(

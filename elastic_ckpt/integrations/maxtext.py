@@ -57,7 +57,10 @@ def run(
     world: World | None = None,
     started: schema.Config | None = None,
 ) -> None:
-    """Trains as `python -m maxtext.trainers.pre_train.train ARGUMENTS` does.
+    """Trains as MaxText's own program does with these arguments.
+
+    That is `maxtext.trainers.pre_train.train`, or with `use_dpo=true`
+    `maxtext.trainers.post_train.dpo.train_dpo`.
 
     Args:
       arguments: of MaxText, with our keys among them.
@@ -258,7 +261,9 @@ class Run:
 
     def _data_of(self, step: epath.Path | None) -> MaxTextIterator:
         # Of a step that is restored, or saved if there is none.
-        self.restored = step or self.restored
+        if step is not None:
+            self._begin(watch.RESTORE)
+            self.restored = step
         assert self._train is not None
         return self._train
 
@@ -278,10 +283,14 @@ class Run:
         return self._asked[1]
 
     def start(self, config: Any, start_step: int) -> None:
-        """Notes the step with which MaxText begins."""
+        """Notes the step with which MaxText begins, which is compiled."""
+        self._begin_at(start_step)
+        self._recorded(config).compiled(start_step + 1)
+
+    def _begin_at(self, start_step: int) -> None:
         assert self._train is not None
         self._began = (start_step, self._train.num_batches)
-        self._recorded(config).begin(start_step)
+        self._recorded(self._config).begin(start_step)
 
     def report(self, step: int, scalars: Mapping[str, Any]) -> bool:
         """Notes the metrics of a step; those of one to go back from are ours alone."""

@@ -134,12 +134,19 @@ def _divided(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 
 def in_world(
-    *, rows: int, num_devices: int, microbatches: int, ram_directory: str | None
+    *,
+    rows: int,
+    eval_rows: int,
+    num_devices: int,
+    microbatches: int,
+    ram_directory: str | None,
 ) -> list[str]:
     """The arguments of MaxText that change with each world of a run.
 
     Args:
       rows: of a global batch.
+      eval_rows: of one of an evaluation, the same in each world if its devices divide
+        it.
       num_devices: of the world.
       microbatches: equal parts in which a device computes its rows.
       ram_directory: of the run on the RAM disk of this host's slice; None for the
@@ -154,6 +161,8 @@ def in_world(
         # A world that is left saves its last step.
         "enable_autocheckpoint": True,
     }
+    if eval_rows % num_devices == 0:
+        settings["eval_per_device_batch_size"] = eval_rows // num_devices
     if ram_directory is not None:
         # To which the name of the run is added.
         settings["local_checkpoint_directory"] = os.path.dirname(ram_directory)
@@ -201,6 +210,15 @@ def run(
         return kept.is_stopped
 
 
+def _eval_rows(arguments: Sequence[str], config: schema.Config) -> int:
+    # With all slices. MaxText takes the size of training if there is no other.
+    key = "eval_per_device_batch_size"
+    _, given = load.of_keys((key,), *_divided(arguments))
+    num_devices = config.world.hosts * config.world.devices_per_host
+    rows = round(float(str(given.get(key) or 0)) * num_devices)
+    return rows or config.data.global_batch_size
+
+
 def train_maxtext(
     arguments: Sequence[str], config: schema.Config, world: World
 ) -> None:
@@ -227,6 +245,7 @@ def train_maxtext(
     world.begin("prepare")
     changing = in_world(
         rows=config.data.global_batch_size,
+        eval_rows=_eval_rows(arguments, config),
         num_devices=world.topology.devices,
         microbatches=world.microbatches,
         ram_directory=world.ram_directory,

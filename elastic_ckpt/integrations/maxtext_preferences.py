@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, preemption
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.elastic import watch
 from elastic_ckpt.integrations import (
@@ -67,6 +68,14 @@ class PreferenceRun(maxtext.Run):
                         f"{maxtext_config.PLACE}: {key}=true has no effect with"
                         f" use_dpo=true: {remedy}"
                     )
+            parts = config.gradient_accumulation_steps
+            rows = maxtext_config.global_batch_size(config, num_devices=mesh.size)
+            if rows % (parts * mesh.size):
+                raise errors.ConfigError(
+                    f"{maxtext_config.PLACE}: gradient_accumulation_steps={parts} makes"
+                    f" no equal parts of the {rows // mesh.size} rows of a device; set"
+                    " per_device_batch_size to a whole number"
+                )
         return super().create_data_iterator(config, mesh)
 
     def _handed_out(
@@ -91,7 +100,10 @@ class PreferenceRun(maxtext.Run):
         # one began at the beginning of its data, and so does the next.
         if self._evaluation is not None and self._evaluation.num_batches:
             self._evaluation.reset()
-        done, _ = self._num_steps
+        done, trained = self._num_steps
+        if trained == 1 and self._record is not None:
+            # Tunix has compiled its step.
+            self._record.compiled(done)
         return not self._is_left and done < self._config.steps
 
     def create_tunix_manager(self) -> TunixManager:
@@ -104,17 +116,21 @@ class PreferenceRun(maxtext.Run):
             self._manager = self._tiers
         return TunixManager(self._tiers, run=self, mesh=self._mesh)
 
-    def begin_restore(self) -> None:
-        """Notes that the state is restored from now on."""
-        self._begin(watch.RESTORE)
-
     def begin_at(self, step: int) -> None:
         """Begins after a step that was restored, or with 0."""
-        self.start(self._config, step)
+        self._begin_at(step)
 
     def leaves_after(self, step: int) -> bool:
-        """Whether the hosts leave their world after a step, which they save then."""
-        self._is_left = bool(self.should_stop(step))
+        """Whether all hosts end after a step, which they save then.
+
+        They leave their world; or without one, a host has got SIGTERM.
+        """
+        stops = self.should_stop(step)
+        if stops is None and jax.distributed.is_initialized():
+            stops = multihost_utils.reached_preemption_sync_point(
+                preemption.count(step)
+            )
+        self._is_left = bool(stops)
         return self._is_left
 
     def _save_last(self) -> None:
@@ -129,9 +145,9 @@ class PairIterator(maxtext.MaxTextIterator):
     Args:
       batches: `iterator.Batches` or `RemoteIterator`.
       parts: in which a global batch of rows is handed out, one after the other; Tunix
-        adds up their gradients. A part has as many rows of each device.
+        averages their gradients. Each part has as many rows of each device.
       goes_on: asked before each global batch, whether there is to be another.
-      ended: called when there is none.
+      ended: called when the data has no other.
       begin: called with the phase of the run that a global batch begins.
       record: of the run, if it trains on these batches.
     """
@@ -159,16 +175,17 @@ class PairIterator(maxtext.MaxTextIterator):
         self._goes_on = goes_on
 
     def __next__(self) -> elastic_data.Batch:
-        if not self._parts:
-            if not self._goes_on():
-                raise StopIteration
-            batch = super().__next__()
-            num_parts = self._num_parts
-            self._parts = [
-                {name: _part(rows, at, num_parts) for name, rows in batch.items()}
-                for at in range(num_parts)
-            ]
-        return self._parts.pop(0)
+        with maxtext.past_maxtext(except_for=self._left_to_maxtext()):
+            if not self._parts:
+                if not self._goes_on():
+                    raise StopIteration
+                batch = super().__next__()
+                num_parts = self._num_parts
+                self._parts = [
+                    {name: _part(rows, at, num_parts) for name, rows in batch.items()}
+                    for at in range(num_parts)
+                ]
+            return self._parts.pop(0)
 
     def _phase(self) -> str:
         # Tunix compiles its step with the first batch.
@@ -213,7 +230,7 @@ class TunixManager:
         self,
         step: int,
         model: Any,
-        optimizer: Any = None,
+        optimizer: Any,
         save_only_lora_params: bool = False,
         force: bool = False,
         custom_metadata: dict[str, Any] | None = None,
@@ -223,7 +240,7 @@ class TunixManager:
         Args:
           step: from 1.
           model: of Flax, whose state is saved.
-          optimizer: whose state is saved too, if there is one.
+          optimizer: whose state is saved, too.
           save_only_lora_params: whether the state of the model is that of LoRA alone.
           force: whether to save a step that is not due.
           custom_metadata: Tunix's; its trainer of preferences has none.
@@ -237,17 +254,21 @@ class TunixManager:
             return False
         trees = _state(model, optimizer, only_lora=save_only_lora_params)
         is_wanted = (force and self._manager.saves_last) or leaves
-        response = self._manager.save_checkpointables_async(
-            step, trees, force=is_wanted
-        )
-        if response is not None:
+        if self._manager.use_async:
+            response = self._manager.save_checkpointables_async(
+                step, trees, force=is_wanted
+            )
+            is_saved = response is not None
+        else:
+            is_saved = self._manager.save_checkpointables(step, trees, force=is_wanted)
+        if is_saved:
             self._newest = step
-        return response is not None
+        return is_saved
 
     def maybe_restore(
         self,
         model: Any,
-        optimizer: Any = None,
+        optimizer: Any,
         step: int | None = None,
         restore_only_lora_params: bool = False,
     ) -> tuple[int, dict[str, Any]]:
@@ -255,7 +276,7 @@ class TunixManager:
 
         Args:
           model: of Flax, which gets the state.
-          optimizer: that gets its state; None restores none.
+          optimizer: that gets its state.
           step: that is restored instead of the newest.
           restore_only_lora_params: see `save`.
 
@@ -266,15 +287,13 @@ class TunixManager:
         if self._manager is None or newest is None:
             self._run.begin_at(0)
             return 0, {}
-        self._run.begin_restore()
         self._newest = found = newest.step if step is None else step
         state = _state(model, optimizer, only_lora=restore_only_lora_params)
         abstract = jax.tree.map(self._abstract, state)
         restored = self._manager.load_checkpointables(found, abstract)
         nnx = maxtext_seam.nnx()
         nnx.update(model, restored[_MODEL])
-        if optimizer is not None:
-            nnx.update(optimizer, restored[_OPTIMIZER])
+        nnx.update(optimizer, restored[_OPTIMIZER])
         self._run.begin_at(found)
         return found, {}
 
@@ -292,10 +311,10 @@ class TunixManager:
 def _state(model: Any, optimizer: Any, *, only_lora: bool) -> dict[str, Any]:
     nnx = maxtext_seam.nnx()
     kinds = (nnx.LoRAParam,) if only_lora else ()
-    state = {_MODEL: nnx.state(model, *kinds)}
-    if optimizer is not None:
-        state[_OPTIMIZER] = nnx.state(optimizer, nnx.optimizer.OptState)
-    return state
+    return {
+        _MODEL: nnx.state(model, *kinds),
+        _OPTIMIZER: nnx.state(optimizer, nnx.optimizer.OptState),
+    }
 
 
 def _part(rows: jax.Array, at: int, parts: int) -> jax.Array:

@@ -2,7 +2,8 @@
 
 Beside MaxText's own files it has, as the runs of `elastic-ckpt train`, a configuration
 (of those keys that have a meaning here), the events, the metrics of each host, and the
-step log. Steps in events have MaxText's numbers, from 0.
+step log. Saved steps have MaxText's numbers, from 0, or Tunix's, from 1; other steps
+in events say how many are done.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class RunRecord:
         self._closing.callback(self._log.close)
 
     def begin(self, step: int) -> None:
-        """Begins at a step, from 0, whose state is there, and which is compiled."""
+        """Begins at a step, from 0, whose state is there."""
         if self._log is not None:
             self._log.begin(step)
         if topology.is_primary():
@@ -109,8 +110,12 @@ class RunRecord:
                     * self._rows_before
                     / self._rows,
                 )
+
+    def compiled(self, step: int) -> None:
+        """Notes that the program of a step, from 1, is there."""
+        if topology.is_primary():
             secs = time.monotonic() - self._made_secs
-            self._emit("compiled", step=step + 1, secs=secs)
+            self._emit("compiled", step=step, secs=secs)
 
     def take(self, batch: elastic_data.Batch) -> None:
         """Logs the batch of the next step; batches before `begin` are not trained."""

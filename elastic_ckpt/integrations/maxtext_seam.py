@@ -35,7 +35,7 @@ from elastic_ckpt.integrations import maxtext_config
 
 # The version in which they are known, and that is tested.
 TESTED_VERSION = "0.2.5"
-TESTED_TUNIX_VERSION = "0.1.5"
+TESTED_TUNIX_VERSION = "0.1.7"
 # Of the patch: `maxtext.common.extension.VERSION`.
 PATCH_VERSION = 1
 
@@ -98,12 +98,14 @@ class Tie:
     Attributes:
       module: where it is.
       name: what it is called.
+      package: that has it.
       parameters: the names of its first parameters.
       caller: module and name of the function that looks it up by this name.
     """
 
     module: str
     name: str
+    package: str = "MaxText"
     parameters: tuple[str, ...] = ()
     caller: tuple[str, str] | None = None
 
@@ -116,17 +118,21 @@ class Tie:
         place = f"{self.module}.{self.name}"
         function = self.look_up()
         if function is None:
-            refuse(f"has no {place}")
+            refuse(f"has no {place}", package=self.package)
         names = tuple(inspect.signature(function).parameters)
         if names[: len(self.parameters)] != self.parameters:
             refuse(
                 f"calls {place} with {', '.join(names)} instead of"
-                f" {', '.join(self.parameters)}"
+                f" {', '.join(self.parameters)}",
+                package=self.package,
             )
         if self.caller:
             caller = inspect.unwrap(self._look_up_caller(*self.caller))
             if self.name not in getattr(caller, "__code__", _nothing.__code__).co_names:
-                refuse(f"does not call {self.name} in {'.'.join(self.caller)}")
+                refuse(
+                    f"does not call {self.name} in {'.'.join(self.caller)}",
+                    package=self.package,
+                )
 
     @staticmethod
     def _look_up_caller(module: str, name: str) -> Callable[..., Any]:
@@ -161,6 +167,7 @@ SAVE_STEP = Tie(
 _TUNIX_MANAGER = Tie(
     module=f"{_TUNIX}.checkpoint_manager",
     name="CheckpointManager",
+    package="Tunix",
     parameters=("root_directory", "options"),
     caller=(f"{_TUNIX}.peft_trainer", "PeftTrainer"),
 )
@@ -273,6 +280,19 @@ PRE_TRAIN = Trainer(
         _MAKE_LOGGER,
     ),
 )
+# Called by Tunix of what takes its place. Versions before 0.1.6 save no optimizer.
+_TUNIX_VERBS = tuple(
+    dataclasses.replace(
+        _TUNIX_MANAGER,
+        name=f"{_TUNIX_MANAGER.name}.{name}",
+        parameters=("self", *parameters),
+        caller=None,
+    )
+    for name, parameters in (
+        ("save", ("step", "model", "optimizer", "save_only_lora_params")),
+        ("maybe_restore", ("model", "optimizer", "step", "restore_only_lora_params")),
+    )
+)
 # Of pairs of responses, with DPO or ORPO; Tunix's.
 PREFERENCES = Trainer(
     main=Tie(
@@ -280,6 +300,7 @@ PREFERENCES = Trainer(
         name="main",
         parameters=("argv",),
     ),
+    called=_TUNIX_VERBS,
     replaced=(_PREPARE, _CREATE_PAIRS, _MAKE_PAIR_LOGGER),
     always_replaced=(_TUNIX_MANAGER,),
 )
@@ -460,8 +481,12 @@ def _point_to_assets() -> None:
 
 
 def _look_up(module: str, name: str) -> Any:
+    # A name may be that of a method of a class.
     try:
-        return getattr(importlib.import_module(module), name, None)
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return found
     except ModuleNotFoundError as error:
         if error.name and module.startswith(error.name):
             return None
@@ -472,10 +497,18 @@ def _nothing() -> None:
     pass
 
 
-def refuse(what: str) -> None:
-    """Raises a ConfigError about the MaxText that is installed."""
+# By package: its name in an index, and the version that is tested.
+_TESTED = {
+    "MaxText": ("maxtext", TESTED_VERSION),
+    "Tunix": ("google-tunix", TESTED_TUNIX_VERSION),
+}
+
+
+def refuse(what: str, *, package: str = "MaxText") -> None:
+    """Raises a ConfigError about the MaxText, or Tunix, that is installed."""
+    name, tested = _TESTED[package]
     raise errors.ConfigError(
-        f"MaxText {metadata.version('maxtext')} {what}: elastic_ckpt supports MaxText"
-        f" {TESTED_VERSION}; install maxtext=={TESTED_VERSION} by"
-        " docs/pages/guides/maxtext.md, or a newer elastic_ckpt"
+        f"{package} {metadata.version(name)} {what}: elastic_ckpt supports {package}"
+        f" {tested}; install {name}=={tested} by docs/pages/guides/maxtext.md, or a"
+        " newer elastic_ckpt"
     )

@@ -99,6 +99,8 @@ def test_a_run_without_slices_says_so():
         runtime.run(print, cluster=cluster, policy=policy, emit=recorded)
     kinds = [said["kind"] for said in recorded.named("verdict")]
     assert kinds == ["slice_lost", "too_few_slices"]
+    # No slice of the world is to blame.
+    assert recorded.named("verdict")[-1]["which"] == ""
 
 
 def test_what_only_lost_its_connection_is_not_blamed():
@@ -107,6 +109,46 @@ def test_what_only_lost_its_connection_is_not_blamed():
     seen = verdict.Evidence(failures=[aborted, killed], num_hosts=3, is_lost=True)
     judged = verdict.judge(seen)
     assert (judged.kind, judged.which) == ("host_killed", "2")
+
+
+def of_devices(host, says):
+    return host_failure.HostFailure(
+        host=host,
+        at_secs=0.0,
+        message=says,
+        error=("JaxRuntimeError",),
+        is_of_devices=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "says", ["INTERNAL: uncorrectable ECC error", "INTERNAL: ICI link 3 is down"]
+)
+def test_what_the_devices_of_all_hosts_report_at_one_step_is_the_program(says):
+    for hosts, kind in ((range(4), "program_fails_on_devices"), ([2], None)):
+        failures = [of_devices(host, says) for host in hosts]
+        seen = verdict.Evidence(failures=failures, num_hosts=4, is_lost=True)
+        judged = verdict.judge(seen)
+        if kind is None:
+            assert (judged.what, judged.action) == ("device", "leave out")
+            again = dataclasses.replace(seen, before=verdict.failed(seen))
+            judged = verdict.judge(again)
+            kind = "program_fails_again"
+        assert (judged.kind, judged.action) == (kind, "stop")
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "INTERNAL: dot operand_precision={DEFAULT,DEFAULT} failed",
+        "INTERNAL: HBM buffer assignment failed",
+        "INTERNAL: a step was ABORTEDLY slow",
+    ],
+)
+def test_ordinary_messages_of_xla_name_no_part_of_a_machine(says):
+    failures = [of_devices(host, says) for host in range(4)]
+    seen = verdict.Evidence(failures=failures, num_hosts=4, is_lost=True)
+    assert verdict.judge(seen).kind == "program_fails_on_devices"
 
 
 def test_a_failing_device_is_left_out_and_not_what_lost_it():

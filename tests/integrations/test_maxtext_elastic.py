@@ -81,10 +81,16 @@ def test_settings_that_cannot_be_followed_are_refused(given, message):
 
 def test_fewer_devices_take_as_many_rows_in_more_parts():
     settings = maxtext_elastic.in_world(
-        rows=24, num_devices=3, microbatches=2, ram_directory="/ram/slice-1/tiny"
+        rows=24,
+        eval_rows=12,
+        num_devices=3,
+        microbatches=2,
+        ram_directory="/ram/slice-1/tiny",
     )
     assert "per_device_batch_size=4" in settings
     assert "gradient_accumulation_steps=2" in settings
+    # An evaluation has the same rows in each world.
+    assert "eval_per_device_batch_size=4" in settings
     assert "local_checkpoint_directory=/ram/slice-1" in settings
     # MaxText's own answer to lost slices needs Pathways.
     assert "elastic_enabled=False" in settings

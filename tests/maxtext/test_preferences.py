@@ -89,6 +89,11 @@ def check_run(maxtext, name, *, hosts, steps=STEPS):
     assert (shown.phase, shown.progress.step) == ("finished", steps)
     # Tunix counts from 1.
     assert {each.tier: each.step for each in shown.tiers}["persistent"] == steps
+    saved = maxtext.checkpoints(name) / str(steps)
+    assert {"model_params", "optimizer_state", "iter"} <= {
+        each.name for each in saved.iterdir()
+    }
+    return shown.progress.loss
 
 
 @pytest.mark.usefixtures("maxtext")
@@ -109,12 +114,16 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(maxtext, in_tiers):
                 "local_checkpoint_period": 3,
                 "local_checkpoint_size_limit": "128Mi",
                 "multi_tier_checkpointing_backup_interval_steps": 1000,
+                "async_checkpointing": True,
             }
         for steps, num_hosts in ((7, 2), (STEPS, 1)):
             logs = maxtext.run(CASE, name, steps=steps, num_hosts=num_hosts, **settings)
             check_is_part_of(whole, logs, begin=begin, end=steps)
             begin = steps
-        check_run(maxtext, name, hosts=[2, 1])
+        # With the optimizer of one run: a sum of two hosts has other last digits.
+        loss = check_run(maxtext, name, hosts=[2, 1])
+        at_once = check_run(maxtext, whole.name.rpartition("-")[0], hosts=[1])
+        assert loss == pytest.approx(at_once, rel=1e-5)
 
 
 def test_tunix_goes_on_from_what_we_saved_and_we_not_from_what_it_did(maxtext):
