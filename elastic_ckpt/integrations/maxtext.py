@@ -34,11 +34,17 @@ from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.data import data_keys, elastic_data, iterator
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic.world import World
-from elastic_ckpt.integrations import maxtext_config, maxtext_record, maxtext_seam
+from elastic_ckpt.integrations import (
+    maxtext_config,
+    maxtext_images,
+    maxtext_record,
+    maxtext_seam,
+)
 from elastic_ckpt.training import configured, schema
 from elastic_ckpt.training.schema import ValidationSection
 
-# The inputs of a step of MaxText, all int32 `[B, L]`.
+# The inputs of a step of MaxText, all int32 `[B, L]`; positions of inputs are `[B, L, 3]`
+# in some models with images, whose features come with these.
 FEATURES = tuple(
     name + suffix
     for name in ("inputs", "targets")
@@ -362,20 +368,18 @@ class Run:
         # Of the training data if it is recorded, else of the evaluation data.
         if section.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
-        make_data = pipeline.from_config
-        if record is None:
-            make_data = functools.partial(
-                pipeline.eval_from_config, global_batch_size=rows
-            )
         batches = frontend.configured_batches(
-            make_data(section, vocab_size=config.vocab_size),
+            _data(config, section, eval_rows=rows if record is None else 0),
             section,
             mesh=mesh,
             spec=_spec_of(mesh),
             global_batch_size=rows,
         )
+        fold = None
+        if maxtext_config.has_images(config):
+            fold = functools.partial(maxtext_images.fold, config.model_name)
         if record is None:
-            return MaxTextIterator(batches, elastic=config.elastic_enabled)
+            return MaxTextIterator(batches, elastic=config.elastic_enabled, fold=fold)
 
         def ramp() -> Any:
             # Only now is it known with which step the run continues. MaxText's own
@@ -389,7 +393,24 @@ class Run:
             ramp=ramp if config.enable_rampup_batch_size else None,
             ended=self._data_ended,
             record=record,
+            fold=fold,
         )
+
+
+def _data(
+    config: Any, section: data_keys.DataKeys, *, eval_rows: int
+) -> elastic_data.ElasticData:
+    # Of the training; or of the evaluation, with so many rows in a batch.
+    if not maxtext_config.has_images(config):
+        if not eval_rows:
+            return pipeline.from_config(section, vocab_size=config.vocab_size)
+        return pipeline.eval_from_config(
+            section, global_batch_size=eval_rows, vocab_size=config.vocab_size
+        )
+    rows = maxtext_images.from_config(config, section, evaluation=eval_rows > 0)
+    if not eval_rows:
+        return pipeline.from_rows(section, rows)
+    return pipeline.eval_from_config(section, global_batch_size=eval_rows, rows=rows)
 
 
 class KeptStep:
@@ -411,12 +432,13 @@ class KeptStep:
         self._world = world
         self._note = note
         self._compiled: Callable[..., Any] | None = None
-        self._shapes: list[tuple[int, ...]] = []
+        # Of the batch that it is for: MaxText has other images in mind than it trains on.
+        self._form: dict[str, tuple[Any, Any]] = {}
 
     def __call__(self, state: Any, batch: Any, *more: Any) -> Any:
         """Computes the step; a batch of another size has another program."""
         step = self._jitted
-        if self._compiled is not None and _shapes(batch) == self._shapes:
+        if self._compiled is not None and _form(batch) == self._form:
             step = self._compiled
         made = step(state, batch, *more)
         if isinstance(made, tuple):
@@ -441,7 +463,7 @@ class KeptStep:
     ) -> Callable[..., Any]:
         assert self._world is not None
         self._compiled = self._world.compiled(lowered, *arguments, options=options)
-        self._shapes = _shapes(arguments[1])
+        self._form = _form(arguments[1])
         return self._compiled
 
 
@@ -458,8 +480,8 @@ class _Lowered:
         return self._compiled(options=compiler_options)
 
 
-def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in jax.tree.leaves(batch)]
+def _form(batch: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (each.shape, each.dtype) for name, each in batch.items()}
 
 
 class MaxTextIterator:
@@ -472,6 +494,8 @@ class MaxTextIterator:
         None if all have one size.
       ended: called when there is no next batch.
       record: of the run, if it trains on these batches.
+      fold: makes the images of a step of those of a batch, by feature; None if there
+        are none.
 
     Attributes:
       num_batches: that were handed out.
@@ -485,8 +509,10 @@ class MaxTextIterator:
         ramp: Callable[[], Any] | None = None,
         ended: Callable[[], object] = lambda: None,
         record: maxtext_record.RunRecord | None = None,
+        fold: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None,
     ) -> None:
         self._batches = batches
+        self._fold = fold
         self._record = record
         self._elastic = elastic
         self._ramp = ramp
@@ -516,8 +542,12 @@ class MaxTextIterator:
                 self._sizes.update()
             if self._record is not None:
                 self._record.take(batch)
+            of_step = {name: batch[name] for name in FEATURES}
+            if self._fold is not None:
+                names = batch.keys() & set(maxtext_images.FEATURES)
+                of_step |= self._fold({name: batch[name] for name in names})
         self.num_batches += 1
-        return {name: batch[name] for name in FEATURES}
+        return of_step
 
     def _resize(self) -> None:
         if self._ramp is None:
