@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from etils import epath
@@ -43,8 +43,8 @@ from elastic_ckpt.integrations import (
 from elastic_ckpt.training import configured, schema
 from elastic_ckpt.training.schema import ValidationSection
 
-# The inputs of a step of MaxText, all int32 `[B, L]`; positions of inputs are `[B, L, 3]`
-# in some models with images, whose features come with these.
+# The inputs of a step of MaxText, all int32 `[B, L]`; in some models with images
+# `inputs_position` is `[B, L, 3]`. The features of images come with these.
 FEATURES = tuple(
     name + suffix
     for name in ("inputs", "targets")
@@ -431,15 +431,20 @@ class KeptStep:
         self._jitted = jitted
         self._world = world
         self._note = note
-        self._compiled: Callable[..., Any] | None = None
-        # Of the batch that it is for: MaxText has other images in mind than it trains on.
-        self._form: dict[str, tuple[Any, Any]] = {}
+        # By the form of the batch. MaxText lowers the step for batches with images of
+        # another type than it trains on.
+        self._compiled: dict[_Form, Callable[..., Any]] = {}
+        self._options: Mapping[str, Any] | None = None
 
     def __call__(self, state: Any, batch: Any, *more: Any) -> Any:
-        """Computes the step; a batch of another size has another program."""
+        """Computes the step; a batch of another form has another program."""
         step = self._jitted
-        if self._compiled is not None and _form(batch) == self._form:
-            step = self._compiled
+        if self._compiled:
+            form = _form(batch)
+            if form not in self._compiled:
+                lowered = self._jitted.lower(state, batch, *more)
+                self._compile(lowered, state, batch, *more, options=self._options)
+            step = self._compiled[form]
         made = step(state, batch, *more)
         if isinstance(made, tuple):
             self._note(made[0])
@@ -462,9 +467,18 @@ class KeptStep:
         options: Mapping[str, Any] | None,
     ) -> Callable[..., Any]:
         assert self._world is not None
-        self._compiled = self._world.compiled(lowered, *arguments, options=options)
-        self._form = _form(arguments[1])
-        return self._compiled
+        compiled = self._world.compiled(lowered, *arguments, options=options)
+        self._compiled[_form(arguments[1])] = compiled
+        self._options = options
+        return compiled
+
+
+# What a program is for: the shape and the type of each feature of a batch.
+_Form: TypeAlias = tuple[tuple[str, tuple[int, ...], Any], ...]
+
+
+def _form(batch: Mapping[str, Any]) -> _Form:
+    return tuple((name, each.shape, each.dtype) for name, each in sorted(batch.items()))
 
 
 class _Lowered:
@@ -478,10 +492,6 @@ class _Lowered:
     ) -> Callable[..., Any]:
         """As `jax.stages.Lowered.compile`."""
         return self._compiled(options=compiler_options)
-
-
-def _form(batch: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (each.shape, each.dtype) for name, each in batch.items()}
 
 
 class MaxTextIterator:

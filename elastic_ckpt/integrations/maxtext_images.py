@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -233,7 +232,7 @@ def _transforms(keys: str) -> tuple[list[_Map], list[_Map]]:
         values[maxtext_config.TEXT_COLUMNS],
         values[maxtext_config.IMAGE_COLUMN],
     )
-    if noted.of_batch is None:
+    if not noted.makes_batches:
         maxtext_seam.refuse(f"makes no batch in {maxtext_seam.IMAGE_PIPELINE.name}")
     return noted.of_record, noted.of_batch
 
@@ -243,20 +242,20 @@ class _Noted:
 
     def __init__(self) -> None:
         self.of_record: list[_Map] = []
-        self.of_batch: list[_Map] | None = None
+        self.of_batch: list[_Map] = []
+        self.makes_batches = False
 
     def map(self, transform: Any) -> _Noted:
         """As of a dataset: a function, or one of Grain's transforms."""
         if isinstance(transform, grain.transforms.Map):
             transform = transform.map
-        of_record = self.of_batch is None
-        (self.of_record if of_record else self.of_batch).append(transform)
+        (self.of_batch if self.makes_batches else self.of_record).append(transform)
         return self
 
     def batch(self, batch_size: int, *, drop_remainder: bool) -> _Noted:
         """From now on, transforms are those of a batch."""
         del batch_size, drop_remainder
-        self.of_batch = []
+        self.makes_batches = True
         return self
 
     def mp_prefetch(self, options: Any) -> _Noted:

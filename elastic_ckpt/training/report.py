@@ -175,9 +175,7 @@ def collect(directory: str) -> Record:
 
 
 def audit(
-    directory: str,
-    *,
-    other_data: run_audit.OtherData = lambda settings, keys: None,
+    directory: str, *, other_data: run_audit.OtherData | None = None
 ) -> dict[str, Any] | str:
     """The outcome of an audit, which reads the run's data again; why not, if not."""
     try:

@@ -50,7 +50,7 @@ class RunAudit:
     Args:
       directory: of the run.
       data: `MODULE:NAME` of the data, if a loop of the user's own has trained on it.
-      other_data: see there.
+      other_data: see there; None if there is none.
 
     Raises:
       RunError: if there is no run.
@@ -63,7 +63,7 @@ class RunAudit:
         directory: str,
         *,
         data: str | None = None,
-        other_data: OtherData = lambda settings, keys: None,
+        other_data: OtherData | None = None,
     ) -> None:
         self._files = files = RunFiles.read(directory)
         self._attempts = step_log.read(directory)
@@ -155,8 +155,10 @@ class RunAudit:
         data = self._own
         if data is None:
             keys = self._keys[attempt]
-            other = self._other_data(self._files.settings, keys)
-            data = pipeline.from_config(keys) if other is None else other
+            if self._other_data is not None:
+                data = self._other_data(self._files.settings, keys)
+            if data is None:
+                data = pipeline.from_config(keys)
         # Records are dealt to shards as in the oldest state: by an older program.
         if self._oldest is not None and isinstance(
             data, sharded_data.ShardedData | stages.StagedData

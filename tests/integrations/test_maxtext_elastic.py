@@ -228,8 +228,8 @@ def test_a_world_loads_the_step_that_maxtext_has_compiled_in_one_before():
 
     with kept_executables.kept() as kept:
         first, loss, emitted = steps(kept)
-        assert emitted == ["compile_started", "compiled"]
+        assert emitted == 2 * ["compile_started", "compiled"]
         second, same_loss, emitted = steps(kept)
-        assert emitted == ["executable_loaded"]
+        assert emitted == 2 * ["executable_loaded"]
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(loss, same_loss)

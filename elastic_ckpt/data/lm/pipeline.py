@@ -449,9 +449,7 @@ def eval_from_config(
         num_epoch=1,
         grain_worker_count=0,
     )
-    return _sharded(
-        ordered, key="grain_eval_files", vocab_size=vocab_size, rows=rows
-    )
+    return _sharded(ordered, key="grain_eval_files", vocab_size=vocab_size, rows=rows)
 
 
 def vocab_size(data: data_keys.DataKeys) -> int:
