@@ -255,7 +255,12 @@ class Run:
 
     def wrap_step(self, step: Any) -> KeptStep:
         """Keeps the executable of a step for other worlds, and what it returns."""
-        return KeptStep(step, world=self._world, note=self._note_state)
+        return KeptStep(
+            step,
+            world=self._world,
+            note=self._note_state,
+            is_late=maxtext_config.has_images(self._config),
+        )
 
     def _note_state(self, state: Any) -> None:
         self._state = state
@@ -377,7 +382,11 @@ class Run:
         )
         fold = None
         if maxtext_config.has_images(config):
-            fold = functools.partial(maxtext_images.fold, config.model_name)
+            fold = functools.partial(
+                maxtext_images.fold,
+                config.model_name,
+                num_parts=1 if record is None else config.gradient_accumulation_steps,
+            )
         if record is None:
             return MaxTextIterator(batches, elastic=config.elastic_enabled, fold=fold)
 
@@ -423,23 +432,31 @@ class KeptStep:
       world: that keeps executables; None keeps none.
       note: called with the first of what the step returns, if that is a pair: the
         state after it.
+      is_late: whether it is compiled for the first batch instead: MaxText lowers it for
+        images of another type, and of fewer rows, than it trains on.
     """
 
     def __init__(
-        self, jitted: Any, *, world: World | None, note: Callable[[Any], object]
+        self,
+        jitted: Any,
+        *,
+        world: World | None,
+        note: Callable[[Any], object],
+        is_late: bool = False,
     ) -> None:
         self._jitted = jitted
         self._world = world
         self._note = note
-        # By the form of the batch. MaxText lowers the step for batches with images of
-        # another type than it trains on.
-        self._compiled: dict[_Form, Callable[..., Any]] = {}
+        self._is_late = is_late
+        # By the form of the batch; None until MaxText has the step compiled, and
+        # without a world.
+        self._compiled: dict[_Form, Callable[..., Any]] | None = None
         self._options: Mapping[str, Any] | None = None
 
     def __call__(self, state: Any, batch: Any, *more: Any) -> Any:
         """Computes the step; a batch of another form has another program."""
         step = self._jitted
-        if self._compiled:
+        if self._compiled is not None:
             form = _form(batch)
             if form not in self._compiled:
                 lowered = self._jitted.lower(state, batch, *more)
@@ -455,10 +472,17 @@ class KeptStep:
 
     def lower(self, state: Any, batch: Any, *more: Any) -> Any:
         """Traces the step for these arguments, arrays or abstract ones."""
+        if self._is_late:
+            return _Lowered(self._compile_later)
         lowered = self._jitted.lower(state, batch, *more)
         if self._world is None:
             return lowered
         return _Lowered(functools.partial(self._compile, lowered, state, batch, *more))
+
+    def _compile_later(self, *, options: Mapping[str, Any] | None) -> Any:
+        if self._world is not None:
+            self._compiled, self._options = {}, options
+        return _NotCompiled()
 
     def _compile(
         self,
@@ -468,9 +492,16 @@ class KeptStep:
     ) -> Callable[..., Any]:
         assert self._world is not None
         compiled = self._world.compiled(lowered, *arguments, options=options)
-        self._compiled[_form(arguments[1])] = compiled
+        self._compiled = {**(self._compiled or {}), _form(arguments[1]): compiled}
         self._options = options
         return compiled
+
+
+class _NotCompiled:
+    """Stands for the program of a step that is compiled later."""
+
+    def memory_analysis(self) -> None:
+        """Nothing is known of its memory; MaxText then prints nothing."""
 
 
 # What a program is for: the shape and the type of each feature of a batch.

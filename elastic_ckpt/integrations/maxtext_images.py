@@ -28,8 +28,9 @@ from elastic_ckpt.data import data_keys, elastic_data
 from elastic_ckpt.data.lm import pipeline, tokenizers
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 
+_IMAGES = "images"
 # What rows may have beside their text, if the model has it.
-FEATURES = ("images", "image_masks")
+FEATURES = (_IMAGES, "image_masks")
 
 # What MaxText's function also asks of a configuration, whatever the run's is: records
 # are columns, and there is no batch.
@@ -152,22 +153,25 @@ def of_run(
     return pipeline.from_rows(data, ImageRows(keys=json.dumps(keys)))
 
 
-def fold(model_name: str, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def fold(
+    model_name: str, batch: Mapping[str, jax.Array], *, num_parts: int = 1
+) -> dict[str, jax.Array]:
     """Images as a step of MaxText takes them, of a global batch of rows.
 
     Args:
       model_name: MaxText's.
       batch: the features of images, `[B, N, ...]`; or `[B, ...]` if the model wants
         them so.
+      num_parts: in which MaxText divides a batch, to accumulate gradients.
 
     Returns:
-      The same, sharded as before; most models want `[B * N, ...]`.
+      The same, sharded over their first dim as before; most models want images as
+      `[B * N, ...]`.
     """
-    shardings = {name: value.sharding for name, value in batch.items()}
     if not batch:
         return {}
-    (sharding,) = {_of_rows(each) for each in shardings.values()}
-    return _folding(model_name, sharding)(dict(batch))
+    (sharding,) = {_of_rows(each.sharding) for each in batch.values()}
+    return _folding(model_name, sharding, num_parts)(dict(batch))
 
 
 def _of_rows(sharding: Any) -> NamedSharding:
@@ -176,10 +180,20 @@ def _of_rows(sharding: Any) -> NamedSharding:
 
 
 @functools.cache
-def _folding(model_name: str, sharding: NamedSharding) -> Any:
+def _folding(model_name: str, sharding: NamedSharding, num_parts: int) -> Any:
     transform = maxtext_seam.FOLD_IMAGES.look_up()(model_name=model_name)
-    # On every host its rows are neighbours, before and after: nothing is moved.
-    return jax.jit(transform.map, out_shardings=sharding)
+
+    def fold_rows(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        images = batch[_IMAGES]
+        folded = transform.map(dict(batch))
+        if num_parts > 1 and folded[_IMAGES].ndim < images.ndim:
+            # MaxText deals what it takes for rows to the parts in turn: here images,
+            # which have to be in the part of their row, and in its order.
+            dealt = images.reshape(-1, num_parts, *images.shape[1:]).swapaxes(1, 2)
+            folded[_IMAGES] = dealt.reshape(folded[_IMAGES].shape)
+        return folded
+
+    return jax.jit(fold_rows, out_shardings=sharding)
 
 
 def _text(column: str, value: Any) -> Any:
