@@ -380,15 +380,8 @@ class Run:
             spec=_spec_of(mesh),
             global_batch_size=rows,
         )
-        fold = None
-        if maxtext_config.has_images(config):
-            fold = functools.partial(
-                maxtext_images.fold,
-                config.model_name,
-                num_parts=1 if record is None else config.gradient_accumulation_steps,
-            )
         if record is None:
-            return MaxTextIterator(batches, elastic=config.elastic_enabled, fold=fold)
+            return MaxTextIterator(batches, elastic=config.elastic_enabled)
 
         def ramp() -> Any:
             # Only now is it known with which step the run continues. MaxText's own
@@ -402,7 +395,6 @@ class Run:
             ramp=ramp if config.enable_rampup_batch_size else None,
             ended=self._data_ended,
             record=record,
-            fold=fold,
         )
 
 
@@ -535,8 +527,6 @@ class MaxTextIterator:
         None if all have one size.
       ended: called when there is no next batch.
       record: of the run, if it trains on these batches.
-      fold: makes the images of a step of those of a batch, by feature; None if there
-        are none.
 
     Attributes:
       num_batches: that were handed out.
@@ -550,10 +540,8 @@ class MaxTextIterator:
         ramp: Callable[[], Any] | None = None,
         ended: Callable[[], object] = lambda: None,
         record: maxtext_record.RunRecord | None = None,
-        fold: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None,
     ) -> None:
         self._batches = batches
-        self._fold = fold
         self._record = record
         self._elastic = elastic
         self._ramp = ramp
@@ -583,12 +571,9 @@ class MaxTextIterator:
                 self._sizes.update()
             if self._record is not None:
                 self._record.take(batch)
-            of_step = {name: batch[name] for name in FEATURES}
-            if self._fold is not None:
-                names = batch.keys() & set(maxtext_images.FEATURES)
-                of_step |= self._fold({name: batch[name] for name in names})
         self.num_batches += 1
-        return of_step
+        names = (*FEATURES, *sorted(maxtext_images.FEATURES & batch.keys()))
+        return {name: batch[name] for name in names}
 
     def _resize(self) -> None:
         if self._ramp is None:

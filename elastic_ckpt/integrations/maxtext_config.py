@@ -204,7 +204,6 @@ READ_KEYS = (
     "eval_image_column",
     "eval_per_device_batch_size",
     "global_batch_size_to_load",
-    "gradient_accumulation_steps",
     "global_batch_size_to_load_eval",
     "max_num_checkpoints_to_keep",
     "num_slices",

@@ -6,8 +6,8 @@ it for a batch of a host. `_recorded` has MaxText call it on a dataset that only
 them. `ImageRows` then applies all of them to a record, the latter to a batch of this
 record alone; so a row does not depend on the rows beside it.
 
-Only what MaxText does with a batch as a whole is left to `fold`: it takes images of the
-rows of a batch as rows themselves, as most of its models want them.
+Most models want the images of a batch as rows of their own. Then a record must have one
+image: of the images of a batch, MaxText's step takes as many as there are rows.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import grain
-import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import data_keys, elastic_data
 from elastic_ckpt.data.lm import pipeline, tokenizers
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 
-_IMAGES = "images"
-# What rows may have beside their text, if the model has it.
-FEATURES = (_IMAGES, "image_masks")
+# What rows may have beside their text.
+FEATURES = frozenset({"images", "image_masks"})
 
 # What MaxText's function also asks of a configuration, whatever the run's is: records
 # are columns, and there is no batch.
@@ -53,9 +50,8 @@ class ImageRows:
     """Makes a row of a record with texts and images; a `language.RowMaker`.
 
     A row has the features of text, `[L]`, with `inputs_position` `[L, 3]` if the model
-    has three positions; `images`, of the shape that the model wants, with the images of
-    the record as the first dim unless it is one alone and the model has no such dim;
-    and `image_masks`, if the model has them.
+    has three positions; `images`, `[N, ...]` in models that take several images of a
+    row, and otherwise `[...]`; and `image_masks`, if the model has them.
 
     Attributes:
       keys: MaxText's, with their values: JSON text of `maxtext_config.image_keys`.
@@ -124,7 +120,7 @@ def from_config(
     Raises:
       ConfigError: if MaxText has not what is taken of it, or the keys do not fit.
     """
-    maxtext_seam.check_images()
+    maxtext_seam.IMAGE_PIPELINE.check()
     rows = ImageRows(
         keys=maxtext_config.image_keys(config, data, evaluation=evaluation)
     )
@@ -149,51 +145,8 @@ def of_run(
     if keys is None:
         return None
     maxtext_seam.check_installed()
-    maxtext_seam.check_images()
+    maxtext_seam.IMAGE_PIPELINE.check()
     return pipeline.from_rows(data, ImageRows(keys=json.dumps(keys)))
-
-
-def fold(
-    model_name: str, batch: Mapping[str, jax.Array], *, num_parts: int = 1
-) -> dict[str, jax.Array]:
-    """Images as a step of MaxText takes them, of a global batch of rows.
-
-    Args:
-      model_name: MaxText's.
-      batch: the features of images, `[B, N, ...]`; or `[B, ...]` if the model wants
-        them so.
-      num_parts: in which MaxText divides a batch, to accumulate gradients.
-
-    Returns:
-      The same, sharded over their first dim as before; most models want images as
-      `[B * N, ...]`.
-    """
-    if not batch:
-        return {}
-    (sharding,) = {_of_rows(each.sharding) for each in batch.values()}
-    return _folding(model_name, sharding, num_parts)(dict(batch))
-
-
-def _of_rows(sharding: Any) -> NamedSharding:
-    assert isinstance(sharding, NamedSharding)
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
-
-
-@functools.cache
-def _folding(model_name: str, sharding: NamedSharding, num_parts: int) -> Any:
-    transform = maxtext_seam.FOLD_IMAGES.look_up()(model_name=model_name)
-
-    def fold_rows(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        images = batch[_IMAGES]
-        folded = transform.map(dict(batch))
-        if num_parts > 1 and folded[_IMAGES].ndim < images.ndim:
-            # MaxText deals what it takes for rows to the parts in turn: here images,
-            # which have to be in the part of their row, and in its order.
-            dealt = images.reshape(-1, num_parts, *images.shape[1:]).swapaxes(1, 2)
-            folded[_IMAGES] = dealt.reshape(folded[_IMAGES].shape)
-        return folded
-
-    return jax.jit(fold_rows, out_shardings=sharding)
 
 
 def _text(column: str, value: Any) -> Any:
@@ -229,10 +182,14 @@ def _made(keys: str, record: dict[str, Any]) -> dict[str, np.ndarray]:
     batch = {name: np.asarray(value)[None] for name, value in record.items()}
     for transform in of_batch:
         batch = transform(batch)
-    # Images that it has made rows of are several, or one.
-    return {
-        name: value[0] if len(value) == 1 else value for name, value in batch.items()
-    }
+    num_images = len(batch["images"])
+    if num_images > 1:
+        raise ValueError(
+            f"it has {num_images} images, and MaxText's step would give"
+            f" {json.loads(keys)['model_name']} those of other rows; write one image"
+            " into each record, or train a model of Gemma, which takes several"
+        )
+    return {name: value[0] for name, value in batch.items()}
 
 
 @functools.lru_cache(maxsize=8)

@@ -135,20 +135,13 @@ SAVE_STEP = Tie(
 )
 _CALLED = (MAIN, CONFIG, RAMP, SAVE_STEP)
 
-# Of its data with images, if a run has some.
+# Of its data with images, in a module that takes long to import: looked up by runs that
+# have some.
 IMAGE_PIPELINE = Tie(
     module="maxtext.input_pipeline.grain_data_processing",
     name="vision_sft_preprocessing_pipeline",
     parameters=("dataset", "config", "data_columns", "image_column"),
 )
-FOLD_IMAGES = Tie(
-    module="maxtext.input_pipeline.input_pipeline_utils",
-    name="FoldImagesIntoBatch",
-    parameters=("model_name",),
-    caller=(IMAGE_PIPELINE.module, IMAGE_PIPELINE.name),
-)
-IMAGE_TIES = (IMAGE_PIPELINE, FOLD_IMAGES)
-
 # Of the patch.
 _REGISTERED = Tie(module=_EXTENSION, name="registered", parameters=("extension",))
 
@@ -246,15 +239,6 @@ def check_installed(given: Collection[str] = ()) -> None:
     if is_patched() and _look_up(_EXTENSION, "VERSION") != PATCH_VERSION:
         refuse(f"has another {_EXTENSION} than that of our patch")
     for tie in ties():
-        tie.check()
-
-
-def check_images() -> None:
-    """Raises a ConfigError unless MaxText has all that reads images.
-
-    That is a part of MaxText which takes long to import.
-    """
-    for tie in IMAGE_TIES:
         tie.check()
 
 

@@ -66,12 +66,12 @@ import grain
 
 @dataclasses.dataclass
 class FoldImagesIntoBatch(grain.transforms.Map):
-    # Images of rows become rows, if there are several.
+    # In some models the images of rows become rows.
     model_name: str | None = None
 
     def map(self, element):
         images = element["images"]
-        if images.ndim > 2:
+        if self.model_name.startswith("qwen"):
             element["images"] = images.reshape(-1, *images.shape[2:])
         return element
 """,

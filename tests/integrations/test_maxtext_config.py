@@ -57,7 +57,6 @@ DEFAULTS = {
     "eval_per_device_batch_size": 12.0,
     "global_batch_size_to_load": 48,
     "global_batch_size_to_load_eval": 24,
-    "gradient_accumulation_steps": 1,
     "grain_eval_files": "",
     "grain_file_type": "arrayrecord",
     "grain_packing_type": "first_fit",

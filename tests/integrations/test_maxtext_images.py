@@ -3,10 +3,8 @@
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors
@@ -70,31 +68,41 @@ def numbers(batch):
     return of_images.tolist(), of_text
 
 
-def test_a_step_gets_the_images_of_its_rows_as_rows(install, files):  # noqa: F811
+def test_a_step_gets_the_images_of_its_rows(install, files):  # noqa: F811
     install()
     batches = trained(files, **shown(files, steps=5, enable_data_shuffling=False))
     seen = []
     for batch in batches:
         assert batch.keys() == {*maxtext.FEATURES, "images"}
-        assert (batch["images"].shape, batch["images"].dtype) == ((16, 5), np.float32)
+        assert (batch["images"].shape, batch["images"].dtype) == ((8, 2, 5), np.float32)
         of_images, of_text = numbers(batch)
         assert of_images == of_text
         seen += of_text
-        second = batch["images"].reshape(8, 2, 5)[:, 1]
-        np.testing.assert_array_equal(second[:, 0], np.array(of_text) + 100)
+        second = batch["images"][:, 1, 0]
+        np.testing.assert_array_equal(second, np.array(of_text) + 100)
         # The functions of a batch were applied, too.
         np.testing.assert_array_equal(batch["targets"][:, :-1], batch["inputs"][:, 1:])
     # Each record once in an epoch.
     assert sorted(seen) == list(range(40))
 
 
-def test_an_image_that_a_row_has_alone_is_no_list(install, files):  # noqa: F811
+def test_models_whose_images_are_rows_get_one_for_each_row(
+    install,  # noqa: F811
+    files,
+    capsys,
+):
     install()
-    one = shown(files, train_image_column="single", steps=1)
+    model = {"model_name": "qwen3-vl-2b", "steps": 1}
+    one = shown(files, train_image_column="single", **model)
     (batch,) = trained(files, **one)
     assert batch["images"].shape == (8, 5)
     of_images, of_text = numbers(batch)
     assert of_images == of_text
+    # MaxText's step would take the first eight images for those of its rows.
+    two = shown(files, checkpoint_dir=f"{files}/two", **model)
+    trained(files, code=1, **two)
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert re.search("what is .* it has 2 images, and .* write one image into", line)
 
 
 @pytest.mark.parametrize("in_sidecar", [False, True])
@@ -157,38 +165,12 @@ def test_its_evaluation_has_columns_of_its_own(install, files):  # noqa: F811
         "grain_eval_files": f"{files}/held_out",
     }
     (_, batch) = trained(files, **shown(files, steps=1, **of_eval))
-    assert batch["images"].shape == (8, 5)
+    assert batch["images"].shape == (8, 1, 5)
     is_real = batch["inputs_segmentation"].any(axis=1)
     assert is_real.sum() == 5
     assert not batch["images"][~is_real].any()
     real = {name: value[is_real] for name, value in batch.items()}
     assert numbers(real) == (list(range(5)), list(range(5)))
-
-
-@pytest.mark.parametrize("num_parts", [2, 4])
-def test_images_are_in_the_part_of_their_rows_when_gradients_accumulate(
-    install,  # noqa: F811
-    num_parts,
-):
-    install()
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    values = np.arange(8 * 3 * 5, dtype=np.float32).reshape(8, 3, 5)
-    images = jax.device_put(values, sharding)
-    folded = maxtext_images.fold("any", {"images": images}, num_parts=num_parts)
-    assert folded["images"].sharding == sharding
-
-    def parts(array):
-        # As MaxText's `reshape_to_microbatch_accumulations`.
-        array = np.asarray(array)
-        dealt = array.reshape(-1, num_parts, *array.shape[1:])
-        return np.swapaxes(dealt, 0, 1)
-
-    np.testing.assert_array_equal(
-        parts(folded["images"]), parts(values).reshape(num_parts, -1, 5)
-    )
-    whole = maxtext_images.fold("any", {"images": images})["images"]
-    np.testing.assert_array_equal(whole, values.reshape(-1, 5))
 
 
 @pytest.mark.parametrize(

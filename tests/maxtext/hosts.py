@@ -165,18 +165,14 @@ def row_digests(batch):
     import numpy as np
 
     hashes: dict[int, hashlib.blake2b] = {}
-    num_rows = len(batch["inputs"])
     for name in sorted(batch):
         dtype = np.float32 if name == "images" else np.int32
         assert batch[name].dtype == dtype
-        # A row may have several images.
-        each = len(batch[name]) // num_rows
         for shard in batch[name].addressable_shards:
             begin, _, _ = shard.index[0].indices(len(batch[name]))
-            for offset, value in enumerate(np.asarray(shard.data)):
-                row = (begin + offset) // each
-                digest = hashes.setdefault(row, hashlib.blake2b())
-                digest.update(name.encode() + value.tobytes())
+            for offset, row in enumerate(np.asarray(shard.data)):
+                digest = hashes.setdefault(begin + offset, hashlib.blake2b())
+                digest.update(name.encode() + row.tobytes())
     return {row: digest.hexdigest()[:32] for row, digest in sorted(hashes.items())}
 
 

@@ -7,12 +7,13 @@ For the environment of MaxText. It writes files of records into the directory, a
 MaxText's pipeline makes of the same records, and how large the part of a device is.
 """
 
-import functools
 import io
 import json
 import os
 import pathlib
 import sys
+
+from tests.maxtext import environment
 
 ROWS, DEVICES = 4, 2
 NUM_RECORDS, NUM_HELD_OUT = 24, 3
@@ -38,7 +39,7 @@ SETTINGS = {
     "num_epoch": 0,
     "num_logical_shards": ROWS,
 }
-# By model: with images among the features of a row, folded into rows, and with masks.
+# By model: of several images in a row, with three positions, and with masks.
 MODELS = {
     "gemma3-4b": {
         "tokenizer_type": "sentencepiece",
@@ -48,7 +49,7 @@ MODELS = {
     "qwen3-vl-2b": {
         "tokenizer_type": "huggingface",
         "tokenizer": "qwen3-tokenizer",
-        "max_target_length": 1248,
+        "max_target_length": 672,
         "scan_layers": False,
     },
     "llama4-17b-16e": {
@@ -57,10 +58,7 @@ MODELS = {
         "max_target_length": 400,
     },
 }
-# Small enough to be trained on a CPU.
-SMALL = {
-    "model_name": "gemma3-4b",
-    "max_target_length": 288,
+_SMALL = {
     "base_emb_dim": 16,
     "base_num_query_heads": 1,
     "base_num_kv_heads": 1,
@@ -71,21 +69,39 @@ SMALL = {
     "intermediate_size_for_vit": 32,
     "num_attention_heads_for_vit": 1,
     "num_hidden_layers_for_vit": 1,
-    "patch_size_for_vit": 56,
-    "conv_stride_for_vit": 56,
     "scan_layers": False,
     "dtype": "float32",
     "attention": "dot_product",
+}
+MODEL_COLUMNS = {
+    "gemma3-4b": ("image", "pair"),
+    "qwen3-vl-2b": ("image",),
+    "llama4-17b-16e": ("image",),
+}
+# Small enough to be trained on a CPU.
+SMALL = {
+    "gemma3-4b": {
+        **_SMALL,
+        "max_target_length": 288,
+        "patch_size_for_vit": 56,
+        "conv_stride_for_vit": 56,
+    },
+    "qwen3-vl-2b": {
+        **_SMALL,
+        "max_target_length": 672,
+        "deepstack_visual_indexes_for_vit": "[0]",
+        "out_hidden_size_for_vit": 16,
+        "mrope_section": "[4,2,2]",
+        # The logits of a whole batch would take gigabytes.
+        "num_vocab_tiling": 8,
+    },
 }
 
 
 def settings(model_name):
     """MaxText's keys of a model, with its tokenizer."""
-    import maxtext
-
     keys = {"model_name": model_name, **MODELS[model_name]}
-    assets = pathlib.Path(maxtext.__file__).parent / "assets/tokenizers"
-    keys["tokenizer_path"] = assets / keys.pop("tokenizer")
+    keys["tokenizer_path"] = environment.TOKENIZERS / keys.pop("tokenizer")
     return keys
 
 
@@ -179,17 +195,13 @@ def compared(config, data, elements, columns, image_column, *, num_batches):
     import numpy as np
 
     import elastic_ckpt as ec
-    from elastic_ckpt.integrations import maxtext, maxtext_images
+    from elastic_ckpt.integrations import maxtext
 
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     ours, named = (
         ec.batches(data, mesh=mesh, global_batch_size=ROWS) for _ in range(2)
     )
-    of_step = maxtext.MaxTextIterator(
-        ours,
-        elastic=False,
-        fold=functools.partial(maxtext_images.fold, config.model_name),
-    )
+    of_step = maxtext.MaxTextIterator(ours, elastic=False)
     found = {}
     for _ in range(num_batches):
         batch, of_records = next(of_step), next(named)
@@ -203,10 +215,8 @@ def compared(config, data, elements, columns, image_column, *, num_batches):
         for name, value in batch.items():
             host = np.asarray(value)
             same = host.dtype == theirs[name].dtype and host.shape == theirs[name].shape
-            each = len(host) // ROWS
-            rows = np.repeat(is_real, each)
-            same = same and np.array_equal(host[rows], theirs[name][rows])
-            is_empty = not host[~rows].any()
+            same = same and np.array_equal(host[is_real], theirs[name][is_real])
+            is_empty = not host[~is_real].any()
             parts = {shard.data.shape for shard in value.addressable_shards}
             is_equal = same and is_empty and found.get(name, (True,))[0]
             found[name] = (is_equal, sorted(parts))
@@ -238,8 +248,8 @@ def main():
         of_parquet, _ = configuration(directory, model_name, column)
         found[name] = compared(of_parquet, data, train, TEXTS, column, num_batches=2)
 
-    for model_name in MODELS:
-        for column in COLUMNS:
+    for model_name, columns in MODEL_COLUMNS.items():
+        for column in columns:
             of_training(f"{model_name} {column}", model_name, column)
     of_training(
         "array_record",
@@ -248,7 +258,7 @@ def main():
         grain_train_files=directory / "train.array_record",
         grain_file_type="arrayrecord",
     )
-    of_training("worker", "llama4-17b-16e", "pair", grain_worker_count=1)
+    of_training("worker", "llama4-17b-16e", "image", grain_worker_count=1)
     config, own = configuration(directory, "llama4-17b-16e", "image", eval_interval=1)
     section = maxtext_config.eval_section(config, own)
     rows = maxtext_images.from_config(config, section, evaluation=True)

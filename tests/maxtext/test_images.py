@@ -45,18 +45,15 @@ def test_rows_are_those_of_maxtext_s_own_pipeline(compared):
     found = json.loads((compared / "compared.json").read_text())
     rows = images.ROWS // images.DEVICES
     for column, num_images in images.COLUMNS.items():
-        of_model = {model: found.pop(f"{model} {column}") for model in images.MODELS}
-        # Its images are features of a row.
-        gemma = parts(of_model["gemma3-4b"], "images")
+        gemma = parts(found.pop(f"gemma3-4b {column}"), "images")
         assert gemma["images"] == [[rows, num_images, 896, 896, 3]]
-        # And others' are rows, of a device's rows.
-        qwen = parts(of_model["qwen3-vl-2b"], "images")
-        assert qwen["images"] == [[rows * num_images, 3, 2, 768, 768]]
-        length = images.MODELS["qwen3-vl-2b"]["max_target_length"]
-        assert qwen["inputs_position"] == [[rows, length, 3]]
-        llama = parts(of_model["llama4-17b-16e"], "images", "image_masks")
-        assert llama["images"][0][:2] == [rows * num_images, 20]
-        assert llama["image_masks"] == [[rows, num_images, 20]]
+    qwen = parts(found.pop("qwen3-vl-2b image"), "images")
+    assert qwen["images"] == [[rows, 3, 2, 768, 768]]
+    length = images.MODELS["qwen3-vl-2b"]["max_target_length"]
+    assert qwen["inputs_position"] == [[rows, length, 3]]
+    llama = parts(found.pop("llama4-17b-16e image"), "images", "image_masks")
+    assert llama["images"][0][:2] == [rows, 20]
+    assert llama["image_masks"] == [[rows, 1, 20]]
     assert found.keys() == {"array_record", "worker", "evaluation"}
     for of_case in found.values():
         parts(of_case, "images", "image_masks")
@@ -68,16 +65,26 @@ class Runs:
     def __init__(self, hosts, files, directory):
         self._hosts, self._files, self._directory = hosts, files, directory
 
-    def run(self, name, *, steps, num_hosts, program="ours", code=0, **settings):
+    def run(
+        self,
+        name,
+        *,
+        steps,
+        num_hosts,
+        model="gemma3-4b",
+        column="image",
+        program="ours",
+        code=0,
+        **settings,
+    ):
         """A run to a number of steps; the directory of its logs and batches."""
         keys = {
             **images.SETTINGS,
-            **images.SMALL,
-            "tokenizer_type": "sentencepiece",
-            "tokenizer_path": environment.TOKENIZERS / "tokenizer.gemma3",
+            **images.settings(model),
+            **images.SMALL[model],
             "num_logical_shards": 4,
-            "train_image_column": "image",
-            "max_num_images_per_example": 1,
+            "train_image_column": column,
+            "max_num_images_per_example": images.COLUMNS[column],
             "grain_train_files": self._files / "train.parquet",
             "grain_eval_files": self._files / "held_out.parquet",
             "checkpoint_period": 2,
@@ -158,9 +165,7 @@ def test_a_run_that_goes_on_on_two_hosts_is_that_of_one(maxtext, whole, capsys):
     assert cli.main(["audit", str(directory)]) == 1
     assert "MaxText is not installed beside elastic_ckpt" in capsys.readouterr().err
 
-    refused = maxtext.run(
-        "continued", steps=STEPS, num_hosts=1, code=1, train_image_column="pair"
-    )
+    refused = maxtext.run("continued", steps=STEPS, num_hosts=1, code=1, column="pair")
     assert "train_image_column: saved " in (refused / "0.log").read_text()
 
 
@@ -196,3 +201,13 @@ def test_a_live_run_loses_a_slice(maxtext, whole):
         assert seen == expected[begin : begin + len(seen)]
     assert begin + len(seen) == STEPS
     assert audit(directory)["passed"]
+
+
+def test_a_model_with_three_positions_is_trained_alike_on_two_hosts(maxtext):
+    keys = {"steps": 2, "model": "qwen3-vl-2b"}
+    whole = maxtext.run("positions", num_hosts=1, **keys)
+    of_two = maxtext.run("positions-2", num_hosts=2, **keys)
+    assert environment.batches(of_two) == environment.batches(whole)
+    losses = environment.losses(whole)
+    assert sorted(losses["train"]) == [0, 1]
+    assert environment.losses(of_two) == losses
