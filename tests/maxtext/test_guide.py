@@ -5,12 +5,14 @@ import os
 import re
 import shlex
 import subprocess
+import types
 
 import numpy as np
 import pytest
 import yaml
 
 from elastic_ckpt.cli import main as cli
+from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 from elastic_ckpt.training import keys
 from tests import corpora, pages, shared_memory
@@ -67,6 +69,16 @@ def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide(
         assert f"`{key}`" in GUIDE
 
 
+def test_its_keys_of_images_fit_together():
+    keys = yaml.safe_load(pages.blocks(GUIDE, "yaml")[2])
+    _, own = maxtext_config.divide({**keys, "vocab_size": 262144})
+    assert own.values["num_logical_shards"] == 64
+    assert maxtext_config.has_images(types.SimpleNamespace(**keys))
+    for key, value in {"packing": True, "train_data_columns": ["question"]}.items():
+        with pytest.raises(errors.ConfigError, match=key):
+            maxtext_config.divide(keys | {key: value})
+
+
 def test_its_file_of_a_job_makes_a_manifest_that_runs_maxtext(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tpu.yml").write_text(pages.blocks(GUIDE, "yaml")[1])
@@ -100,7 +112,7 @@ def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
         "lib/*/site-packages/maxtext/configs/models/qwen3-0.6b.yml"
     )
     theirs = yaml.safe_load(smallest.read_text())
-    ours = yaml.safe_load(pages.blocks(GUIDE, "yaml")[3])
+    ours = yaml.safe_load(pages.blocks(GUIDE, "yaml")[4])
     shared = {key for key in ours if key in theirs and not key.startswith("base_")}
     assert {key: ours[key] for key in shared - {"head_dim"}} == {
         key: theirs[key]
@@ -133,7 +145,7 @@ def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
 @pytest.mark.slow(minutes=1.1)
 def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
     environment.set_up()
-    tiny, _, live, _ = pages.blocks(GUIDE, "yaml")
+    tiny, _, _, live, _ = pages.blocks(GUIDE, "yaml")
     (tmp_path / "tiny.yml").write_text(tiny)
     exports_and_data = "\n".join(FIRST.splitlines()[:2])
     with shared_memory.directory("page") as ram:
