@@ -259,7 +259,8 @@ class Run:
             step,
             world=self._world,
             note=self._note_state,
-            is_late=maxtext_config.has_images(self._config),
+            # Of text alone, too: MaxText lowers it for images all the same.
+            is_late=self._config.use_multimodal,
         )
 
     def _note_state(self, state: Any) -> None:
@@ -424,8 +425,9 @@ class KeptStep:
       world: that keeps executables; None keeps none.
       note: called with the first of what the step returns, if that is a pair: the
         state after it.
-      is_late: whether it is compiled for the first batch instead: MaxText lowers it for
-        images of another type, and of fewer rows, than it trains on.
+      is_late: whether it is compiled for the first batch instead: MaxText lowers that
+        of a multimodal model for images of another type, and of fewer rows, than those
+        that it trains on, if it does on any.
     """
 
     def __init__(
