@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from etils import epath
@@ -35,11 +35,17 @@ from elastic_ckpt.data import data_keys, elastic_data, iterator
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import watch
 from elastic_ckpt.elastic.world import World
-from elastic_ckpt.integrations import maxtext_config, maxtext_record, maxtext_seam
+from elastic_ckpt.integrations import (
+    maxtext_config,
+    maxtext_images,
+    maxtext_record,
+    maxtext_seam,
+)
 from elastic_ckpt.training import configured, schema
 from elastic_ckpt.training.schema import ValidationSection
 
-# The inputs of a step of MaxText, all int32 `[B, L]`.
+# The inputs of a step of MaxText, all int32 `[B, L]`; in some models with images
+# `inputs_position` is `[B, L, 3]`. The features of images come with these.
 FEATURES = tuple(
     name + suffix
     for name in ("inputs", "targets")
@@ -269,7 +275,13 @@ class Run:
 
     def wrap_step(self, step: Any) -> KeptStep:
         """Keeps the executable of a step for other worlds, and what it returns."""
-        return KeptStep(step, world=self._world, note=self._note_state)
+        return KeptStep(
+            step,
+            world=self._world,
+            note=self._note_state,
+            # Of text alone, too: MaxText lowers it for images all the same.
+            is_late=self._config.use_multimodal,
+        )
 
     def _note_state(self, state: Any) -> None:
         self._state = state
@@ -397,13 +409,8 @@ class Run:
         # Of the training data if it is recorded, else of the evaluation data.
         if section.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
-        make_data = pipeline.from_config
-        if record is None:
-            make_data = functools.partial(
-                pipeline.eval_from_config, global_batch_size=rows
-            )
         batches = frontend.configured_batches(
-            make_data(section, vocab_size=config.vocab_size),
+            _data(config, section, eval_rows=rows if record is None else 0),
             section,
             mesh=mesh,
             spec=_spec_of(mesh),
@@ -442,6 +449,22 @@ class Run:
             self._world.begin(phase)
 
 
+def _data(
+    config: Any, section: data_keys.DataKeys, *, eval_rows: int
+) -> elastic_data.ElasticData:
+    # Of the training; or of the evaluation, with so many rows in a batch.
+    if not maxtext_config.has_images(config):
+        if not eval_rows:
+            return pipeline.from_config(section, vocab_size=config.vocab_size)
+        return pipeline.eval_from_config(
+            section, global_batch_size=eval_rows, vocab_size=config.vocab_size
+        )
+    rows = maxtext_images.from_config(config, section, evaluation=eval_rows > 0)
+    if not eval_rows:
+        return pipeline.from_rows(section, rows)
+    return pipeline.eval_from_config(section, global_batch_size=eval_rows, rows=rows)
+
+
 class KeptStep:
     """A jitted step of MaxText, which an earlier world may have compiled.
 
@@ -452,22 +475,37 @@ class KeptStep:
       world: that keeps executables; None keeps none.
       note: called with the first of what the step returns, if that is a pair: the
         state after it.
+      is_late: whether it is compiled for the first batch instead: MaxText lowers that
+        of a multimodal model for images of another type, and of fewer rows, than those
+        that it trains on, if it does on any.
     """
 
     def __init__(
-        self, jitted: Any, *, world: World | None, note: Callable[[Any], object]
+        self,
+        jitted: Any,
+        *,
+        world: World | None,
+        note: Callable[[Any], object],
+        is_late: bool = False,
     ) -> None:
         self._jitted = jitted
         self._world = world
         self._note = note
-        self._compiled: Callable[..., Any] | None = None
-        self._shapes: list[tuple[int, ...]] = []
+        self._is_late = is_late
+        # By the form of the batch; None until MaxText has the step compiled, and
+        # without a world.
+        self._compiled: dict[_Form, Callable[..., Any]] | None = None
+        self._options: Mapping[str, Any] | None = None
 
     def __call__(self, state: Any, batch: Any, *more: Any) -> Any:
-        """Computes the step; a batch of another size has another program."""
+        """Computes the step; a batch of another form has another program."""
         step = self._jitted
-        if self._compiled is not None and _shapes(batch) == self._shapes:
-            step = self._compiled
+        if self._compiled is not None:
+            form = _form(batch)
+            if form not in self._compiled:
+                lowered = self._jitted.lower(state, batch, *more)
+                self._compile(lowered, state, batch, *more, options=self._options)
+            step = self._compiled[form]
         made = step(state, batch, *more)
         if isinstance(made, tuple):
             self._note(made[0])
@@ -478,10 +516,17 @@ class KeptStep:
 
     def lower(self, state: Any, batch: Any, *more: Any) -> Any:
         """Traces the step for these arguments, arrays or abstract ones."""
+        if self._is_late:
+            return _Lowered(self._compile_later)
         lowered = self._jitted.lower(state, batch, *more)
         if self._world is None:
             return lowered
         return _Lowered(functools.partial(self._compile, lowered, state, batch, *more))
+
+    def _compile_later(self, *, options: Mapping[str, Any] | None) -> Any:
+        if self._world is not None:
+            self._compiled, self._options = {}, options
+        return _NotCompiled()
 
     def _compile(
         self,
@@ -490,9 +535,25 @@ class KeptStep:
         options: Mapping[str, Any] | None,
     ) -> Callable[..., Any]:
         assert self._world is not None
-        self._compiled = self._world.compiled(lowered, *arguments, options=options)
-        self._shapes = _shapes(arguments[1])
-        return self._compiled
+        compiled = self._world.compiled(lowered, *arguments, options=options)
+        self._compiled = {**(self._compiled or {}), _form(arguments[1]): compiled}
+        self._options = options
+        return compiled
+
+
+class _NotCompiled:
+    """Stands for the program of a step that is compiled later."""
+
+    def memory_analysis(self) -> None:
+        """Nothing is known of its memory; MaxText then prints nothing."""
+
+
+# What a program is for: the shape and the type of each feature of a batch.
+_Form: TypeAlias = tuple[tuple[str, tuple[int, ...], Any], ...]
+
+
+def _form(batch: Mapping[str, Any]) -> _Form:
+    return tuple((name, each.shape, each.dtype) for name, each in sorted(batch.items()))
 
 
 class _Lowered:
@@ -506,10 +567,6 @@ class _Lowered:
     ) -> Callable[..., Any]:
         """As `jax.stages.Lowered.compile`."""
         return self._compiled(options=compiler_options)
-
-
-def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in jax.tree.leaves(batch)]
 
 
 class MaxTextIterator:
@@ -573,7 +630,8 @@ class MaxTextIterator:
             if self._record is not None:
                 self._record.take(batch)
         self.num_batches += 1
-        return {name: batch[name] for name in self._features}
+        names = (*self._features, *sorted(maxtext_images.FEATURES & batch.keys()))
+        return {name: batch[name] for name in names}
 
     def _phase(self) -> str:
         # Which the next batch begins; of another size, it has a program of its own.

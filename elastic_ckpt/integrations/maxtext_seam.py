@@ -172,6 +172,13 @@ _TUNIX_MANAGER = Tie(
     caller=(f"{_TUNIX}.peft_trainer", "PeftTrainer"),
 )
 
+# Of its data with images, in a module that takes long to import: looked up by runs that
+# have some.
+IMAGE_PIPELINE = Tie(
+    module="maxtext.input_pipeline.grain_data_processing",
+    name="vision_sft_preprocessing_pipeline",
+    parameters=("dataset", "config", "data_columns", "image_column"),
+)
 # Of the patch.
 _REGISTERED = Tie(module=_EXTENSION, name="registered", parameters=("extension",))
 

@@ -59,6 +59,70 @@ def initialize(argv):
 def create_data_iterator(config, mesh):
     raise AssertionError("MaxText's own iterators")
 """,
+    "input_pipeline/input_pipeline_utils.py": """
+import dataclasses
+
+import grain
+
+@dataclasses.dataclass
+class FoldImagesIntoBatch(grain.transforms.Map):
+    # In some models the images of rows become rows.
+    model_name: str | None = None
+
+    def map(self, element):
+        images = element["images"]
+        if self.model_name.startswith("qwen"):
+            element["images"] = images.reshape(-1, *images.shape[2:])
+        return element
+""",
+    "input_pipeline/grain_data_processing.py": """
+import functools
+
+import numpy as np
+
+from maxtext.input_pipeline.input_pipeline_utils import FoldImagesIntoBatch
+
+def _decoded(element, columns, length, most):
+    prompt, answer, images = (element[column] for column in columns)
+    if not isinstance(images, list):
+        images = [images]
+    if len(images) > most > 0:
+        raise ValueError(f"{{len(images)}} images")
+    tokens = np.zeros(length, np.int32)
+    text = np.frombuffer((prompt + answer).encode(), np.uint8)[:length]
+    tokens[: len(text)] = text
+    is_text = (tokens > 0).astype(np.int32)
+    return {{
+        "inputs": tokens,
+        "inputs_position": np.arange(length, dtype=np.int32),
+        "inputs_segmentation": is_text,
+        "targets": tokens,
+        "targets_position": np.arange(length, dtype=np.int32),
+        "targets_segmentation": is_text,
+        "images": np.stack(
+            [np.resize(np.frombuffer(image, np.uint8), 5) for image in images]
+        ).astype(np.float32),
+    }}
+
+def _shifted(batch):
+    assert batch["targets"].ndim == 2
+    batch["targets"] = np.roll(batch["targets"], -1, axis=1)
+    return batch
+
+def vision_sft_preprocessing_pipeline(
+    dataset, config, data_columns, image_column=None, tokenize=True
+):
+    decoded = functools.partial(
+        _decoded,
+        columns=[*data_columns, image_column],
+        length=config.max_target_length,
+        most=config.max_num_images_per_example,
+    )
+    dataset = dataset.map(decoded)
+    dataset = dataset.batch(config.global_batch_size_to_load, drop_remainder=True)
+    dataset = dataset.map(FoldImagesIntoBatch(model_name=config.model_name))
+    return dataset.map(_shifted).mp_prefetch(None)
+""",
     "common/checkpointing.py": """
 import numpy as np
 from orbax.checkpoint import v1 as ocp

@@ -258,8 +258,45 @@ def test_a_world_loads_the_step_that_maxtext_has_compiled_in_one_before():
 
     with kept_executables.kept() as kept:
         first, loss, emitted = steps(kept)
-        assert emitted == ["compile_started", "compiled"]
+        assert emitted == 2 * ["compile_started", "compiled"]
         second, same_loss, emitted = steps(kept)
-        assert emitted == ["executable_loaded"]
+        assert emitted == 2 * ["executable_loaded"]
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(loss, same_loss)
+
+
+@pytest.mark.usefixtures("without_jax_cache")
+@pytest.mark.parametrize("has_world", [False, True])
+def test_a_step_that_maxtext_lowers_for_other_images_is_compiled_for_its_batch(
+    has_world,
+):
+    emitted = []
+    with kept_executables.kept() as kept:
+        this = world.World(
+            number=1,
+            slices=(0,),
+            slice_name="0",
+            emit=lambda name, **_: emitted.append(name),
+            _between=world.BetweenWorlds(executables=kept),
+        )
+
+        @jax.jit
+        def train_step(state, batch):
+            # Fails for the images that MaxText has in mind.
+            return state + batch["images"].reshape(4, -1).sum(), {}
+
+        step = maxtext.KeptStep(
+            train_step,
+            world=this if has_world else None,
+            note=[].append,
+            is_late=True,
+        )
+        imagined = {"images": jax.ShapeDtypeStruct((3,), np.int32)}
+        lowered = step.lower(np.float32(0), imagined)
+        assert lowered.compile(compiler_options={}).memory_analysis() is None
+        assert emitted == []
+        images = {"images": np.ones((4, 2), np.float32)}
+        for total in (8, 16):
+            trained, _ = step(np.float32(total - 8), images)
+            assert trained == total
+        assert emitted == ["compile_started", "compiled"] * has_world

@@ -5,12 +5,14 @@ import os
 import re
 import shlex
 import subprocess
+import types
 
 import numpy as np
 import pytest
 import yaml
 
 from elastic_ckpt.cli import main as cli
+from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 from elastic_ckpt.training import keys
 from tests import corpora, pages, shared_memory
@@ -18,6 +20,11 @@ from tests.maxtext import environment, small_models
 from tests.universal import safetensors_files
 
 GUIDE = (environment.ROOT / "docs/pages/guides/maxtext.md").read_text()
+# By the name in their first lines.
+FILES = {
+    block.removeprefix("# ").split(maxsplit=1)[0]: block
+    for block in pages.blocks(GUIDE, "yaml")
+}
 BLOCKS = pages.blocks(GUIDE, "sh")
 SET_UP, FIRST, CONTINUED, CLUSTER, PLAN, LIVE, CONVERTED, PATCH = BLOCKS
 
@@ -69,9 +76,19 @@ def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide(
         assert f"`{key}`" in GUIDE
 
 
+def test_its_keys_of_images_fit_together():
+    keys = yaml.safe_load(FILES["images.yml"])
+    _, own = maxtext_config.divide({**keys, "vocab_size": 262144})
+    assert own.values["num_logical_shards"] == 64
+    assert maxtext_config.has_images(types.SimpleNamespace(**keys))
+    for key, value in {"packing": True, "train_data_columns": ["question"]}.items():
+        with pytest.raises(errors.ConfigError, match=key):
+            maxtext_config.divide(keys | {key: value})
+
+
 def test_its_file_of_a_job_makes_a_manifest_that_runs_maxtext(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tpu.yml").write_text(pages.blocks(GUIDE, "yaml")[1])
+    (tmp_path / "tpu.yml").write_text(FILES["tpu.yml"])
     assert cli.main(shlex.split(CLUSTER)[1:]) == 0
     manifest = (tmp_path / "job.yaml").read_text()
     (jobset,) = (
@@ -97,7 +114,7 @@ def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
 
 def test_its_keys_for_preferences_have_a_meaning_here(tmp_path):
     path = tmp_path / "preferences.yml"
-    path.write_text(pages.blocks(GUIDE, "yaml")[2])
+    path.write_text(FILES["preferences.yml"])
     assert maxtext_seam.trainer_of([str(path)]) is maxtext_seam.PREFERENCES
     given = yaml.safe_load(path.read_text()).keys() - {"base_config"}
     others = {"load_parameters_path", "model_name"}
@@ -112,7 +129,7 @@ def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
         "lib/*/site-packages/maxtext/configs/models/qwen3-0.6b.yml"
     )
     theirs = yaml.safe_load(smallest.read_text())
-    ours = yaml.safe_load(pages.blocks(GUIDE, "yaml")[4])
+    ours = yaml.safe_load(FILES["qwen.yml"])
     shared = {key for key in ours if key in theirs and not key.startswith("base_")}
     assert {key: ours[key] for key in shared - {"head_dim"}} == {
         key: theirs[key]
@@ -131,7 +148,7 @@ def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
 @pytest.mark.slow(minutes=1.9)
 def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
     environment.set_up()
-    (tmp_path / "tiny.yml").write_text(pages.blocks(GUIDE, "yaml")[0])
+    (tmp_path / "tiny.yml").write_text(FILES["tiny.yml"])
     exports = next(line for line in FIRST.splitlines() if line.startswith("export"))
     first = shell(FIRST, tmp_path)
     assert re.findall(r"completed step: (\d+),", first.stderr)[-1] == "9"
@@ -145,11 +162,10 @@ def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
 @pytest.mark.slow(minutes=1.1)
 def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
     environment.set_up()
-    tiny, _, _, live, _ = pages.blocks(GUIDE, "yaml")
-    (tmp_path / "tiny.yml").write_text(tiny)
+    (tmp_path / "tiny.yml").write_text(FILES["tiny.yml"])
     exports_and_data = "\n".join(FIRST.splitlines()[:2])
     with shared_memory.directory("page") as ram:
-        text = live.replace("/dev/shm", ram)
+        text = FILES["live.yml"].replace("/dev/shm", ram)
         assert ram in text
         (tmp_path / "live.yml").write_text(text)
         ended = shell(f"{exports_and_data}\n{LIVE}", tmp_path)

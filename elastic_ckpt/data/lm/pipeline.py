@@ -3,6 +3,11 @@
     units -> records -> tokens -> mix -> truncate or chunk -> window shuffle
         -> pack or pad
 
+Records that become rows by themselves, such as those with images, are mixed and
+shuffled as they are in the files, and decoded last:
+
+    units -> records -> mix -> window shuffle -> rows
+
 Each stage is a Grain dataset that saves its position, so the whole pipeline does.
 """
 
@@ -82,7 +87,7 @@ class LanguagePipeline:
       parts: the datasets, which are mixed by weight.
       num_shards: S.
       reading: the order of records and the number of epochs.
-      documents: converts records to tokens.
+      documents: converts records to tokens, or to rows.
       length: tokens of a row, L.
       max_prompt_length: with `Preferences`, those of the prompt.
       truncate: whether longer documents are truncated; if not, they are chunked.
@@ -100,7 +105,7 @@ class LanguagePipeline:
     parts: tuple[Part, ...]
     num_shards: int
     reading: records.ReadOptions
-    documents: language.Encoder
+    documents: language.Encoder | language.RowMaker
     length: int
     truncate: bool = True
     window: int = 0
@@ -115,15 +120,17 @@ class LanguagePipeline:
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The rows of a shard."""
-        parts = self._by_name
-        read = mixing.Parts(
-            parts,
-            lambda name: self._tokens(parts[name], shard),
-            columns=self._columns,
-        )
+        parts, documents = self._by_name, self.documents
+        makes_rows = isinstance(documents, language.RowMaker)
+
+        def make_part(name: str) -> grain.IterDataset:
+            made = self._records(parts[name], shard)
+            return made if makes_rows else self._tokens(made)
+
+        read = mixing.Parts(parts, make_part, columns=self._columns)
         # Even a single dataset is a mixture: others may be added at a resume.
         examples = mixing.Mixture(read, self._weights, shard=shard)
-        if not self._has_pairs:
+        if not self._has_pairs and not makes_rows:
             examples = language.Examples(
                 examples, length=self.length, truncate=self.truncate
             )
@@ -133,6 +140,8 @@ class LanguagePipeline:
             examples = shuffling.WindowShuffle(
                 examples, window_size=self.window, seed=seed
             )
+        if isinstance(documents, language.RowMaker):
+            return examples.map(functools.partial(_row, documents))
         if self._has_pairs:
             return chat.PreferenceRows(
                 examples, length=self.length, max_prompt_length=self.max_prompt_length
@@ -147,12 +156,12 @@ class LanguagePipeline:
             )
         else:
             rows = language.Padded(examples, length=self.length)
-        if isinstance(self.documents, chat.Conversations):
+        if isinstance(documents, chat.Conversations):
             return chat.MaskedTargets(rows)
-        if not self.vocab_size or self.documents.tokenizer:
+        if not self.vocab_size or documents.tokenizer:
             return rows
         return language.InVocabulary(
-            rows, column=self.documents.column, vocab_size=self.vocab_size
+            rows, column=documents.column, vocab_size=self.vocab_size
         )
 
     @property
@@ -164,7 +173,8 @@ class LanguagePipeline:
 
         This depends on the machine that it runs on, so it is computed late.
         """
-        if not self.documents.is_parallel:
+        documents = self.documents
+        if isinstance(documents, language.RowMaker) or not documents.is_parallel:
             return 0
         return token_blocks.num_threads(
             self.tokenizer_threads, num_processes=self.num_processes
@@ -258,12 +268,12 @@ class LanguagePipeline:
             return self._columns_of.setdefault(name, made)
 
     def _made_columns(self, part: Part) -> records.SmallBlocks | None:
-        column = self.documents.column
+        documents = self.documents
         if (
             self.dealing == records.UNITS
-            or not isinstance(self.documents, language.Documents)
-            or self.documents.tokenizer is not None
-            or column == records.RECORD
+            or not isinstance(documents, language.Documents)
+            or documents.tokenizer is not None
+            or documents.column == records.RECORD
             or not records.SmallBlocks.exist(part.source, self.num_shards)
         ):
             return None
@@ -271,7 +281,7 @@ class LanguagePipeline:
             part.source,
             self.num_shards,
             self.reading,
-            tokens=column,
+            tokens=documents.column,
             lead=self._leads.get(part.name, 0),
         )
 
@@ -283,7 +293,7 @@ class LanguagePipeline:
         # Damage that is skipped does not change the identity of a file.
         return source.identity(part.source, sampled=not self.reading.skip_corrupt)
 
-    def _tokens(self, part: Part, shard: int) -> token_blocks.Tokens:
+    def _records(self, part: Part, shard: int) -> records.Records:
         read = records.Records(
             part.source,
             shard=shard,
@@ -292,9 +302,18 @@ class LanguagePipeline:
         )
         read.deals_units = self.dealing == records.UNITS
         read.lead = self._leads.get(part.name, 0)
+        return read
+
+    def _tokens(self, read: records.Records) -> token_blocks.Tokens:
+        assert not isinstance(self.documents, language.RowMaker)
         return token_blocks.Tokens(
             read, documents=self.documents, num_threads=self.threads_of_process()
         )
+
+
+def _row(rows: language.RowMaker, element: source.Element) -> dict[str, Any]:
+    # The number of the record tells what the row was made of; see `provenance`.
+    return {**rows.row(element), records.RECORD: element[records.RECORD]}
 
 
 def from_config(
@@ -332,9 +351,7 @@ def from_config(
                 " ElasticIterator does not work with logical shards; set"
                 " grain_use_elastic_iterator=false or num_logical_shards=0"
             )
-        if data.data_stages:
-            return _staged(data, vocab_size=vocab_size)
-        return _sharded(data, vocab_size=vocab_size)
+        return _of_stages(data, vocab_size=vocab_size)
     needs = _needs_shards(data)
     if needs:
         raise errors.ConfigError(
@@ -344,7 +361,21 @@ def from_config(
     return positional_data.from_config(data)
 
 
-def _staged(data: data_keys.DataKeys, *, vocab_size: int) -> stages.StagedData:
+def from_rows(
+    data: data_keys.DataKeys, rows: language.RowMaker
+) -> elastic_data.ElasticData:
+    """The training data whose records become rows by themselves; see `from_config`."""
+    return _of_stages(data, rows=rows)
+
+
+def _of_stages(
+    data: data_keys.DataKeys,
+    *,
+    vocab_size: int = 0,
+    rows: language.RowMaker | None = None,
+) -> elastic_data.ElasticData:
+    if not data.data_stages:
+        return _sharded(data, vocab_size=vocab_size, rows=rows)
     of_stages = data_keys.stages(data)
     if len({bool(keys.global_batch_size) for _, keys in of_stages}) > 1:
         raise errors.ConfigError(
@@ -362,7 +393,7 @@ def _staged(data: data_keys.DataKeys, *, vocab_size: int) -> stages.StagedData:
             [
                 stages.Stage(
                     begin=begin,
-                    data=_sharded(keys, vocab_size=vocab_size),
+                    data=_sharded(keys, vocab_size=vocab_size, rows=rows),
                     global_batch_size=keys.global_batch_size or None,
                 )
                 for begin, keys in of_stages
@@ -394,9 +425,20 @@ def _of_arguments(data: Any, keys: dict[str, Any]) -> data_keys.DataKeys:
 
 
 def eval_from_config(
-    data: data_keys.DataKeys, *, global_batch_size: int, vocab_size: int = 0
+    data: data_keys.DataKeys,
+    *,
+    global_batch_size: int,
+    vocab_size: int = 0,
+    rows: language.RowMaker | None = None,
 ) -> elastic_data.ElasticData:
-    """The evaluation data: one epoch of `grain_eval_files`, in order, padded."""
+    """The evaluation data: one epoch of `grain_eval_files`, in order, padded.
+
+    Args:
+      data: the keys of the data.
+      global_batch_size: rows of a batch.
+      vocab_size: see `from_config`.
+      rows: makes rows of records by themselves; None makes them of tokens.
+    """
     _check_vocabulary(data, vocab_size)
     ordered = dataclasses.replace(
         data,
@@ -407,7 +449,7 @@ def eval_from_config(
         num_epoch=1,
         grain_worker_count=0,
     )
-    return _sharded(ordered, key="grain_eval_files", vocab_size=vocab_size)
+    return _sharded(ordered, key="grain_eval_files", vocab_size=vocab_size, rows=rows)
 
 
 def vocab_size(data: data_keys.DataKeys) -> int:
@@ -448,13 +490,18 @@ def _check_vocabulary(data: data_keys.DataKeys, rows: int) -> None:
         )
 
 
-def _parts(data: data_keys.DataKeys, *, key: str = _TRAIN_FILES) -> tuple[Part, ...]:
+def _parts(
+    data: data_keys.DataKeys,
+    *,
+    key: str = _TRAIN_FILES,
+    columns: tuple[str, ...] | None = None,
+) -> tuple[Part, ...]:
     # The datasets with the files that the configuration key `key` lists.
     if key == _TRAIN_FILES and data.grain_train_mixture_config_path:
         mixture = datasets.from_file(data.grain_train_mixture_config_path)
     else:
         mixture = datasets.from_list(getattr(data, key), key=key)
-    settings: dict[str, Any] = {"columns": _columns(data)}
+    settings: dict[str, Any] = {"columns": columns or _columns(data)}
     if data.grain_file_type in _OF_RECORDS:
         settings["record_format"] = data.grain_record_format
     if data.grain_file_type == "text":
@@ -471,7 +518,11 @@ def _parts(data: data_keys.DataKeys, *, key: str = _TRAIN_FILES) -> tuple[Part, 
 
 
 def _sharded(
-    data: data_keys.DataKeys, *, key: str = _TRAIN_FILES, vocab_size: int
+    data: data_keys.DataKeys,
+    *,
+    key: str = _TRAIN_FILES,
+    vocab_size: int,
+    rows: language.RowMaker | None = None,
 ) -> sharded_data.ShardedData:
     shuffle = data.enable_data_shuffling
     packing = data.grain_packing_type if data.packing else ""
@@ -482,14 +533,14 @@ def _sharded(
             " is full; set it to 0, or pack by first_fit or best_fit"
         )
     pipeline = LanguagePipeline(
-        parts=_parts(data, key=key),
+        parts=_parts(data, key=key, columns=rows.columns if rows else None),
         num_shards=data.num_logical_shards,
         reading=records.ReadOptions(
             shuffle_seed=data.data_shuffle_seed if shuffle else None,
             num_epochs=data.num_epoch or None,
             skip_corrupt=data.corrupt_records == "skip",
         ),
-        documents=_documents(data),
+        documents=rows or _documents(data),
         length=data.max_target_length,
         max_prompt_length=data.dpo_max_prompt_length or data.max_target_length // 2,
         truncate=data.use_truncation,
