@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -292,7 +293,7 @@ class Own:
 def explicit_keys(arguments: Sequence[str]) -> set[str]:
     """The keys that a user has set: in MaxText's arguments, or in a file of theirs.
 
-    MaxText's own base.yml sets every key.
+    MaxText's own base.yml sets every key, and its other files some.
 
     Args:
       arguments: of MaxText; a YAML file may be first.
@@ -300,12 +301,45 @@ def explicit_keys(arguments: Sequence[str]) -> set[str]:
     Raises:
       ConfigError: if the file cannot be read, or is no YAML.
     """
-    named = [each for each in arguments[:1] if "=" not in each]
+    path, overrides = _divided(arguments)
     # MaxText takes `dpo.algo=orpo` for a part of its key `dpo`.
-    keys = {each.partition("=")[0].split(".")[0] for each in arguments[len(named) :]}
-    places = load.origins(named[0]) if named else {}
-    keys |= {key for key, place in places.items() if not _BASE.search(place)}
+    keys = {each.partition("=")[0].split(".")[0] for each in overrides}
+    bases = _bases()
+    for key, place in load.origins(path, bases=bases).items():
+        if not _BASE.search(place) and not place.startswith(bases):
+            keys.add(key)
     return keys
+
+
+def settings_of(
+    wanted: Collection[str], arguments: Sequence[str]
+) -> tuple[schema.Config, dict[str, object]]:
+    """What MaxText's arguments set some keys to; see `load.of_keys`."""
+    path, overrides = _divided(arguments)
+    return load.of_keys(wanted, path, overrides, bases=_bases())
+
+
+def given(arguments: Sequence[str]) -> list[str]:
+    """Each key that is set, also in files, as an argument: equal on all machines."""
+    path, overrides = _divided(arguments)
+    values = load.given(path, overrides, bases=_bases())
+    return [f"{key}={values[key]!r}" for key in sorted(values)]
+
+
+def _divided(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    # The YAML file, if one is named, and the rest.
+    if arguments and "=" not in arguments[0]:
+        return arguments[0], arguments[1:]
+    return None, arguments
+
+
+def _bases() -> tuple[str, ...]:
+    # The directories of MaxText's own files, which a file may have for its base.
+    package = importlib.util.find_spec("maxtext")
+    places = package.submodule_search_locations if package else None
+    return tuple(
+        os.path.join(os.path.realpath(place), "configs") for place in places or ()
+    )
 
 
 def uses_pairs(arguments: Sequence[str]) -> bool:
@@ -314,8 +348,7 @@ def uses_pairs(arguments: Sequence[str]) -> bool:
     Raises:
       ConfigError: if their file cannot be read, or is no YAML.
     """
-    named = arguments[0] if arguments and "=" not in arguments[0] else None
-    config, _ = load.of_keys(("use_dpo",), named, arguments[named is not None :])
+    config, _ = settings_of(("use_dpo",), arguments)
     return config.data.use_dpo
 
 

@@ -20,7 +20,6 @@ from elastic_ckpt.training import (
     configured,
     journal,
     listeners,
-    load,
     local_world,
     machine_run,
     schema,
@@ -79,7 +78,7 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
         *_OF_RUN,
         *_SET_BY_WORLDS,
     )
-    config, given = load.of_keys(wanted, *_divided(arguments))
+    config, given = maxtext_config.settings_of(wanted, arguments)
     world = config.world
     maxtext_config.check_files(config.data)
     maxtext_config.check_weights(given)
@@ -118,19 +117,6 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
     # Its own program is compiled ahead, MaxText's is not.
     elastic = dataclasses.replace(config.elastic, elastic_compile_ahead_seconds=0.0)
     return dataclasses.replace(config, data=data, elastic=elastic)
-
-
-def given(arguments: Sequence[str]) -> list[str]:
-    """Each key that is set, also in files, as an argument: equal on all machines."""
-    values = load.given(*_divided(arguments))
-    return [f"{key}={values[key]!r}" for key in sorted(values)]
-
-
-def _divided(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    # The YAML file, if one is named, and the rest.
-    if arguments and "=" not in arguments[0]:
-        return arguments[0], arguments[1:]
-    return None, arguments
 
 
 def in_world(
@@ -202,7 +188,7 @@ def run(
     supervisor.warm_up([_HOST_PROGRAM, trainer.main.module])
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
     if place is not None:
-        program = given(arguments)
+        program = maxtext_config.given(arguments)
         return machine_run.run(config, place, emit, train=of_host, program=program)
     listening = listeners.of_supervisor(config)
     with journal.kept(config, emit, listening=listening) as kept:
@@ -213,7 +199,7 @@ def run(
 def _eval_rows(arguments: Sequence[str], config: schema.Config) -> int:
     # With all slices. MaxText takes the size of training if there is no other.
     key = "eval_per_device_batch_size"
-    _, given = load.of_keys((key,), *_divided(arguments))
+    _, given = maxtext_config.settings_of((key,), arguments)
     num_devices = config.world.hosts * config.world.devices_per_host
     rows = round(float(str(given.get(key) or 0)) * num_devices)
     return rows or config.data.global_batch_size

@@ -45,6 +45,8 @@ def of_keys(
     wanted: Collection[str],
     path: epath.PathLike | None,
     overrides: Sequence[str] = (),
+    *,
+    bases: Sequence[str] = (),
 ) -> tuple[schema.Config, dict[str, object]]:
     """The configuration of some keys, in a file that has those of another program too.
 
@@ -52,6 +54,8 @@ def of_keys(
       wanted: the keys; others are left alone.
       path: as in `load`; None if there are overrides alone.
       overrides: as in `load`.
+      bases: directories in which `base_config` may name a file, too: those with the
+        files of the other program.
 
     Returns:
       The configuration, and the value of each wanted key that is set, and not to null.
@@ -59,7 +63,7 @@ def of_keys(
     Raises:
       ConfigError: as in `load`.
     """
-    settings = _settings(path, overrides)
+    settings = _settings(path, overrides, bases)
     chosen = {
         key: each
         for key, each in settings.items()
@@ -71,35 +75,52 @@ def of_keys(
 
 
 def given(
-    path: epath.PathLike | None, overrides: Sequence[str] = ()
+    path: epath.PathLike | None,
+    overrides: Sequence[str] = (),
+    *,
+    bases: Sequence[str] = (),
 ) -> dict[str, object]:
     """The value of each key that is set, whatever program it is for.
 
     Args:
       path: as in `load`; None if there are overrides alone.
       overrides: as in `load`.
+      bases: see `of_keys`.
 
     Raises:
       ConfigError: as `origins`.
     """
-    return {key: each.value for key, each in _settings(path, overrides).items()}
+    settings = _settings(path, overrides, bases)
+    return {key: each.value for key, each in settings.items()}
 
 
-def origins(path: epath.PathLike, overrides: Sequence[str] = ()) -> dict[str, str]:
+def origins(
+    path: epath.PathLike | None,
+    overrides: Sequence[str] = (),
+    *,
+    bases: Sequence[str] = (),
+) -> dict[str, str]:
     """The origin of each key that is set: file and line, or the override.
+
+    Args:
+      path: as in `load`; None if there are overrides alone.
+      overrides: as in `load`.
+      bases: see `of_keys`.
 
     Raises:
       ConfigError: as in `load`, except for unknown keys and invalid values, which only
         `load` checks.
     """
-    settings = _settings(path, overrides)
+    settings = _settings(path, overrides, bases)
     return {key: setting.place for key, setting in settings.items()}
 
 
 def _settings(
-    path: epath.PathLike | None, overrides: Sequence[str]
+    path: epath.PathLike | None, overrides: Sequence[str], bases: Sequence[str] = ()
 ) -> dict[str, Setting]:
-    settings = {} if path is None else _read_file(storage.absolute(path), below=())
+    settings: dict[str, Setting] = {}
+    if path is not None:
+        settings = _read_file(storage.absolute(path), bases, below=())
     for override in overrides:
         key, equals, text = override.partition("=")
         place = f"command line, {override!r}"
@@ -127,7 +148,7 @@ def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
 
 
 def _read_file(
-    path: epath.Path, *, below: tuple[epath.Path, ...]
+    path: epath.Path, bases: Sequence[str], *, below: tuple[epath.Path, ...]
 ) -> dict[str, Setting]:
     if storage.is_local(path):
         path = epath.Path(os.path.realpath(path))
@@ -150,11 +171,13 @@ def _read_file(
     base = settings.pop(_INHERIT, None)
     if base is None:
         return settings
-    below_this = path.parent / str(base.value)
-    if base.value == DEFAULTS and not below_this.exists():
+    places = [each / str(base.value) for each in (path.parent, *map(epath.Path, bases))]
+    if base.value == DEFAULTS and not places[0].exists():
         # An installed package has no configs/base.yml; it only lists the defaults.
         return settings
-    return _read_file(below_this, below=(*below, path)) | settings
+    # If none is there, the first is missing.
+    below_this = next((each for each in places if each.exists()), places[0])
+    return _read_file(below_this, bases, below=(*below, path)) | settings
 
 
 def _build(settings: dict[str, Setting]) -> schema.Config:

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import types
 
 import pytest
@@ -560,3 +561,22 @@ def test_stages_of_a_run_of_maxtext_change_datasets_alone():
     assert "b.array" in made(grain_train_files="b.array").data_stages
     with pytest.raises(errors.ConfigError, match="step 5 sets max_target_length, and"):
         made(max_target_length=77)
+
+
+def test_a_file_may_have_one_of_maxtext_s_own_for_its_base(tmp_path, monkeypatch):
+    configs = tmp_path / "installed" / "maxtext" / "configs"
+    (configs / "post_train").mkdir(parents=True)
+    (configs.parent / "__init__.py").write_text("")
+    (configs / "base.yml").write_text("use_dpo: false\npacking: true\n")
+    ours = "base_config: base.yml\nuse_dpo: true\npacking: false\n"
+    (configs / "post_train" / "dpo.yml").write_text(ours)
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.delitem(sys.modules, "maxtext", raising=False)
+    mine = tmp_path / "mine.yml"
+    mine.write_text("base_config: post_train/dpo.yml\nsteps: 3\n")
+    assert maxtext_config.uses_pairs([str(mine)])
+    # What MaxText's file sets is no choice of the user's.
+    assert maxtext_config.explicit_keys([str(mine), "seed=1"]) == {"steps", "seed"}
+    mine.write_text("base_config: post_train/other.yml\n")
+    with refused(f"{tmp_path}/post_train/other.yml: no such configuration file"):
+        maxtext_config.uses_pairs([str(mine)])
