@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic.world import World
-from elastic_ckpt.training import journal, load, local_world, schema, training_files
+from elastic_ckpt.training import elastic_run, journal, load, schema, training_files
 
 if TYPE_CHECKING:
     from elastic_ckpt.checkpoint.run_saver import RunSaver
@@ -74,9 +74,9 @@ def measure(
     path = directory / "loops.yml"
     path.write_text(json.dumps(values))
     config = training_files.prepare(load.load(path), report=print)
-    local_world.warm_up()
+    elastic_run.warm_up()
     with journal.kept(config, events.nobody) as kept:
-        local_world.run(config, kept, train=functools.partial(_train, turns))
+        elastic_run.run_on_hosts(config, kept, train=functools.partial(_train, turns))
     return json.loads((directory / _RESULTS).read_text())
 
 

@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from elastic_ckpt.core import metrics
 from elastic_ckpt.data import positional_data
 from elastic_ckpt.monitoring import subscription
-from elastic_ckpt.training import local_world
+from elastic_ckpt.training import elastic_run
 from tests import corpora, shared_memory
 
 jax.config.update("jax_platforms", "cpu")
@@ -150,7 +150,7 @@ def warm_fork_server(tmp_path_factory):
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    local_world.warm_up()
+    elastic_run.warm_up()
 
 
 @pytest.fixture

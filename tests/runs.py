@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver, util
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.training import local_world, step_log
+from elastic_ckpt.training import elastic_run, step_log
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Far more than any run of a test takes.
@@ -107,7 +107,7 @@ class Started:
 
 
 def _start(outputs, leads_group, function, arguments):
-    local_world.warm_up()
+    elastic_run.warm_up()
     server = None if leads_group else forkserver._forkserver._forkserver_address
     process = multiprocessing.get_context("forkserver").Process(
         target=_run, args=(outputs, _environment(), server, function, arguments)

@@ -32,7 +32,6 @@ with epy.lazy_imports():
         configured,
         elastic_run,
         job,
-        local_world,
         machine_run,
     )
 
@@ -85,7 +84,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         return _run_here(config, shown)
     # At once, though an outer launcher may yet be found: importing takes seconds.
     if config.world.hosts > 1:
-        local_world.warm_up()
+        elastic_run.warm_up()
     multicontroller.configure(config.world)
     if multicontroller.join_outer_launcher():
         return _run_here(config, shown)
@@ -118,13 +117,13 @@ def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
     config = _with_files(config)
     listening = listeners.of_supervisor(config)
     with journal.kept(config, shown, listening=listening) as emit:
-        local_world.run(config, emit)
+        elastic_run.run_on_hosts(config, emit)
         return emit.is_stopped
 
 
 def _run_on_machines(config: schema.Config, shown: progress.Progress) -> bool:
     place = machine_run.place(config, os.environ)
-    local_world.warm_up()
+    elastic_run.warm_up()
     multicontroller.configure(config.world)
     configured.check_local(config)
     return machine_run.run(_with_files(config), place, shown)

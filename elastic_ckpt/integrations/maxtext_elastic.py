@@ -18,9 +18,9 @@ from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 from elastic_ckpt.training import (
     configured,
+    elastic_run,
     journal,
     listeners,
-    local_world,
     machine_run,
     schema,
 )
@@ -192,7 +192,7 @@ def run(
         return machine_run.run(config, place, emit, train=of_host, program=program)
     listening = listeners.of_supervisor(config)
     with journal.kept(config, emit, listening=listening) as kept:
-        local_world.run(config, kept, train=of_host)
+        elastic_run.run_on_hosts(config, kept, train=of_host)
         return kept.is_stopped
 
 

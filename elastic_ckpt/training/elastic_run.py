@@ -1,4 +1,7 @@
-"""An elastic run as it is configured: over any cluster, or slices of this process.
+"""An elastic run as it is configured, over any cluster.
+
+`run_on_hosts` trains on processes of this machine, `run_here` on slices that this
+process controls.
 
 It imports JAX only where it is used, so that the fork server starts at once.
 """
@@ -10,18 +13,34 @@ import functools
 from collections.abc import Callable
 
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import faults, runtime, scale_request, single_controller
+from elastic_ckpt.elastic import (
+    faults,
+    processes,
+    runtime,
+    scale_request,
+    single_controller,
+    supervisor,
+)
 from elastic_ckpt.elastic.cluster import Cluster
 from elastic_ckpt.elastic.world import World
-from elastic_ckpt.training import configured, journal, run_directory, schema
-from elastic_ckpt.training.configured import (
-    Groups,
-    check_checkpoints,
-    groups,
-    policy,
-)
+from elastic_ckpt.training import configured, journal, listeners, run_directory, schema
+from elastic_ckpt.training.configured import Groups
 
-__all__ = ["check_checkpoints", "groups", "policy", "run", "run_here"]
+# What the fork server imports: nearly all that a host needs comes with these two, and
+# the rest would be imported in the pause of a change.
+_HOST_IMPORTS = (
+    __name__,
+    "elastic_ckpt.training.job",
+    "elastic_ckpt.elastic.multicontroller",
+    "elastic_ckpt.monitoring.jsonl",
+    "elastic_ckpt.monitoring.prometheus",
+    "elastic_ckpt.monitoring.subscription",
+    "elastic_ckpt.monitoring.summaries",
+    "elastic_ckpt.monitoring.tensorboard",
+    "elastic_ckpt.training.divergence",
+    "jaxlib.mlir.dialects.builtin",
+    "jaxlib.mlir.dialects.mhlo",
+)
 
 
 def run(
@@ -46,7 +65,7 @@ def run(
     Raises:
       RunError: see `runtime.run`.
     """
-    chosen = policy(config, groups)
+    chosen = configured.policy(config, groups)
     if config.elastic.elastic_enabled:
         directory = run_directory.path_of(config)
         chosen = scale_request.ScaledPolicy(directory, chosen)
@@ -60,6 +79,65 @@ def run(
         else functools.partial(compile_ahead, config),
         emit=emit,
     )
+
+
+def warm_up() -> None:
+    """Starts the fork server, which imports in the background."""
+    supervisor.warm_up(_HOST_IMPORTS)
+
+
+def train(config: schema.Config, world: World) -> None:
+    """Trains on one of several hosts of this machine."""
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.training import job
+
+    job.train(listeners.of_process(config, topology.this_host()), world)
+
+
+def compile_ahead(config: schema.Config, world: World) -> None:
+    """Compiles on one of several hosts of this machine what they may train next."""
+    from elastic_ckpt.training import job
+
+    job.compile_ahead(config, world)
+
+
+def run_on_hosts(
+    config: schema.Config,
+    emit: events.Emit,
+    *,
+    train: Callable[[schema.Config, World], object] = train,
+) -> None:
+    """Trains on hosts of this machine, and returns when the run has ended.
+
+    Args:
+      config: of the run; the files of its data exist.
+      emit: called for each event of the run.
+      train: of each host; picklable.
+
+    Raises:
+      RunError: with the first failure of a host; all hosts have ended by then.
+      StoppedError: if SIGTERM arrived, and the hosts did not end in time.
+    """
+    # Otherwise all hosts share one RAM disk, as those of one machine.
+    is_elastic = config.elastic.elastic_enabled
+    with contextlib.closing(
+        processes.configured(
+            config.world,
+            log_directory=run_directory.logs_of(config),
+            memory=configured.memory(config) if is_elastic else None,
+            injected=faults.parse(config.elastic.faults),
+            limits=configured.limits(config),
+            emit=emit,
+        )
+    ) as cluster:
+        run(
+            config,
+            cluster,
+            train,
+            groups=configured.groups(config),
+            compile_ahead=compile_ahead if is_elastic else None,
+            emit=emit,
+        )
 
 
 def run_here(config: schema.Config, emit: journal.Journal) -> None:

@@ -17,11 +17,11 @@ from elastic_ckpt.elastic.machines import places
 from elastic_ckpt.elastic.machines.places import Place
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.training import (
+    configured,
     elastic_run,
     journal,
     keys,
     listeners,
-    local_world,
     run_directory,
     schema,
 )
@@ -51,7 +51,7 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
             " otherwise another launcher starts the hosts; set elastic_enabled=true, or"
             " elastic_machines=1"
         )
-    elastic_run.check_checkpoints(config)
+    configured.check_checkpoints(config)
     if world.enable_single_controller:
         raise errors.ConfigError(
             f"elastic_machines={section.elastic_machines} with"
@@ -79,7 +79,7 @@ def run(
     own: Place,
     show: events.Emit,
     *,
-    train: Callable[[schema.Config, World], object] = local_world.train,
+    train: Callable[[schema.Config, World], object] = elastic_run.train,
     program: Sequence[str] = (),
 ) -> bool:
     """Supervises the hosts of this machine until the run has ended.
@@ -100,8 +100,8 @@ def run(
     slices = local_slices.LocalSlices(
         config.world,
         log_directory=run_directory.logs_of(config),
-        memory=local_world.memory(config),
-        limits=local_world.limits(config),
+        memory=configured.memory(config),
+        limits=configured.limits(config),
         numbers=own.slices,
         interface=own.interface,
     )
@@ -125,7 +125,7 @@ def _run_of(
     train: Callable[[schema.Config, World], object],
     program: Sequence[str],
 ) -> Run:
-    groups = elastic_run.groups(config)
+    groups = configured.groups(config)
 
     def lead(cluster: processes.ProcessCluster, emit: events.Emit) -> None:
         elastic_run.run(
@@ -133,7 +133,7 @@ def _run_of(
             cluster,
             train,
             groups=groups,
-            compile_ahead=local_world.compile_ahead,
+            compile_ahead=elastic_run.compile_ahead,
             emit=emit,
         )
 
@@ -149,11 +149,11 @@ def _run_of(
     return Run(
         machine=machine,
         train=functools.partial(train, config),
-        compile_ahead=functools.partial(local_world.compile_ahead, config),
+        compile_ahead=functools.partial(elastic_run.compile_ahead, config),
         lead=lead,
         kept=kept,
         configured=_digest(config, program),
-        min_slices=elastic_run.policy(config, groups).min_slices,
+        min_slices=configured.policy(config, groups).min_slices,
         wait_secs=config.elastic.elastic_timeout_seconds,
     )
 

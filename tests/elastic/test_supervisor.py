@@ -272,7 +272,7 @@ def test_of_several_failures_the_cause_is_told(tmp_path, monkeypatch):
 
 WARM_WORLD = """
 import sys
-from elastic_ckpt.training import local_world
+from elastic_ckpt.training import elastic_run
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import supervisor
 from tests.elastic import warm_host
@@ -281,7 +281,7 @@ def recorded(name, **fields):
     print(fields["path"], fields["step"], flush=True)
 
 if __name__ == "__main__":
-    local_world.warm_up()
+    elastic_run.warm_up()
     supervisor.HostProcesses(
         warm_host.look_around, num_hosts=1, log_directory=sys.argv[1], emit=recorded
     ).run()
@@ -305,7 +305,7 @@ def test_a_warm_server_has_imported_everything_and_started_nothing(tmp_path):
 WARM_TRAINING = """
 import functools
 import sys
-from elastic_ckpt.training import local_world
+from elastic_ckpt.training import elastic_run
 from elastic_ckpt.training import load
 from elastic_ckpt.elastic import supervisor
 from tests.elastic import warm_host
@@ -315,7 +315,7 @@ def recorded(name, **fields):
         print(fields["path"], flush=True)
 
 if __name__ == "__main__":
-    local_world.warm_up()
+    elastic_run.warm_up()
     supervisor.HostProcesses(
         functools.partial(warm_host.train, load.load(sys.argv[2])),
         num_hosts=1,

@@ -37,12 +37,12 @@ PLUGINS = ("jax_plugins", "jax._src.cudacheck")
 def train(config, place, channel):
     """Trains, and reports the modules that were imported after the fork."""
     from elastic_ckpt.elastic import cluster, decision, world_host
-    from elastic_ckpt.training import local_world
+    from elastic_ckpt.training import elastic_run
 
     at_fork = set(sys.modules)
     work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
     world_host.run_host(
-        functools.partial(local_world.train, config),
+        functools.partial(elastic_run.train, config),
         config.world,
         cluster.Assignment(number=1, work=work),
         world_host.Owned(memory=None, kept=None, grace_secs=600),

@@ -11,7 +11,7 @@ import signal
 from elastic_ckpt.core import storage, topology
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import journal, load, local_world, training_files
+from elastic_ckpt.training import elastic_run, journal, load, training_files
 from elastic_ckpt.training.callbacks import Rollbacks
 
 _WRITERS = ("write_atomic", "rename", "create", "remove")
@@ -53,7 +53,7 @@ def _armed(pattern, moment, victim, config, world):
 
     if topology.this_host() == victim:
         Rollbacks.choose = chosen
-    local_world.train(config, world)
+    elastic_run.train(config, world)
 
 
 def train(pattern, moment, victim, settings):
@@ -72,4 +72,4 @@ def train(pattern, moment, victim, settings):
         progress.Progress(config.run.log_period) as shown,
         journal.kept(config, shown) as emit,
     ):
-        local_world.run(config, emit, train=armed)
+        elastic_run.run_on_hosts(config, emit, train=armed)

@@ -10,7 +10,7 @@ import signal
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import journal, load, local_world, training_files
+from elastic_ckpt.training import elastic_run, journal, load, training_files
 
 
 def _wrap(owner, name, kill, *, before, condition=None):
@@ -91,7 +91,7 @@ def _armed(point, occurrence, victim, config, world):
     if topology.this_host() == (0 if victim == "all" else victim):
         owner, name, when = _points()[point]
         _wrap(owner, name, kill, **when)
-    local_world.train(config, world)
+    elastic_run.train(config, world)
 
 
 def train(point, occurrence, victim, settings):
@@ -111,4 +111,4 @@ def train(point, occurrence, victim, settings):
         progress.Progress(config.run.log_period) as shown,
         journal.kept(config, shown) as emit,
     ):
-        local_world.run(config, emit, train=armed)
+        elastic_run.run_on_hosts(config, emit, train=armed)

@@ -132,7 +132,7 @@ def test_machines_with_other_keys_of_maxtext_are_of_another_run(tmp_path):
     def digest(*more, file="dtype: bfloat16\n"):
         path = tmp_path / f"{len([*tmp_path.iterdir()])}.yml"
         path.write_text(file)
-        words = maxtext_elastic.given([str(path), *given, *more])
+        words = maxtext_config.given([str(path), *given, *more])
         return machine_run._digest(config, words)
 
     assert digest("elastic_machine=0") == digest("elastic_machine=1")
