@@ -169,6 +169,7 @@ def test_a_run_that_goes_on_on_two_hosts_is_that_of_one(maxtext, whole, capsys):
     assert "train_image_column: saved " in (refused / "0.log").read_text()
 
 
+@pytest.mark.thorough
 def test_a_live_run_loses_a_slice(maxtext, whole):
     with shared_memory.directory("maxtext") as ram:
         logs = maxtext.run(
@@ -203,6 +204,7 @@ def test_a_live_run_loses_a_slice(maxtext, whole):
     assert audit(directory)["passed"]
 
 
+@pytest.mark.thorough
 def test_a_model_with_three_positions_is_trained_alike_on_two_hosts(maxtext):
     keys = {"steps": 2, "model": "qwen3-vl-2b"}
     whole = maxtext.run("positions", num_hosts=1, **keys)

@@ -140,6 +140,7 @@ def test_tunix_goes_on_from_what_we_saved_and_we_not_from_what_it_did(maxtext):
     assert "set another run_name" in log
 
 
+@pytest.mark.thorough
 def test_through_the_patch_it_has_the_same_rows_and_losses(maxtext, patched, files):
     whole = maxtext.uninterrupted(CASE)
     logs = with_preferences(patched, files).run(CASE, "patched", steps=7, num_hosts=1)

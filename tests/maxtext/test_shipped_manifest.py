@@ -138,6 +138,7 @@ def test_the_supervisors_of_a_manifest_run_maxtext_together(bucket, corpus, tmp_
     check_run(pods.run)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow(minutes=1)
 def test_the_supervisors_of_a_slurm_job_run_maxtext_together(corpus, tmp_path):
     environment.set_up()
