@@ -202,7 +202,8 @@ def test_the_turns_of_records_are_those_of_joint_shares(
     made = [data.make_shard(shard) for shard in range(8)]
     of_shard = [{int(row["inputs"][0]) for row in iter(each)} - {0} for each in made]
     for number, part in enumerate(data.make_shard.parts):
-        read = data.make_shard._tokens(part, 0)
+        shard = data.make_shard
+        read = shard._tokens(shard._records(part, 0))
         (of_part,) = shard_steps.parents(read)
         for record in range(21):
             (turn,) = records.turns(of_part, 0, record)
