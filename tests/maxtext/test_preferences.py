@@ -209,9 +209,9 @@ def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext):
     (lost,) = runs.events(run, "slice_lost")
     assert lost["slice"] == 1
     expected = environment.batches(whole)["train"]
-    for number, event in enumerate(started, start=1):
-        begin = event["start_step"]
-        seen = environment.batches(logs / f"world-{number}", killed=True)["train"]
+    worlds = environment.worlds(logs)
+    assert [begin for begin, _ in worlds] == [event["start_step"] for event in started]
+    for begin, seen in worlds:
         assert seen
         assert seen == expected[begin : begin + len(seen)]
     assert begin + len(seen) == steps
