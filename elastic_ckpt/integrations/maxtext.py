@@ -296,10 +296,11 @@ class Run:
 
     def start(self, config: Any, start_step: int) -> None:
         """Notes the step with which MaxText begins, which is compiled."""
-        self._begin_at(start_step)
+        self.begin_at(start_step)
         self._recorded(config).compiled(start_step + 1)
 
-    def _begin_at(self, start_step: int) -> None:
+    def begin_at(self, start_step: int) -> None:
+        """Begins with so many steps done, whose state is there."""
         assert self._train is not None
         self._began = (start_step, self._train.num_batches)
         self._recorded(self._config).begin(start_step)

@@ -116,10 +116,6 @@ class PreferenceRun(maxtext.Run):
             self._manager = self._tiers
         return TunixManager(self._tiers, run=self, mesh=self._mesh)
 
-    def begin_at(self, step: int) -> None:
-        """Begins after a step that was restored, or with 0."""
-        self._begin_at(step)
-
     def leaves_after(self, step: int) -> bool:
         """Whether all hosts end after a step, which they save then.
 
