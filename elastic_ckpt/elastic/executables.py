@@ -273,7 +273,7 @@ def _abstract(arguments: Any) -> list[Any]:
     return [
         str(structure),
         _devices(arguments),
-        [(leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves],
+        [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves],
     ]
 
 
@@ -318,13 +318,27 @@ def _digest(value: Any) -> str:
         return hashlib.blake2b(file.getvalue(), digest_size=16).hexdigest()
 
 
+_LAYOUTS = (
+    jax.sharding.Mesh,
+    jax.sharding.NamedSharding,
+    jax.sharding.PartitionSpec,
+)
+
+
 class _Pickler(cloudpickle.Pickler):
-    """Pickles functions by their code and closures, and devices by their numbers."""
+    """Pickles functions by their code and closures, and devices by their numbers.
+
+    A pickle refers to an object that it has already, and repeats one that is equal:
+    which of a program's shardings are one object depends on JAX's caches, and so on
+    which thread was first. Stand-ins that are numbers are never referred to.
+    """
 
     def persistent_id(self, obj: Any) -> Any:
-        """A comparable stand-in for values of JAX that cannot be pickled."""
+        """A comparable stand-in for values of JAX."""
         if isinstance(obj, jax.Device):
             return ("device", obj.id, obj.process_index)
+        if isinstance(obj, _LAYOUTS):
+            return _number(obj)
         if isinstance(obj, jax.Array):
             raise pickle.PicklingError("it closes over an array")
         if isinstance(obj, type) and "<locals>" not in obj.__qualname__:
@@ -334,3 +348,11 @@ class _Pickler(cloudpickle.Pickler):
         if wrapped is not None and type(obj).__name__ == "PjitFunction":
             return ("jit", _digest(wrapped))
         return None
+
+
+def _number(layout: object) -> int:
+    # The same for layouts that are equal.
+    mesh = getattr(layout, "mesh", layout)
+    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
+    text = f"{layout!r} {[(each.id, each.process_index) for each in devices]}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest())

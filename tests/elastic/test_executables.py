@@ -1,6 +1,7 @@
 """An executable of an earlier world is loaded if it fits and this run made it."""
 
 import dataclasses
+import gc
 import os
 import pathlib
 
@@ -88,6 +89,31 @@ def test_a_world_loads_what_is_kept_before_it_asks(kept, monkeypatch):
         np.testing.assert_array_equal(one, other)
     _, names = run(kept, scale=4.0, preloaded=preloaded)
     assert names == COMPILED
+
+
+def test_equal_layouts_are_one_whichever_names_of_axes_are_one_object(kept):
+    # JAX keeps one of all equal specs: that of whoever was first.
+    def run(axis, axis_of_mesh):
+        jax.clear_caches()
+        gc.collect()
+        spec = PartitionSpec(axis)
+        assert spec.partitions[0] is axis
+        mesh = Mesh(np.array(jax.devices()[:4]), (axis_of_mesh,))
+        sharding = NamedSharding(mesh, spec)
+        x = jax.device_put(np.arange(8.0), sharding)
+
+        @jax.jit
+        def step(x):
+            return jax.lax.with_sharding_constraint(x + 1, sharding)
+
+        emit = Events()
+        executables.Executables(kept=kept, emit=emit).compiled(step, x)
+        return emit.names
+
+    names = ["".join(letters) for letters in ["an axis"] * 3]
+    assert run(names[0], names[0]) == COMPILED
+    assert run(names[1], names[2]) == LOADED
+    assert run("another", "another") == COMPILED
 
 
 def test_a_world_loads_nothing_that_was_altered(kept, monkeypatch):
