@@ -226,7 +226,8 @@ def _metrics(config: schema.Config) -> None:
     missing = []
     if not metrics.prometheus_port:
         missing.append("prometheus_port=9400")
-    if program.is_train(config) and metrics.prometheus_interface in _LOOPBACK:
+    is_ours = program.is_train(config) or config.deploy.maxtext
+    if is_ours and metrics.prometheus_interface in _LOOPBACK:
         missing.append("prometheus_interface=0.0.0.0")
     if wanted and missing:
         raise errors.ConfigError(

@@ -31,6 +31,8 @@ LOCAL_VARIABLE = "ELASTIC_CKPT_LOCAL"
 # Sections that are about the pods, and that no program in them reads.
 _OF_PODS = ("pods", "slurm")
 _KEYS = ("command", "python_module", "maxtext")
+# MaxText takes these keys of metrics; its TensorBoard is its own.
+_METRICS = ("prometheus_port", "prometheus_interface")
 # With this value JAX asks its cluster for the other hosts, as in `train`.
 _MAXTEXT_HARDWARE = {"gpu": "gpu_multiprocess"}
 # What the supervisors of MaxText's hosts have to know besides the elastic section.
@@ -176,6 +178,7 @@ def _maxtext(config: schema.Config) -> dict[str, Any]:
         key: value
         for key, value in _chosen(config).items()
         if sections[key][0] == "tiers"
+        or key in _METRICS
         or (has_own_hosts and sections[key][0] == "elastic")
         or (has_own_hosts and key in _OF_SUPERVISORS)
     }

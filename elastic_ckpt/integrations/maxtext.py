@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -41,7 +42,7 @@ from elastic_ckpt.integrations import (
     maxtext_record,
     maxtext_seam,
 )
-from elastic_ckpt.training import configured, schema
+from elastic_ckpt.training import configured, listeners, schema
 from elastic_ckpt.training.schema import ValidationSection
 
 # The inputs of a step of MaxText, all int32 `[B, L]`; in some models with images
@@ -388,8 +389,15 @@ class Run:
         # Only once MaxText has its devices is it known which host keeps the record.
         if self._record is None:
             world = self._world
+            of_host = dataclasses.replace(
+                self._started,
+                metrics=maxtext_config.tiers_config(config, self._own).metrics,
+            )
+            if world is not None:
+                of_host = listeners.of_process(of_host, topology.this_host())
             self._record = maxtext_record.RunRecord(
                 config,
+                metrics=of_host.metrics,
                 world=topology.present(slices=max(1, config.num_slices))
                 if world is None
                 else world.topology,

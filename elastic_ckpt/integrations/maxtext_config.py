@@ -135,7 +135,9 @@ OWN_WORLD_KEYS = (
     # In which the hosts save, and leave.
     "termination_grace_period_seconds",
 )
-OWN_KEYS = (*OWN_DATA_KEYS, *OWN_TIER_KEYS, *OWN_WORLD_KEYS)
+# Keys of ours for the metrics of each host; TensorBoard is MaxText's own.
+OWN_METRICS_KEYS = ("prometheus_port", "prometheus_interface")
+OWN_KEYS = (*OWN_DATA_KEYS, *OWN_TIER_KEYS, *OWN_WORLD_KEYS, *OWN_METRICS_KEYS)
 # Keys of MaxText that mean the same here.
 SHARED_KEYS = (
     "add_bos",
@@ -642,7 +644,7 @@ def eval_section(config: Any, own: Own) -> data_keys.DataKeys:
 
 
 def tiers_config(config: Any, own: Own) -> schema.Config:
-    """The tiers of checkpoints that a MaxText configuration asks for.
+    """The tiers of checkpoints, and the metrics, that a MaxText configuration asks for.
 
     Args:
       config: has MaxText's keys as attributes.
@@ -653,7 +655,8 @@ def tiers_config(config: Any, own: Own) -> schema.Config:
     """
     values = {key: getattr(config, key) for key in TIER_KEYS}
     values[_TIERS] = own.uses_tiers
-    values |= {key: own.values[key] for key in OWN_TIER_KEYS if key in own.values}
+    of_ours = {*OWN_TIER_KEYS, *OWN_METRICS_KEYS}
+    values |= {key: value for key, value in own.values.items() if key in of_ours}
     # MaxText has None where we have 0: that key of the two does not count.
     values = {key: value for key, value in values.items() if value is not None}
     values |= {
@@ -685,6 +688,7 @@ def run_config(
             steps=config.steps,
         ),
         data=data,
+        metrics=tiers.metrics,
         tiers=tiers.tiers,
         checkpoint=dataclasses.replace(
             tiers.checkpoint,

@@ -75,6 +75,7 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
         *maxtext_config.ELASTIC_KEYS,
         *maxtext_config.TIER_KEYS,
         *maxtext_config.OWN_TIER_KEYS,
+        *maxtext_config.OWN_METRICS_KEYS,
         *_OF_RUN,
         *_SET_BY_WORLDS,
     )
@@ -82,6 +83,7 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
     world = config.world
     maxtext_config.check_files(config.data)
     maxtext_config.check_weights(given)
+    listeners.check(config.metrics)
     if world.hosts == 1:
         return config
     for key in ("run_name", "base_output_directory", "per_device_batch_size"):

@@ -27,6 +27,7 @@ class RunRecord:
 
     Args:
       config: of MaxText.
+      metrics: the listeners of this host's.
       world: the topology of the run's devices.
       emit: shows the events; a supervisor, if there is one, keeps them.
       is_supervised: whether there is a supervisor, which keeps the events.
@@ -36,6 +37,7 @@ class RunRecord:
         self,
         config: Any,
         *,
+        metrics: schema.MetricsSection,
         world: topology.Topology,
         emit: events.Emit,
         is_supervised: bool,
@@ -53,7 +55,7 @@ class RunRecord:
         self._log: batch_log.BatchLog | None = None
         # When the data was made, before the state is restored and the step compiled.
         self._made_secs = time.monotonic()
-        self._closing.enter_context(listeners.json_lines(self._directory))
+        self._closing.enter_context(listeners.running(self._directory, metrics))
         self._is_leader = topology.is_primary() and not is_supervised
         if self._is_leader:
             self._emit = self._closing.enter_context(

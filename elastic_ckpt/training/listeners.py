@@ -48,23 +48,25 @@ def of_supervisor(config: schema.Config) -> contextlib.AbstractContextManager[No
     return started(of_process(config), name="run")
 
 
-@contextlib.contextmanager
-def json_lines(directory: str) -> Iterator[None]:
-    """Writes this process's metrics into a run's directory while the block runs."""
-    from elastic_ckpt.core import topology
-    from elastic_ckpt.monitoring import jsonl, summaries
-
-    path = _lines(directory, f"host-{topology.this_host():05d}")
-    with contextlib.closing(summaries.Summaries(jsonl.JsonLines(path), name=path)):
-        yield
+def started(
+    config: schema.Config, *, name: str | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """As `running`, for a run that is configured here."""
+    return running(run_directory.path_of(config), config.metrics, name=name)
 
 
 @contextlib.contextmanager
-def started(config: schema.Config, *, name: str | None = None) -> Iterator[None]:
-    """Runs the configured listeners of this process's metrics while the block runs.
+def running(
+    directory: str,
+    section: schema.MetricsSection | None = None,
+    *,
+    name: str | None = None,
+) -> Iterator[None]:
+    """Runs the listeners of this process's metrics while the block runs.
 
     Args:
-      config: of the run.
+      directory: of the run.
+      section: the listeners besides JSON lines; none by default.
       name: of the files; None for those of this host.
 
     Raises:
@@ -73,11 +75,10 @@ def started(config: schema.Config, *, name: str | None = None) -> Iterator[None]
     from elastic_ckpt.core import topology
     from elastic_ckpt.monitoring import jsonl, prometheus, summaries, tensorboard
 
-    section = config.metrics
-    directory = run_directory.path_of(config)
+    section = section or schema.MetricsSection()
     name = name or f"host-{topology.this_host():05d}"
     sinks: dict[str, summaries.Sink] = {}
-    lines = _lines(directory, name)
+    lines = os.path.join(directory, run_directory.METRICS, f"{name}.jsonl")
     sinks[lines] = jsonl.JsonLines(lines)
     if section.enable_tensorboard:
         board = os.path.join(directory, run_directory.TENSORBOARD, name)
@@ -91,7 +92,3 @@ def started(config: schema.Config, *, name: str | None = None) -> Iterator[None]
         for place, sink in sinks.items():
             running.callback(summaries.Summaries(sink, name=place).close)
         yield
-
-
-def _lines(directory: str, name: str) -> str:
-    return os.path.join(directory, run_directory.METRICS, f"{name}.jsonl")

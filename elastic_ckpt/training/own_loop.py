@@ -96,7 +96,7 @@ class RunDirectory:
         self._pending: dict[str, Any] | None = None
         self._closing = contextlib.ExitStack()
         self._journal: journal.Journal | None = None
-        self._closing.enter_context(listeners.json_lines(path))
+        self._closing.enter_context(listeners.running(path))
         if topology.is_primary():
             # A host of a machine that stands still would hold the lock.
             is_locked = world is None or not is_claiming(world)

@@ -51,7 +51,8 @@ def test_the_pods_train_with_the_configuration_of_the_manifest(name, tmp_path):
 
 
 def test_maxtext_reads_its_keys_from_the_file_of_its_manifest(tmp_path):
-    built = documents("maxtext_v6e")
+    settings = ["prometheus_port=9400", "prometheus_interface=0.0.0.0"]
+    built = documents("maxtext_v6e", *settings, "pod_liveness_probe={periodSeconds: 9}")
     ((name, text),) = jobsets.only("ConfigMap", built)["data"].items()
     path = tmp_path / name
     path.write_text(text)
@@ -59,6 +60,10 @@ def test_maxtext_reads_its_keys_from_the_file_of_its_manifest(tmp_path):
     # JobSet starts the hosts, and MaxText's tiers use the RAM disk of the pods.
     assert config.world.hosts == 1
     assert config.tiers.enable_multi_tier_checkpointing
+    # What the probe reads is there.
+    probe = jobsets.program(built)["livenessProbe"]
+    assert probe["httpGet"]["port"] == config.metrics.prometheus_port == 9400
+    assert config.metrics.prometheus_interface == "0.0.0.0"
     mounts = jobsets.program(built)["volumeMounts"]
     ram = config.tiers.local_checkpoint_directory
     assert ram in [mount["mountPath"] for mount in mounts]
@@ -66,6 +71,7 @@ def test_maxtext_reads_its_keys_from_the_file_of_its_manifest(tmp_path):
 
 def test_the_supervisors_of_maxtext_read_their_keys_from_its_file(tmp_path):
     ours = ["termination_grace_period_seconds=90", "peer_copies=1"]
+    ours += ["prometheus_port=9400"]
     built = documents("maxtext_elastic_h100", *ours)
     ((name, text),) = jobsets.only("ConfigMap", built)["data"].items()
     path = tmp_path / name
@@ -77,6 +83,7 @@ def test_the_supervisors_of_maxtext_read_their_keys_from_its_file(tmp_path):
         same.elastic, elastic_compile_ahead_seconds=0
     )
     assert config.tiers == same.tiers
+    assert config.metrics == same.metrics
     assert config.world == same.world
     assert configured.limits(config).grace_secs == configured.limits(same).grace_secs
     assert config.data.global_batch_size == 192

@@ -3,6 +3,8 @@ import logging
 import os
 import re
 import shutil
+import socket
+import sys
 
 import jax
 import numpy as np
@@ -565,6 +567,24 @@ def test_a_report_has_the_losses_that_came_after_their_steps_were_saved(install,
     shutil.rmtree(run / "metrics")
     assert main.main(["report", str(run), "--no-audit"]) == 0
     assert "nan" not in (run / "report.html").read_text()
+
+
+FETCHED = """    BATCHES.clear()
+    from urllib import request
+    with request.urlopen("http://127.0.0.1:{port}/metrics") as page:
+        print(page.read().decode())
+"""
+
+
+def test_it_serves_metrics_to_prometheus(install, files, capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    install(train=("    BATCHES.clear()\n", FETCHED.format(port=port)))
+    trained(files, steps=2, prometheus_port=port)
+    assert "\nelastic_ckpt_data_load_seconds" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    trained(files, prometheus_port=port, code=errors.CONFIG_EXIT_CODE)
+    assert "pip install '.[prometheus]'" in capsys.readouterr().err
 
 
 def test_inspect_shows_its_steps_and_components_says_what_they_lack(
