@@ -53,10 +53,10 @@ _PERIOD = "local_checkpoint_period=5"
 
 # Other faults are no events of a trace.
 _KINDS = {
-    faults.Kind.KILL_SLICE: cluster.What.KILL_SLICE,
-    faults.Kind.RETURN_SLICE: cluster.What.RETURN_SLICE,
-    faults.Kind.KILL_HOST: cluster.What.KILL_HOST,
-    faults.Kind.HANG_HOST: cluster.What.HANG_HOST,
+    faults.Kind.KILL_SLICE: cluster.EventKind.KILL_SLICE,
+    faults.Kind.RETURN_SLICE: cluster.EventKind.RETURN_SLICE,
+    faults.Kind.KILL_HOST: cluster.EventKind.KILL_HOST,
+    faults.Kind.HANG_HOST: cluster.EventKind.HANG_HOST,
 }
 
 

@@ -210,6 +210,10 @@ class Wait:
     within_secs: float
 
 
+class WaitForCheck(Wait):
+    """Wait for a check, with which there may be more slices; there are enough."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop:
     """Save and end.
@@ -234,7 +238,9 @@ def decide(
     """Decides for as many slices as there are and fit.
 
     A lost slice is replaced by a spare, so that the mesh has the same shape and the
-    same program. Slices of the current world are preferred to others.
+    same program. Slices of the current world are preferred to others. A world that
+    would be larger once slices have been checked waits for that, so that there is one
+    change, and not one now and one then.
 
     Args:
       slices: that are there.
@@ -242,10 +248,30 @@ def decide(
       work: of the run.
       waited_secs: how long the run has waited already.
     """
+    now = _decide(slices, policy, work, waited_secs=waited_secs)
+    checking = slices.checking - slices.quarantined
+    left_secs = policy.check_secs - waited_secs
+    if not isinstance(now, Train) or not checking or left_secs <= 0:
+        return now
+    sound = dataclasses.replace(
+        slices,
+        current=slices.current | checking,
+        present_secs=slices.present_secs | dict.fromkeys(checking, 0.0),
+    )
+    then = _decide(sound, policy, work, waited_secs=waited_secs)
+    if isinstance(then, Train) and len(then.slices) > len(now.slices):
+        why = f"{_count(checking)} being checked"
+        return WaitForCheck(why=why, within_secs=left_secs)
+    return now
+
+
+def _decide(
+    slices: Slices, policy: Policy, work: Work, *, waited_secs: float
+) -> Decision:
     if slices.slow and policy.leave_out_slow:
         left_out = slices.quarantined | slices.slow
         others = dataclasses.replace(slices, quarantined=left_out, slow=frozenset())
-        decided = decide(others, policy, work, waited_secs=waited_secs)
+        decided = _decide(others, policy, work, waited_secs=waited_secs)
         if isinstance(decided, Train):
             return decided
     usable = slices.usable(policy)

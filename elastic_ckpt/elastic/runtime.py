@@ -38,6 +38,7 @@ from elastic_ckpt.elastic.decision import (
     Slices,
     Stop,
     Train,
+    WaitForCheck,
     Work,
     decide,
     quarantined,
@@ -281,22 +282,15 @@ def _await_slices(
     waiting_for = ""
     while True:
         waited_secs = time.monotonic() - began_secs
-        slices, now = decisions.decide(current, waited_secs=waited_secs)
+        _, now = decisions.decide(current, waited_secs=waited_secs)
         if isinstance(now, Train):
-            is_smaller = len(now.slices) < len(current)
-            is_checked = bool(slices.checking - slices.quarantined)
-            left_secs = decisions.policy.check_secs - waited_secs
-            if not (is_smaller and is_checked and left_secs > 0):
-                return now
-            # One change, and not one now and one when the check has ended.
-            cluster.wait(left_secs)
-            continue
+            return now
         if isinstance(now, Stop):
             raise errors.RunError(
                 f"{now.why}; bring slices back and start the run again, or lower"
                 " min_slices (elastic_min_slice_count in a configuration)"
             )
-        if now.why != waiting_for:
+        if now.why != waiting_for and not isinstance(now, WaitForCheck):
             emit("waiting_for_slices", why=now.why, within_secs=now.within_secs)
             waiting_for = now.why
         cluster.wait(now.within_secs)

@@ -41,7 +41,7 @@ TRACE_VERSION = 1
 MOMENT_SECS = 1e-6
 
 
-class What(enum.Enum):
+class EventKind(enum.Enum):
     """The kinds of events; `elastic.faults` has those of slices and hosts, too."""
 
     KILL_SLICE = "kill_slice"
@@ -67,7 +67,7 @@ class What(enum.Enum):
     @property
     def keeps_machines(self) -> bool:
         """Whether a process is lost, and its machine stays, with its memory."""
-        return self in (What.KILL_HOST, What.HANG_HOST)
+        return self in (EventKind.KILL_HOST, EventKind.HANG_HOST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,12 @@ class Event:
     """
 
     time: float
-    what: What
+    what: EventKind
     which: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hardware:
+class ClusterSize:
     """The size of a cluster.
 
     Attributes:
@@ -106,7 +106,7 @@ class Hardware:
         return self.slices * self.hosts_per_slice
 
     def number_of(self, target: str) -> int:
-        """How many slices, racks or machines there are, by `What.target`."""
+        """How many slices, racks or machines there are, by `EventKind.target`."""
         return -(-self.hosts // self._size(target))
 
     def hosts_of(self, target: str, which: int) -> range:
@@ -133,7 +133,7 @@ def to_bytes(events: Iterable[Event]) -> bytes:
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
-def parse(content: bytes, *, path: str, hardware: Hardware) -> list[Event]:
+def parse(content: bytes, *, path: str, hardware: ClusterSize) -> list[Event]:
     """The events of a file, by time.
 
     Args:
@@ -163,7 +163,7 @@ def parse(content: bytes, *, path: str, hardware: Hardware) -> list[Event]:
     return sorted(events, key=lambda each: each.time)
 
 
-def read(path: str, hardware: Hardware) -> list[Event]:
+def read(path: str, hardware: ClusterSize) -> list[Event]:
     """As `parse`, of the file at a path.
 
     Raises:
@@ -178,8 +178,8 @@ def read(path: str, hardware: Hardware) -> list[Event]:
     return parse(content, path=path, hardware=hardware)
 
 
-def _event(entry: Any, place: str, hardware: Hardware) -> Event:
-    kinds = [kind.value for kind in What]
+def _event(entry: Any, place: str, hardware: ClusterSize) -> Event:
+    kinds = [kind.value for kind in EventKind]
     if not isinstance(entry, dict) or entry.keys() != {"time", "what", "which"}:
         raise errors.ConfigError(
             f"{place}, has {entry!r}; an event has time, what and which"
@@ -191,7 +191,7 @@ def _event(entry: Any, place: str, hardware: Hardware) -> Event:
         )
     if what not in kinds:
         raise errors.ConfigError(f"{place}, has what {what!r}; it is one of {kinds}")
-    kind = What(what)
+    kind = EventKind(what)
     most = hardware.number_of(kind.target)
     if type(which) is not int or not 0 <= which < most:
         raise errors.ConfigError(
@@ -203,12 +203,12 @@ def _event(entry: Any, place: str, hardware: Hardware) -> Event:
 
 _HOUR_SECS = 3600.0
 # What fails, and what comes back, by kind; the order is that of the streams.
-_FAILURES: Mapping[str, tuple[What, What | None]] = {
-    "machine": (What.KILL_MACHINE, What.RETURN_MACHINE),
-    "slice": (What.KILL_SLICE, What.RETURN_SLICE),
-    "rack": (What.KILL_RACK, What.RETURN_RACK),
-    "process": (What.KILL_HOST, None),
-    "hang": (What.HANG_HOST, None),
+_FAILURES: Mapping[str, tuple[EventKind, EventKind | None]] = {
+    "machine": (EventKind.KILL_MACHINE, EventKind.RETURN_MACHINE),
+    "slice": (EventKind.KILL_SLICE, EventKind.RETURN_SLICE),
+    "rack": (EventKind.KILL_RACK, EventKind.RETURN_RACK),
+    "process": (EventKind.KILL_HOST, None),
+    "hang": (EventKind.HANG_HOST, None),
 }
 
 
@@ -245,7 +245,7 @@ class FailureModel:
                         " above 0"
                     )
 
-    def trace(self, hardware: Hardware, *, secs: float) -> list[Event]:
+    def trace(self, hardware: ClusterSize, *, secs: float) -> list[Event]:
         """The events of a cluster within a time, ordered by it."""
         events: list[Event] = []
         for stream, (kind, (what, back)) in enumerate(_FAILURES.items()):
@@ -280,6 +280,7 @@ class SimulatedCluster:
       policy: of the run.
       work: of the run.
       check_secs: how long a slice that is back is checked before it may be used.
+      recheck_secs: how long one is checked whose processes alone have died.
 
     Attributes:
       since: by slice that is whole, since when.
@@ -287,12 +288,13 @@ class SimulatedCluster:
 
     def __init__(
         self,
-        hardware: Hardware,
+        hardware: ClusterSize,
         trace: Sequence[Event],
         *,
         policy: decision.Policy,
         work: decision.Work,
         check_secs: float,
+        recheck_secs: float,
     ) -> None:
         self._hardware = hardware
         self._trace = trace
@@ -300,6 +302,9 @@ class SimulatedCluster:
         self._policy = policy
         self._work = work
         self._check_secs = check_secs
+        self._recheck_secs = recheck_secs
+        # By slice whose processes alone have died since the last world began, when.
+        self._crashed: dict[int, float] = {}
         # By machine, the slices, racks and machines that are gone and include it.
         self._gone: dict[int, set[tuple[str, int]]] = {}
         self.since = dict.fromkeys(range(hardware.slices), 0.0)
@@ -332,14 +337,37 @@ class SimulatedCluster:
                 self.since.setdefault(number, event.time)
         return event
 
-    def note_lost(self, slices: Collection[int], *, at_secs: float) -> None:
-        """Notes that slices were lost with the world that ran on them."""
+    def note_lost(
+        self,
+        slices: Collection[int],
+        *,
+        crashed: Collection[int] = (),
+        at_secs: float,
+    ) -> None:
+        """Notes that slices were lost with the world that ran on them.
+
+        Args:
+          slices: that were lost.
+          crashed: those of them whose processes have died, and that may be as sound as
+            before.
+          at_secs: when.
+        """
         for number in sorted(slices):
             self._failures.append(decision.Failure(slice=number, at_secs=at_secs))
             if number in self.since:
                 # Its hosts were lost, but not its machines.
-                self.since[number] = at_secs
+                if number in crashed:
+                    self._crashed[number] = at_secs
+                else:
+                    self.since[number] = at_secs
         self._quarantined = decision.quarantined(self._failures, self._policy)
+
+    def begin_world(self, slices: Collection[int]) -> None:
+        """Notes the slices of the next world; others that have crashed come back."""
+        for number, at_secs in self._crashed.items():
+            if number in self.since and number not in slices:
+                self.since[number] = at_secs
+        self._crashed.clear()
 
     def restart(self) -> None:
         """Notes that the run was started anew: earlier failures do not count."""
@@ -350,19 +378,31 @@ class SimulatedCluster:
         self, current: Collection[int], *, now_secs: float, waited_secs: float = 0.0
     ) -> decision.Decision:
         """The decision of the run on the slices that are there."""
+        crashed = self._crashed.keys() & self.since.keys()
+        checking = frozenset(
+            number
+            for number in crashed
+            if now_secs - self._crashed[number] < self._recheck_secs
+        )
+        sound = crashed - checking
         present_secs = {
             number: now_secs - since
             for number, since in self.since.items()
-            if not since or now_secs - since >= self._check_secs
+            if number in sound
+            or (number not in crashed and self._is_checked(since, now_secs))
         }
         slices = decision.Slices(
-            current=frozenset(current),
+            current=frozenset(current) | sound,
             present_secs=present_secs,
             quarantined=self._quarantined,
+            checking=checking,
         )
         return decision.decide(
             slices, self._policy, self._work, waited_secs=waited_secs
         )
+
+    def _is_checked(self, since: float, now_secs: float) -> bool:
+        return not since or now_secs - since >= self._check_secs
 
     def one_slice_fewer(self, slices: Sequence[int]) -> decision.Decision:
         """The decision if one of these slices is lost, and no other is there."""
@@ -380,6 +420,10 @@ class SimulatedCluster:
             for since in self.since.values()
             if since
             for wait in waits
+        ]
+        moments += [
+            at_secs + self._recheck_secs + MOMENT_SECS
+            for at_secs in self._crashed.values()
         ]
         later = (each for each in moments if each > now_secs)
         return min([self.next_event_secs(), *later])

@@ -36,6 +36,7 @@ class Costs:
       step_secs: a step on all slices that train at most.
       detect_secs: from the loss of a process until its world has ended.
       check_secs: from the return of a slice until it may be used.
+      recheck_secs: until one is checked whose processes alone have died.
       decide_secs: until the slices of the next world are chosen.
       start_secs: until its processes have joined, after a loss.
       prepare_secs: until the job is assembled.
@@ -64,6 +65,7 @@ class Costs:
     step_secs: float = 1.72
     detect_secs: float = 0.38
     check_secs: float = 5.0
+    recheck_secs: float = 0.15
     decide_secs: float = 0.001
     start_secs: float = 0.25
     prepare_secs: float = 0.40
@@ -197,6 +199,9 @@ def measured(
     # When hosts were killed, and a slice was there; whether the change was planned.
     killed = there = None
     is_planned = False
+    # Of the present world and of the one before.
+    slices: set[int] = set()
+    before: set[int] = set()
     for event in events:
         name, time = event["event"], event["time"]
         if name in _SECS:
@@ -205,6 +210,7 @@ def measured(
             worlds.append((time, event["slices"]))
         elif name == "world_started":
             killed = None
+            before, slices = slices, set(event["slices"])
         elif name == "fault_injected":
             killed = (killed or time) if event["kind"].startswith("kill_") else None
         elif name == "host_lost":
@@ -228,7 +234,11 @@ def measured(
             kind = "planned" if is_planned else "lost"
             for phase in ("end", "start"):
                 taken[f"{phase} {kind}"].append(event[f"{phase}_secs"])
-            for phase in ("decide", "prepare", "restore"):
+            # The same slices were checked before they were used again.
+            is_checked = not is_planned and slices >= before
+            decided = "recheck_secs" if is_checked else "decide_secs"
+            taken[decided].append(event["decide_secs"])
+            for phase in ("prepare", "restore"):
                 taken[f"{phase}_secs"].append(event[f"{phase}_secs"])
             taken["first_step_secs"].append(event["step_secs"])
     steps = _step_secs(worlds, lines)

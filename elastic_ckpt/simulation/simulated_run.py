@@ -21,10 +21,10 @@ from elastic_ckpt.elastic import decision
 from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.simulation.cluster import (
     MOMENT_SECS,
+    ClusterSize,
     Event,
-    Hardware,
+    EventKind,
     SimulatedCluster,
-    What,
 )
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, Held, Readers, Shape
@@ -58,7 +58,7 @@ class RunPlan:
       steps: of the run; 0 for as many as there is time for.
     """
 
-    hardware: Hardware
+    hardware: ClusterSize
     policy: decision.Policy
     work: decision.Work
     costs: Costs
@@ -373,6 +373,7 @@ class _Run:
             policy=plan.policy,
             work=plan.work,
             check_secs=self._costs.check_secs,
+            recheck_secs=self._costs.recheck_secs,
         )
         size = plan.hardware
         per_domain = size.hosts_per_rack if plan.by_racks else size.hosts_per_slice
@@ -385,6 +386,8 @@ class _Run:
         self._is_planned = False
         # The slices that were lost since the world began.
         self._lost: set[int] = set()
+        # Those of them of which the processes alone have died.
+        self._crashed: set[int] = set()
         self._step = self._last_step = 0
         self._lost_worlds = 0
         self._backed_up_at = 0.0
@@ -400,6 +403,8 @@ class _Run:
             if world is None:
                 break
             self._lost.clear()
+            self._crashed.clear()
+            self._cluster.begin_world(world.slices)
             hit = None
             try:
                 self._start(world)
@@ -451,6 +456,10 @@ class _Run:
                 machines = self._plan.hardware.hosts_of(event.what.target, event.which)
                 self._saves.lose_memory(machines)
             self._lost.update(slices)
+            if event.what is EventKind.KILL_HOST:
+                self._crashed.update(slices)
+            else:
+                self._crashed.difference_update(slices)
             if world is not None and set(slices) & set(world.slices):
                 raise _WorldLostError(event)
         self._now = max(self._now, until)
@@ -464,7 +473,8 @@ class _Run:
             )
             if isinstance(decided, decision.Train):
                 return decided
-            if not is_waiting:
+            is_check = isinstance(decided, decision.WaitForCheck)
+            if not is_waiting and not is_check:
                 self._emit("waiting_for_slices")
                 is_waiting = True
             until = self._next_moment()
@@ -650,12 +660,12 @@ class _Run:
     def _lose(self, world: decision.Train, hit: Event) -> None:
         # The world was lost at the event, which is noticed later.
         self._saves.end_world(at_secs=self._now)
-        is_hang = hit.what is What.HANG_HOST
+        is_hang = hit.what is EventKind.HANG_HOST
         secs = self._plan.hang_secs if is_hang else self._costs.detect_secs
         self._advance(self._now + secs)
         self._emit("host_lost")
         lost = self._lost & set(world.slices)
-        self._cluster.note_lost(lost, at_secs=self._now)
+        self._cluster.note_lost(lost, crashed=self._crashed, at_secs=self._now)
         self._current = tuple(each for each in world.slices if each not in lost)
         self._counts["losses"] += 1
         self._lost_worlds += 1

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from elastic_ckpt.core import errors
 from elastic_ckpt.simulation import cluster as clusters
 from elastic_ckpt.simulation import simulated_run
-from elastic_ckpt.simulation.cluster import FailureModel, Hardware
+from elastic_ckpt.simulation.cluster import ClusterSize, FailureModel
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
 from elastic_ckpt.simulation.simulated_run import Outcome, RunPlan
@@ -80,7 +80,7 @@ class Result:
     """
 
     values: Mapping[str, str]
-    hardware: Hardware
+    hardware: ClusterSize
     outcome: Outcome
 
     @property
@@ -223,7 +223,7 @@ def plan(
         )
     section = config.elastic
     return RunPlan(
-        hardware=Hardware(
+        hardware=ClusterSize(
             slices=groups.number,
             hosts_per_slice=max(1, groups.full.hosts // groups.number),
             hosts_per_rack=cluster.hosts_per_rack or 1,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.simulation import simulated_run
-from elastic_ckpt.simulation.cluster import Event, FailureModel, Hardware, What
+from elastic_ckpt.simulation.cluster import ClusterSize, Event, EventKind, FailureModel
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.decisions import Decisions, WorldLayout
 from elastic_ckpt.simulation.simulated_run import RunPlan
@@ -32,7 +32,7 @@ POLICY = decision.Policy(min_slices=2, settle_secs=10.0, wait_secs=100.0)
 
 def plan(*, slices=4, hosts=1, costs=COSTS, policy=POLICY, **changed):
     return RunPlan(
-        hardware=Hardware(slices=slices, hosts_per_slice=hosts, hosts_per_rack=2),
+        hardware=ClusterSize(slices=slices, hosts_per_slice=hosts, hosts_per_rack=2),
         policy=policy,
         work=decision.Work(
             num_slices=slices, rows=12, devices_per_slice=1, max_rows_per_device=12
@@ -52,7 +52,7 @@ def simulate(planned, *events, copies=COPIES, is_cached=True):
 
 
 def at(time, what, which):
-    return Event(time=time, what=What(what), which=which)
+    return Event(time=time, what=EventKind(what), which=which)
 
 
 def seconds(outcome):
@@ -164,9 +164,33 @@ def test_steps_whose_copies_are_not_made_yet_are_lost_with_a_machine():
 def test_without_ram_steps_are_restored_from_storage():
     planned = plan(period=10, backup_steps=10, in_ram=False)
     outcome = simulate(planned, at(35.5, "kill_host", 1))
-    # The loss, and the return of the slice.
-    assert outcome.restores == {"persistent": 2}
+    assert outcome.restores == {"persistent": 1}
     assert outcome.steps_lost == 9
+
+
+@pytest.mark.parametrize(("check_secs", "planned"), [(5.0, 0), (3.0, 1), (0.0, 1)])
+def test_a_slice_whose_processes_have_died_is_checked_and_used_again(
+    check_secs, planned
+):
+    # As a run does: unless the check takes too long, which is then a slice that is
+    # back, and settles.
+    costs = COSTS.with_values({"recheck_secs": 4.0, "check_secs": 6.0})
+    policy = dataclasses.replace(POLICY, check_secs=check_secs)
+    outcome = simulate(plan(costs=costs, policy=policy), at(35.5, "kill_host", 1))
+    assert (outcome.losses, outcome.planned) == (1, planned)
+    assert outcome.steps_lost == 9
+    # A start, the detection, the wait for the check, and the start of the next world; a
+    # planned one costs nothing here. Besides, a step is broken off.
+    secs = 7 + 2 + min(4.0, check_secs) + 7
+    trained = outcome.secs["productive"] + outcome.secs["again"]
+    assert sum(outcome.secs.values()) - trained == pytest.approx(secs + 0.5, abs=0.5)
+
+
+def test_a_slice_that_is_lost_while_it_is_checked_is_left_out():
+    costs = COSTS.with_values({"recheck_secs": 4.0})
+    events = [at(35.5, "kill_host", 1), at(38.5, "kill_slice", 1)]
+    outcome = simulate(plan(costs=costs), *events)
+    assert (outcome.losses, outcome.planned, outcome.restores) == (1, 0, {"local": 1})
 
 
 @given(

@@ -6,13 +6,13 @@ from benchmarks import simulation
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.simulation import cluster
-from elastic_ckpt.simulation.cluster import Event, FailureModel, Hardware, What
+from elastic_ckpt.simulation.cluster import ClusterSize, Event, EventKind, FailureModel
 
-HARDWARE = Hardware(slices=4, hosts_per_slice=2, hosts_per_rack=4)
+HARDWARE = ClusterSize(slices=4, hosts_per_slice=2, hosts_per_rack=4)
 
 
 def event(time, what, which):
-    return Event(time=time, what=What(what), which=which)
+    return Event(time=time, what=EventKind(what), which=which)
 
 
 @given(
@@ -20,7 +20,7 @@ def event(time, what, which):
         st.builds(
             Event,
             time=st.floats(0, 1e9),
-            what=st.sampled_from(What),
+            what=st.sampled_from(EventKind),
             which=st.integers(0, 1),
         )
     )
@@ -77,7 +77,12 @@ def test_a_slice_is_whole_while_all_of_its_machines_are_there():
         num_slices=4, rows=8, devices_per_slice=2, max_rows_per_device=1
     )
     simulated = cluster.SimulatedCluster(
-        HARDWARE, events, policy=decision.Policy(min_slices=1), work=work, check_secs=0
+        HARDWARE,
+        events,
+        policy=decision.Policy(min_slices=1),
+        work=work,
+        check_secs=0,
+        recheck_secs=0,
     )
     for _ in range(5):
         simulated.take_event()
@@ -116,7 +121,7 @@ def test_a_changed_rate_leaves_other_failures_alone():
 
 def test_failures_are_as_frequent_as_the_model_has_them():
     model = FailureModel(between_hours={"process": 100.0})
-    events = model.trace(Hardware(slices=100, hosts_per_slice=10), secs=3.6e6)
+    events = model.trace(ClusterSize(slices=100, hosts_per_slice=10), secs=3.6e6)
     # 10,000 are expected: four standard deviations.
     assert abs(len(events) - 10_000) < 400
 
