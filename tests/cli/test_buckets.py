@@ -128,7 +128,7 @@ def test_failures_of_a_run_in_a_bucket_are_simulated_with_its_costs(
     path = f"{run}/{run_directory.METRICS}/run.jsonl"
     storage.write_atomic(path, storage.canonical_json(line) + b"\n")
     page, killed = f"{bucket}/page.html", f"{bucket}/trace.jsonl"
-    events = [cluster.Event(time=400.0, what=cluster.What.KILL_SLICE, which=0)]
+    events = [cluster.Event(time=400.0, what=cluster.EventKind.KILL_SLICE, which=0)]
     storage.write_atomic(killed, cluster.to_bytes(events))
     arguments += ["--output", page, "--trace", killed]
     (result,) = report("simulate", *arguments)

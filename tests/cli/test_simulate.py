@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.simulation import cluster
-from elastic_ckpt.simulation.cluster import Event, What
+from elastic_ckpt.simulation.cluster import Event, EventKind
 from tests import json_outputs
 
 CONFIG = [
@@ -61,7 +61,7 @@ def test_a_trace_replaces_random_failures_and_runs_until_the_steps_are_done(
     capsys, tmp_path
 ):
     path = tmp_path / "trace.jsonl"
-    events = [Event(time=400.0, what=What.KILL_SLICE, which=1)]
+    events = [Event(time=400.0, what=EventKind.KILL_SLICE, which=1)]
     path.write_bytes(cluster.to_bytes(events))
     arguments = [
         *("simulate", *CONFIG, "steps=100", "--trace", str(path), "--json"),
