@@ -6,6 +6,7 @@ import pathlib
 import shutil
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -89,7 +90,7 @@ class Run:
 
 
 def value(state):
-    (number,) = set(map(int, state["w"]))
+    (number,) = set(np.asarray(state["w"]).tolist())
     return number
 
 

@@ -103,7 +103,7 @@ def test_grouped_values_survive_their_encoding(values):
     assert decoded.values(len(values)) == values
 
 
-@hypothesis.given(st.integers(1, 2000), st.integers(1, 30))
+@hypothesis.given(st.integers(1, 300), st.integers(1, 30))
 def test_the_hosts_of_a_group_follow_their_children_or_their_parents(num_hosts, fan_in):
     tree = HostTree(num_hosts=num_hosts, fan_in=fan_in)
     down = tree.in_order("down")
@@ -113,7 +113,7 @@ def test_the_hosts_of_a_group_follow_their_children_or_their_parents(num_hosts, 
     assert sorted(host for group in down for host in group) == list(range(num_hosts))
 
 
-@hypothesis.given(st.integers(1, 2000), st.integers(1, 30))
+@hypothesis.given(st.integers(1, 300), st.integers(1, 30))
 def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_in):
     tree = HostTree(num_hosts=num_hosts, fan_in=fan_in)
     below = [host for child in tree.children(0) for host in tree.below(child)]

@@ -4,7 +4,6 @@ import functools
 import hashlib
 
 import pytest
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
@@ -86,7 +85,7 @@ def train(place, emit, *, directory, sizes, colocated):
                     with pytest.raises(errors.ConfigError, match="with the same arg"):
                         batches.resize(3 * size if is_last else size)
                     batches.resize(size)
-                    batch = multihost_utils.process_allgather(next(batches), tiled=True)
+                    batch = worlds.gathered(next(batches))
                     line = digest(name, batch)
                     emit("step_interrupted", step=step, path=line, resume_step=0.0)
                 step += 1
@@ -111,10 +110,8 @@ def of_one_host():
     return lines
 
 
-@pytest.mark.parametrize(
-    "colocated",
-    [False, pytest.param(True, marks=pytest.mark.slow(minutes=0.3))],
-)
+@pytest.mark.slow(minutes=0.8)
+@pytest.mark.parametrize("colocated", [True, False])
 def test_batches_are_those_of_one_host_where_a_change_of_size_moves_shards(
     tmp_path, colocated
 ):

@@ -5,7 +5,6 @@ import hashlib
 
 import pytest
 from elastic_ckpt_sidecar import RemoteIterator
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import topology
@@ -64,7 +63,7 @@ def train(place, emit, *, directory, corpus, size):
                 checkpointer.load_checkpointables(step, dict(iterators))
             for number in range(step, step + BATCHES_A_WORLD):
                 for name, batches in iterators.items():
-                    batch = multihost_utils.process_allgather(next(batches), tiled=True)
+                    batch = worlds.gathered(next(batches))
                     line = digest(name, batch)
                     emit("step_interrupted", step=number, path=line, resume_step=0.0)
             checkpointer.save_checkpointables(step + BATCHES_A_WORLD, dict(iterators))
