@@ -291,7 +291,9 @@ def test_documents_and_tokens_are_kept_as_in_lists(lengths, of):
 
 
 @pytest.mark.parametrize("hide", [lambda documents: documents, formats.Single])
-def test_endless_data_of_which_all_is_left_out_is_an_error(files, hide):
+def test_endless_data_of_which_all_is_left_out_is_an_error(files, hide, monkeypatch):
+    monkeypatch.setattr(records, "_MIN_FRUITLESS_RECORDS", 1000)
+
     def make_shard(shard):
         endless = hide(documents(files["parquet"], shard, num_epochs=None))
         none = block_maps.BlockMap(
