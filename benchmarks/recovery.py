@@ -335,7 +335,9 @@ def of_cold(changes: Sequence[Change]) -> dict[str, report.Figure]:
     ]
     secs = [change.secs for change in changes]
     return {
-        "recover_cold_secs": report.figure("s", "on a slice fewer, nothing compiled", secs),
+        "recover_cold_secs": report.figure(
+            "s", "on a slice fewer, nothing compiled", secs
+        ),
         "recover_cold_over_compile_secs": report.figure(
             "s",
             "at most 1.5; without compiling and restoring",

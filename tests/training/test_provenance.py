@@ -782,7 +782,7 @@ def test_documents_of_stages_that_a_resized_run_went_back_over(curriculum):
     run.attempt(curriculum, [18] * 4 + [4] * 3, start=2, goes_back=True, saves=(4, 7))
     # The rows that are left out now are those of three stages, two of them twice.
     run.attempt(curriculum, [12] * 5, start=2, goes_back=True, saves=(4,))
-    outcomes = check_stages(run, formats.DATASETS, steps=range(1, 9, 2), samples=6)
+    outcomes = check_stages(run, formats.DATASETS, steps=range(1, 9, 2), samples=11)
     assert outcomes["left_out"]
     assert outcomes["used"]
 
