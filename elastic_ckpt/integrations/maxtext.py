@@ -292,9 +292,7 @@ class Run:
         if self._world is None:
             return None
         if step != self._asked[0] and step != self._last_step:
-            # A world counts the steps that are done.
-            done = step - self.FIRST_STEP + 1
-            self._asked = (step, self._world.should_stop(done))
+            self._asked = (step, self._world.should_stop(step))
         return self._asked[1]
 
     def start(self, config: Any, start_step: int) -> None:
