@@ -292,6 +292,7 @@ class Run:
         if self._world is None:
             return None
         if step != self._asked[0] and step != self._last_step:
+            # By the number by which the checkpointer asks the same service.
             self._asked = (step, self._world.should_stop(step))
         return self._asked[1]
 
