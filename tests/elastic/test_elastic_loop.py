@@ -41,6 +41,18 @@ def of_pathways(directory, ram, emit):
 def test_examples_are_those_of_one_host_though_slices_come_and_go(
     tmp_path, corpus, make
 ):
+    check(tmp_path, corpus, make)
+
+
+@pytest.mark.slow(minutes=0.4)
+def test_a_loop_that_counts_otherwise_than_its_checkpointer_leaves_its_world(
+    tmp_path, corpus
+):
+    check(tmp_path, corpus, of_processes, ahead=1)
+
+
+def check(tmp_path, corpus, make, *, ahead=0):
+    """Runs the loop over three worlds, and compares it with one host."""
     worlds = []
 
     def emit(name, **fields):
@@ -55,6 +67,7 @@ def test_examples_are_those_of_one_host_though_slices_come_and_go(
             corpus=corpus,
             last_world=3,
             least_steps=5,
+            ahead=ahead,
         )
         cluster = make(tmp_path, ram, emit)
         policy = ec.elastic.Policy(settle_secs=0)

@@ -14,8 +14,11 @@ from tests.elastic.tiny_hosts import RATES
 ROWS = 8
 
 
-def train(world, *, directory, ram, corpus, last_world, least_steps):
-    """Adds up all inputs, and ends some steps after the last world began."""
+def train(world, *, directory, ram, corpus, last_world, least_steps, ahead=0):
+    """Adds up all inputs, and ends some steps after the last world began.
+
+    It asks whether to stop by numbers that are so far ahead of those that it saves.
+    """
     directory = pathlib.Path(directory)
     mesh = world.mesh
     batches = ec.batches(conftest.data_of(corpus), mesh=mesh, global_batch_size=ROWS)
@@ -40,7 +43,7 @@ def train(world, *, directory, ram, corpus, last_world, least_steps):
             state = {"sum": add(state["sum"], batch)}
             step += 1
             record(directory, world, step, np.asarray(ids(batch)), state["sum"])
-            stopping = world.should_stop(step)
+            stopping = world.should_stop(step + ahead)
             parts = {"state": state, "data": batches}
             checkpointer.save_checkpointables_async(step, parts, force=stopping)
     batches.close()
