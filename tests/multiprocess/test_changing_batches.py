@@ -110,8 +110,10 @@ def of_one_host():
     return lines
 
 
-@pytest.mark.slow(minutes=0.8)
-@pytest.mark.parametrize("colocated", [True, False])
+@pytest.mark.parametrize(
+    "colocated",
+    [False, pytest.param(True, marks=pytest.mark.slow(minutes=0.3))],
+)
 def test_batches_are_those_of_one_host_where_a_change_of_size_moves_shards(
     tmp_path, colocated
 ):
