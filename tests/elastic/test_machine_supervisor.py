@@ -33,6 +33,7 @@ class Machines:
         # The ends of the supervisors, or their errors.
         self.ends = {}
         self._threads = []
+        self._taken = contextlib.ExitStack()
 
     def supervisor(self, number, lead, **changes):
         slices = types.SimpleNamespace(
@@ -90,9 +91,26 @@ class Machines:
         self._threads.append(thread)
         return made
 
+    def taken(self, supervisor):
+        """The machines that a supervisor leads from now on, until the test ends."""
+        others = slice_machines.SliceMachines(
+            supervisor._slices,
+            supervisor._claims,
+            configured=supervisor._run.configured,
+        )
+        self._taken.callback(others.close)
+        supervisor._claims.look()
+        assert others.take_lead()
+        # A thread renews it, also where a test has the supervisor forget it.
+        self._taken.callback(supervisor._claims._held.give_back)
+        return others
+
     def join(self):
         for thread in self._threads:
             thread.join()
+
+    def close(self):
+        self._taken.close()
 
     def leaders(self):
         """The machines that have led, in turn."""
@@ -108,19 +126,8 @@ class Machines:
 def machines(tmp_path, monkeypatch):
     # Only the main thread receives signals.
     monkeypatch.setattr(termination, "Notice", test_several_machines.NoSignal)
-    return Machines(tmp_path)
-
-
-def taken(supervisor):
-    """The machines that a supervisor leads from now on."""
-    others = slice_machines.SliceMachines(
-        supervisor._slices,
-        supervisor._claims,
-        configured=supervisor._run.configured,
-    )
-    supervisor._claims.look()
-    assert others.take_lead()
-    return others
+    with contextlib.closing(Machines(tmp_path)) as machines:
+        yield machines
 
 
 def await_other(cluster, emit=None):
@@ -181,7 +188,7 @@ def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
 
 def test_a_lost_leader_gets_a_verdict(machines):
     first = machines.supervisor(0, None)
-    taken(first)
+    machines.taken(first)
     second = machines.supervisor(1, lambda *_: None, lost_secs=2.0)
     second._claims.look()
     second._claims.note_end(1, "nothing listens at 10.0.0.1:7 any more")
@@ -208,7 +215,7 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
         raise SystemExit
 
     first = machines.supervisor(0, lead)
-    others = taken(first)
+    others = machines.taken(first)
     leading = threading.Thread(target=_dies, args=(first, others))
     leading.start()
     second = machines.start(1, lambda *_: None)
@@ -229,7 +236,7 @@ def _dies(supervisor, others):
 
 def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     first = machines.supervisor(0, None)
-    others = taken(first)
+    others = machines.taken(first)
     others.close()
     second = machines.supervisor(1, None, wait_secs=0.0)
     with pytest.raises(errors.RunError) as refused:
@@ -318,7 +325,7 @@ def test_a_leader_without_enough_slices_gives_way_once_to_those_it_does_not_reac
 
 def test_the_other_machines_are_waited_for_until_they_count_as_lost(machines):
     first = machines.supervisor(0, None, lost_secs=2.0)
-    others = taken(first)
+    others = machines.taken(first)
     others.await_machines([0, 1])
     assert others.slices() == {0}
     others.close()
