@@ -222,6 +222,27 @@ def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
     assert not root.leftovers()
 
 
+def test_an_object_store_is_asked_about_many_steps_at_once(tmp_path):
+    root = persistent_root.PersistentRoot(
+        path=storage.absolute(tmp_path / "steps"), in_place=True
+    )
+    # None of the answers comes before all are asked for.
+    together = threading.Barrier(8)
+    answers = root.of_each(lambda _: together.wait() < 8, range(8))
+    assert answers == dict.fromkeys(range(8), True)
+
+
+def test_a_search_has_the_steps_of_when_it_began(root, tier, world):
+    put(root, world, step=5)
+    now = tier.as_now()
+    put(root, world, step=6)
+    assert now.steps() == [5]
+    assert tier.steps() == [5, 6]
+    # What a step has is asked again.
+    tier.remove(5)
+    assert not now.offers(5).sources
+
+
 def test_retention_hears_of_time_metrics_and_completeness(root, tier, world):
     saved = uploaded.saved_step()
     uploaded.write_all(root, saved, world)

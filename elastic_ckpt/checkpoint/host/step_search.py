@@ -397,10 +397,10 @@ class StepSearch:
         # The tiers that answer; the steps that Orbax alone saved, with the saves that
         # they count as; lines that are recorded in storage; and why storage does not
         # answer, None if it does or there is none.
-        storage_tier = self._world.persistent
-        if storage_tier is None:
+        if self._world.persistent is None:
             return list(ram_tiers), {}, [], None
         try:
+            storage_tier = self._world.persistent.as_now()
             foreign = storage_tier.foreign_saves()
         except errors.CheckpointError as error:
             return list(ram_tiers), {}, [], str(error)

@@ -26,8 +26,8 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from etils import epath
 
@@ -42,6 +42,8 @@ from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.source import Leftover
+
+T = TypeVar("T")
 
 COMMIT_FILE = "commit_success.txt"
 ABANDONED = "abandoned"
@@ -139,8 +141,18 @@ class PersistentRoot:
         Raises:
           CheckpointError: if they cannot be listed; `leftovers` likewise.
         """
-        numbers = [int(name) for name in self._names() if _STEP.fullmatch(name)]
-        return sorted(step for step in numbers if self.is_committed(step))
+        return sorted(self._committed(self._names()))
+
+    def of_each(self, asked: Callable[[int], T], steps: Sequence[int]) -> dict[int, T]:
+        """What is asked of storage about each of some steps.
+
+        A request to an object store takes as long as thousands on a disk, so that many
+        are under way at once: a root may keep hundreds of steps.
+        """
+        if not self.in_place:
+            return {step: asked(step) for step in steps}
+        with background.pool(_READERS, "steps") as readers:
+            return dict(zip(steps, readers.map(asked, steps), strict=True))
 
     def leftovers(self) -> list[Leftover]:
         """The steps that are not committed, ascending; uploads that run are among them.
@@ -149,11 +161,13 @@ class PersistentRoot:
         included: it names them in the same way.
         """
         leftovers = []
-        for name in self._names():
+        names = self._names()
+        committed = self._committed(names)
+        for name in names:
             cut_short = _UNFINISHED.fullmatch(name)
             if cut_short:
                 step, save = int(cut_short[1]), cut_short[2]
-            elif _STEP.fullmatch(name) and not self.is_committed(int(name)):
+            elif _STEP.fullmatch(name) and int(name) not in committed:
                 step, save = int(name), None
             else:
                 continue
@@ -188,6 +202,12 @@ class PersistentRoot:
     def discard_aside(self, step_id: StepId) -> None:
         """Removes a step that is set aside: it is gone at once."""
         storage.remove(self._taken_back(step_id.step, self.aside(step_id)))
+
+    def _committed(self, names: Sequence[str]) -> set[int]:
+        # The steps among the directories of these names that are committed.
+        steps = [int(name) for name in names if _STEP.fullmatch(name)]
+        are_committed = self.of_each(self.is_committed, steps)
+        return {step for step in steps if are_committed[step]}
 
     def _taken_back(self, step: int, directory: epath.Path) -> epath.Path:
         # Makes a committed directory invisible, and returns where its files are.

@@ -8,6 +8,7 @@ their digests without Orbax, and reads only those that it needs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import os
 import threading
@@ -67,6 +68,18 @@ class PersistentTier:
         self._context = ocdbt.new_context()
         # Whether a step is whole, by its number and the time of its commit.
         self._whole: dict[tuple[int, datetime.datetime], bool] = {}
+        # The steps and their manifests, if they are listed once for all; see `as_now`.
+        self._found: list[tuple[int, list[str]]] | None = None
+
+    def as_now(self) -> PersistentTier:
+        """This tier for one search, which lists the steps once.
+
+        Raises:
+          CheckpointError: if storage is out of reach.
+        """
+        now = copy.copy(self)
+        now._found = self._listed()
+        return now
 
     def steps(self) -> list[int]:
         """The committed steps that have manifests, ascending; also those set aside.
@@ -176,12 +189,11 @@ class PersistentTier:
 
     def preserved(self) -> list[int]:
         """The steps that are preserved by hand, ascending."""
-        steps = self.root.steps()
-        return [
-            step
-            for step in filter(self._is_offered, steps)
-            if preserved.is_preserved(self.root.final(step))
-        ]
+        are_preserved = self.root.of_each(
+            lambda step: preserved.is_preserved(self.root.final(step)),
+            list(filter(self._is_offered, self.root.steps())),
+        )
+        return [step for step, is_preserved in are_preserved.items() if is_preserved]
 
     def preserved_aside(self) -> list[int]:
         """Those of the steps that are set aside, likewise."""
@@ -219,16 +231,18 @@ class PersistentTier:
 
     def _listed(self) -> list[tuple[int, list[str]]]:
         # The committed steps and the names of their manifests.
+        if self._found is not None:
+            return self._found
         try:
-            return [
-                (step, manifest_names(self.root.final(step)))
-                for step in self.root.steps()
-            ]
+            names = self.root.of_each(
+                lambda step: manifest_names(self.root.final(step)), self.root.steps()
+            )
         except bucket_clients.failures() as error:
             raise errors.CheckpointError(
                 f"the steps in {self.root.path} cannot be listed ({error}); try again"
                 " when the storage is back"
             ) from error
+        return list(names.items())
 
     def _held(
         self, step: int, directory: epath.Path, save: str = ""
