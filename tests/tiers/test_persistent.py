@@ -226,8 +226,8 @@ def test_an_object_store_is_asked_about_many_steps_at_once(tmp_path):
     root = persistent_root.PersistentRoot(
         path=storage.absolute(tmp_path / "steps"), in_place=True
     )
-    # None of the answers comes before all are asked for.
-    together = threading.Barrier(8)
+    # No answer comes before all are asked for; asked in turn, the first one fails.
+    together = threading.Barrier(8, timeout=120)
     answers = root.of_each(lambda _: together.wait() < 8, range(8))
     assert answers == dict.fromkeys(range(8), True)
 
