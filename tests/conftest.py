@@ -78,8 +78,8 @@ def pytest_addoption(parser):
     )
 
 
-# Of the cases of a long test `.ci/run` takes the first of each four.
-CASES = 4
+# Of the cases of a long test `.ci/run` takes the first of each eight.
+CASES = 8
 
 
 @pytest.hookimpl(wrapper=True)

@@ -176,6 +176,7 @@ ACTS = st.sampled_from(["save", "overwrite", "again", "memory is lost", 0, 1, 2]
 @example(1, [1, "overwrite", "again", "save", "overwrite"])
 @example(2, ["save", 0, "again", 0, "save", "memory is lost", "save"])
 @example(100, ["overwrite", "memory is lost", "save", "again", "save"])
+@pytest.mark.slow(minutes=0.4)
 def test_the_line_that_a_run_took_last_counts_and_no_other(store_every, acts):
     with (
         shared_memory.directory("lines") as directory,

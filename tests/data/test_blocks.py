@@ -173,6 +173,7 @@ STOPS = st.lists(st.integers(0, MOST_ROWS), max_size=3)
 @pytest.mark.parametrize("file_format", formats.FORMATS)
 @given(chosen=PIPELINES, mapping=MAPPINGS, stops=STOPS)
 @settings(max_examples=12)
+@pytest.mark.slow(minutes=0.2)
 def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
     files, file_format, chosen, mapping, stops
 ):
@@ -183,6 +184,7 @@ def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
 @pytest.mark.parametrize("file_format", formats.FORMATS)
 @given(chosen=PIPELINES, mapping=MAPPINGS, stops=STOPS)
 @settings(max_examples=30)
+@pytest.mark.thorough
 def test_rows_of_many_blocks_are_those_of_single_examples(
     files, file_format, chosen, mapping, stops
 ):

@@ -114,6 +114,7 @@ def test_any_run_has_the_bytes_of_one_host(
     num_epochs=st.sampled_from([None, None, 1, 2]),
     run=st.lists(stages.stages(), min_size=2, max_size=12),
 )
+@pytest.mark.thorough
 def test_any_of_many_runs_has_the_bytes_of_one_host(
     files, tmp_path_factory, file_format, name, num_epochs, run
 ):

@@ -227,6 +227,7 @@ def test_a_random_run_has_the_bytes_of_one_host(files, file_format, chosen):
 @pytest.mark.slow(minutes=1)
 @given(file_format=st.sampled_from(formats.FORMATS), chosen=runs())
 @settings(max_examples=MOST_EXAMPLES)
+@pytest.mark.thorough
 def test_many_random_runs_have_the_bytes_of_one_host(files, file_format, chosen):
     check(files[file_format], chosen)
 

@@ -72,6 +72,7 @@ def test_any_schedule_of_hosts_and_batch_sizes_yields_the_stream_once(pipeline, 
 @pytest.mark.slow(minutes=0.4)
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(pipelines.ALL)), SCHEDULES)
+@pytest.mark.thorough
 def test_any_of_many_schedules_yields_the_stream_once(pipeline, stages):
     check_schedule(pipeline, stages)
 

@@ -100,6 +100,7 @@ def finite_mixture(directory, *, num_rows, weights, num_shards, **keys):
     ("num_datasets", "num_rows", "num_epoch", "size"),
     [(40, 5, 1, 16), (7, 23, 3, 8), (30, 7, 1, 64)],
 )
+@pytest.mark.slow(minutes=0.1)
 def test_the_datasets_of_a_finite_mixture_end_together(
     tmp_path, monkeypatch, num_datasets, num_rows, num_epoch, size, small_blocks
 ):

@@ -186,6 +186,7 @@ def test_stages_are_those_of_one_host_example_by_example(files, chosen):
 @pytest.mark.parametrize("file_format", formats.FORMATS)
 @given(chosen=schedules())
 @settings(max_examples=MOST_EXAMPLES)
+@pytest.mark.thorough
 def test_many_schedules_of_stages(files, file_format, chosen):
     check_schedule(files[file_format], chosen)
 

@@ -227,6 +227,7 @@ def answered(server, query, job, began):
 
 
 @pytest.mark.slow(minutes=3)
+@pytest.mark.thorough
 def test_a_run_that_computes_wrong_values_and_cannot_save_raises_its_alerts(
     tmp_path, corpus
 ):
@@ -260,6 +261,7 @@ def test_a_run_that_computes_wrong_values_and_cannot_save_raises_its_alerts(
 
 
 @pytest.mark.slow(minutes=2)
+@pytest.mark.thorough
 def test_a_run_without_read_ahead_that_is_started_twice_raises_its_alerts(
     tmp_path, corpus
 ):

@@ -297,6 +297,7 @@ def test_a_machine_with_another_configuration_is_refused_and_the_run_goes_on(mac
     assert machines.ends == {0: False, 1: False}
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_a_leader_without_enough_slices_gives_way_once_to_those_it_does_not_reach(
     machines,
 ):

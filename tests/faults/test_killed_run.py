@@ -76,6 +76,7 @@ def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step
 
 
 @pytest.mark.slow(minutes=0.6)
+@pytest.mark.thorough
 def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus)
     kill_at("with_the_state_half_written", 1, config, hosts=2)
@@ -85,6 +86,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
 
 
 @pytest.mark.slow(minutes=0.6)
+@pytest.mark.thorough
 def test_a_run_killed_between_two_saves_repeats_the_steps_since(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, async_checkpointing=False)
     kill_at("between_two_saves", 7, config, hosts=2)

@@ -130,6 +130,7 @@ RAMP = {
 
 
 @pytest.mark.parametrize("in_sidecar", [False, True])
+@pytest.mark.slow(minutes=0.1)
 def test_in_a_ramp_its_steps_take_our_batches_of_growing_size(
     install, files, in_sidecar
 ):
@@ -174,6 +175,7 @@ def tiers(ram, **settings):
 
 
 @pytest.mark.parametrize("in_sidecar", [False, True])
+@pytest.mark.slow(minutes=0.1)
 def test_in_tiers_it_continues_from_ram_and_without_it_from_storage(
     install, files, capsys, in_sidecar
 ):

@@ -41,6 +41,7 @@ def parts(found, *names):
     return {name: shapes for name, (_, shapes) in found.items()}
 
 
+@pytest.mark.thorough
 def test_rows_are_those_of_maxtext_s_own_pipeline(compared):
     found = json.loads((compared / "compared.json").read_text())
     rows = images.ROWS // images.DEVICES

@@ -83,6 +83,7 @@ def test_through_the_patch_a_run_has_the_same_rows_and_losses(
     assert run_audit.RunAudit(str(run)).outcome().passed
 
 
+@pytest.mark.thorough
 def test_an_error_of_the_data_comes_through_its_loader(patched):
     # Not as the end of the data.
     logs = patched.run(

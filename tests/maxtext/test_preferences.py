@@ -97,6 +97,7 @@ def check_run(maxtext, name, *, hosts, steps=STEPS):
 
 
 @pytest.mark.usefixtures("maxtext")
+@pytest.mark.thorough
 def test_rows_are_those_that_maxtext_makes_of_the_same_pairs(files):
     environment.run("tests.maxtext.pairs", files / "pairs.parquet")
 
@@ -126,6 +127,7 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(maxtext, in_tiers):
         assert loss == pytest.approx(at_once, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_tunix_goes_on_from_what_we_saved_and_we_not_from_what_it_did(maxtext):
     whole = maxtext.uninterrupted(CASE)
     name = whole.name.rpartition("-")[0]
@@ -147,6 +149,7 @@ def test_through_the_patch_it_has_the_same_rows_and_losses(maxtext, patched, fil
     check_is_part_of(whole, logs, begin=0, end=7)
 
 
+@pytest.mark.thorough
 def test_parts_of_a_batch_make_the_same_steps_until_the_data_ends(maxtext):
     # With ORPO, which has no model of reference.
     settings = {

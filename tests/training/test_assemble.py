@@ -49,6 +49,7 @@ def losses(attempt, steps):
     return [records[step].loss for step in steps]
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
     tmp_path, corpus, recorded
 ):

@@ -167,6 +167,7 @@ def test_only_a_divergence_within_so_many_steps_of_the_restore_counts(
     check_same(run, ended.state, undisturbed)
 
 
+@pytest.mark.slow(minutes=0.3)
 def test_zero_steps_switch_it_off(tmp_path, corpus, monkeypatch):
     run = Run(tmp_path / "run", corpus, distrust_steps=0)
     poison(monkeypatch, 6)

@@ -105,6 +105,7 @@ def losses(directory, corpus, **settings):
     return jobs.losses(directory)
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_losses_from_safetensors_are_those_from_the_state_that_orbax_saved(
     tmp_path, corpus, source, foreign
 ):

@@ -776,6 +776,7 @@ def test_documents_of_stages(curriculum):
     assert [each.from_step for each in readings] == [5, 6, 7, 7]
 
 
+@pytest.mark.slow(minutes=0.6)
 def test_documents_of_stages_that_a_resized_run_went_back_over(curriculum):
     run = Run().attempt(curriculum, [12] * 6 + [6] * 2, saves=(2, 5, 7))
     run.attempt(curriculum, [18, 4, 4, 4], start=5, saves=(6, 8))
@@ -800,6 +801,7 @@ def test_documents_of_a_run_that_was_given_stages(curriculum):
     first=st.integers(0, 30),
 )
 @settings(max_examples=test_stages.MOST_EXAMPLES)
+@pytest.mark.slow(minutes=0.4)
 def test_documents_of_many_schedules_of_stages(parts, chosen, saves, first):
     described, schedule = chosen
     data = stages.staged(

@@ -15,6 +15,7 @@ from benchmarks import (
 
 
 @pytest.mark.slow(minutes=0.5)
+@pytest.mark.thorough
 def test_the_suite_of_universal_layouts_runs():
     figures = universal_raw.measure(universal_raw.SMALL)
     assert figures["relayout_load_ratio_raw"].value > 0
@@ -38,6 +39,7 @@ def test_loads_of_ours_and_of_orbax_have_the_same_values():
 
 
 @pytest.mark.slow(minutes=0.5)
+@pytest.mark.thorough
 def test_the_suite_of_conversions_runs():
     figures = universal_convert.measure(universal_convert.SMALL)
     assert figures["convert_ratio_cp"].value > 0
@@ -45,6 +47,7 @@ def test_the_suite_of_conversions_runs():
 
 
 @pytest.mark.slow(minutes=0.5)
+@pytest.mark.thorough
 def test_the_peer_deepspeed_is_measured_or_said_to_be_left_out(capsys):
     figures = universal_deepspeed.measure(universal_deepspeed.SMALL)
     is_named = universal_deepspeed.PYTHON in os.environ

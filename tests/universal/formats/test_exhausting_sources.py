@@ -110,6 +110,7 @@ def tuples_of_equal_hashes(count):
     return list(itertools.islice((p for p in pairs if p[1] < 2**61 - 1), count))
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_keys_of_equal_hashes_take_little_time():
     pairs = tuples_of_equal_hashes(20_000)
     assert len(set(map(hash, pairs[:50]))) == 1
@@ -120,6 +121,7 @@ def test_keys_of_equal_hashes_take_little_time():
     refused(b"}(" + b"".join(keys) + b"u", "(over 10000 keys|has a pickle that takes)")
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_numbers_of_equal_hashes_take_little_time():
     multiples = (n * (2**61 - 1) for n in range(2**70, 2**70 + 50_000))
     items = b"".join(b"\x8a\x20" + each.to_bytes(32, "little") for each in multiples)

@@ -260,6 +260,7 @@ def test_only_one_conversion_to_a_target_runs_at_a_time(tmp_path, to):
 
 
 @pytest.mark.slow(minutes=1)
+@pytest.mark.thorough
 def test_prints_of_libraries_do_not_disturb_processes(tmp_path, monkeypatch):
     # Processes do not have what a test replaces.
     source = small_model.tensors(3, 32)
