@@ -551,23 +551,30 @@ class SaveStages:
         except HostsFailedError as error:
             self._degraded("peer", step, str(error))
             return None
-        num_copies = sum(each.copies for each in answers)
+        copies = Copies(
+            preserved=sorted({n for each in answers for n in each.preserved}),
+            has_diverged=bool(placed.diverged),
+            has_failed=placed.failed or any(each.failed for each in answers),
+        )
         if not is_late:
             of_hosts = [why for each in answers for why in each.problems]
             self._report_lacking(step, [*placed.problems, *of_hosts])
+        num_copies = sum(each.copies for each in answers)
         if num_copies or not is_late:
             num_bytes = sum(each.num_bytes for each in answers)
             secs = clock.monotonic() - began_secs
             self._record(metrics.CHECKPOINT_COPY, num_bytes)
             self._record(metrics.CHECKPOINT_COPY_SECS, secs)
-            self._emit(
-                "replicated", step=step, copies=num_copies, bytes=num_bytes, secs=secs
-            )
-        return Copies(
-            preserved=sorted({n for each in answers for n in each.preserved}),
-            has_diverged=bool(placed.diverged),
-            has_failed=placed.failed or any(each.failed for each in answers),
-        )
+            # A step that lacks copies is not safe, and no event says that it is.
+            if not (placed.lacking or copies.has_failed or copies.has_diverged):
+                self._emit(
+                    "replicated",
+                    step=step,
+                    copies=num_copies,
+                    bytes=num_bytes,
+                    secs=secs,
+                )
+        return copies
 
     def _report_lacking(self, step: int, reasons: Sequence[str]) -> None:
         problems: dict[str, str] = {}

@@ -140,7 +140,7 @@ class Schedule:
 
     def _is_preempted(self, step: Any) -> bool:
         # The memory of hosts is lost with the machines.
-        return multihost.reached_preemption(preemption.count(step.step))
+        return preemption.reached(step.step, multihost.reached_preemption)
 
     def _has_time_passed(self, step: int) -> bool:
         if self._is_time or step < self._next_look:

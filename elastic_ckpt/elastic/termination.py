@@ -251,9 +251,8 @@ def agreed(
         # A signal before the first call ends the run after it. The checkpointer asks
         # the same service.
         with preemption.counting():
-            yield lambda step: multihost_utils.reached_preemption_sync_point(
-                preemption.count(step)
-            )
+            ask = multihost_utils.reached_preemption_sync_point
+            yield lambda step: preemption.reached(step, ask)
         return
     signalled, ended = threading.Event(), threading.Event()
 

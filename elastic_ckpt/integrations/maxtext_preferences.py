@@ -123,9 +123,8 @@ class PreferenceRun(maxtext.Run):
         """
         stops = self.should_stop(step)
         if stops is None and jax.distributed.is_initialized():
-            stops = multihost_utils.reached_preemption_sync_point(
-                preemption.count(step)
-            )
+            ask = multihost_utils.reached_preemption_sync_point
+            stops = preemption.reached(step, ask)
         self._is_left = bool(stops)
         return self._is_left
 

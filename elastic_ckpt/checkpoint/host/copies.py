@@ -229,6 +229,7 @@ def placed_parts(
         problems=(*message.problems, *diverged, *problems),
         diverged=tuple(diverged),
         failed=bool(message.problems),
+        lacking=any(each.lacks in ("holder", "copies") for each in placed.shortfalls),
     )
     return summary, part_choices.of_copies(table, holdings, placed, hosts)
 
