@@ -565,8 +565,8 @@ class SaveStages:
             secs = clock.monotonic() - began_secs
             self._record(metrics.CHECKPOINT_COPY, num_bytes)
             self._record(metrics.CHECKPOINT_COPY_SECS, secs)
-            # A step that lacks copies is not safe, and no event says that it is.
-            if not (placed.lacking or copies.has_failed or copies.has_diverged):
+            # No event says that a step is safe which lacks copies.
+            if placed.survives and not (copies.has_failed or copies.has_diverged):
                 self._emit(
                     "replicated",
                     step=step,

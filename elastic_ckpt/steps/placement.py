@@ -92,6 +92,7 @@ class Placement:
       source: the number in `hosts` of the holder that sends, int64 `[m]`.
       target: the number in `hosts` of the host that receives, int64 `[m]`.
       shortfalls: items that miss a guarantee even after all copies.
+      survives: whether every item is then on two machines or more.
     """
 
     hosts: tuple[Host, ...]
@@ -99,6 +100,7 @@ class Placement:
     source: np.ndarray
     target: np.ndarray
     shortfalls: tuple[Shortfall, ...]
+    survives: bool
 
 
 def place(
@@ -125,6 +127,7 @@ def place(
         source=source[row],
         target=target[row],
         shortfalls=world.shortfalls(holdings, policy),
+        survives=world.survives(holdings),
     )
 
 
@@ -238,6 +241,12 @@ class _World:
                 text = f"{which} lack {_LACKING[lacks]}: {why}"
                 shortfalls.append(Shortfall(items=items, lacks=lacks, why=text))
         return tuple(shortfalls)
+
+    def survives(self, holdings: Holdings) -> bool:
+        """Whether every item has holders on two machines or more at present."""
+        there_is = np.zeros(holdings.num_items, bool)
+        there_is[self._held] = True
+        return bool(there_is.all() and (self._holders.num(_MACHINE) >= 2).all())
 
     def _choose(self, group: np.ndarray, candidates: _Candidates) -> np.ndarray:
         wanted = _Wanted(

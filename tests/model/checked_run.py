@@ -303,28 +303,24 @@ class CheckedRun:
     def _note_events(self):
         # The product says what it has done.
         events, self.sim.events[:] = list(self.sim.events), []
-        uncopied = {
-            fields["step"]
-            for name, fields in events
-            if name == "degraded" and fields["tier"] in ("peer", "local")
-        }
+        distinct = len(set(self.machines)) == len(self.machines) > 1
+        can_copy = distinct and self._tiers.get("copies", 1) > 0
+        newest = None
         for name, fields in events:
             save = self._by_step.get(fields.get("step"))
             if save is None:
                 continue
             if name == "saved":
                 self.model.commit(save, self.machines)
+                newest = save
+                if not can_copy:
+                    self.model.copy(save, 0, self.machines)
             elif name == "replicated":
-                distinct = len(set(self.machines)) == len(self.machines) > 1
-                copied = fields["step"] not in uncopied
-                copies = self._tiers.get("copies", 1)
-                # What machines outside of this world alone have is not copied.
+                # It is safe without any one of its machines, whatever else happened to
+                # them. What machines outside of this world alone have is not copied.
                 are_here = save.machines <= set(self.machines)
-                spare = int(distinct and copied and copies > 0 and are_here)
-                # Where machines lack, no more copies can be made.
-                can_copy = distinct and 0 < copies < len(self.machines)
-                self.model.copy(
-                    save, spare, self.machines, is_enough=copied or not can_copy
-                )
+                self.model.copy(save, int(can_copy and are_here), self.machines)
             elif name == "backed_up":
                 self.model.store(save)
+        if newest is not None:
+            self.model.collect(newest)

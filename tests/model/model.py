@@ -77,17 +77,17 @@ class Model:
         save.machines, save.in_ram = frozenset(machines), True
         self._drop(lambda each: each not in set(save.line()))
 
-    def copy(self, save, spare, machines, *, is_enough):
-        """Notes that machines have made copies; saves before it may leave RAM.
-
-        The newest save with enough copies stays there, if these are not enough.
-        """
+    def copy(self, save, spare, machines):
+        """Notes that machines have made all copies that they can."""
         save.spare = max(save.spare, spare)
         save.machines |= frozenset(machines)
-        save.is_covered |= is_enough
-        line = list(save.line())
+        save.in_ram = save.is_covered = True
+
+    def collect(self, newest):
+        """Notes that saves may leave RAM, but for the newest, and that with copies."""
+        line = list(newest.line())
         covered = [each for each in line if each.is_covered][:1]
-        for each in set(line) - {save, *covered}:
+        for each in set(line) - {newest, *covered}:
             each.in_ram = False
 
     def store(self, save):

@@ -179,3 +179,17 @@ def test_a_save_counts_for_those_who_do_not_see_the_machines_that_have_it():
         run.preempt(3, loses_memory=False)
         run.open((0,))
         assert run.head.step == 2
+
+
+def test_a_step_whose_copies_a_peer_did_not_take_is_not_said_to_be_replicated():
+    with run_on((0, 1, 2), store_every=1000) as run:
+        run.save(1)
+        run.fail(2)
+        run.save(2)
+        first, second = run.model.saves.values()
+        assert first.is_covered
+        assert not second.is_covered
+        # The machine is lost: the step before has copies without it.
+        run.end()
+        run.evict(2)
+        run.open((0, 1))

@@ -104,13 +104,13 @@ class Placed:
       problems: what is lacking or wrong, a sentence each.
       diverged: of which replicas differ, a sentence each.
       failed: whether parts of the step could not be read.
-      lacking: whether there are too few machines for all copies that are asked for.
+      survives: whether any one machine can then be lost.
     """
 
     problems: tuple[str, ...]
     diverged: tuple[str, ...]
     failed: bool
-    lacking: bool
+    survives: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,9 +72,11 @@ class HostCopies:
         world = self._world
         placed, tables = placed_parts(message, world.hosts, world.copy_policy)
         self._part_exchange.deal(tables)
-        if world.peers.backups:
-            self._send(*message.tables)
-        return placed
+        if not world.peers.backups:
+            return placed
+        # They have a copy of each part, or `take` says why not.
+        self._send(*message.tables)
+        return dataclasses.replace(placed, survives=True)
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def take(self, step_id: StepId) -> Replicated:
@@ -229,7 +231,7 @@ def placed_parts(
         problems=(*message.problems, *diverged, *problems),
         diverged=tuple(diverged),
         failed=bool(message.problems),
-        lacking=any(each.lacks in ("holder", "copies") for each in placed.shortfalls),
+        survives=placed.survives,
     )
     return summary, part_choices.of_copies(table, holdings, placed, hosts)
 
