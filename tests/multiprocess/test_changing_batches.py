@@ -114,7 +114,6 @@ def of_one_host():
     "colocated",
     [False, pytest.param(True, marks=pytest.mark.slow(minutes=0.3))],
 )
-@pytest.mark.slow(minutes=1)
 def test_batches_are_those_of_one_host_where_a_change_of_size_moves_shards(
     tmp_path, colocated
 ):

@@ -50,7 +50,6 @@ def reasons(events, name):
 
 
 @pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.slow(minutes=0.2)
 def test_four_hosts_save_and_others_restore_without_a_machine_and_without_most(
     ram, tmp_path, sharded
 ):
