@@ -566,7 +566,8 @@ class SaveStages:
             self._record(metrics.CHECKPOINT_COPY, num_bytes)
             self._record(metrics.CHECKPOINT_COPY_SECS, secs)
             # No event says that a step is safe which lacks copies.
-            if placed.survives and not (copies.has_failed or copies.has_diverged):
+            is_safe = placed.num_machines >= 2
+            if is_safe and not (copies.has_failed or copies.has_diverged):
                 self._emit(
                     "replicated",
                     step=step,

@@ -15,16 +15,19 @@ within its time the others wait for it, and nothing hangs. In `CLOSE` hosts wait
 uploads, for any time.
 
 A host that does not reach host 0 (`REACH`) is lost. If most do not, host 0 is: it is
-host 0 that the others have lost.
+host 0 that the others have lost. It takes no time to reach a host that listens, so hosts
+have `_REACH_SECS` for it, or as long as for a heartbeat, once host 0 waits for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 _PATIENCE = 10
 _LEAST_SECS = 60.0
+_REACH_SECS = 30.0
 # The longest time between two looks at the hosts that counts.
 _LOOK_SECS = 1.0
 # A host reaches host 0, and there joins, when all have reached it.
@@ -177,7 +180,7 @@ class Watch:
             for host, since_secs in self._since_secs.items()
             if self._phases[host] != CLOSE
         }
-        if not all(each > self._most_secs(host) for host, each in secs.items()):
+        if any(self._has_time(host, secs) for host in secs):
             # The others wait for the one that is within its time.
             return None
         hosts = self.behind()
@@ -197,7 +200,16 @@ class Watch:
             return behind if 2 * len(behind) <= len(self._counts) else frozenset([0])
         return behind
 
-    def _most_secs(self, host: int) -> float:
-        phase = self._phases[host]
-        longest_secs = self._longest_secs.get((host, phase))
-        return patience_secs(self._limits, None if phase in _UNLIKE else longest_secs)
+    def _has_time(self, host: int, secs: Mapping[int, float]) -> bool:
+        # Whether a host is within its time, after `secs` in its phase, by host.
+        phase, limits = self._phases[host], self._limits
+        if self._phases.get(0) == JOIN and REACH in self._phases.values():
+            if phase == JOIN:
+                return False
+            if phase == REACH:
+                most_secs = max(_REACH_SECS, limits.heartbeat_secs)
+                return min(secs[host], secs[0]) <= min(most_secs, limits.most_secs)
+        longest_secs = (
+            None if phase in _UNLIKE else self._longest_secs.get((host, phase))
+        )
+        return secs[host] <= patience_secs(limits, longest_secs)

@@ -92,7 +92,7 @@ class Placement:
       source: the number in `hosts` of the holder that sends, int64 `[m]`.
       target: the number in `hosts` of the host that receives, int64 `[m]`.
       shortfalls: items that miss a guarantee even after all copies.
-      survives: whether every item is then on two machines or more.
+      num_machines: on at least so many every item then is; 0 if one has no holder.
     """
 
     hosts: tuple[Host, ...]
@@ -100,7 +100,7 @@ class Placement:
     source: np.ndarray
     target: np.ndarray
     shortfalls: tuple[Shortfall, ...]
-    survives: bool
+    num_machines: int
 
 
 def place(
@@ -127,7 +127,7 @@ def place(
         source=source[row],
         target=target[row],
         shortfalls=world.shortfalls(holdings, policy),
-        survives=world.survives(holdings),
+        num_machines=world.num_machines(holdings),
     )
 
 
@@ -242,11 +242,12 @@ class _World:
                 shortfalls.append(Shortfall(items=items, lacks=lacks, why=text))
         return tuple(shortfalls)
 
-    def survives(self, holdings: Holdings) -> bool:
-        """Whether every item has holders on two machines or more at present."""
-        there_is = np.zeros(holdings.num_items, bool)
-        there_is[self._held] = True
-        return bool(there_is.all() and (self._holders.num(_MACHINE) >= 2).all())
+    def num_machines(self, holdings: Holdings) -> int:
+        """On how many machines every item is at present, at least."""
+        if len(self._held) < holdings.num_items:
+            return 0
+        most = self._receivers.num(_MACHINE)
+        return int(np.min(self._holders.num(_MACHINE), initial=most))
 
     def _choose(self, group: np.ndarray, candidates: _Candidates) -> np.ndarray:
         wanted = _Wanted(

@@ -103,6 +103,38 @@ def test_a_host_that_does_not_reach_host_0_is_lost_unless_most_do_not(
     assert world.hang.hosts == culprits
 
 
+@pytest.mark.parametrize("joined", [(0, 1), (0,)])
+def test_once_host_0_waits_little_time_is_needed_to_reach_it(world, joined):
+    world.begins(watch.REACH, hosts=(1, 2))
+    world.passes(100)
+    world.begins(watch.REACH, hosts=(0,))
+    world.begins(watch.JOIN, hosts=joined)
+    # As long as host 0 had not begun to listen, nobody could reach it.
+    world.passes(30)
+    assert world.hang is None
+    world.passes(1)
+    assert world.hang.hosts == ({2} if len(joined) == 2 else {0})
+
+
+def test_a_host_that_reaches_host_0_slowly_has_as_long_as_for_a_heartbeat():
+    world = World(watch.Limits(most_secs=600.0, heartbeat_secs=90.0))
+    world.begins(watch.REACH)
+    world.begins(watch.JOIN, hosts=(0, 1))
+    world.passes(90)
+    assert world.hang is None
+    world.passes(1)
+    assert world.hang.why == "hangs in phase 'reach' for 91 s"
+
+
+def test_hosts_that_have_reached_host_0_wait_for_one_that_has_not_started(world):
+    world.begins(watch.REACH, hosts=(0, 1))
+    world.begins(watch.JOIN, hosts=(0, 1))
+    world.passes(600)
+    assert world.hang is None
+    world.passes(1)
+    assert world.hang.hosts == {2}
+
+
 def test_a_host_that_has_not_started_is_the_culprit_if_the_others_wait_for_it(world):
     world.begins(watch.REACH, hosts=(1, 2))
     world.passes(601)

@@ -70,6 +70,7 @@ def test_no_lost_host_and_no_lost_slice_loses_what_was_guaranteed(offers, copies
             assert len(ids) >= copies + 1
         if box not in lacking(placed, "domain"):
             assert len({slices[each] for each in ids}) >= 2
+    assert placed.num_machines == min(len(ids) for ids in of_box)
     # The reported shortfall is real: the world has no more hosts.
     assert lacking(placed, "copies") == (
         set(range(len(of_box))) if len(hosts) < copies + 1 else set()

@@ -104,13 +104,13 @@ class Placed:
       problems: what is lacking or wrong, a sentence each.
       diverged: of which replicas differ, a sentence each.
       failed: whether parts of the step could not be read.
-      survives: whether any one machine can then be lost.
+      num_machines: on at least so many each part then is; 0 if one has no holder.
     """
 
     problems: tuple[str, ...]
     diverged: tuple[str, ...]
     failed: bool
-    survives: bool
+    num_machines: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -74,9 +74,11 @@ class HostCopies:
         self._part_exchange.deal(tables)
         if not world.peers.backups:
             return placed
-        # They have a copy of each part, or `take` says why not.
         self._send(*message.tables)
-        return dataclasses.replace(placed, survives=True)
+        if not placed.num_machines:
+            return placed
+        # One of them has a copy of each part, or `take` says why not.
+        return dataclasses.replace(placed, num_machines=placed.num_machines + 1)
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def take(self, step_id: StepId) -> Replicated:
@@ -231,7 +233,7 @@ def placed_parts(
         problems=(*message.problems, *diverged, *problems),
         diverged=tuple(diverged),
         failed=bool(message.problems),
-        survives=placed.survives,
+        num_machines=placed.num_machines,
     )
     return summary, part_choices.of_copies(table, holdings, placed, hosts)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.checkpoint.host import copies, refill
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.steps import part_message, part_table
+from elastic_ckpt.steps import part_message, part_table, placement
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
@@ -149,6 +149,39 @@ def test_who_sends_a_request_learns_at_once_that_it_cannot_be_done(tmp_path):
     (problem,) = problems
     assert problem.startswith(f"the backup host at {address.url} has not fetched its")
     assert "no good copy" in problem
+
+
+@pytest.mark.parametrize("num_gone", [0, 1])
+def test_a_backup_host_makes_no_step_safe_of_which_a_part_is_on_no_host(
+    tmp_path, num_gone
+):
+    whole = saved_worlds.contents({"w": [3]})
+    boxes = saved_worlds.grid([3], [3])
+    offers = [
+        saved_worlds.offer(saved_worlds.host(n, 1, 3), whole, [(0, boxes[n])])
+        for n in range(3)
+    ]
+    (table,) = part_table.joined([PartTable.from_offer(offer) for offer in offers])
+    exchange = types.SimpleNamespace(
+        merged=lambda: PartMessage(tables=(table,)), deal=lambda tables: None
+    )
+    root = tmp_path / "backup"
+    backup_directory.make(root)
+    with (
+        served.serving(agent.Service(root=str(root))) as address,
+        contextlib.closing(peer_client.PeerClient(secret.read(secret.path(root)))) as c,
+    ):
+        world = types.SimpleNamespace(
+            client=c,
+            exchanges={"copies": exchange},
+            hosts=[offer.host for offer in offers[num_gone:]],
+            copy_policy=placement.Policy(copies=0),
+            agent_urls={},
+            peers=types.SimpleNamespace(backups=[address.url]),
+            peer_at=lambda url: peer.Peer(url, c, served.RUN),
+        )
+        placed = copies.HostCopies(world).place(table.saved.step_id)
+    assert placed.num_machines == (0 if num_gone else 2)
 
 
 def test_a_bad_copy_of_a_backup_host_is_repaired(tmp_path):
