@@ -15,8 +15,8 @@ within its time the others wait for it, and nothing hangs. In `CLOSE` hosts wait
 uploads, for any time.
 
 A host that does not reach host 0 (`REACH`) is lost. If most do not, host 0 is: it is
-host 0 that the others have lost. It takes no time to reach a host that listens, so hosts
-have `_REACH_SECS` for it, or as long as for a heartbeat, once host 0 waits for them.
+host 0 that the others have lost. It takes no time to reach a host that listens, so
+hosts have `_REACH_SECS` for it, or as long as for a heartbeat, once host 0 waits.
 """
 
 from __future__ import annotations

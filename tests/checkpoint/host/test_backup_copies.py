@@ -163,7 +163,7 @@ def test_a_backup_host_makes_no_step_safe_of_which_a_part_is_on_no_host(
     ]
     (table,) = part_table.joined([PartTable.from_offer(offer) for offer in offers])
     exchange = types.SimpleNamespace(
-        merged=lambda: PartMessage(tables=(table,)), deal=lambda tables: None
+        merged=lambda: PartMessage(tables=(table,)), deal=lambda _: None
     )
     root = tmp_path / "backup"
     backup_directory.make(root)
