@@ -84,7 +84,7 @@ class HostProcesses:
         machines: Sequence[host_start.HostMachine] | None = None,
     ) -> None:
         self._machines = machines or [host_start.ThisMachine()] * num_hosts
-        self._limits = limits = limits or hang_watch.unlimited()
+        limits = limits or hang_watch.unlimited()
         self._hangs = hang_watch.Watch(limits, num_hosts, now_secs=time.monotonic())
         self._slow = slow_hosts.SlowHosts(now_secs=time.monotonic())
         self.is_left = self.is_abandoned = self.has_stepped = False
@@ -176,9 +176,7 @@ class HostProcesses:
                 if not self._hosts:
                     self.prepare()
                 now_secs = time.monotonic()
-                self._hangs = hang_watch.Watch(
-                    self._limits, self._num_hosts, now_secs=now_secs
-                )
+                self._hangs.start_again(now_secs=now_secs)
                 self._slow = slow_hosts.SlowHosts(now_secs=now_secs)
                 self._tell(host_process.BEGIN)
                 self._watch(notice, preempted)

@@ -108,6 +108,12 @@ class Watch:
         # By host and phase, the longest that it took.
         self._longest_secs: dict[tuple[int, str], float] = {}
 
+    def start_again(self, *, now_secs: float) -> None:
+        """All times begin now: hosts that were prepared have waited for others."""
+        self._looked_secs = now_secs
+        for times in (self._heartbeat_secs, self._since_secs):
+            times.update(dict.fromkeys(times, now_secs))
+
     def phase(self, host: int) -> str:
         """The phase that a host began last; empty if it has ended."""
         return self._phases.get(host, "")

@@ -155,9 +155,10 @@ def test_a_host_that_is_started_without_a_network_is_named(
         num_hosts=3,
         log_directory=tmp_path,
         emit=RecordedEvents(),
-        limits=watch.unlimited(),
+        limits=watch.Limits(heartbeat_secs=20.0),
         machines=machines,
     )
+    monkeypatch.setattr(watch, "_REACH_SECS", 0.0)
     hosts.prepare()
     try:
         while [hosts.phase(host) for host in range(3)] != phases:
@@ -166,5 +167,8 @@ def test_a_host_that_is_started_without_a_network_is_named(
         assert not hosts.not_joined()
         monkeypatch.setattr(supervisor, "_PREPARE_SECS", 0)
         assert hosts.not_joined() == {cut}
+        # One that is started waits no longer for what is out of reach.
+        with pytest.raises(WorldLostError, match=rf"host {cut} .*'{phases[cut]}' for"):
+            hosts.run()
     finally:
         hosts.close()

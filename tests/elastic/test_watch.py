@@ -126,6 +126,17 @@ def test_a_host_that_reaches_host_0_slowly_has_as_long_as_for_a_heartbeat():
     assert world.hang.why == "hangs in phase 'reach' for 91 s"
 
 
+def test_hosts_that_were_prepared_have_all_the_time_when_their_world_starts(world):
+    world.begins(watch.REACH)
+    world.begins(watch.JOIN, hosts=(0, 1))
+    world.passes(300)
+    world.watch.start_again(now_secs=world.secs)
+    world.passes(30)
+    assert world.hang is None
+    world.passes(1)
+    assert world.hang.hosts == {2}
+
+
 def test_hosts_that_have_reached_host_0_wait_for_one_that_has_not_started(world):
     world.begins(watch.REACH, hosts=(0, 1))
     world.begins(watch.JOIN, hosts=(0, 1))
