@@ -182,6 +182,7 @@ def test_parts_of_a_batch_make_the_same_steps_until_the_data_ends(maxtext):
         check_run(maxtext, f"parts-{parts}", hosts=[1], steps=NUM_PAIRS // 40)
 
 
+@pytest.mark.thorough
 def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext):
     name, steps, rows = "live_preferences", STEPS, 8
     whole = maxtext.uninterrupted(CASE)

@@ -57,6 +57,7 @@ def test_a_host_that_is_killed_in_a_save_leaves_the_step_before(
 
 
 @pytest.mark.slow(minutes=1)
+@pytest.mark.thorough
 def test_a_save_that_fails_on_one_host_fails_on_all_at_once(tmp_path):
     work = functools.partial(orbax_v0_worlds.failing, victim=1)
     orbax_v0_worlds.run(

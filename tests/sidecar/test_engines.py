@@ -51,6 +51,7 @@ class TestGrainsElasticIterator(RemoteContract):
 
 
 @pytest.mark.slow(minutes=0.1)
+@pytest.mark.thorough
 class TestThreadsThatReadInPlace(RemoteContract):
     @pytest.fixture
     def data(self, data):
@@ -64,6 +65,7 @@ class TestMixedFilteredAndPackedFiles(ShardedContract):
 
 
 @pytest.mark.slow(minutes=0.1)
+@pytest.mark.thorough
 class TestMixture(ShardedContract):
     @pytest.fixture
     def data(self, parts):
@@ -71,6 +73,7 @@ class TestMixture(ShardedContract):
 
 
 @pytest.mark.slow(minutes=0.1)
+@pytest.mark.thorough
 class TestPacked(ShardedContract):
     @pytest.fixture
     def data(self):
@@ -109,6 +112,7 @@ def of_own_map_dataset(shard):
 
 
 @pytest.mark.slow(minutes=0.1)
+@pytest.mark.thorough
 class TestOwnMapDataset(ShardedContract):
     @pytest.fixture
     def data(self):

@@ -168,6 +168,7 @@ def test_only_a_divergence_within_so_many_steps_of_the_restore_counts(
 
 
 @pytest.mark.slow(minutes=0.3)
+@pytest.mark.thorough
 def test_zero_steps_switch_it_off(tmp_path, corpus, monkeypatch):
     run = Run(tmp_path / "run", corpus, distrust_steps=0)
     poison(monkeypatch, 6)
@@ -178,6 +179,7 @@ def test_zero_steps_switch_it_off(tmp_path, corpus, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_each_restore_is_distrusted_once(tmp_path, corpus, monkeypatch):
     run = Run(tmp_path / "run", corpus, divergence_action="stop")
     poison(monkeypatch, 4, 6)

@@ -441,6 +441,7 @@ def test_a_step_in_a_bucket_is_continued_and_comes_back(source, tmp_path, bucket
 
 @pytest.mark.slow(minutes=4)
 @pytest.mark.parametrize("to", TREES)
+@pytest.mark.thorough
 def test_two_processes_that_are_killed_anywhere_continue(tmp_path, to):
     tensors = small_model.tensors(4, 512)
     small_model.write(tmp_path / "source", tensors)
