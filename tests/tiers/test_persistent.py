@@ -232,6 +232,31 @@ def test_an_object_store_is_asked_about_many_steps_at_once(tmp_path):
     assert answers == dict.fromkeys(range(8), True)
 
 
+def test_an_object_store_is_asked_once_about_each_step(tmp_path, world, monkeypatch):
+    root = persistent_root.PersistentRoot(
+        path=storage.absolute(tmp_path / "steps"), in_place=True
+    )
+    for step in (5, 6, 7):
+        put(root, world, step=step)
+    root.uncommit(7)
+    listed, asked = [], []
+    names, is_committed = storage.names, persistent_root.PersistentRoot.is_committed
+    monkeypatch.setattr(
+        storage, "names", lambda path: listed.append(path.name) or names(path)
+    )
+    monkeypatch.setattr(
+        persistent_root.PersistentRoot,
+        "is_committed",
+        lambda root, step: asked.append(step) or is_committed(root, step),
+    )
+    assert list(root.manifests()) == [5, 6]
+    assert (sorted(listed), asked) == (["5", "6", "7", "steps"], [7])
+    # Who looks for the newest one asks about no older one.
+    listed.clear(), asked.clear()
+    assert next(root.newest_first()) == 6
+    assert (listed, asked) == (["steps"], [7, 6])
+
+
 def test_a_search_has_the_steps_of_when_it_began(root, tier, world):
     put(root, world, step=5)
     now = tier.as_now()

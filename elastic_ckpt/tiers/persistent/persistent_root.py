@@ -26,7 +26,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from etils import epath
@@ -143,6 +143,28 @@ class PersistentRoot:
         """
         return sorted(self._committed(self._names()))
 
+    def manifests(self) -> dict[int, list[str]]:
+        """The names of the manifests of each committed step, ascending.
+
+        An object store is asked once about a step: the same answer has the file that
+        commits it.
+        """
+
+        def names_in(step: int) -> list[str] | None:
+            try:
+                names = storage.names(self.final(step))
+            except FileNotFoundError:
+                return None
+            is_committed = COMMIT_FILE in names or self.is_committed(step)
+            return _manifests_among(names) if is_committed else None
+
+        found = self.of_each(names_in, self._numbers(self._names()))
+        return {step: names for step, names in found.items() if names is not None}
+
+    def newest_first(self) -> Iterator[int]:
+        """The committed steps; storage is asked about each when its turn comes."""
+        return filter(self.is_committed, reversed(self._numbers(self._names())))
+
     def of_each(self, asked: Callable[[int], T], steps: Sequence[int]) -> dict[int, T]:
         """What is asked of storage about each of some steps.
 
@@ -205,9 +227,13 @@ class PersistentRoot:
 
     def _committed(self, names: Sequence[str]) -> set[int]:
         # The steps among the directories of these names that are committed.
-        steps = [int(name) for name in names if _STEP.fullmatch(name)]
-        are_committed = self.of_each(self.is_committed, steps)
-        return {step for step in steps if are_committed[step]}
+        are_committed = self.of_each(self.is_committed, self._numbers(names))
+        return {step for step, is_committed in are_committed.items() if is_committed}
+
+    @staticmethod
+    def _numbers(names: Sequence[str]) -> list[int]:
+        # The steps that have directories of these names, committed or not, ascending.
+        return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
     def _taken_back(self, step: int, directory: epath.Path) -> epath.Path:
         # Makes a committed directory invisible, and returns where its files are.
@@ -241,9 +267,9 @@ class PersistentRoot:
     def _names(self, below: str = "") -> list[str]:
         directory = self.path / below
         try:
-            if not directory.exists():
-                return []
             return storage.names(directory)
+        except FileNotFoundError:
+            return []
         except bucket_clients.failures() as error:
             raise errors.CheckpointError(
                 f"the steps in {directory} cannot be listed ({error}); check the path"
@@ -258,7 +284,7 @@ def find_run(path: epath.PathLike) -> str | None:
       CheckpointError: if the steps cannot be listed.
     """
     root = PersistentRoot.from_path(path)
-    runs = (run_of(root.final(step)) for step in reversed(root.steps()))
+    runs = (run_of(root.final(step)) for step in root.newest_first())
     return next((run for run in runs if run is not None), None)
 
 
@@ -305,7 +331,11 @@ def read_json(path: epath.Path) -> dict[str, Any]:
 
 def manifest_names(directory: epath.Path) -> list[str]:
     """The names of the manifests in the directory of a step, ordered."""
-    return sorted(filter(manifest_file.is_file_name, storage.names(directory)))
+    return _manifests_among(storage.names(directory))
+
+
+def _manifests_among(names: Sequence[str]) -> list[str]:
+    return sorted(filter(manifest_file.is_file_name, names))
 
 
 def read_manifests(

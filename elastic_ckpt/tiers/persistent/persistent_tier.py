@@ -234,15 +234,12 @@ class PersistentTier:
         if self._found is not None:
             return self._found
         try:
-            names = self.root.of_each(
-                lambda step: manifest_names(self.root.final(step)), self.root.steps()
-            )
+            return list(self.root.manifests().items())
         except bucket_clients.failures() as error:
             raise errors.CheckpointError(
                 f"the steps in {self.root.path} cannot be listed ({error}); try again"
                 " when the storage is back"
             ) from error
-        return list(names.items())
 
     def _held(
         self, step: int, directory: epath.Path, save: str = ""
