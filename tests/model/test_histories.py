@@ -13,7 +13,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "number", [30, pytest.param(1_000, marks=pytest.mark.slow(minutes=4))]
+    "number",
+    [
+        30,
+        pytest.param(250, marks=pytest.mark.slow(minutes=2.5)),
+        pytest.param(1_000, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
 )
 def test_histories(number):
     # What is drawn depends on all modules that a process has: in a process of its own
