@@ -92,7 +92,7 @@ class Placement:
       source: the number in `hosts` of the holder that sends, int64 `[m]`.
       target: the number in `hosts` of the host that receives, int64 `[m]`.
       shortfalls: items that miss a guarantee even after all copies.
-      num_machines: on at least so many every item then is; 0 if one has no holder.
+      num_machines: the fewest that then have an item; 0 if one has no holder.
     """
 
     hosts: tuple[Host, ...]
@@ -243,7 +243,7 @@ class _World:
         return tuple(shortfalls)
 
     def num_machines(self, holdings: Holdings) -> int:
-        """On how many machines every item is at present, at least."""
+        """The fewest machines that have an item at present; 0 if one has no holder."""
         if len(self._held) < holdings.num_items:
             return 0
         most = self._receivers.num(_MACHINE)

@@ -104,7 +104,7 @@ class Placed:
       problems: what is lacking or wrong, a sentence each.
       diverged: of which replicas differ, a sentence each.
       failed: whether parts of the step could not be read.
-      num_machines: on at least so many each part then is; 0 if one has no holder.
+      num_machines: the fewest that then have a part; 0 if one has no holder.
     """
 
     problems: tuple[str, ...]

@@ -146,8 +146,8 @@ class PersistentRoot:
     def manifests(self) -> dict[int, list[str]]:
         """The names of the manifests of each committed step, ascending.
 
-        An object store is asked once about a step: the same answer has the file that
-        commits it.
+        An object store is asked once about each step: the listing of its directory
+        also shows the file that commits it.
         """
 
         def names_in(step: int) -> list[str] | None:
