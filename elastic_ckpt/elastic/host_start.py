@@ -20,8 +20,8 @@ from elastic_ckpt.elastic import host_process, termination
 from elastic_ckpt.elastic.member import Member
 
 LOOPBACK = "127.0.0.1"
-# A flag of a process in Linux (PF_EXITING).
-_EXITING = 4
+# Flags of a process in Linux: PF_EXITING, and PF_SIGNALED of one killed by a signal.
+_ENDING = 0x4 | 0x400
 
 
 class StartedHost(Protocol):
@@ -107,12 +107,13 @@ class LocalProcess:
         """
         try:
             directory = pathlib.Path(f"/proc/{self._process.pid}")
-            flags = int((directory / "stat").read_text().rpartition(")")[2].split()[6])
+            # In this order: a signal that is no longer pending has set its flag.
             status = (directory / "status").read_text()
+            flags = int((directory / "stat").read_text().rpartition(")")[2].split()[6])
         except OSError:
             return True
         (pending,) = re.findall(r"^SigPnd:\s*(\w+)$", status, re.MULTILINE)
-        return bool(flags & _EXITING or int(pending, 16) & 1 << signal.SIGKILL - 1)
+        return bool(flags & _ENDING or int(pending, 16) & 1 << signal.SIGKILL - 1)
 
     def begin(self, task: host_process.Task) -> None:
         """Has the process do a task, unless it has ended."""
