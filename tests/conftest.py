@@ -78,7 +78,8 @@ def pytest_addoption(parser):
     )
 
 
-# Of the cases of a long test `.ci/run` takes the first of each eight.
+# Of the cases of a long test `.ci/run` takes the first of each eight, or all of them if
+# the mark says so.
 CASES = 8
 
 
@@ -90,7 +91,8 @@ def pytest_collection_modifyitems(items):
     """
     cases = collections.Counter()
     for item in items:
-        if item.get_closest_marker("slow"):
+        slow = item.get_closest_marker("slow")
+        if slow and not slow.kwargs.get("all_cases"):
             test = item.nodeid.partition("[")[0]
             if cases[test] % CASES:
                 item.add_marker("thorough")
@@ -123,7 +125,7 @@ def golden(request):
             changes = difflib.unified_diff(
                 before.splitlines(), text.splitlines(), "before", "now", "", "", 0, ""
             )
-            command = "uv run --group dev pytest -n 0 --update-golden"
+            command = "uv run --group dev pytest -n 0 -m '' --update-golden"
             pytest.fail(
                 f"{path.relative_to(ROOT)} differs from the code:\n"
                 + "\n".join(changes)

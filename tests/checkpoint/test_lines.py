@@ -192,6 +192,7 @@ def test_the_line_that_a_run_took_last_counts_and_no_other(store_every, acts):
                 lines.go_back(act)
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_run_that_is_killed_while_it_goes_back_has_one_line_without_memory_too():
     history = test_crash_points.HISTORIES["go back"]
     found = []

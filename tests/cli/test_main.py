@@ -76,6 +76,7 @@ def completed(line, tmp_path):
     return directory.read_text().split("\v") if directory.exists() else []
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_shell_completes_verbs_options_files_keys_and_values(tmp_path):
     (tmp_path / "run.yml").touch()
     assert completed("elastic-ckpt ins", tmp_path) == ["inspect"]

@@ -55,6 +55,7 @@ def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(
         saved = one.save()
 
 
+@pytest.mark.slow(minutes=0.05, all_cases=True)
 @each_combination
 def test_the_state_before_every_batch_continues_on_another_number_of_hosts(
     files, file_format, name
@@ -264,6 +265,7 @@ def batches_before_an_error(world):
     return batches, "", []
 
 
+@pytest.mark.slow(minutes=0.05, all_cases=True)
 @pytest.mark.parametrize(("num_workers", "read_ahead"), [(0, 0), (0, 2), (1, 1)])
 def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
     files, num_workers, read_ahead

@@ -186,6 +186,7 @@ def values(batches):
     return sorted(number for rows in real for number in rows[rows > 0].tolist())
 
 
+@pytest.mark.slow(minutes=0.1)
 @EXAMPLES
 @given(runs())
 def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, drawn):

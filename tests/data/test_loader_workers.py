@@ -95,6 +95,7 @@ def sharded(name, num_shards):
     )
 
 
+@pytest.mark.slow(minutes=0.05, all_cases=True)
 @pytest.mark.parametrize("packing", [language.CONCAT_THEN_SPLIT, language.FIRST_FIT])
 def test_ranks_and_workers_that_change_have_the_batches_of_one(packing):
     data = sharded_data.sharded(
@@ -118,6 +119,7 @@ WORLDS = st.tuples(st.sampled_from([1, 2, 3, 6]), st.integers(0, 4), st.integers
 EXAMPLES = settings(max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "6")))
 
 
+@pytest.mark.slow(minutes=0.1)
 @EXAMPLES
 @given(
     st.sampled_from(["packed", "everything", "shuffled"]),

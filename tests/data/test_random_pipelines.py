@@ -218,6 +218,7 @@ def check(parts, chosen):
     assert batches_of(data, sizes, run) == expected
 
 
+@pytest.mark.slow(minutes=0.2)
 @given(file_format=st.sampled_from(formats.FORMATS), chosen=runs())
 @settings(max_examples=12)
 def test_a_random_run_has_the_bytes_of_one_host(files, file_format, chosen):

@@ -63,6 +63,7 @@ SCHEDULES = st.lists(
 )
 
 
+@pytest.mark.slow(minutes=0.1)
 @settings(max_examples=12)
 @given(st.sampled_from(sorted(pipelines.ALL)), SCHEDULES)
 def test_any_schedule_of_hosts_and_batch_sizes_yields_the_stream_once(pipeline, stages):

@@ -398,6 +398,7 @@ def test_a_shorter_epoch_than_the_shards_are_many_is_read_by_some(tmp_path):
     assert batch["mask"].tolist() == [True] * 5 + [False] * 11
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_an_error_is_raised_when_its_document_is_due_and_once(
     files, tmp_path, monkeypatch
 ):

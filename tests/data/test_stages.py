@@ -176,6 +176,7 @@ def check_schedule(parts, chosen):
     assert batches_of(data, schedule) == expected
 
 
+@pytest.mark.slow(minutes=0.1)
 @given(chosen=schedules())
 @settings(max_examples=15)
 def test_stages_are_those_of_one_host_example_by_example(files, chosen):
@@ -206,6 +207,7 @@ def pairs_of(found):
     return pairs
 
 
+@pytest.mark.slow(minutes=0.1)
 @given(
     lengths=st.lists(st.integers(3, 40), min_size=2, max_size=4),
     packings=st.lists(

@@ -73,6 +73,7 @@ def test_a_script_that_each_host_would_run_again_is_refused_in_one_line(tmp_path
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.slow(minutes=0.1, all_cases=True)
 @pytest.mark.parametrize(
     ("train", "why"),
     [
@@ -91,6 +92,7 @@ def test_a_training_function_that_hosts_cannot_get_is_refused_in_one_line(
     assert "define it with `def` at the top of a module" in last_line(ended)
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_training_function_of_a_program_without_a_file_is_refused(tmp_path):
     with pytest.raises(AssertionError, match="a program without a file") as raised:
         pages.run(PROGRAM + GUARD, tmp_path)

@@ -288,6 +288,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_warm_server_has_imported_everything_and_started_nothing(tmp_path):
     script = tmp_path / "world.py"
     script.write_text(WARM_WORLD)

@@ -187,6 +187,7 @@ def place_of(place_name, chance):
     return Place(machines=tuple(chance.sample(MACHINES, num_machines)), storage=storage)
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_without_a_fault_the_newer_step_is_restored_anywhere(saved):
     for place_name in PLACES:
         step, events = saved.restore(place_of(place_name, random.Random(0)))
@@ -269,6 +270,7 @@ def run(saved, num, kind, seed):
     assert min(repaired["ram"], repaired["half of the ram, and storage"]) >= num / 30
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_a_flipped_bit_is_never_handed_out(saved):
     run(saved, 60, "flipped", seed=1)
 

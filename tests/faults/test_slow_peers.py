@@ -147,6 +147,7 @@ def test_a_start_waits_for_an_idle_machine_whose_agent_is_stopped_for_a_while(se
     assert "step_passed_over" not in {each["event"] for each in recorded}
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_backup_that_would_lack_parts_is_not_begun(machines, tmp_path, monkeypatch):
     original = backup.HostBackup.offer
 

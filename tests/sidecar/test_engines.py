@@ -58,6 +58,7 @@ class TestThreadsThatReadInPlace(RemoteContract):
         return dataclasses.replace(data, num_threads=4)
 
 
+@pytest.mark.slow(minutes=0.1)
 class TestMixedFilteredAndPackedFiles(ShardedContract):
     @pytest.fixture
     def data(self, parts):

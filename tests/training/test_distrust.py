@@ -111,6 +111,7 @@ def check_same(run, state, undisturbed):
     assert [(s.digest, s.loss) for s in steps] == [(s.digest, s.loss) for s in others]
 
 
+@pytest.mark.slow(minutes=0.4)
 def test_a_poisoned_copy_in_ram_is_left_for_storage_and_the_rows_come_again(
     tmp_path, corpus, undisturbed, monkeypatch
 ):

@@ -140,6 +140,7 @@ def test_the_weights_of_a_run_come_back_by_the_layout_that_it_began_with(
     assert safetensors_files.bits(safetensors_files.read(made)) == expected
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_run_begins_with_the_weights_of_a_step_of_ours_and_nothing_else(
     tmp_path, corpus, source, monkeypatch
 ):
@@ -161,6 +162,7 @@ def test_a_run_begins_with_the_weights_of_a_step_of_ours_and_nothing_else(
     assert int(state["step"]) == 0
 
 
+@pytest.mark.slow(minutes=0.1, all_cases=True)
 def test_weights_come_from_a_bucket(bucket, tmp_path, corpus, source, foreign):
     _, saved = source
     path = f"{bucket}/llama"
@@ -216,6 +218,7 @@ def test_an_error_in_a_layout_names_its_file_and_line(
     assert str(layout) in str(raised.value)
 
 
+@pytest.mark.slow(minutes=0.1, all_cases=True)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -232,6 +235,7 @@ def test_a_checkpoint_of_another_model_needs_a_layout(
         begun(configured(tmp_path, corpus, **settings))
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_an_error_names_the_weights_that_a_step_lacks(tmp_path, corpus, source):
     _, state = source
     params = {k: v for k, v in state["params"].items() if k != "mlp_norm"}
@@ -241,6 +245,7 @@ def test_an_error_names_the_weights_that_a_step_lacks(tmp_path, corpus, source):
         begun(configured(tmp_path / "run", corpus, init_from=str(step)))
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_checkpoint_without_a_layout_is_refused_with_those_that_fit(
     tmp_path, corpus, foreign, monkeypatch
 ):

@@ -414,6 +414,7 @@ def test_every_document_of_three_epochs(parts):
     assert outcomes["too_short"] > 5
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_documents_of_a_run_that_went_back(parts):
     data = formats.data(parts["parquet"], "chunk")
     run = Run().attempt(data, [12] * 5, saves=(3,))
@@ -716,6 +717,7 @@ def test_documents_of_stages_that_end(parts, size):
     assert outcomes["used"] > 8
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_documents_of_stages_of_a_users_pipeline(parts):
     web = {"parquet": parts["parquet"][2:]}
     data = stages.staged(
@@ -729,6 +731,7 @@ def test_documents_of_stages_of_a_users_pipeline(parts):
     check_found(run, "plain", samples=12)
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_documents_of_a_dataset_that_a_stage_leaves_out(parts):
     def mixed(length, *names):
         return sharded_data.sharded(
@@ -765,6 +768,7 @@ def of_stage(parts, **more):
     return test_stages.of_stage(parts, window=4, **more)
 
 
+@pytest.mark.slow(minutes=0.2)
 def test_documents_of_stages(curriculum):
     run = Run().attempt(curriculum, [12] * 6 + [6] * 4, saves=(2, 5, 6, 7, 9))
     outcomes = check_stages(run, formats.DATASETS, steps=range(10), samples=20)

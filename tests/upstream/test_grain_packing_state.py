@@ -98,6 +98,7 @@ def test_what_it_gains_is_measured():
     assert min(rates["released"], rates["patched"]) > 0
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_it_applies_to_the_release_that_is_installed(patched):
     program = f"import {TRANSFORMATIONS}.packing as p; print(p.__file__)"
     found = upstream.ran(["-c", program], patched).strip()

@@ -299,6 +299,7 @@ def test_data_in_a_bucket_is_that_on_a_disk(bucket, tmp_path, kind):
     assert len(elements(kind, remote)) == 30
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_data_in_a_container_of_azure_is_that_on_a_disk(tmp_path, monkeypatch):
     local = tmp_path / "texts.tfrecord"
     tfrecord.write(local, (b"text %d" % number * 5000 for number in range(100)))

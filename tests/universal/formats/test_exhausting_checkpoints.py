@@ -62,6 +62,7 @@ def slow_pickle(secs):
     return b"\x80\x04}(" + items + b"u."
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_seconds_of_all_files_count_together(tmp_path, monkeypatch):
     monkeypatch.setattr(source_budget, "MOST_SECS", 1)
     ranks(tmp_path / "bad", [None] * 4, content=slow_pickle(2))

@@ -36,6 +36,7 @@ def test_a_layout_is_its_own_inverse_inverted(name):
     assert layout.inverse().inverse() == layout
 
 
+@pytest.mark.slow(minutes=0.1, all_cases=True)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_fits_its_layout(model):
     name, blocks = MODELS[model]
