@@ -234,6 +234,7 @@ def test_many_random_runs_have_the_bytes_of_one_host(files, file_format, chosen)
 
 
 @pytest.mark.slow(minutes=0.5)
+@pytest.mark.thorough
 @given(
     file_format=st.sampled_from(formats.FORMATS),
     chosen=runs(num_workers=(1, 0)).filter(

@@ -140,6 +140,7 @@ def audit(directory):
     return json.loads(ended.stdout[ended.stdout.index("{") :])
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_on_two_hosts_is_that_of_one(maxtext, whole, capsys):
     expected, losses = environment.batches(whole), environment.losses(whole)
     assert len(expected["train"]) == STEPS

@@ -91,6 +91,7 @@ def test_parameters_for_maxtext_are_those_of_its_converter(converted, model):
     assert_loads(converted / model / "hf", layout, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_parameters_from_maxtext_are_those_of_its_converter(converted, model):
     layout = load(model).inverse()
@@ -103,6 +104,7 @@ def test_parameters_from_maxtext_are_those_of_its_converter(converted, model):
 
 
 @pytest.mark.slow(minutes=2)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize("form", ["", "_unscanned"])
 def test_maxtext_computes_the_logits_of_hugging_face(tmp_path, form):

@@ -102,6 +102,7 @@ def test_rows_are_those_that_maxtext_makes_of_the_same_pairs(files):
     environment.run("tests.maxtext.pairs", files / "pairs.parquet")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_tiers", [False, True])
 def test_a_run_on_other_numbers_of_hosts_is_that_of_one(maxtext, in_tiers):
     name, begin = f"preferences-{in_tiers}", 0

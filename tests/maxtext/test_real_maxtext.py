@@ -646,6 +646,7 @@ class Machines(supervisors.Supervisors):
 
 
 @pytest.mark.slow(minutes=3)
+@pytest.mark.thorough
 def test_a_live_run_goes_on_without_a_machine_and_takes_it_in_again(maxtext, tmp_path):
     name = "machines"
     run = maxtext.checkpoints(name).parent

@@ -41,7 +41,6 @@ def one_host(tmp_path_factory, corpus):
     return directory / "tiny"
 
 
-@pytest.mark.slow(minutes=0.4)
 def test_the_audit_passes_after_two_changes_of_the_number_of_hosts(resized):
     run, _ = resized
     audit = runs.cli("audit", run)

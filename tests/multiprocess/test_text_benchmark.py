@@ -6,6 +6,7 @@ from benchmarks import text
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_text_is_measured_beside_each_library(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     figures = text.measure(

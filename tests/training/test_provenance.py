@@ -781,6 +781,7 @@ def test_documents_of_stages(curriculum):
 
 
 @pytest.mark.slow(minutes=0.6)
+@pytest.mark.thorough
 def test_documents_of_stages_that_a_resized_run_went_back_over(curriculum):
     run = Run().attempt(curriculum, [12] * 6 + [6] * 2, saves=(2, 5, 7))
     run.attempt(curriculum, [18, 4, 4, 4], start=5, saves=(6, 8))

@@ -56,6 +56,7 @@ def test_the_peer_deepspeed_is_measured_or_said_to_be_left_out(capsys):
 
 
 @pytest.mark.slow(minutes=0.1)
+@pytest.mark.thorough
 def test_the_plan_of_a_checkpoint_of_many_tensors_is_measured():
     figures = universal_plan.measure(1000)
     assert figures["match_and_plan_secs"].value > 0

@@ -85,6 +85,7 @@ def test_values_of_all_files_count_together(tmp_path, less):
     refused(tmp_path / "bad", f"{FILE} has values that take over")
 
 
+@pytest.mark.thorough
 def test_states_of_all_ranks_count_together(tmp_path, less):
     value = doubled({}, 18 - less)
     for rank in range(10):
@@ -141,6 +142,7 @@ def test_long_keys_of_distributed_values_are_refused(tmp_path, less):
     )
 
 
+@pytest.mark.thorough
 def test_values_of_many_parameters_are_refused(tmp_path, less):
     value = {
         "param": torch_files.tensor(),
