@@ -1,6 +1,5 @@
 """Fixtures for every test, and the check that none leaves anything behind."""
 
-import collections
 import difflib
 import gc
 import os
@@ -55,18 +54,26 @@ if sys.version_info < (3, 12):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
-# Speed is for the benchmarks: no test fails because the machine is busy. More examples
-# are a matter of hours, for this variable.
-hypothesis.settings.register_profile(
-    "untimed",
-    max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "40")),
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+# `.ci/run` and the default suite search the same examples each time and do not shrink
+# what they find: a change fails by what it does alone, and at once. A release searches
+# at random (`--hypothesis-profile night`).
+_untimed = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.load_profile("untimed")
+hypothesis.settings.register_profile(
+    "ci",
+    _untimed,
+    max_examples=20,
+    derandomize=True,
+    database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    print_blob=True,
+)
+hypothesis.settings.register_profile("night", _untimed, max_examples=300)
+hypothesis.settings.load_profile("ci")
 
 # The rooms of tests that start hosts.
-WORLDS = ("faults", "multiprocess")
+STARTS_HOSTS = ("elastic", "faults", "multiprocess", "processes")
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -78,32 +85,14 @@ def pytest_addoption(parser):
     )
 
 
-# Of the cases of a long test `.ci/run` takes the first of each eight, or all of them if
-# the mark says so.
-CASES = 8
+# Rooms whose files take longest begin first, so that the cores end together.
+FIRST = ("processes", "multiprocess", "model", "data", "checkpoint", "elastic")
 
 
-@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
-    """Leaves cases of long tests to a release, and has the longest files begin first.
-
-    With the longest first, the cores end together.
-    """
-    cases = collections.Counter()
-    for item in items:
-        slow = item.get_closest_marker("slow")
-        if slow and not slow.kwargs.get("all_cases"):
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % CASES:
-                item.add_marker("thorough")
-            cases[test] += 1
-    yield
-    minutes = collections.Counter()
-    for item in items:
-        slow = item.get_closest_marker("slow")
-        ordinary = 0.1 if item.path.parent.name in WORLDS else 0.005
-        minutes[item.path] += slow.kwargs.get("minutes", 0.3) if slow else ordinary
-    items.sort(key=lambda item: -minutes[item.path])
+    """Has the files that take longest begin first."""
+    order = {room: number for number, room in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 def pytest_collection_finish():
@@ -138,10 +127,9 @@ def golden(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_fork_server(tmp_path_factory):
-    """The hosts that tests start in this process are forked from a warm server.
+def shared_jax_cache(tmp_path_factory):
+    """All processes of the session share what they compile.
 
-    They and this process write what they compile where all of this session find it;
     `.ci/run` has one directory for all of its sessions.
     """
     directory = tmp_path_factory.getbasetemp()
@@ -152,7 +140,13 @@ def warm_fork_server(tmp_path_factory):
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    elastic_run.warm_up()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_fork_server(request):
+    """Forks the hosts of a room that starts many from a server with all imports."""
+    if request.path.parent.name in STARTS_HOSTS:
+        elastic_run.warm_up()
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_what_it_links_to_is_there():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_its_program_continues_when_it_is_run_again(tmp_path):
     (program,) = pages.blocks(README)
     steps = []
@@ -68,7 +68,7 @@ def test_its_program_continues_when_it_is_run_again(tmp_path):
     assert steps == [10, 20]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_shards_of_one_s_own_are_elastic_as_the_guide_writes_them(tmp_path):
     program = pages.blocks(OWN_DATA)[0] + (
         "from elastic_ckpt.data import rows\n"
@@ -85,7 +85,7 @@ def test_shards_of_one_s_own_are_elastic_as_the_guide_writes_them(tmp_path):
     assert pages.run(program, tmp_path) == "216\n"
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.slow
 def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(
     tmp_path, ram
 ):

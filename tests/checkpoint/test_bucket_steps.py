@@ -16,7 +16,7 @@ from tests.tiers.test_evaluations import committed
 # The clients of S3 take seconds to start.
 pytestmark = pytest.mark.parametrize(
     "bucket",
-    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.2))],
+    ["gs", pytest.param("s3", marks=pytest.mark.slow)],
     indirect=True,
 )
 
@@ -61,7 +61,7 @@ def test_a_lease_and_a_removal_give_way_to_each_other(bucket):
         read(root.final(2), lambda: committed(root, 2, save=again))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_followed_best_and_preserved_steps_outlast_the_newest(bucket, tmp_path):
     keep = ocp.training.preservation_policies.AnyPreservationPolicy(
         [NEWEST, ec.BestN(1, metric="loss")]
@@ -108,7 +108,7 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_pa
     killed.__exit__(None, None, None)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_number_is_edited_once_no_run_is_alive(bucket, tmp_path):
     options = {"keep": NEWEST}
     with tiered_steps.checkpointer(tmp_path / "ram", bucket, **options) as run:

@@ -192,7 +192,7 @@ def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path, tiers):
         assert stored.steps() == ([1, 3] if step == 3 else [1])
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_thousands_of_small_leaves_are_backed_up_in_a_few_commits(make, tmp_path):
     tree = {f"{n:04d}": np.full(3, n, np.float32) for n in range(1000)}
     checkpointer = make(storage(tmp_path))
@@ -283,7 +283,7 @@ def test_what_is_in_ram_is_its_owners_alone(make):
             assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tmp_path):
     make(local="idle").save(3, state(3))
     service = agent.Service(root=str(tmp_path / "idle"))

@@ -68,7 +68,7 @@ def test_the_newest_step_from_before_a_finding_stays_once(tmp_path, values):
     assert stored(tmp_path) == [2, 4, 6, 7]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_without_a_step_from_before_nothing_is_preserved(tmp_path, values):
     run = Run(tmp_path)
     with run.checkpointer:

@@ -141,7 +141,7 @@ def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, 
     assert stored(tmp_path) == [1, 3, 7]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_best_and_pinned_steps_reach_slow_storage(tmp_path, monkeypatch):
     back_up = backup.HostBackup.back_up
 

@@ -193,7 +193,7 @@ def test_after_a_rollback_what_is_saved_again_is_yielded_and_nothing_else(tmp_pa
         assert list(steps) == []
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_next_world_is_followed_though_its_agent_has_moved(tmp_path):
     with running(tmp_path) as checkpointer:
         tiered_steps.save(checkpointer, 1)
@@ -315,7 +315,7 @@ def test_a_tree_that_does_not_fit_names_the_leaf(tmp_path):
         steps.close()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_agents_with_certificates_are_followed(tmp_path):
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")

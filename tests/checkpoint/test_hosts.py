@@ -118,7 +118,7 @@ def test_a_bug_reaches_each_driver_as_a_failure(drive):
     drive(fail)
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True])
 def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
     drive, monkeypatch, lost

@@ -135,7 +135,7 @@ main(*sys.argv[1:])
 """
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["storage", "ram", "error"])
 def test_a_checkpointer_that_is_not_closed_loses_nothing(tmp_path, kind):
     ended = subprocess.run(

@@ -369,7 +369,7 @@ def test_a_part_is_restored_as_orbax_does(part, make, tmp_path):
     assert bits(of_orbax.load(1, PARTS[part], partial=True)) == expected
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("why", "asked"),
     [(why, asked) for why, forms in REFUSED_FORMS.items() for asked in forms],
@@ -453,7 +453,7 @@ def test_a_message_that_orbax_saved_is_read_by_its_class(make, tmp_path):
     assert loaded == {"state": {"b": True}, "config": message}
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "why"),
     [

@@ -176,7 +176,7 @@ ACTS = st.sampled_from(["save", "overwrite", "again", "memory is lost", 0, 1, 2]
 @example(1, [1, "overwrite", "again", "save", "overwrite"])
 @example(2, ["save", 0, "again", 0, "save", "memory is lost", "save"])
 @example(100, ["overwrite", "memory is lost", "save", "again", "save"])
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 def test_the_line_that_a_run_took_last_counts_and_no_other(store_every, acts):
     with (
         shared_memory.directory("lines") as directory,
@@ -192,7 +192,7 @@ def test_the_line_that_a_run_took_last_counts_and_no_other(store_every, acts):
                 lines.go_back(act)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_goes_back_has_one_line_without_memory_too():
     history = test_crash_points.HISTORIES["go back"]
     found = []

@@ -48,7 +48,7 @@ try:
 except errors.ReplacedError as error:
     print(error, flush=True)
 """
-_SLOW = pytest.mark.slow(minutes=0.2)
+_SLOW = pytest.mark.slow
 
 
 @pytest.fixture(

@@ -122,7 +122,7 @@ def one_row_each(hosts):
     return dataclasses.replace(table, target=np.arange(len(hosts), dtype=np.int32))
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [[], [1], [2, 3], range(NUM_HOSTS)], ids=str)
 def test_parts_that_agents_do_not_send_come_from_their_hosts(silent):
     steps, received, driver = exchanged(silent)

@@ -152,7 +152,7 @@ def test_a_last_step_that_is_not_in_storage_is_an_error(make, tmp_path, monkeypa
     assert not make().is_due(7, last=True)
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [

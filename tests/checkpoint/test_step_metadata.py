@@ -98,7 +98,7 @@ def test_a_step_that_exists_is_saved_only_to_overwrite_it(make, tmp_path):
     assert checkpointer.load() == {"n": 5}
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_checkpoint_of_before_loads_whatever_its_keys_are(make, monkeypatch):
     tree = {
         "a/b": jnp.arange(3.0),

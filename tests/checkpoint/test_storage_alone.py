@@ -183,8 +183,7 @@ def test_a_flipped_bit_is_never_loaded_in_silence(make, tmp_path):
     flip_bits(make, tmp_path, 30)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.night
 def test_none_of_300_flipped_bits_is_loaded_in_silence(make, tmp_path):
     flip_bits(make, tmp_path, 300)
 

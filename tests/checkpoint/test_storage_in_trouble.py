@@ -202,7 +202,7 @@ def test_an_end_without_ram_is_an_error_too(tmp_path, breaks):
         checkpointer.close()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_what_a_rollback_abandons_is_not_due_any_more(make, tmp_path, breaks):  # noqa: F811
     checkpointer = make(storage(tmp_path))
     assert checkpointer.save(1, state(1))

@@ -179,7 +179,7 @@ def partial():
     return context
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_context_has_parts_loaded(both, tmp_path):
     ours, theirs = both

@@ -28,7 +28,7 @@ def config(bucket, tmp_path):
     return f"{bucket}/config.yml"
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 def test_every_verb_takes_urls(config, bucket):
     run = f"{bucket}/tiny"
     assert f'base_output_directory: "{bucket}"' in runs.verb("config", config)

@@ -13,7 +13,7 @@ from elastic_ckpt.training import run_directory, schema
 from tests import runs
 from tests.tiers import tiered_steps
 
-pytestmark = pytest.mark.slow(minutes=0.1)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

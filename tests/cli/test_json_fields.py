@@ -44,7 +44,7 @@ def test_every_field_has_a_meaning():
             assert each.meaning, f"{call}: {each.path}"
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -76,7 +76,7 @@ def completed(line, tmp_path):
     return directory.read_text().split("\v") if directory.exists() else []
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_shell_completes_verbs_options_files_keys_and_values(tmp_path):
     (tmp_path / "run.yml").touch()
     assert completed("elastic-ckpt ins", tmp_path) == ["inspect"]
@@ -138,7 +138,7 @@ def test_without_a_file_the_config_verb_prints_every_key_with_its_meaning():
     assert runs.verb("config") == keys.base_yaml()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_wheel_alone_runs_a_file_that_builds_on_the_defaults(tmp_path):
     uv, site = shutil.which("uv"), tmp_path / "site"
     build = [uv, "build", "--quiet", "--wheel", "--out-dir", tmp_path, runs.ROOT]

@@ -29,7 +29,7 @@ def failed(*arguments, code):
     return line
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bucket", "grant"),
     [("gs", "roles/storage.objectAdmin on gs://"), ("s3", "s3:PutObject and")],
@@ -73,7 +73,7 @@ def test_an_output_directory_that_cannot_be_written_is_a_wrong_configuration(
     assert "check who may write there" in line
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_read_only_file_system_is_a_wrong_configuration():
     error = OSError(errno.EROFS, os.strerror(errno.EROFS), "/mnt/runs/tiny")
     told = storage_cause.explained(error, "runs")

@@ -225,11 +225,11 @@ def test_storage_is_put_right_from_a_peer(saved, steps):
     assert verified(steps, code=0)["passed"]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 # The clients are those of the other tests, and slower for S3.
 @pytest.mark.parametrize(
     "bucket",
-    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.1))],
+    ["gs", pytest.param("s3", marks=pytest.mark.slow)],
     indirect=True,
 )
 def test_a_step_in_a_bucket_is_put_right_from_ram(bucket, tmp_path):

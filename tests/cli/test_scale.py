@@ -124,7 +124,7 @@ def test_requests_are_read_once_each_and_end_with_the_start(tmp_path, monkeypatc
 # The clients are those of the other tests, and slower for S3.
 @pytest.mark.parametrize(
     "bucket",
-    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.05))],
+    ["gs", pytest.param("s3", marks=pytest.mark.slow)],
     indirect=True,
 )
 def test_a_run_in_a_bucket_reads_requests_there(bucket, monkeypatch):

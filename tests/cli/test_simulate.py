@@ -30,7 +30,7 @@ def as_json(capsys, *arguments):
     return json.loads(output)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_settings_are_compared_under_the_same_failures(capsys):
     varied = ["--vary", "local_checkpoint_period=5,50", "--vary", "spares=0,2"]
     results = as_json(capsys, *varied)

@@ -50,7 +50,7 @@ def one_error(ended):
     return error
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path):
     checkpoints = str(tmp_path / "tiny" / "checkpoints")
     ended = runs.forked(train_on_full_storage, str(config), checkpoints)
@@ -63,7 +63,7 @@ def test_a_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path
     assert causes - {"slow"} == {"full"}
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_elastic_slices_without_a_directory_in_memory_are_refused(config, tmp_path):
     settings = ("local_checkpoint_directory=", "hosts=2", "slices=2")
     ended = runs.cli(

@@ -140,7 +140,7 @@ def test_a_flipped_bit_in_any_file_of_a_host_is_noticed(saved):
     assert {path.name for path, *_ in silent} <= {"zarr.json", "lock"}
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_flipped_bit_in_storage_is_noticed_or_nothing_to_orbax(saved):
     steps = saved / "steps"
     expected = loaded(steps)

@@ -141,7 +141,7 @@ KILLED = """if True:
 """
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "when", "lines"), [(2, "before", 2), (2, "after", 4), (4, "after", 8)]
 )

@@ -80,7 +80,7 @@ def test_old_values_are_removed():
     assert {key.split("/")[2] for key in store.values} == {"2"}
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_host_that_is_missing_is_named_on_all_hosts():
     results, _ = gathered(12, str, absent=[10], timeout_secs=0.2)
     assert {type(each) for each in results} == {errors.RunError}
@@ -114,7 +114,7 @@ def test_the_hosts_of_a_group_follow_their_children_or_their_parents(num_hosts, 
     assert sorted(host for group in down for host in group) == list(range(num_hosts))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @hypothesis.given(st.integers(1, 300), st.integers(1, 30))
 def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_in):
     tree = HostTree(num_hosts=num_hosts, fan_in=fan_in)

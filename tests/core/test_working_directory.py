@@ -68,7 +68,7 @@ def test_the_directory_of_a_killed_process_is_removed_by_the_next_start(temporar
     assert not directories(temporary)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_directory_of_a_killed_checkpointer_is_removed_by_the_next(temporary):
     store = temporary / "steps"
     with started(SAVE, temporary, store) as killed:

@@ -173,18 +173,17 @@ STOPS = st.lists(st.integers(0, MOST_ROWS), max_size=3)
 @pytest.mark.parametrize("file_format", formats.FORMATS)
 @given(chosen=PIPELINES, mapping=MAPPINGS, stops=STOPS)
 @settings(max_examples=12)
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
     files, file_format, chosen, mapping, stops
 ):
     check_rows(files[file_format], chosen, mapping, stops)
 
 
-@pytest.mark.slow(minutes=0.5)
 @pytest.mark.parametrize("file_format", formats.FORMATS)
 @given(chosen=PIPELINES, mapping=MAPPINGS, stops=STOPS)
 @settings(max_examples=30)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_rows_of_many_blocks_are_those_of_single_examples(
     files, file_format, chosen, mapping, stops
 ):

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import itertools
 import json
-import os
 import re
 
 import hypothesis
@@ -21,7 +20,7 @@ from elastic_ckpt.data import elastic_data, example_id, shard_rows
 from tests import formats, stages, worlds
 
 # A search that takes hours sets the variable to more.
-MOST_EXAMPLES = int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "80"))
+MOST_EXAMPLES = 80
 
 # The hypothesis properties draw the others.
 each_combination = pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(
         saved = one.save()
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @each_combination
 def test_the_state_before_every_batch_continues_on_another_number_of_hosts(
     files, file_format, name
@@ -107,7 +106,6 @@ def test_any_run_has_the_bytes_of_one_host(
     stages.check([data] * len(run), run, tmp_path_factory.mktemp)
 
 
-@pytest.mark.slow(minutes=0.7)
 @settings(max_examples=MOST_EXAMPLES)
 @given(
     file_format=st.sampled_from(formats.FORMATS),
@@ -115,7 +113,7 @@ def test_any_run_has_the_bytes_of_one_host(
     num_epochs=st.sampled_from([None, None, 1, 2]),
     run=st.lists(stages.stages(), min_size=2, max_size=12),
 )
-@pytest.mark.thorough
+@pytest.mark.night
 def test_any_of_many_runs_has_the_bytes_of_one_host(
     files, tmp_path_factory, file_format, name, num_epochs, run
 ):
@@ -265,7 +263,7 @@ def batches_before_an_error(world):
     return batches, "", []
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "read_ahead"), [(0, 0), (0, 2), (1, 1)])
 def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
     files, num_workers, read_ahead

@@ -6,7 +6,6 @@ Mixtures are random and nested, and their weights change on the way, to zero too
 import collections
 import dataclasses
 import itertools
-import os
 
 import grain
 import hypothesis
@@ -22,7 +21,7 @@ from elastic_ckpt.data.lm import language, packing, token_blocks
 from tests import pipelines, stages, worlds
 
 # A quarter of a second each; a search sets the variable to more.
-EXAMPLES = settings(max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "25")))
+EXAMPLES = settings(max_examples=25)
 NUM_SHARDS = 12
 NAMES = "abcd"
 # Values of the first 24 examples of a dataset.
@@ -186,7 +185,7 @@ def values(batches):
     return sorted(number for rows in real for number in rows[rows > 0].tolist())
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @EXAMPLES
 @given(runs())
 def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, drawn):
@@ -195,7 +194,7 @@ def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, dr
     assert values(actual) == shards[0].expected()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @EXAMPLES
 @given(runs(WEIGHTS.filter(bool)))
 def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
@@ -205,7 +204,7 @@ def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
     assert values(actual) == shards[0].expected()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @EXAMPLES
 @given(runs())
 def test_what_fills_no_batch_is_dropped_on_any_hosts(tmp_path_factory, drawn):

@@ -7,7 +7,6 @@ of what it delivers, and keeps the state of each worker after the last batch del
 import functools
 import json
 import multiprocessing
-import os
 
 import grain
 import numpy as np
@@ -95,7 +94,7 @@ def sharded(name, num_shards):
     )
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [language.CONCAT_THEN_SPLIT, language.FIRST_FIT])
 def test_ranks_and_workers_that_change_have_the_batches_of_one(packing):
     data = sharded_data.sharded(
@@ -116,10 +115,10 @@ def test_ranks_and_workers_that_change_have_the_batches_of_one(packing):
 WORLDS = st.tuples(st.sampled_from([1, 2, 3, 6]), st.integers(0, 4), st.integers(0, 3))
 
 
-EXAMPLES = settings(max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "6")))
+EXAMPLES = settings(max_examples=6)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @EXAMPLES
 @given(
     st.sampled_from(["packed", "everything", "shuffled"]),

@@ -454,7 +454,7 @@ ACTIONS = st.one_of(
 )
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(0, 4), st.lists(ACTIONS, min_size=3, max_size=12))
 def test_whatever_is_done_it_is_the_plain_engine(depth, actions):

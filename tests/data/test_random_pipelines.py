@@ -7,7 +7,6 @@ are done again.
 """
 
 import dataclasses
-import os
 
 import grain
 import hypothesis
@@ -22,7 +21,7 @@ from tests import formats, worlds
 from tests.data import test_stages
 
 # A search of hours sets the variable to more.
-MOST_EXAMPLES = int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "40"))
+MOST_EXAMPLES = 40
 
 NUM_SHARDS = 6
 # A mixture of datasets, or of mixtures of them.
@@ -218,23 +217,21 @@ def check(parts, chosen):
     assert batches_of(data, sizes, run) == expected
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @given(file_format=st.sampled_from(formats.FORMATS), chosen=runs())
 @settings(max_examples=12)
 def test_a_random_run_has_the_bytes_of_one_host(files, file_format, chosen):
     check(files[file_format], chosen)
 
 
-@pytest.mark.slow(minutes=1)
 @given(file_format=st.sampled_from(formats.FORMATS), chosen=runs())
 @settings(max_examples=MOST_EXAMPLES)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_many_random_runs_have_the_bytes_of_one_host(files, file_format, chosen):
     check(files[file_format], chosen)
 
 
-@pytest.mark.slow(minutes=0.5)
-@pytest.mark.thorough
+@pytest.mark.night
 @given(
     file_format=st.sampled_from(formats.FORMATS),
     chosen=runs(num_workers=(1, 0)).filter(

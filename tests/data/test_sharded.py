@@ -63,17 +63,16 @@ SCHEDULES = st.lists(
 )
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.sampled_from(sorted(pipelines.ALL)), SCHEDULES)
 def test_any_schedule_of_hosts_and_batch_sizes_yields_the_stream_once(pipeline, stages):
     check_schedule(pipeline, stages)
 
 
-@pytest.mark.slow(minutes=0.4)
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(pipelines.ALL)), SCHEDULES)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_any_of_many_schedules_yields_the_stream_once(pipeline, stages):
     check_schedule(pipeline, stages)
 

@@ -100,7 +100,7 @@ def finite_mixture(directory, *, num_rows, weights, num_shards, **keys):
     ("num_datasets", "num_rows", "num_epoch", "size"),
     [(40, 5, 1, 16), (7, 23, 3, 8), (30, 7, 1, 64)],
 )
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_datasets_of_a_finite_mixture_end_together(
     tmp_path, monkeypatch, num_datasets, num_rows, num_epoch, size, small_blocks
 ):
@@ -398,7 +398,7 @@ def test_a_shorter_epoch_than_the_shards_are_many_is_read_by_some(tmp_path):
     assert batch["mask"].tolist() == [True] * 5 + [False] * 11
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_an_error_is_raised_when_its_document_is_due_and_once(
     files, tmp_path, monkeypatch
 ):

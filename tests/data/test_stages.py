@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import unittest.mock
 
@@ -41,7 +40,7 @@ from tests import formats, worlds
 from tests.data import test_format
 
 # A search of hours sets the variable to more.
-MOST_EXAMPLES = int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "8"))
+MOST_EXAMPLES = 8
 
 TOKENS = language.Documents(column="tokens", tokenizer=None)
 NUM_SHARDS = 6
@@ -176,18 +175,17 @@ def check_schedule(parts, chosen):
     assert batches_of(data, schedule) == expected
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @given(chosen=schedules())
 @settings(max_examples=15)
 def test_stages_are_those_of_one_host_example_by_example(files, chosen):
     check_schedule(files["parquet"], chosen)
 
 
-@pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize("file_format", formats.FORMATS)
 @given(chosen=schedules())
 @settings(max_examples=MOST_EXAMPLES)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_many_schedules_of_stages(files, file_format, chosen):
     check_schedule(files[file_format], chosen)
 
@@ -207,7 +205,7 @@ def pairs_of(found):
     return pairs
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(3, 40), min_size=2, max_size=4),
     packings=st.lists(

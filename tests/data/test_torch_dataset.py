@@ -27,8 +27,7 @@ def python_with_torch(tmp_path_factory):
     return python
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.night
 def test_loaders_resume_where_they_were_or_are_refused(
     python_with_torch,
 ):

@@ -239,7 +239,7 @@ def test_an_error_that_cannot_be_pickled_is_shown():
     one.close()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_an_error_that_cannot_be_made_again_is_shown():
     one = batches(fails_with_code)
     with pytest.raises(errors.DataError, match=r"Unmakeable\('503: row \d said no'\)"):

@@ -335,12 +335,12 @@ def test_the_times_of_all_rules_are_scaled_together():
     assert times(shipped) == [60 * each for each in times(fast)]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_promtool_accepts_the_rules():
     promtool("check", "rules", SHIPPED / "alerts.yaml")
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_alerts_fire_on_their_faults_and_no_others_do(tmp_path):
     groups = [
         {"name": fault, **unit_test(*happens)} for fault, happens in FAULTS.items()

@@ -100,19 +100,19 @@ def by_kind(documents):
     return {document["kind"]: document for document in documents}
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BASES)
 def test_kustomize_builds_a_base_as_it_is(path):
     assert by_kind(kustomized(path.rpartition("/")[0])) == by_kind(BASES[path]())
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_overlay_of_the_agents_is_the_manifest_of_their_configuration():
     written = yaml.safe_load_all((jobsets.SHIPPED / "node_agents.yaml").read_text())
     assert by_kind(kustomized("node-agent/overlays/h100")) == by_kind(written)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_overlay_of_backup_hosts_has_those_of_their_configuration():
     built = kustomized("backup-hosts/overlays/m3")
     assert backup_job(built) == backup_job(jobsets.documents("backup_h100"))

@@ -116,7 +116,7 @@ def storage_broken(run):
     aside.rename(steps)
 
 
-@pytest.mark.slow(minutes=6)
+@pytest.mark.slow
 def test_an_elastic_run_raises_no_alert_but_those_of_its_faults(tmp_path, corpus):
     hosts = 3
     port = prometheus_server.free_ports(hosts + 1)
@@ -226,8 +226,7 @@ def answered(server, query, job, began):
     return server.points(asked, start=began, end=time.time(), step=1)
 
 
-@pytest.mark.slow(minutes=3)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_run_that_computes_wrong_values_and_cannot_save_raises_its_alerts(
     tmp_path, corpus
 ):
@@ -260,8 +259,7 @@ def test_a_run_that_computes_wrong_values_and_cannot_save_raises_its_alerts(
             assert fires("RunSavesNothing")
 
 
-@pytest.mark.slow(minutes=2)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_run_without_read_ahead_that_is_started_twice_raises_its_alerts(
     tmp_path, corpus
 ):

@@ -177,7 +177,7 @@ def test_a_ram_directory_of_another_user_is_refused(config, tmp_path, ram):
     assert not fake_slurm.requeued(tmp_path)
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.slow
 def test_a_job_at_its_time_limit_saves_and_continues_when_it_is_requeued(
     tmp_path, corpus, settings, ram
 ):
@@ -211,7 +211,7 @@ def test_a_job_at_its_time_limit_saves_and_continues_when_it_is_requeued(
     assert not [*ram.iterdir()]
 
 
-@pytest.mark.slow(minutes=0.7)
+@pytest.mark.slow
 def test_a_program_of_the_user_continues_from_the_ram_of_its_nodes(
     tmp_path, corpus, settings, ram
 ):
@@ -231,7 +231,7 @@ def test_a_program_of_the_user_continues_from_the_ram_of_its_nodes(
     assert not [*ram.iterdir()]
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_node_that_is_lost(tmp_path, corpus, settings):
     config = runs.write_config(
         tmp_path,

@@ -70,7 +70,7 @@ def local(text, replaced):
     return text
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("data")
 @in_gs
 @pytest.mark.parametrize("name", ["multicontroller_v6e", "gke_multitier_v6e"])
@@ -89,7 +89,7 @@ def test_a_host_with_tpus_comes_to_its_first_device(name, bucket, ram, tmp_path)
     assert LACKING["tpu"] in ended.stderr, ended.stdout + ended.stderr
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 @pytest.mark.usefixtures("data")
 @in_s3
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def configured(name, directory, bucket, data, **settings):
     return path
 
 
-@pytest.mark.slow(minutes=0.8)
+@pytest.mark.slow
 @in_gs
 @pytest.mark.parametrize("name", ["elastic_h100", "backup_h100"])
 def test_supervisors_meet_and_their_hosts_come_to_their_first_devices(
@@ -147,7 +147,7 @@ def test_supervisors_meet_and_their_hosts_come_to_their_first_devices(
         assert LACKING["gpu"] in output, output
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("data")
 @in_s3
 def test_the_head_comes_to_the_proxy_of_pathways(bucket, ram, tmp_path):
@@ -206,7 +206,7 @@ with ec.Checkpointer([*tiers, ec.Persistent(checkpoints, every=1)]) as checkpoin
 """
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @in_gs
 def test_a_program_of_the_user_comes_to_its_first_device(bucket, ram, tmp_path):
     package = tmp_path / "my_project"
@@ -245,7 +245,7 @@ def test_the_agent_of_a_node_comes_to_the_api_of_its_cluster(ram, monkeypatch):
     assert "the labels of a node are read from the Kubernetes API" in output
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 @in_gs
 def test_the_script_for_slurm_comes_to_its_first_devices(bucket, data, ram, tmp_path):
     config = configured(

@@ -28,7 +28,7 @@ TRANSCRIPTS = sorted((GOLDEN / "manifests").glob("*.txt"))
 _DEEP = ("replicatedJobs", "containers", "initContainers")
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
 def test_the_verb_writes_and_refuses_what_the_transcript_shows(
     path, golden, monkeypatch

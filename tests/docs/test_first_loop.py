@@ -21,7 +21,7 @@ def free_port():
         return bound.getsockname()[1]
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_two_processes_train_from_one_set_of_checkpoints(tmp_path):
     page = GUIDE.read_text()
     joining, _ = pages.blocks(page, "py")
@@ -50,7 +50,7 @@ def test_two_processes_train_from_one_set_of_checkpoints(tmp_path):
         assert lines == ["from step 0", "from step 10"]
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_the_loop_goes_back_to_storage_by_the_lines_of_the_guide(tmp_path):
     page = GUIDE.read_text()
     data, model, loop, *_ = pages.blocks(page)

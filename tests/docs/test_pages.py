@@ -35,7 +35,7 @@ def shown(page):
     return found
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [p for p in PAGES if shown(p.read_text())], ids=lambda path: path.stem
 )

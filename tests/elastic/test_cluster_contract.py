@@ -83,7 +83,7 @@ def of_pathways(case, listed):
 
 @pytest.fixture(
     params=[
-        pytest.param(of_processes, marks=pytest.mark.slow(minutes=0.1)),
+        pytest.param(of_processes, marks=pytest.mark.slow),
         of_pathways,
     ],
     ids=["processes", "pathways"],

@@ -68,8 +68,7 @@ def check(directory):
         assert checkpointer.latest.step == STEPS
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.8)
+@pytest.mark.night
 def test_it_loses_a_slice_and_gets_it_back(program):
     printed = ended(start(program))
     check(program)
@@ -83,8 +82,7 @@ def test_it_loses_a_slice_and_gets_it_back(program):
     assert "went on" not in ended(start(program))
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.night
 def test_it_runs_on_several_machines(program):
     texts = str(program / "texts.array_record")
     ec.data.lm.write_arrayrecord("python-stdlib/email", texts)

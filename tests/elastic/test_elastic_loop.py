@@ -36,7 +36,7 @@ def of_pathways(directory, ram, emit):
 
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(of_processes, marks=pytest.mark.slow(minutes=0.4)), of_pathways],
+    [pytest.param(of_processes, marks=pytest.mark.slow), of_pathways],
 )
 def test_examples_are_those_of_one_host_though_slices_come_and_go(
     tmp_path, corpus, make
@@ -44,7 +44,7 @@ def test_examples_are_those_of_one_host_though_slices_come_and_go(
     check(tmp_path, corpus, make)
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 def test_a_loop_that_counts_otherwise_than_its_checkpointer_leaves_its_world(
     tmp_path, corpus
 ):

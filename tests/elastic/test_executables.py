@@ -91,7 +91,7 @@ def test_a_world_loads_what_is_kept_before_it_asks(kept, monkeypatch):
     assert names == COMPILED
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_equal_layouts_are_one_whichever_names_of_axes_are_one_object(kept):
     # JAX keeps one of all equal specs: that of whoever was first.
     def run(axis, axis_of_mesh):

@@ -52,7 +52,7 @@ def waits_for_data(world, **arguments):
     tiny_hosts.counts(dataclasses.replace(world, should_stop=should_stop), **arguments)
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "kinds", "phase", "why"),
     [
@@ -103,7 +103,7 @@ def test_a_slow_host_is_named_with_its_phase_and_left_out(
         cluster.close()
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_slice_that_is_cut_off_is_the_one_that_is_lost(tmp_path, monkeypatch, lost):
     # The host that is cut off may be slow to report it.
@@ -137,7 +137,7 @@ def join(place, channel):
         channel.wait()
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cut", "phases"),
     [

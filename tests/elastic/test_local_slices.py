@@ -39,7 +39,7 @@ def slices(tmp_path):
         yield start
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_agents_encrypt_if_the_run_does(slices, tmp_path):
     issued = trustme.CA().issue_cert("127.0.0.1")
     own = tmp_path / "host.pem"
@@ -48,7 +48,7 @@ def test_the_agents_encrypt_if_the_run_does(slices, tmp_path):
     assert [url.partition(":")[0] for url in started.agents] == ["https", "https"]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_an_agent_that_is_gone_is_not_remembered_by_any_slice(slices):
     started = slices()
     memory = started._owned.memory

@@ -157,7 +157,7 @@ def test_the_other_machines_end_with_a_run_that_fails(machines, kind):
     assert machines.leaders() == [0]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_that_has_ended_has_ended_for_all_and_its_claim_is_given_back(machines):
     machines.start(1, await_other)
     machines.await_event(1, "leader_found")
@@ -187,7 +187,7 @@ def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
     assert not stale._claims.has_lead
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_lost_leader_gets_a_verdict(machines):
     first = machines.supervisor(0, None)
     machines.taken(first)
@@ -299,7 +299,7 @@ def test_a_machine_with_another_configuration_is_refused_and_the_run_goes_on(mac
     assert machines.ends == {0: False, 1: False}
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_leader_without_enough_slices_gives_way_once_to_those_it_does_not_reach(
     machines,
 ):
@@ -326,7 +326,7 @@ def test_a_leader_without_enough_slices_gives_way_once_to_those_it_does_not_reac
     assert leads_until[1] == math.inf
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_other_machines_are_waited_for_until_they_count_as_lost(machines):
     first = machines.supervisor(0, None, lost_secs=2.0)
     others = machines.taken(first)

@@ -47,7 +47,7 @@ def main():
 """
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_script_with_plain_values_trains_and_prints_what_happens(tmp_path):
     ended = script(tmp_path, PROGRAM + GUARD)
     assert ended.returncode == 0, ended.stderr
@@ -73,7 +73,7 @@ def test_a_script_that_each_host_would_run_again_is_refused_in_one_line(tmp_path
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "why"),
     [
@@ -92,14 +92,14 @@ def test_a_training_function_that_hosts_cannot_get_is_refused_in_one_line(
     assert "define it with `def` at the top of a module" in last_line(ended)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_training_function_of_a_program_without_a_file_is_refused(tmp_path):
     with pytest.raises(AssertionError, match="a program without a file") as raised:
         pages.run(PROGRAM + GUARD, tmp_path)
     assert "put it into a file" in str(raised.value)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_script_that_no_host_can_import_ends_the_run(tmp_path):
     program = PROGRAM + GUARD + "else:\n    raise OSError('no such device')\n"
     ended = script(tmp_path, program)
@@ -145,7 +145,7 @@ def test_limits_are_there_by_default():
         limits.most_secs = 1.0
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_host_that_is_stopped_is_noticed_in_its_time(tmp_path):
     lost = []
 
@@ -178,7 +178,7 @@ class Worlds:
             self.slices.append(fields["slices"])
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_host_that_dies_on_a_sound_machine_costs_one_change(tmp_path):
     worlds = Worlds()
     with ec.elastic.Processes(slices=2, logs=tmp_path) as cluster:
@@ -192,7 +192,7 @@ def test_a_host_that_dies_on_a_sound_machine_costs_one_change(tmp_path):
     assert "slice_lost" in worlds.events
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_change_that_is_decided_does_not_wait_for_a_compile(tmp_path):
     worlds = Worlds()
     every, one = ec.elastic.Policy(), ec.elastic.Policy(max_slices=1)

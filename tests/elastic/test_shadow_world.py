@@ -55,7 +55,7 @@ def run(request, tmp_path):
     run.processes.close()
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [{"budget_secs": 600.0}], indirect=True)
 def test_the_program_of_the_smaller_world_is_loaded_when_a_slice_is_lost(run):
     smaller = cluster.CompileAhead(compiles=tiny_hosts.compiles, work=FEWER)
@@ -67,7 +67,7 @@ def test_the_program_of_the_smaller_world_is_loaded_when_a_slice_is_lost(run):
     assert run.world(slices=(0,)) == {"executable_loaded"}
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [{"budget_secs": 0.01}], indirect=True)
 def test_compiling_ahead_ends_with_its_budget(run):
     smaller = cluster.CompileAhead(compiles=tiny_hosts.compiles, work=FEWER)

@@ -61,7 +61,7 @@ def result(checks):
     raise AssertionError("the check has not ended")
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_sound_slice_passes_and_a_broken_one_is_checked_again(checks, monkeypatch):
     monkeypatch.setattr(slice_check, "_RETRY_SECS", 0.0)
     checks.begin(1)

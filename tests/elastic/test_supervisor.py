@@ -288,7 +288,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_warm_server_has_imported_everything_and_started_nothing(tmp_path):
     script = tmp_path / "world.py"
     script.write_text(WARM_WORLD)
@@ -326,7 +326,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus):
     script = tmp_path / "world.py"
     script.write_text(WARM_TRAINING)

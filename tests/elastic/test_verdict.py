@@ -23,19 +23,19 @@ def test_a_fault_has_its_verdict_whatever_host_and_step_it_hits(meant, seed):
     assert judged.is_right, judged
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", verdicts.IN_PROCESSES)
 def test_a_fault_in_real_processes_has_its_verdict(kind):
     judged = verdicts.in_processes(kind, random.Random(kind))
     assert judged.is_right, judged
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_healthy_run_has_no_verdict_though_its_slices_change():
     assert verdicts.healthy(random.Random(0)) == []
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_program_that_fails_ends_the_run_with_its_traceback_first():
     judged = verdicts.in_processes("program_failed", random.Random(0))
     first, *_ = judged.failed.split("\n\n")

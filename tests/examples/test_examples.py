@@ -35,7 +35,7 @@ def losses(printed):
     return [float(loss) for loss in re.findall(r"loss ([0-9.]+)", printed)]
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_a_model_of_nnx_continues_on_other_devices_and_is_evaluated(tmp_path):
     first = run("flax_nnx.py", tmp_path, "--steps", 20)
     second = run("flax_nnx.py", tmp_path, "--steps", 40, devices=2)
@@ -53,7 +53,7 @@ def test_a_model_of_nnx_continues_on_other_devices_and_is_evaluated(tmp_path):
     assert "best step: 40" in evaluated
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["equinox_model.py", "linen_optax.py"])
 def test_a_model_that_continues_elsewhere_trains_as_one_that_never_stopped(
     tmp_path, program
@@ -68,7 +68,7 @@ def test_a_model_that_continues_elsewhere_trains_as_one_that_never_stopped(
     assert at_once[-1] < at_once[0]
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_a_loop_of_two_nodes_that_slurm_ends_continues_from_their_ram(tmp_path, corpus):
     """The script asks for GPUs; here its tasks have a CPU each."""
     here = [f"command={sys.executable} {EXAMPLES / 'cluster.py'} {corpus} {tmp_path}/c"]
@@ -122,7 +122,7 @@ def test_the_run_of_maxtext_is_that_of_its_guide():
     assert yaml.safe_load((EXAMPLES / "maxtext.yml").read_text()) == shown
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_plain_jax_continues_on_a_mesh_of_another_shape(tmp_path):
     first = run("plain_jax.py", tmp_path, "--mesh", 4, 2, devices=8)
     second = run("plain_jax.py", tmp_path, "--mesh", 2, 2, "--steps", 40)
@@ -132,7 +132,7 @@ def test_plain_jax_continues_on_a_mesh_of_another_shape(tmp_path):
     assert sorted(trained, reverse=True) == trained
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_an_elastic_run_loses_a_slice_with_its_memory_and_continues(tmp_path):
     with shared_memory.directory("example") as ram:
         printed = run(

@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
     return config
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

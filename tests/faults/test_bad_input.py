@@ -45,7 +45,7 @@ def wrong(config, *overrides):
     return refuse(config, *overrides, code=errors.CONFIG_EXIT_CODE)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_mistyped_key(trained):
     assert "unknown key 'hots'; the nearest key is 'hosts'" in wrong(trained, "hots=2")
 
@@ -118,7 +118,7 @@ def test_fewer_steps_than_the_run_has_trained(trained):
     assert "set it above 4 to continue" in message
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model(trained):
     message = refuse(trained, "base_mlp_dim=48", "steps=8")
     assert "step 4 is a checkpoint of another model: " in message
@@ -150,7 +150,7 @@ def data_state(trained):
     path.write_bytes(content)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_data_state_that_is_missing_cut_short_or_not_json(trained, data_state):
     content = data_state.read_bytes()
     problem = "step 4: no good copy of data/data_state.json is left (at"
@@ -226,7 +226,7 @@ def test_an_audit_of_no_run(trained, tmp_path):
     assert "no step log in it" in runs.verb("audit", run, code=1)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_forged_step_log_fails_the_audit_with_the_first_difference(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, steps=3, enable_checkpointing=False)
     assert runs.cli("train", config).returncode == 0

@@ -23,9 +23,7 @@ EDITS = {
     "schedule": [number_edit.Edit(path="count", value="100")],
 }
 # A few points by default, and all of them in a long test.
-EVERY = pytest.mark.parametrize(
-    "every", [9, pytest.param(1, marks=pytest.mark.slow(minutes=0.5))]
-)
+EVERY = pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 IN_PLACE = pytest.mark.parametrize("in_place", [False, True])
 
 

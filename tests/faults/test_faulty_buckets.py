@@ -129,8 +129,7 @@ def check(run):
         assert "PASSED" in ended.stdout, ended.stdout + ended.stderr
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.night
 @pytest.mark.parametrize("bucket", ["s3", "gs"], indirect=True)
 def test_a_run_survives_refusals_and_broken_connections(config, faults, bucket):
     faults.share = 0.08
@@ -141,8 +140,7 @@ def test_a_run_survives_refusals_and_broken_connections(config, faults, bucket):
     check(f"{bucket}/tiny")
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.night
 @pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
 def test_a_run_survives_lists_that_lag(config, faults, bucket):
     faults.lag_secs = 1.0
@@ -154,9 +152,8 @@ def test_a_run_survives_lists_that_lag(config, faults, bucket):
 
 
 # The client of GCS tries for two minutes before it reports the same.
-@pytest.mark.thorough
+@pytest.mark.night
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
-@pytest.mark.slow(minutes=0.6)
 def test_a_store_that_refuses_all_is_one_error_and_loses_nothing(
     config, faults, bucket
 ):
@@ -182,7 +179,7 @@ def test_a_store_that_refuses_all_is_one_error_and_loses_nothing(
     ],
     indirect=["bucket"],
 )
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_run_trains_on_while_its_bucket_takes_no_uploads(
     faults, bucket, tmp_path, corpus, kind, cause
 ):

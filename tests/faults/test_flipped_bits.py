@@ -187,7 +187,7 @@ def place_of(place_name, chance):
     return Place(machines=tuple(chance.sample(MACHINES, num_machines)), storage=storage)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_without_a_fault_the_newer_step_is_restored_anywhere(saved):
     for place_name in PLACES:
         step, events = saved.restore(place_of(place_name, random.Random(0)))
@@ -270,7 +270,7 @@ def run(saved, num, kind, seed):
     assert min(repaired["ram"], repaired["half of the ram, and storage"]) >= num / 30
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_flipped_bit_is_never_handed_out(saved):
     run(saved, 60, "flipped", seed=1)
 
@@ -330,8 +330,7 @@ def test_a_world_puts_right_what_each_of_its_hosts_finds_spoilt(saved, tmp_path)
     assert (event["bad_copies"], event["repaired"]) == (4, 4)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.night
 def test_of_500_flipped_bits_none_is_handed_out(saved):
     run(saved, 500, "flipped", seed=2)
 

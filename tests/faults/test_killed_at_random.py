@@ -83,8 +83,8 @@ def _nobody(name, **fields):
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(10, marks=pytest.mark.slow(minutes=0.4)),
-        pytest.param(100, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param(10, marks=pytest.mark.slow),
+        pytest.param(100, marks=pytest.mark.night),
     ],
 )
 def test_hosts_that_save_each_step_are_killed_at_random(tmp_path, number):

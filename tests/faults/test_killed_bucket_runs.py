@@ -10,8 +10,7 @@ from benchmarks import soak_buckets
 KILLS = 6
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.night
 @pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
 def test_a_run_that_is_killed_at_random_loses_no_committed_step(
     bucket, tmp_path, corpus

@@ -30,8 +30,7 @@ def mixture(tmp_path_factory):
     }
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.7)
+@pytest.mark.night
 @pytest.mark.parametrize("workers", [1, 0])
 def test_killed_on_four_hosts_it_goes_on_with_three_and_then_six(
     mixture, tmp_path, workers
@@ -70,8 +69,7 @@ def swapped(settings):
     return f"{first[:-1]}3;{second[:-1]}1"
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.7)
+@pytest.mark.night
 def test_evaluations_are_the_same_on_any_number_of_hosts(mixture, tmp_path):
     corpus, settings = mixture
     odd = settings["grain_train_files"].split(",")[0]
@@ -90,8 +88,7 @@ def test_evaluations_are_the_same_on_any_number_of_hosts(mixture, tmp_path):
     assert losses[1] == pytest.approx(losses[4], rel=1e-5)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.7)
+@pytest.mark.night
 def test_a_finite_run_ends_on_all_hosts_at_once_and_continues_to_no_step(
     mixture, tmp_path
 ):
@@ -112,8 +109,7 @@ def test_a_finite_run_ends_on_all_hosts_at_once_and_continues_to_no_step(
     assert json.loads(runs.verb("audit", tmp_path / "tiny", "--json"))["passed"]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.7)
+@pytest.mark.night
 def test_a_ramp_of_batch_sizes_takes_each_row_once(mixture, tmp_path):
     corpus, settings = mixture
     ramp = {

@@ -52,7 +52,7 @@ def reader(tmp_path):
         process.communicate()
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 def test_steps_that_are_read_stay_and_those_of_a_killed_reader_are_removed(
     tmp_path, clock, reader
 ):

@@ -61,7 +61,7 @@ def check(tmp_path, corpus, kill, *, is_memory_lost=False, **settings):
     test_divergence.check_rows(run, to=8)
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kill",
     [RAM[0], *STORED, *NEXT, SET_ASIDE],
@@ -74,7 +74,7 @@ def test_killed_while_it_goes_back_a_run_leaves_out_the_same_data(
     check(tmp_path, spoilt, kill)
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kill", "is_memory_lost"),
     [(kill, False) for kill in RAM[1::2]]

@@ -55,7 +55,7 @@ def is_interrupted(run):
     return any(".orbax-checkpoint-tmp" in name for name in names)
 
 
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "occurrence", "complete", "leaves_half"), POINTS)
 def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step(
     tmp_path, corpus, point, occurrence, complete, leaves_half
@@ -75,8 +75,7 @@ def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step
     assert runs.saved_steps(run) == [4, 8, 12]
 
 
-@pytest.mark.slow(minutes=0.6)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus)
     kill_at("with_the_state_half_written", 1, config, hosts=2)
@@ -85,8 +84,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
     assert "tiny: to step 12" in output
 
 
-@pytest.mark.slow(minutes=0.6)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_run_killed_between_two_saves_repeats_the_steps_since(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, async_checkpointing=False)
     kill_at("between_two_saves", 7, config, hosts=2)
@@ -96,7 +94,7 @@ def test_a_run_killed_between_two_saves_repeats_the_steps_since(tmp_path, corpus
     assert "steps trained again after an interruption: 3" in audit
 
 
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_again_and_again_ends_as_if_nothing_were(
     tmp_path, corpus
 ):

@@ -106,7 +106,7 @@ def lives(tmp_path):
         yield Lives(ram, tmp_path)
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_worlds_that_are_killed_lose_nothing_and_leave_nothing(lives):
     lives.end_at("save", "with_the_manifest_half_written", everybody=False)
     lives.end_at("replicate", "with_the_first_copy_written", everybody=False)

@@ -42,7 +42,7 @@ def slow_at_random(machines, numbers, *, seed):
         yield
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_step_is_lost_where_all_peers_are_slow_at_random(machines, tmp_path, seed):
     storage = str(tmp_path / "steps")
@@ -147,7 +147,7 @@ def test_a_start_waits_for_an_idle_machine_whose_agent_is_stopped_for_a_while(se
     assert "step_passed_over" not in {each["event"] for each in recorded}
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_backup_that_would_lack_parts_is_not_begun(machines, tmp_path, monkeypatch):
     original = backup.HostBackup.offer
 

@@ -112,7 +112,7 @@ def test_its_steps_take_our_batches_without_the_features_that_it_does_not_know(
     )
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_sidecar", [False, True])
 def test_it_saves_and_continues_in_its_own_checkpoints(install, files, in_sidecar):
     install()
@@ -131,7 +131,7 @@ RAMP = {
 
 
 @pytest.mark.parametrize("in_sidecar", [False, True])
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_in_a_ramp_its_steps_take_our_batches_of_growing_size(
     install, files, in_sidecar
 ):
@@ -176,7 +176,7 @@ def tiers(ram, **settings):
 
 
 @pytest.mark.parametrize("in_sidecar", [False, True])
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_in_tiers_it_continues_from_ram_and_without_it_from_storage(
     install, files, capsys, in_sidecar
 ):
@@ -193,7 +193,7 @@ def test_in_tiers_it_continues_from_ram_and_without_it_from_storage(
         assert "from persistent storage" in capsys.readouterr().out
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_in_tiers_other_data_is_one_line_and_nothing_waits(install, files, capfd):
     install()
     with shared_memory.directory("maxtext") as ram:
@@ -207,7 +207,7 @@ def test_in_tiers_other_data_is_one_line_and_nothing_waits(install, files, capfd
         assert len(trained(files, steps=9, **tiers(ram))) == 6
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_in_tiers_a_last_step_that_is_not_in_storage_is_an_error(
     install, files, capfd, monkeypatch
 ):
@@ -280,7 +280,7 @@ def test_the_end_of_the_data_is(install, files, capsys):
 
 
 # RAM has the last step already, or it does not.
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [1, 100])
 def test_the_last_step_of_data_that_ends_is_in_every_tier(
     install, files, capsys, period
@@ -559,7 +559,7 @@ def test_a_resume_from_a_data_state_that_was_changed_is_one_line(install, files,
     assert "restore the file from a copy" in line
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_report_has_the_losses_that_came_after_their_steps_were_saved(install, files):
     install(train=("SAVES_STEPS = False", "SAVES_STEPS = True"))
     trained(files, steps=4)

@@ -105,7 +105,7 @@ def test_models_whose_images_are_rows_get_one_for_each_row(
     assert re.search("what is .* it has 2 images, and .* write one image into", line)
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_sidecar", [False, True])
 def test_it_continues_with_the_same_rows_and_an_audit_reads_them_again(
     install,  # noqa: F811

@@ -97,8 +97,7 @@ def rows_of(directory, num_ranks):
     ]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.night
 def test_torchtitan_trains_on_four_three_and_two_ranks_with_the_rows_of_one(
     python_with_torchtitan, tmp_path
 ):

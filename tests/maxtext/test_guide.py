@@ -99,7 +99,7 @@ def test_its_file_of_a_job_makes_a_manifest_that_runs_maxtext(tmp_path, monkeypa
     assert "num_logical_shards: 768" in manifest
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     environment.set_up()
     (base,) = environment.ENVIRONMENT.glob(
@@ -122,7 +122,7 @@ def test_its_keys_for_preferences_have_a_meaning_here(tmp_path):
     assert not given - read
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
     environment.set_up()
     (smallest,) = environment.ENVIRONMENT.glob(
@@ -144,8 +144,7 @@ def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
     }
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=1.9)
+@pytest.mark.night
 def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
     environment.set_up()
     (tmp_path / "tiny.yml").write_text(FILES["tiny.yml"])
@@ -158,8 +157,7 @@ def test_its_run_continues_on_two_hosts_without_a_lost_example(tmp_path):
     assert "19" in steps
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=1.1)
+@pytest.mark.night
 def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
     environment.set_up()
     (tmp_path / "tiny.yml").write_text(FILES["tiny.yml"])
@@ -173,8 +171,7 @@ def test_its_elastic_run_loses_a_slice_and_continues(tmp_path):
     assert "world 2 starts on slices 0" in ended.stdout
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.night
 def test_the_command_for_weights_of_hugging_face_writes_what_maxtext_begins_with(
     tmp_path,
 ):

@@ -10,7 +10,7 @@ from elastic_ckpt.cli import main as cli
 from tests import runs, shared_memory
 from tests.maxtext import environment, images
 
-pytestmark = pytest.mark.slow(minutes=2)
+pytestmark = pytest.mark.slow
 
 STEPS, ROWS = 10, 2
 EVAL_INTERVAL = 4
@@ -41,7 +41,7 @@ def parts(found, *names):
     return {name: shapes for name, (_, shapes) in found.items()}
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_rows_are_those_of_maxtext_s_own_pipeline(compared):
     found = json.loads((compared / "compared.json").read_text())
     rows = images.ROWS // images.DEVICES
@@ -140,7 +140,7 @@ def audit(directory):
     return json.loads(ended.stdout[ended.stdout.index("{") :])
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_run_that_goes_on_on_two_hosts_is_that_of_one(maxtext, whole, capsys):
     expected, losses = environment.batches(whole), environment.losses(whole)
     assert len(expected["train"]) == STEPS
@@ -171,7 +171,7 @@ def test_a_run_that_goes_on_on_two_hosts_is_that_of_one(maxtext, whole, capsys):
     assert "train_image_column: saved " in (refused / "0.log").read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_live_run_loses_a_slice(maxtext, whole):
     with shared_memory.directory("maxtext") as ram:
         logs = maxtext.run(
@@ -205,7 +205,7 @@ def test_a_live_run_loses_a_slice(maxtext, whole):
     assert audit(directory)["passed"]
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_model_with_three_positions_is_trained_alike_on_two_hosts(maxtext):
     keys = {"steps": 2, "model": "qwen3-vl-2b"}
     whole = maxtext.run("positions", num_hosts=1, **keys)

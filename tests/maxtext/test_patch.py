@@ -11,7 +11,7 @@ from tests.maxtext import environment, test_real_maxtext
 from tests.maxtext.test_real_maxtext import STEPS, files, hosts, maxtext
 
 __all__ = ["files", "hosts", "maxtext"]
-pytestmark = pytest.mark.slow(minutes=3)
+pytestmark = pytest.mark.slow
 
 # Prints which functions of MaxText are others while it is extended.
 REPLACED = """
@@ -83,7 +83,7 @@ def test_through_the_patch_a_run_has_the_same_rows_and_losses(
     assert run_audit.RunAudit(str(run)).outcome().passed
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_an_error_of_the_data_comes_through_its_loader(patched):
     # Not as the end of the data.
     logs = patched.run(

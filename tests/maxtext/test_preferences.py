@@ -13,7 +13,7 @@ from tests.maxtext.test_patch import patched
 from tests.maxtext.test_real_maxtext import EVAL_INTERVAL, STEPS, files, hosts
 
 __all__ = ["files", "hosts", "patched"]
-pytestmark = pytest.mark.slow(minutes=2)
+pytestmark = pytest.mark.slow
 
 CASE = "preferences"
 NUM_PAIRS = 200
@@ -97,12 +97,12 @@ def check_run(maxtext, name, *, hosts, steps=STEPS):
 
 
 @pytest.mark.usefixtures("maxtext")
-@pytest.mark.thorough
+@pytest.mark.night
 def test_rows_are_those_that_maxtext_makes_of_the_same_pairs(files):
     environment.run("tests.maxtext.pairs", files / "pairs.parquet")
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 @pytest.mark.parametrize("in_tiers", [False, True])
 def test_a_run_on_other_numbers_of_hosts_is_that_of_one(maxtext, in_tiers):
     name, begin = f"preferences-{in_tiers}", 0
@@ -128,7 +128,7 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(maxtext, in_tiers):
         assert loss == pytest.approx(at_once, rel=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_tunix_goes_on_from_what_we_saved_and_we_not_from_what_it_did(maxtext):
     whole = maxtext.uninterrupted(CASE)
     name = whole.name.rpartition("-")[0]
@@ -143,14 +143,14 @@ def test_tunix_goes_on_from_what_we_saved_and_we_not_from_what_it_did(maxtext):
     assert "set another run_name" in log
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_through_the_patch_it_has_the_same_rows_and_losses(maxtext, patched, files):
     whole = maxtext.uninterrupted(CASE)
     logs = with_preferences(patched, files).run(CASE, "patched", steps=7, num_hosts=1)
     check_is_part_of(whole, logs, begin=0, end=7)
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_parts_of_a_batch_make_the_same_steps_until_the_data_ends(maxtext):
     # With ORPO, which has no model of reference.
     settings = {
@@ -183,7 +183,7 @@ def test_parts_of_a_batch_make_the_same_steps_until_the_data_ends(maxtext):
         check_run(maxtext, f"parts-{parts}", hosts=[1], steps=NUM_PAIRS // 40)
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext):
     name, steps, rows = "live_preferences", STEPS, 8
     whole = maxtext.uninterrupted(CASE)

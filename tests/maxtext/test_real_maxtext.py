@@ -16,7 +16,7 @@ from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
 from tests.multiprocess import supervisors
 
-pytestmark = pytest.mark.slow(minutes=1)
+pytestmark = pytest.mark.slow
 
 ROWS = 8
 # A run of this many steps is done on so many hosts, one stage after the other.
@@ -269,7 +269,7 @@ def test_fine_tuning_on_conversations_is_that_of_one_host(maxtext):
 IN_SIDECAR = {"colocated_python_data_input": True}
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("case", "settings", "stages"),
     [
@@ -296,7 +296,7 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
 
 
 @pytest.mark.parametrize("settings", [{}, IN_SIDECAR])
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_ramp_of_batches_is_that_of_one_host_however_often_it_is_continued(
     maxtext, settings
 ):
@@ -390,7 +390,7 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.thorough
+@pytest.mark.night
 def test_it_goes_back_to_storage_if_the_copy_in_ram_was_corrupt(maxtext, num_hosts):
     case, name = "packed_parquet", f"corrupt-{num_hosts}"
     whole = maxtext.uninterrupted(case)
@@ -425,7 +425,7 @@ def test_it_goes_back_to_storage_if_the_copy_in_ram_was_corrupt(maxtext, num_hos
 
 
 @pytest.mark.parametrize(("num_batches", "in_ram"), [(1, False), (5, True)])
-@pytest.mark.thorough
+@pytest.mark.night
 def test_the_last_step_is_saved_where_the_data_ends(
     maxtext, files, num_batches, in_ram
 ):
@@ -455,7 +455,7 @@ def test_the_last_step_is_saved_where_the_data_ends(
         check_verbs(maxtext, name, hosts=[2], steps=num_batches)
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
     case, name = "mixture", "interrupted"
     whole = maxtext.uninterrupted(case)
@@ -585,7 +585,7 @@ def check_live(maxtext, name, logs, *, counts, steps):
 
 # The hosts of the worlds, on one machine and on two.
 @pytest.mark.parametrize(("machines", "counts"), [(1, [4, 3, 4]), (2, [2, 1, 2])])
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext, machines, counts):
     name, steps, slices = f"elastic-{machines}", 20, counts[0]
     supervised = {"elastic_machines": machines} if machines > 1 else {}
@@ -645,8 +645,7 @@ class Machines(supervisors.Supervisors):
             )
 
 
-@pytest.mark.slow(minutes=3)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_live_run_goes_on_without_a_machine_and_takes_it_in_again(maxtext, tmp_path):
     name = "machines"
     run = maxtext.checkpoints(name).parent

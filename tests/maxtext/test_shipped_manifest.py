@@ -19,8 +19,7 @@ from tests.maxtext import environment, test_real_maxtext
 TOKENIZER = environment.TOKENIZERS / "qwen3-tokenizer" / "tokenizer.json"
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.night
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_host_of_the_shipped_manifest_comes_to_its_first_device(
     bucket, corpus, tmp_path
@@ -117,7 +116,7 @@ class Pods(local_pods.Pods):
         return environment.variables()
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_the_supervisors_of_a_manifest_run_maxtext_together(bucket, corpus, tmp_path):
     environment.set_up()
@@ -138,8 +137,7 @@ def test_the_supervisors_of_a_manifest_run_maxtext_together(bucket, corpus, tmp_
     check_run(pods.run)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=1)
+@pytest.mark.night
 def test_the_supervisors_of_a_slurm_job_run_maxtext_together(corpus, tmp_path):
     environment.set_up()
     variables = {"DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

@@ -136,8 +136,7 @@ def test_a_lack_of_room_at_any_change_loses_nothing_that_is_sure(name):
             assert run.is_open
 
 
-@pytest.mark.slow(minutes=4)
-@pytest.mark.thorough
+@pytest.mark.night
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("victims", ["all", "one"])
 @pytest.mark.parametrize("name", HISTORIES)

@@ -97,7 +97,7 @@ def test_a_step_that_retention_removed_is_not_stored_again():
         assert "backed_up" not in [name for name, _ in run.sim.events]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_step_that_was_given_up_is_saved_again_under_another_id():
     given_up = 0
     for number in range(1, 40, 3):

@@ -16,8 +16,8 @@ ROOT = pathlib.Path(__file__).parents[2]
     "number",
     [
         30,
-        pytest.param(250, marks=pytest.mark.slow(minutes=2.5)),
-        pytest.param(1_000, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param(250, marks=pytest.mark.slow),
+        pytest.param(1_000, marks=pytest.mark.night),
     ],
 )
 def test_histories(number):
@@ -35,7 +35,6 @@ def test_histories(number):
     assert done.returncode == 0, done.stdout[-20_000:]
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.night
 def test_other_histories():
     histories.run(10_000, derandomize=False)

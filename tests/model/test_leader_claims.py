@@ -275,7 +275,7 @@ def test_a_request_that_was_carried_out_though_it_failed_is_no_leader(tmp_path):
         assert second.leader().term == 3
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_claim_is_as_its_page_says_and_its_key_is_for_its_owner_alone(tmp_path):
     with simulated():
         first = machine(tmp_path, 0)

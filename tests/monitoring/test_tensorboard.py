@@ -35,7 +35,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
         tensorboard.TensorBoard(tmp_path)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_worlds_add_to_one_series_at_the_number_of_steps_done(tmp_path):
     for steps in ((1, 2, 3), (3, 4)):
         listener = summaries.Summaries(tensorboard.TensorBoard(tmp_path), name="board")

@@ -92,7 +92,7 @@ def started(tmp_path, corpus):
         yield BackedUpRun(tmp_path, corpus, ram, stack)
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 def test_after_the_loss_of_all_training_hosts_backup_hosts_have_the_step(
     started,
 ):

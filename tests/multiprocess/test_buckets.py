@@ -10,7 +10,7 @@ from tests import runs, shared_memory
 from tests.multiprocess import test_elastic_run
 
 
-@pytest.mark.slow(minutes=1.2)
+@pytest.mark.slow
 def test_a_run_in_a_bucket_outlives_a_slice_and_then_the_memory_of_all(
     bucket, tmp_path, corpus
 ):

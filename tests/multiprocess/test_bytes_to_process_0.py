@@ -133,7 +133,7 @@ def train(place, emit, *, directory):
         batches.close()
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_batches_data_states_and_weights_stay_on_their_hosts(tmp_path):
     received = {}
 

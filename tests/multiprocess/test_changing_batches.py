@@ -110,9 +110,9 @@ def of_one_host():
     return lines
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "colocated", [False, pytest.param(True, marks=pytest.mark.thorough)]
+    "colocated", [False, pytest.param(True, marks=pytest.mark.night)]
 )
 def test_batches_are_those_of_one_host_where_a_change_of_size_moves_shards(
     tmp_path, colocated

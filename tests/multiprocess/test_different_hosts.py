@@ -91,7 +91,7 @@ def work(checkpointer, mesh, *, in_ram):
     assert [each.state.values for each in wanted.values()] == [["before"]] * 2
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["storage", "ram"])
 def test_a_step_that_hosts_save_differently_fails_on_all_of_them(tmp_path, tiers):
     with machines.Machines() as ram:

@@ -40,7 +40,7 @@ def weights(run):
         return opened.load()["params"]
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_the_hosts_of_a_run_go_back_to_storage_together_and_repeat_its_rows(
     tmp_path,
     corpus,

@@ -85,7 +85,7 @@ def check_same(run, other, *, rtol=LOSS_RTOL):
     )
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_that_diverges_goes_back_and_on_without_the_bad_data(tmp_path, spoilt):
     config = configured(tmp_path / "one_host", spoilt, steps=22)
     trained(config)
@@ -100,7 +100,7 @@ def test_a_run_that_diverges_goes_back_and_on_without_the_bad_data(tmp_path, spo
     assert data["left_out"] == [[8 * ROWS, 16 * ROWS]]
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_hosts_that_change_on_the_way_go_back_to_the_same_step_twice(tmp_path):
     corpus = written(tmp_path / "texts.array_record", [*range(12, 15), *range(17, 20)])
     config = configured(tmp_path / "twice", corpus)
@@ -119,7 +119,7 @@ def test_hosts_that_change_on_the_way_go_back_to_the_same_step_twice(tmp_path):
     assert outcome["num_left_out"] == 13 * ROWS
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "saved"), [("stop", [4, 8]), ("abort", [4, 8, 12])])
 def test_a_run_that_diverges_ends_with_its_last_good_step_or_as_it_is(
     tmp_path, spoilt, action, saved
@@ -133,7 +133,7 @@ def test_a_run_that_diverges_ends_with_its_last_good_step_or_as_it_is(
     assert "the smoothed loss is" in failed["why"]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_that_may_not_go_back_any_more_ends(tmp_path, spoilt):
     config = configured(tmp_path / "no", spoilt, steps=22, divergence_max_rollbacks=0)
     output = trained(config, code=1)
@@ -149,7 +149,7 @@ def test_a_run_that_may_not_go_back_any_more_ends(tmp_path, spoilt):
         (range(7, 10), 100, 0),
     ],
 )
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_a_run_that_diverges_at_its_first_save_goes_on_without_the_data(
     tmp_path, noisy, period, to
 ):

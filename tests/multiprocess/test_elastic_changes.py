@@ -15,8 +15,7 @@ def ram():
         yield directory
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.night
 def test_a_spare_replaces_a_preempted_slice_and_no_step_is_lost(tmp_path, corpus, ram):
     config = test_elastic_run.configured(
         tmp_path,
@@ -43,7 +42,7 @@ def test_a_spare_replaces_a_preempted_slice_and_no_step_is_lost(tmp_path, corpus
     assert "PASSED" in runs.verb("audit", run)
 
 
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.slow
 def test_a_slice_that_computes_wrong_values_is_refused_and_quarantined(
     tmp_path, corpus, ram
 ):
@@ -73,7 +72,7 @@ def test_a_slice_that_computes_wrong_values_is_refused_and_quarantined(
     assert quarantined["why"] == "it has failed 2 times in this run"
 
 
-@pytest.mark.slow(minutes=0.8)
+@pytest.mark.slow
 def test_a_live_run_is_scaled_then_stopped_and_continues_on_all_slices(
     tmp_path, corpus, ram
 ):

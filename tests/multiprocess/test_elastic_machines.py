@@ -13,8 +13,7 @@ def others(number):
     return [each for each in range(3) if each != number]
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=2)
+@pytest.mark.night
 def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
     tmp_path, corpus
 ):
@@ -58,8 +57,7 @@ def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
         assert "PASSED" in runs.verb("audit", machines.run)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.8)
+@pytest.mark.night
 def test_machines_that_get_sigterm_leave_without_a_lost_step_and_then_all_end(
     tmp_path, corpus
 ):

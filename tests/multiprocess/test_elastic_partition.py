@@ -29,8 +29,7 @@ def partitioned(tmp_path, corpus):
         yield start
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.night
 def test_the_machine_that_holds_the_claim_goes_on_and_the_other_one_comes_back(
     partitioned,
 ):
@@ -48,7 +47,7 @@ def test_the_machine_that_holds_the_claim_goes_on_and_the_other_one_comes_back(
     assert "PASSED" in runs.verb("verify", machines.run)
 
 
-@pytest.mark.slow(minutes=0.8)
+@pytest.mark.slow
 def test_a_leader_that_is_cut_off_gives_way_if_its_slices_are_too_few(partitioned):
     network, machines = partitioned(3, elastic_min_slice_count=2)
     machines.train_on([0, 1, 2])

@@ -49,8 +49,7 @@ def await_next_world(pods, before):
     pods.train_on([0, 1])
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.night
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_hosts_of_the_generated_pods_fail_and_the_pods_and_their_memory_stay(
     tmp_path, corpus, bucket
@@ -83,8 +82,7 @@ def test_hosts_of_the_generated_pods_fail_and_the_pods_and_their_memory_stay(
             assert "PASSED" in runs.verb("audit", pods.run)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.night
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_all_pods_of_hosts_are_lost_and_the_backup_pods_of_the_manifest_have_the_step(
     tmp_path, corpus, bucket

@@ -103,7 +103,7 @@ def test_assumed_data_parallelism_copies_nothing_and_says_what_that_risks(
     assert "36 of 37 items lack copies" in " ".join(reasons(events, "degraded"))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_world_with_tls_saves_and_restores(ram, tmp_path):
     ca = trustme.CA()
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")

@@ -41,8 +41,7 @@ def one_host(directory, corpus, *, steps, to):
     return config.parent / "tiny"
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.night
 def test_a_run_that_loses_slices_goes_back_as_one_host_does(
     tmp_path,
     spoilt,  # noqa: F811
@@ -75,7 +74,7 @@ def test_a_run_that_loses_slices_goes_back_as_one_host_does(
     test_divergence.check_same(run, other, rtol=LOSS_RTOL)
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_a_run_that_loses_a_host_while_it_goes_back_does_so_again(
     tmp_path,
     spoilt,  # noqa: F811
@@ -95,7 +94,7 @@ def test_a_run_that_loses_a_host_while_it_goes_back_does_so_again(
     test_divergence.check_rows(run, to=event["step"])
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_a_live_run_that_diverges_after_a_loss_ends_without_its_last_step(
     tmp_path,
     spoilt,  # noqa: F811
@@ -118,7 +117,7 @@ def test_a_live_run_that_diverges_after_a_loss_ends_without_its_last_step(
     assert 16 not in runs.saved_steps(run)
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 def test_under_one_controller_a_run_goes_back_between_changes_of_slices(
     tmp_path,
     spoilt,  # noqa: F811

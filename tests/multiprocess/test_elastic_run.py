@@ -82,7 +82,7 @@ def losses(run):
     return np.array([record.loss for record in runs.steps(run)])
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.slow
 def test_a_run_loses_slices_with_their_memory_and_gets_them_back(tmp_path, corpus, ram):
     # That of process 0, too.
     lost = [0, 2]
@@ -130,7 +130,7 @@ def test_a_run_loses_slices_with_their_memory_and_gets_them_back(tmp_path, corpu
     np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=LOSS_RTOL)
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 def test_a_host_is_lost_in_each_phase_of_a_recovery(tmp_path, corpus, ram):
     phases = ["start", "prepare", "restore", "compile", "step", "save"]
     # The hosts of world n+2 die in the n-th of these phases, in turn.
@@ -168,7 +168,7 @@ def test_a_host_is_lost_in_each_phase_of_a_recovery(tmp_path, corpus, ram):
     assert re.search(r"(?m)^in RAM +step \d+", runs.verb("status", run))
 
 
-@pytest.mark.slow(minutes=0.8)
+@pytest.mark.slow
 def test_a_host_that_is_stopped_is_found_and_its_slice_left_out(tmp_path, corpus, ram):
     faults = [{"hang_host": 2, "at_step": 12}]
     settings = {"slices": 4, "faults": faults, "elastic_settle_seconds": 3600}
@@ -191,7 +191,7 @@ def test_a_host_that_is_stopped_is_found_and_its_slice_left_out(tmp_path, corpus
         assert "Thread 0x" in (logs / f"host-{host}.log").read_text()
 
 
-@pytest.mark.slow(minutes=0.7)
+@pytest.mark.slow
 def test_a_slice_that_is_cut_off_is_left_out_until_it_is_back(tmp_path, corpus, ram):
     faults = [{"cut_off": 1, "at_step": 12}, {"return_slice": 1, "at_step": 60}]
     config = configured(tmp_path, corpus, ram, hosts=3, slices=3, faults=faults)
@@ -203,7 +203,7 @@ def test_a_slice_that_is_cut_off_is_left_out_until_it_is_back(tmp_path, corpus, 
     assert "PASSED" in runs.verb("audit", run)
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_a_run_that_is_not_elastic_ends_with_its_first_host(tmp_path, corpus, ram):
     faults = [{"kill_host": 1, "at_step": 3}]
     settings = {"hosts": 2, "slices": 2, "faults": faults, "elastic_enabled": False}

@@ -282,7 +282,7 @@ def world(tmp_path_factory):
     return events, directory / "steps"
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_one_host_that_cannot_save_stops_no_other(world):
     events, steps = world
     for step, (host, _, message, _) in FAILURES.items():
@@ -298,7 +298,7 @@ def test_one_host_that_cannot_save_stops_no_other(world):
     assert list(steps.rglob("half")) == []
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_step_has_an_optional_component_of_all_hosts_or_of_none(world):
     events, steps = world
     whys = [each["why"] for each in events if each["event"] == "degraded"]
@@ -308,7 +308,7 @@ def test_a_step_has_an_optional_component_of_all_hosts_or_of_none(world):
     assert (steps / "12" / "cache").exists()
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_state_that_differs_on_a_host_is_named_with_its_path(world):
     events, _ = world
     differ = [each for each in events if each["event"] == "replicas_differ"]

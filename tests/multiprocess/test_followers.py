@@ -21,7 +21,7 @@ def ram():
         yield started
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_a_follower_reads_the_copies_of_agents_that_were_killed(ram, tmp_path):
     steps = str(tmp_path / "steps")
     options = {"slices": 2, "copies": 1, "persistent": steps, "every": NEVER}
@@ -46,8 +46,7 @@ def test_a_follower_reads_the_copies_of_agents_that_were_killed(ram, tmp_path):
     assert list(followed(timeout_secs=0)) == []
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_suite_of_followers_runs_and_what_did_not_change_is_not_moved():
     figures = follow.measure(follow.SMALL)
     assert 1 < figures["follow_bytes_over_changed"].value < 1.1

@@ -171,7 +171,7 @@ def of_one_device(corpus, steps):
     return ids, states
 
 
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.slow
 @pytest.mark.parametrize("worlds", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 def test_a_run_goes_on_bit_equal_under_other_degrees(worlds, tmp_path, corpus):
     records = []

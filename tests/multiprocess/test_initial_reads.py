@@ -104,7 +104,7 @@ def host(place, emit, *, keys, path):
         load(topology.mesh_of(topology.present(1)), keys, path)
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["orbax", "safetensors"])
 def test_each_host_reads_its_part_of_the_weights_alone_and_once(tmp_path, source):
     num_hosts = 2

@@ -81,7 +81,7 @@ def restored(events):
     return event
 
 
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.slow
 def test_ram_alone_is_enough_on_any_number_of_hosts(ram, tmp_path):
     steps = tmp_path / "steps"
     options = {"persistent": str(steps), "copies": 1}
@@ -97,7 +97,7 @@ def test_ram_alone_is_enough_on_any_number_of_hosts(ram, tmp_path):
         assert read["close"] > 0
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 0])
 def test_a_flipped_bit_in_ram_is_replaced_from_a_peer_or_storage(ram, tmp_path, copies):
     options = {"copies": copies}
@@ -114,7 +114,7 @@ def test_a_flipped_bit_in_ram_is_replaced_from_a_peer_or_storage(ram, tmp_path, 
     assert (event["bad_copies"], event["persistent_bytes"]) == (0, 0)
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_a_step_without_a_good_copy_of_a_box_is_passed_over_by_all(ram, tmp_path):
     options = {"copies": 1, "keep": ocp.training.preservation_policies.LatestN(2)}
     on(ram, range(2), saved([STEP, STEP + 1], sharded=True), tmp_path, **options)

@@ -34,14 +34,14 @@ def run(tmp_path, *, alone):
     return (tmp_path / "logs" / "host-0.log").read_text()
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_saves_in_flight_are_finished_by_hosts_that_leave_together(tmp_path):
     run(tmp_path, alone=False)
     steps = sorted(path.name for path in (tmp_path / "steps").iterdir())
     assert [name for name in steps if name.isdigit()] == ["1", "2"]
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 def test_a_host_that_leaves_alone_does_not_wait_for_the_others(tmp_path):
     log = run(tmp_path, alone=True)
     assert "saves in flight are not finished" in log

@@ -74,7 +74,7 @@ def addresses(nodes):
     return [agent.find(os.path.join(node, "tiny")) for node in nodes]
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 def test_pods_that_replace_all_others_restore_from_the_memory_of_the_nodes(
     tmp_path, corpus, nodes
 ):

@@ -24,7 +24,7 @@ def expected(num_batches):
     ]
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow
 def test_four_hosts_save_and_two_and_four_continue_with_the_batches_of_one_host(
     tmp_path,
 ):
@@ -39,7 +39,7 @@ def test_four_hosts_save_and_two_and_four_continue_with_the_batches_of_one_host(
     assert "PASSED" in report, report
 
 
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "victim"), CASES)
 def test_a_host_that_is_killed_in_a_save_leaves_the_step_before(
     point, victim, tmp_path
@@ -56,8 +56,7 @@ def test_a_host_that_is_killed_in_a_save_leaves_the_step_before(
         assert manager.all_steps() == [2, 4]
 
 
-@pytest.mark.slow(minutes=1)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_a_save_that_fails_on_one_host_fails_on_all_at_once(tmp_path):
     work = functools.partial(orbax_v0_worlds.failing, victim=1)
     orbax_v0_worlds.run(

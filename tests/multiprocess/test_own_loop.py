@@ -32,7 +32,7 @@ def record(checkpointer, mesh, *, directory, file):
     batches.close()
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_the_batches_of_several_hosts_are_those_of_one(tmp_path, monkeypatch):
     texts = [{"text": f"text {n} " * (1 + n % 4)} for n in range(100)]
     file = corpora.write_arrayrecord(tmp_path / "texts.array_record", texts)

@@ -93,7 +93,7 @@ class Machines:
         self.wait_until(is_trained)
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 def test_its_rows_are_those_of_one_host_though_leader_and_follower_are_killed(
     tmp_path, monkeypatch
 ):

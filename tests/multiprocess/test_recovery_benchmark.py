@@ -59,8 +59,7 @@ def test_the_loop_is_held_against_a_step_of_fifty_ms():
     assert abs(figures["loop_thread_percent"].value - 0.2) < 1e-6
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.night
 def test_turns_of_the_loop_and_of_its_saves_are_timed(tmp_path):
     settings = {
         **recovery._COMMON,

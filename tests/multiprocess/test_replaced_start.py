@@ -24,7 +24,7 @@ def killed_at_last(started):
         raise
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 def test_nothing_that_a_replaced_start_writes_is_read(tmp_path, corpus):
     run = tmp_path / "tiny"
     with shared_memory.directory("replaced") as ram:

@@ -72,7 +72,7 @@ def run(tmp_path_factory):
         yield directory / "tiny"
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "is_dark"), [(1000, False), (390, True)])
 def test_the_report_reads_well_in_a_browser(run, tmp_path, width, is_dark):
     output = runs.verb("report", run)
@@ -109,7 +109,7 @@ def test_the_report_reads_well_in_a_browser(run, tmp_path, width, is_dark):
     assert "No example was lost or repeated" in text
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_the_status_of_a_run_agrees_with_its_log(run):
     content = json.loads(runs.verb("status", run, "--json"))
     assert content["phase"] == "finished"
@@ -123,7 +123,7 @@ def test_the_status_of_a_run_agrees_with_its_log(run):
     assert content["last_event"]["event"] == "run_finished"
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_series_of_a_run_go_on_in_its_next_world(run):
     lines = append_log.read(run / "metrics" / "run.jsonl")
     worlds = {}

@@ -32,8 +32,7 @@ def trained_on(config, worlds):
     return config.parent / "tiny"
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.night
 def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
     mixture,  # noqa: F811
     tmp_path,
@@ -58,8 +57,7 @@ def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
     assert [step.digest for step in runs.steps(run)] == digests
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.night
 def test_stages_begin_at_their_steps_again_after_a_rollback(
     mixture,  # noqa: F811
     tmp_path,

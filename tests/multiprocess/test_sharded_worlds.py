@@ -89,7 +89,7 @@ def of_one_host(corpus, sizes):
 
 
 @pytest.mark.parametrize(
-    "resized", [WORLDS[:2], pytest.param(WORLDS, marks=pytest.mark.slow(minutes=0.5))]
+    "resized", [WORLDS[:2], pytest.param(WORLDS, marks=pytest.mark.slow)]
 )
 def test_batches_are_those_of_one_host_through_worlds_and_sizes(
     tmp_path, corpus, resized

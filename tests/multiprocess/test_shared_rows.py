@@ -200,9 +200,7 @@ def check(layouts, tmp_path, corpus):
     "layouts",
     [
         LAYOUTS[:1],
-        pytest.param(
-            LAYOUTS, marks=[pytest.mark.slow(minutes=0.1), pytest.mark.thorough]
-        ),
+        pytest.param(LAYOUTS, marks=pytest.mark.night),
     ],
 )
 def test_devices_of_hosts_with_shared_rows_hold_the_batches_of_one_host(
@@ -211,7 +209,6 @@ def test_devices_of_hosts_with_shared_rows_hold_the_batches_of_one_host(
     check(layouts, tmp_path, corpus)
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.night
 def test_so_they_do_on_every_other_mesh_and_number_of_hosts(tmp_path, corpus):
     check(MORE_LAYOUTS, tmp_path, corpus)

@@ -35,8 +35,7 @@ def test_mixed_faults_are_as_many_as_asked_for_and_all_slices_come_back():
         faults.parse(json.dumps(listed))
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=2)
+@pytest.mark.night
 def test_no_example_and_no_committed_step_is_lost(tmp_path, corpus):
     listed = soak.faults(EVENTS, SEED)
     kinds = {kind for fault in listed for kind in fault}

@@ -11,8 +11,7 @@ from tests import runs
 ROWS = 1024
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.night
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_run_of_large_batches_passes_its_audit_over_resizes_and_details(
     tmp_path, corpus, in_order

@@ -47,7 +47,7 @@ def check_saved(run, output, code):
     return step
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_first_ctrl_c_saves_like_sigterm(tmp_path, corpus, hosts):
     run = tmp_path / "tiny"
@@ -78,7 +78,7 @@ def test_a_first_ctrl_c_saves_like_sigterm(tmp_path, corpus, hosts):
     assert f"stopped after step {event['step']}, which is saved" in output
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus, hosts):
     config = runs.write_config(
@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus, hosts):
     assert runs.saved_steps(tmp_path / "tiny") == []
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", [True, False])
 def test_a_run_that_gets_sigterm_saves_and_continues_at_the_step(
     tmp_path, corpus, tiers
@@ -184,7 +184,7 @@ def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
     assert "ended by SIGTERM before the first step" in output
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 def test_the_newest_step_of_a_live_run_is_not_modified(tmp_path, corpus):
     run = tmp_path / "tiny"
     config = runs.write_config(tmp_path, corpus, checkpoint_period=2)

@@ -14,7 +14,7 @@ def ram():
         yield started
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_each_value_is_uploaded_once_and_comes_back_elsewhere(ram, tmp_path):
     def on(numbers, work, **options):
         ram.start_agents(numbers)

@@ -5,8 +5,7 @@ import pytest
 from benchmarks import text
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.night
 def test_text_is_measured_beside_each_library(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     figures = text.measure(

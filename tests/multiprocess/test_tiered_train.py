@@ -52,7 +52,7 @@ def test_a_run_whose_ram_is_too_small_is_stored_all_the_same(config, tmp_path):
     assert "checkpoint 12 was due in storage" in runs.verb("audit", run, code=1)
 
 
-@pytest.mark.slow(minutes=0.9)
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_from_what_its_processes_left_in_ram(
     config, tmp_path
 ):

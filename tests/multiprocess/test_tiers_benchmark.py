@@ -5,8 +5,7 @@ import pytest
 from benchmarks import tiers
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_suite_of_tiers_runs_and_replicas_send_nothing():
     figures = tiers.measure(tiers.SMALL)
     assert figures["dp_bytes_sent"].samples == (0,)

@@ -50,38 +50,38 @@ class TestGrainsElasticIterator(RemoteContract):
         return other, "data_shuffle_seed: saved 7, now 0"
 
 
-@pytest.mark.slow(minutes=0.1)
-@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.night
 class TestThreadsThatReadInPlace(RemoteContract):
     @pytest.fixture
     def data(self, data):
         return dataclasses.replace(data, num_threads=4)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 class TestMixedFilteredAndPackedFiles(ShardedContract):
     @pytest.fixture
     def data(self, parts):
         return formats.data(parts, "everything")
 
 
-@pytest.mark.slow(minutes=0.1)
-@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.night
 class TestMixture(ShardedContract):
     @pytest.fixture
     def data(self, parts):
         return formats.data(parts, "mixture")
 
 
-@pytest.mark.slow(minutes=0.1)
-@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.night
 class TestPacked(ShardedContract):
     @pytest.fixture
     def data(self):
         return of_shards(functools.partial(pipelines.packed, num_shards=NUM_SHARDS))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 class TestDataThatEnds(ShardedContract):
     @pytest.fixture
     def data(self):
@@ -112,8 +112,8 @@ def of_own_map_dataset(shard):
     return mine.to_iter_dataset(pipelines.IN_CALLER).filter(lambda e: e["x"][0] % 5)
 
 
-@pytest.mark.slow(minutes=0.1)
-@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.night
 class TestOwnMapDataset(ShardedContract):
     @pytest.fixture
     def data(self):
@@ -155,7 +155,7 @@ def of_own_iter_dataset(shard):
     return OwnIterDataset(shard)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 class TestOwnIterDataset(ShardedContract):
     @pytest.fixture
     def data(self):
@@ -184,7 +184,7 @@ def test_data_ends_stays_at_its_end_and_begins_again(remote, end, size, num_batc
     assert len(expected) == num_batches
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_processes_that_read_for_a_worker_change_nothing(remote, tmp_path):
     make_shard = functools.partial(pipelines.filtered, num_shards=NUM_SHARDS)
     one = worlds.World(of_shards(make_shard), 1, 16)

@@ -38,7 +38,7 @@ def layouts(slow):
         [
             pytest.param(name == "sharded", id=name, marks=marks)
             for name in ("sharded", "replicated")
-            for marks in [pytest.mark.slow(minutes=0.1) if name == slow else ()]
+            for marks in [pytest.mark.slow if name == slow else ()]
         ],
     )
 
@@ -107,7 +107,7 @@ def test_storage_alone_has_each_box_once_for_any_number_of_hosts(
             assert event(recorded, "restored_from")["persistent_bytes"] > 0
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_data_iterator_goes_on_where_the_step_was_saved(machines, remote):
     held_pipeline.VALVE.reset()
     batches = remote(held_pipeline.data(), size=8)
@@ -125,7 +125,7 @@ def test_the_data_iterator_goes_on_where_the_step_was_saved(machines, remote):
     assert held_pipeline.number(next(batches)) == 2
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_two_hosts_of_one_machine_have_a_part_of_its_memory_each(machines):
     with simulated_hosts.world(machines, 4, numbers=[0, 0, 1, 1]) as (saver, mesh, _):
         save(saver, mesh, 1)
@@ -150,7 +150,7 @@ def test_a_machine_is_lost_with_its_memory(machines, monkeypatch, sharded, lost)
     assert not [each for each in recorded if each["event"] == "step_passed_over"]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_bit_that_flipped_is_read_elsewhere_and_put_right(machines):
     with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, _):
         save(checkpointer, mesh, 1)
@@ -198,7 +198,7 @@ def test_leaves_of_all_kinds_come_back_bit_by_bit(machines, apart):
                 assert leaf.sharding == saved.sharding
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_part_comes_back_in_another_dtype_and_layout(machines):
     with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
         whole = np.random.default_rng(1).random((16, 24), np.float32)
@@ -294,7 +294,7 @@ class BesideOnly:
         return jax.device_put(arrays, shardings)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
     passed = []
     for width in (1, 64):
@@ -330,7 +330,7 @@ def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
     assert passed[0] == passed[1]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_an_error_of_a_host_names_it_and_the_step_is_given_up(machines, monkeypatch):
     write = saver.HostSaver.write
 
@@ -378,7 +378,7 @@ def test_a_leaf_that_cannot_be_saved_is_named(machines):
         restore(checkpointer, mesh, 2)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_hosts_have_their_turn_while_others_of_their_calls_take_long(
     machines, monkeypatch, remote
 ):
@@ -405,7 +405,7 @@ def test_hosts_have_their_turn_while_others_of_their_calls_take_long(
         assert saving.result()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_step_that_came_from_ram_is_distrusted_by_any_number_of_hosts(
     machines, tmp_path
 ):
@@ -425,7 +425,7 @@ def test_a_step_that_came_from_ram_is_distrusted_by_any_number_of_hosts(
         restore(tiers, mesh, 3)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_backup_is_what_orbax_loads(machines, tmp_path):
     steps = tmp_path / "steps"
     with simulated_hosts.world(machines, 4, persistent=steps) as (tiers, mesh, _):
@@ -506,7 +506,7 @@ def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch, single)
     made.close()
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("single", [False, True])
 def test_a_second_head_reads_beside_a_live_one(machines, monkeypatch, tmp_path, single):
     choose = front_door.topology

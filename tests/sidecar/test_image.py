@@ -123,7 +123,7 @@ def test_the_dockerfile_copies_what_there_is_and_ends_in_an_import():
     assert last.strip() == f'python -c "import {modules}"'
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_without_orbax_and_the_command_line_workers_have_the_same_values(workers):
     files, read_here = workers
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -9,7 +9,7 @@ import pytest
 from tests import runs
 from tests.sidecar import image_build, image_work, in_head
 
-pytestmark = pytest.mark.slow(minutes=0.1)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

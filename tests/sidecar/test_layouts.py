@@ -14,7 +14,7 @@ def machines():
         yield simulated
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_step_in_storage_is_read_through_a_layout(machines, tmp_path):
     options = {"persistent": str(tmp_path / "steps")}
     with simulated_hosts.world(machines, 2, **options) as (checkpointer, mesh, listed):
@@ -23,7 +23,7 @@ def test_a_step_in_storage_is_read_through_a_layout(machines, tmp_path):
     assert restored(listed)["persistent_bytes"] == NUM_BYTES
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_step_in_the_ram_of_hosts_alone_is_refused_with_the_remedy(machines):
     with simulated_hosts.world(machines, 2) as (checkpointer, mesh, _):
         tier_worlds.save(checkpointer, mesh, steps=[STEP], sharded=True)

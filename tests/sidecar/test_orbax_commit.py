@@ -113,7 +113,7 @@ def test_the_commit_waits_for_a_host_that_writes_late(
         assert held_pipeline.number(next(batches)) == 1
 
 
-@pytest.mark.slow(minutes=0.05, all_cases=True)
+@pytest.mark.slow
 def test_a_step_whose_data_state_cannot_be_written_does_not_count(
     batches, mode, tmp_path, monkeypatch
 ):

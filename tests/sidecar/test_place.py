@@ -108,7 +108,7 @@ def test_the_same_lines_give_the_same_bytes_and_the_same_files(tmp_path):
     assert sorted(files[0]) == ["data_state.json", "shards-00000-00007.json"]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_either_place_reads_what_the_other_has_written(tmp_path):
     mesh = topology.mesh_of(topology.present(2))
     for step, colocated in enumerate([False, True, False, True]):

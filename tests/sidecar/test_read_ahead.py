@@ -302,7 +302,7 @@ def make(depth=2):
     )
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_garbage_ends_its_threads_whatever_is_under_way(in_a_cycle):
     before = threads()

@@ -29,7 +29,7 @@ next(batches)
 """
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "batches.close()", "raise SystemExit(0)"])
 def test_a_program_that_used_it_ends_without_a_word(corpus, end):
     ended = subprocess.run(
@@ -41,7 +41,7 @@ def test_a_program_that_used_it_ends_without_a_word(corpus, end):
     assert ended.stdout + ended.stderr == ""
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_of_ours_a_bare_sidecar_imports_no_room_above_data():
     program = (
         "import sys, elastic_ckpt_sidecar\n"

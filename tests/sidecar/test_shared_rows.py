@@ -41,7 +41,7 @@ def check(batch, expected, layout):
 
 
 @pytest.mark.parametrize("engine", ["packed", "finite", "positional"])
-@pytest.mark.slow(minutes=0.05)
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [(TENSOR, SEQUENCE), (SEQUENCE, TENSOR)])
 @pytest.mark.parametrize("single", [SINGLE_CONTROLLER, ONE_PROCESS])
 def test_a_run_resumed_on_another_mesh_has_the_batches_of_one_host(

@@ -193,7 +193,7 @@ def test_a_slice_that_is_lost_while_it_is_checked_is_left_out():
     assert (outcome.losses, outcome.planned, outcome.restores) == (1, 0, {"local": 1})
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @given(
     st.integers(0, 10_000),
     st.integers(1, 3),

@@ -110,7 +110,7 @@ def validate(text):
     jsonschema.validate(json.loads(text), schema)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(saved_worlds.saved())
 def test_what_is_written_is_of_the_schema(offers):
@@ -142,7 +142,7 @@ def test_the_page_names_every_field():
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_every_changed_added_or_missing_byte_is_noticed():
     text = GOLDEN.read_bytes()
     for place in range(len(text)):

@@ -137,7 +137,7 @@ def test_a_close_copy_is_in_another_inner_domain():
         assert len({domains[each]["slice"] for each in ids}) == 3
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12),

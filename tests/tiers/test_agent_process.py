@@ -35,7 +35,7 @@ def test_signals_to_all_processes_of_a_job_do_not_end_it(service):
         os.kill(started.address.pid, 0)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_another_one_serves_beside_an_agent_that_does_not_answer(service):
     with contextlib.closing(agent_process.AgentProcess(service)) as started:
         os.kill(started.address.pid, signal.SIGSTOP)

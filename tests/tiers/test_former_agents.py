@@ -115,7 +115,7 @@ def test_a_former_program_attaches_to_the_agent_of_its_node(former, tmp_path, ro
         assert node_record.find(root).answers["run"].refusal == ""
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_program_attaches_to_a_former_agent_of_its_node_and_to_the_one_after_it(
     former, tmp_path, root
 ):

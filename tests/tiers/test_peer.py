@@ -486,7 +486,7 @@ class TestPatience:
             # It is there again, for everybody.
             assert endpoint.read("/v1/steps", most_bytes=9) == b"[]"
 
-    @pytest.mark.slow(minutes=0.1)
+    @pytest.mark.slow
     def test_nobody_waits_twice_for_a_peer_that_hangs(self, hasty):
         with ScriptedPeer(lambda *_: None) as silent:
             endpoint = hasty.endpoint(silent.url)

@@ -49,7 +49,7 @@ def losses(attempt, steps):
     return [records[step].loss for step in steps]
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
     tmp_path, corpus, recorded
 ):
@@ -85,7 +85,7 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
     assert losses(others[-1], (4, 5)) == losses(first, (4, 5))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
     together = [
         assembled(
@@ -105,7 +105,7 @@ def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
     assert losses(a, range(3)) == losses(c, range(3))
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_job_evaluates_on_its_own_devices(tmp_path, corpus):
     means = []
     for slices, num_devices in ((2, 4), (1, 2)):
@@ -133,7 +133,7 @@ def test_devices_of_another_topology_are_refused(tmp_path, corpus):
     assert not (tmp_path / "tiny").exists()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_that_is_past_its_last_step_is_refused(tmp_path, corpus):
     train(assembled(configured(tmp_path, corpus, steps=4), 1, 2))
     with pytest.raises(errors.ConfigError, match="is already at step 4"):

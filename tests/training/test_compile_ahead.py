@@ -10,7 +10,7 @@ from elastic_ckpt.training import job, load
 from tests import runs
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_jax_cache")
 def test_the_training_loads_what_was_compiled_ahead_and_nothing_is_written(
     tmp_path, corpus

@@ -114,7 +114,7 @@ def test_losses_from_a_bucket_are_those_from_orbax(
     assert continued == of_orbax(foreign_states.SOURCES[name].params, SAVED_ON)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_layout_may_fill_counts_and_weights_alone_begin_with_step_0(tmp_path, corpus):
     keys = keys_of("Megatron mp_rank", tmp_path)
     layout = pathlib.Path(keys["init_from_layout"])
@@ -135,7 +135,7 @@ def test_a_layout_may_fill_counts_and_weights_alone_begin_with_step_0(tmp_path, 
     assert params[0].tobytes() == params[1].tobytes()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_step_beyond_those_of_the_run_is_refused(tmp_path, corpus):
     keys = keys_of("Megatron mp_rank", tmp_path)
     job = assembled(tmp_path / "run", corpus, SAVED_ON, steps=1, **keys)

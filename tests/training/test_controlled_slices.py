@@ -50,7 +50,7 @@ def test_faults_of_hosts_are_refused(tmp_path, corpus):
         elastic_run.run_here(config, Journal())
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_a_run_loses_a_slice_and_gets_it_back(tmp_path, corpus):
     faults = [{"kill_slice": 0, "at_step": 7}, {"return_slice": 0, "at_step": 15}]
     with shared_memory.directory("controlled") as ram:

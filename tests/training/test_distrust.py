@@ -111,7 +111,7 @@ def check_same(run, state, undisturbed):
     assert [(s.digest, s.loss) for s in steps] == [(s.digest, s.loss) for s in others]
 
 
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 def test_a_poisoned_copy_in_ram_is_left_for_storage_and_the_rows_come_again(
     tmp_path, corpus, undisturbed, monkeypatch
 ):
@@ -168,8 +168,7 @@ def test_only_a_divergence_within_so_many_steps_of_the_restore_counts(
     check_same(run, ended.state, undisturbed)
 
 
-@pytest.mark.slow(minutes=0.3)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_zero_steps_switch_it_off(tmp_path, corpus, monkeypatch):
     run = Run(tmp_path / "run", corpus, distrust_steps=0)
     poison(monkeypatch, 6)
@@ -179,8 +178,7 @@ def test_zero_steps_switch_it_off(tmp_path, corpus, monkeypatch):
     assert run.starts() == [0, 6]
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.night
 def test_each_restore_is_distrusted_once(tmp_path, corpus, monkeypatch):
     run = Run(tmp_path / "run", corpus, divergence_action="stop")
     poison(monkeypatch, 4, 6)
@@ -248,7 +246,7 @@ def test_a_run_that_dies_while_it_goes_back_continues_from_storage(
     run.audit()
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_batch_size_that_has_grown_since_is_that_of_the_step_again(
     tmp_path, corpus, monkeypatch
 ):

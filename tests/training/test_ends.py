@@ -86,7 +86,7 @@ def callbacks(config):
     return {"failing": Failing()}
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_of_one_process_that_fails_has_its_last_due_step(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, steps=8, checkpoint_period=4)
     ended = runs.cli("train", config, f"training_callbacks={__name__}:callbacks")

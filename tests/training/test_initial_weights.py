@@ -105,7 +105,7 @@ def losses(directory, corpus, **settings):
     return jobs.losses(directory)
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_losses_from_safetensors_are_those_from_the_state_that_orbax_saved(
     tmp_path, corpus, source, foreign
 ):
@@ -140,7 +140,7 @@ def test_the_weights_of_a_run_come_back_by_the_layout_that_it_began_with(
     assert safetensors_files.bits(safetensors_files.read(made)) == expected
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_a_step_of_ours_and_nothing_else(
     tmp_path, corpus, source, monkeypatch
 ):
@@ -162,7 +162,7 @@ def test_a_run_begins_with_the_weights_of_a_step_of_ours_and_nothing_else(
     assert int(state["step"]) == 0
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 def test_weights_come_from_a_bucket(bucket, tmp_path, corpus, source, foreign):
     _, saved = source
     path = f"{bucket}/llama"
@@ -176,7 +176,7 @@ def test_weights_come_from_a_bucket(bucket, tmp_path, corpus, source, foreign):
     assert len(state["params"]["qkv"].sharding.device_set) == 4
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_that_has_saved_a_step_does_not_read_the_weights_again(
     tmp_path, corpus, source, foreign
 ):
@@ -218,7 +218,7 @@ def test_an_error_in_a_layout_names_its_file_and_line(
     assert str(layout) in str(raised.value)
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -235,7 +235,7 @@ def test_a_checkpoint_of_another_model_needs_a_layout(
         begun(configured(tmp_path, corpus, **settings))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_an_error_names_the_weights_that_a_step_lacks(tmp_path, corpus, source):
     _, state = source
     params = {k: v for k, v in state["params"].items() if k != "mlp_norm"}
@@ -245,7 +245,7 @@ def test_an_error_names_the_weights_that_a_step_lacks(tmp_path, corpus, source):
         begun(configured(tmp_path / "run", corpus, init_from=str(step)))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_checkpoint_without_a_layout_is_refused_with_those_that_fit(
     tmp_path, corpus, foreign, monkeypatch
 ):

@@ -46,7 +46,7 @@ def test_a_run_that_goes_back_over_a_stage_twice(parts):
     check(run)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_run_that_goes_back_with_batches_of_other_sizes(parts):
     data = curriculum(parts)
     run = test_provenance.Run().attempt(data, [12] * 6 + [6] * 2)

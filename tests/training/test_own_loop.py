@@ -331,7 +331,7 @@ def train(directory, data, *, until, poisoned=None, within=20):
     return state["w"].tolist()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_loop_distrusts_what_it_restored_from_ram_by_one_call(
     tmp_path, data, capsys, monkeypatch
 ):

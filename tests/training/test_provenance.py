@@ -398,7 +398,7 @@ def test_the_steps_of_a_document(parts, name):
     check_uses(parts, name, samples=5)
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 @each_pipeline
 def test_the_steps_of_many_documents(parts, name):
     check_uses(parts, name, samples=40)
@@ -414,7 +414,7 @@ def test_every_document_of_three_epochs(parts):
     assert outcomes["too_short"] > 5
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_documents_of_a_run_that_went_back(parts):
     data = formats.data(parts["parquet"], "chunk")
     run = Run().attempt(data, [12] * 5, saves=(3,))
@@ -717,7 +717,7 @@ def test_documents_of_stages_that_end(parts, size):
     assert outcomes["used"] > 8
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_documents_of_stages_of_a_users_pipeline(parts):
     web = {"parquet": parts["parquet"][2:]}
     data = stages.staged(
@@ -731,7 +731,7 @@ def test_documents_of_stages_of_a_users_pipeline(parts):
     check_found(run, "plain", samples=12)
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_documents_of_a_dataset_that_a_stage_leaves_out(parts):
     def mixed(length, *names):
         return sharded_data.sharded(
@@ -768,7 +768,7 @@ def of_stage(parts, **more):
     return test_stages.of_stage(parts, window=4, **more)
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_documents_of_stages(curriculum):
     run = Run().attempt(curriculum, [12] * 6 + [6] * 4, saves=(2, 5, 6, 7, 9))
     outcomes = check_stages(run, formats.DATASETS, steps=range(10), samples=20)
@@ -780,8 +780,7 @@ def test_documents_of_stages(curriculum):
     assert [each.from_step for each in readings] == [5, 6, 7, 7]
 
 
-@pytest.mark.slow(minutes=0.6)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_documents_of_stages_that_a_resized_run_went_back_over(curriculum):
     run = Run().attempt(curriculum, [12] * 6 + [6] * 2, saves=(2, 5, 7))
     run.attempt(curriculum, [18, 4, 4, 4], start=5, saves=(6, 8))
@@ -806,7 +805,7 @@ def test_documents_of_a_run_that_was_given_stages(curriculum):
     first=st.integers(0, 30),
 )
 @settings(max_examples=test_stages.MOST_EXAMPLES)
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.slow
 def test_documents_of_many_schedules_of_stages(parts, chosen, saves, first):
     described, schedule = chosen
     data = stages.staged(

@@ -7,8 +7,7 @@ import pytest
 from benchmarks import storage
 
 
-@pytest.mark.thorough
-@pytest.mark.slow(minutes=0.4)
+@pytest.mark.night
 def test_the_suite_of_storage_runs():
     # Clients that a process has opened keep to their servers, which end with the suite.
     with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -42,7 +42,7 @@ def trained(corpus):
     return train(data_of(corpus), slices=2, num_steps=12)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_loss_falls(trained):
     losses = [float(report.loss) for report in trained[2]]
     assert losses[-1] < losses[0] - 1
@@ -85,7 +85,7 @@ def test_initial_weights_do_not_depend_on_the_mesh():
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_losses_agree_over_meshes(data):
     # float32 sums in another order: 1e-5 is some hundred roundings of them.
     runs = [
@@ -109,7 +109,7 @@ def test_an_evaluation_sums_over_targets_and_changes_nothing(trained, data):
     assert before["step"] == 12
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_slices_add_their_gradients_once_a_step(data, monkeypatch, microbatches):
     # On CPUs, hosts keep no program with collectives in loops.

@@ -138,7 +138,7 @@ def test_one_source_becomes_targets(samples, target, stage):
     check_load(samples("zero1_tp2_pp2_dp2"), target, stage)
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("target", TARGETS)
 def test_one_source_becomes_every_target(samples, target, stage):

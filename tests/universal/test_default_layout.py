@@ -60,7 +60,7 @@ def test_weights_are_masters_if_there_are_no_others():
     relayout.assert_same(arrays, {"master/w": array.astype(np.float32)})
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_shards_of_ranks_are_refused_with_the_layouts_that_fit():
     saved = [relayout.saved("w", relayout.numbered(2), tp=rank) for rank in (0, 1)]
     with pytest.raises(LayoutError, match="some format has shards of ranks"):

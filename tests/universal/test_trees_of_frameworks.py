@@ -178,7 +178,7 @@ def abstract_nnx():
     return model
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_nnx(source, tmp_path, tensors):
     known = known_nnx(tensors)
     graph, abstract, _ = nnx.split(abstract_nnx(), nnx.Param, ...)
@@ -354,7 +354,7 @@ def trained(tmp_path, tensors):
     return parts, saved, path
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_linen_with_an_optimizer(trained, tmp_path):
     parts, saved, source = trained
     model = decoders.LinenDecoder()
@@ -401,7 +401,7 @@ def test_linen_with_an_optimizer(trained, tmp_path):
     assert_back(loaded, layout, tmp_path, widened)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_nnx_with_an_optimizer(trained, tmp_path):
     parts, saved, source = trained
     wrt = nnx.Param
@@ -446,7 +446,7 @@ def test_nnx_with_an_optimizer(trained, tmp_path):
     assert_back(loaded, layout, tmp_path, widened)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_equinox(source, tmp_path, tensors):
     whole = sharded(eqx.filter_eval_shape(decoders.EquinoxDecoder, jax.random.key(0)))
     initial = decoders.EquinoxDecoder(jax.random.key(1))

@@ -37,12 +37,12 @@ def patched(tmp_path_factory):
     return upstream.patched(directory, "orbax.checkpoint", "orbax-checksums.patch")
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_its_own_tests_pass(patched):
     upstream.ran(["-m", OWN_TESTS], patched)
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 @pytest.mark.parametrize("writer_checks", ["checks", "does not"])
 def test_the_release_and_the_patched_one_read_each_other(
     patched, tmp_path, writer_checks
@@ -53,7 +53,7 @@ def test_the_release_and_the_patched_one_read_each_other(
     upstream.ran(["-c", LOAD, tmp_path / "released"], patched)
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_flips_that_the_release_loads_are_errors():
     words = [MEASURE, "--flips", 10, "--mebibytes", 1, "--rounds", 1]
     released, checked = map(json.loads, upstream.ran(words, {}).splitlines())

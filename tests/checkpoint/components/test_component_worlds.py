@@ -246,7 +246,7 @@ def work(*, directory, num_hosts, loads):
         save_and_load_cube(directory=f"{directory}/cube")
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.slow
 def test_components_of_real_hosts_on_any_number_of_hosts(tmp_path):
     def run(num_hosts, *, loads):
         task = functools.partial(work, num_hosts=num_hosts, loads=loads)

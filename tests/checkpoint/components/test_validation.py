@@ -103,7 +103,7 @@ def test_a_flipped_bit_of_a_replica_is_found_wherever_it_is(mesh):
     check_flips(train_state(mesh), 10)
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_two_hundred_of_two_hundred_flipped_bits_are_found(mesh):
     check_flips(train_state(mesh), 200)
 
@@ -113,7 +113,7 @@ def test_a_clean_state_has_no_finding(mesh, level):
     assert ec.components.validate(train_state(mesh), level=level) == []
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_a_thousand_of_a_thousand_clean_states_have_no_finding(mesh):
     state = train_state(mesh)
     draw = jax.jit(

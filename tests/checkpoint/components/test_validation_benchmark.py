@@ -5,7 +5,7 @@ import pytest
 from benchmarks import validation
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_suite_of_validation_runs():
     figures = validation.measure(validation.SMALL)
     assert {"tensor_ratio_read", "full_ratio_read", "quick_ms"} <= figures.keys()

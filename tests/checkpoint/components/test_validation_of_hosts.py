@@ -59,7 +59,7 @@ def validate(place, emit):
                 emit("degraded", tier=case, cause=level, step=host, why=str(seen))
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_all_hosts_find_the_leaf_and_the_host_that_differ(tmp_path):
     reports = {}
 

@@ -128,7 +128,7 @@ def test_arrays_that_are_donated_afterwards_leave_the_capture_as_it_was(num_devi
     assert joined(only(captured)).tobytes() == (values + 1).tobytes()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_small_arrays_have_the_bits_that_their_program_computes():
     @jax.jit
     def later(values):
@@ -190,7 +190,7 @@ def test_what_devices_send_comes_in_waves(num_bytes):
             assert np.array_equal(copy, expected[place])
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_what_devices_send_goes_through_pinned_memory_into_files(tmp_path):
     values = {
         "alone": random_bits("float32", 2**22).reshape(64, -1),

@@ -117,7 +117,7 @@ def test_an_epoch_on_any_hosts_is_that_of_a_function_of_documents(files, packing
     )
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_documents_that_a_stage_hands_on_were_mapped_once(files):
     def batches(*, singly):
         run = [

@@ -90,7 +90,7 @@ def test_features_of_other_lengths_are_refused():
         next(iter(rows))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_features_that_are_named_as_those_that_packing_adds_are_refused():
     with pytest.raises(errors.ConfigError, match=r"\['a_positions'\] have names of"):
         packed([3], features=("a", "a_positions"))

@@ -96,7 +96,7 @@ def test_the_verb_names_the_column_of_json_lines_and_what_it_skipped(tmp_path):
     assert pq.read_table(out).column("text").to_pylist() == ["one", "two"]
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_the_standard_library_is_found_and_packages_are_not_taken_for_it(tmp_path):
     out = tmp_path / "stdlib"
     written = text.write_arrayrecord(text.PYTHON_STDLIB, str(out))

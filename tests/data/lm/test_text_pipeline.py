@@ -70,7 +70,7 @@ def before_blocks(cursor, made):
     }
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 def test_a_state_from_before_there_were_blocks_continues(texts_config):
     make = pipeline.from_config(texts_config).make_shard
     made = {

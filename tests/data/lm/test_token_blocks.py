@@ -265,7 +265,7 @@ assert [found.tolist() for found in begun] == expected[15:]
 """
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_process_that_was_forked_while_threads_tokenise_goes_on(tmp_path):
     from tests.data.lm import test_tokenizers
 

@@ -154,7 +154,7 @@ def test_a_file_of_another_format_names_the_way(tmp_path, name, way, make, own):
         source.indexes(make(files=(str(tmp_path / name),)))
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("listens", [True, False], ids=["silent", "refuses"])
 @pytest.mark.parametrize("protocol", ["gs", "s3", "az"])
 def test_a_bucket_that_is_out_of_reach_ends_the_start(protocol, listens):

@@ -170,7 +170,7 @@ def test_more_compressed_files_than_may_be_open_are_read_in_turn(
         assert len(os.listdir("/dev/fd")) - num_open <= few_descriptors // 2
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_threads_share_the_compressed_files_that_are_open(tmp_path, few_descriptors):
     file, text = long_text(tmp_path / "a.txt.gz")
     dataset = lines.Text(files=(file,))

@@ -457,7 +457,7 @@ def flipped(path, place):
     return spoilt
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compression", "version"),
     [("none", "1.0"), ("snappy", "2.0"), ("zstd", "1.0"), ("lz4", "1.0")],

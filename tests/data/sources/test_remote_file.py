@@ -275,7 +275,7 @@ def test_a_copy_on_this_machine_ends_with_the_process(tmp_path):
 # The clients are those of the other tests, and slower for S3.
 one_store = pytest.mark.parametrize(
     "bucket",
-    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.05))],
+    ["gs", pytest.param("s3", marks=pytest.mark.slow)],
     indirect=True,
 )
 
@@ -299,7 +299,7 @@ def test_data_in_a_bucket_is_that_on_a_disk(bucket, tmp_path, kind):
     assert len(elements(kind, remote)) == 30
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_data_in_a_container_of_azure_is_that_on_a_disk(tmp_path, monkeypatch):
     local = tmp_path / "texts.tfrecord"
     tfrecord.write(local, (b"text %d" % number * 5000 for number in range(100)))

@@ -27,7 +27,7 @@ print("leads" if claims.check() else "follows", flush=True)
 sys.stdin.readline()
 claims.give_back()
 """
-SLOW = pytest.mark.slow(minutes=0.2)
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(
@@ -126,7 +126,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.slow(minutes=0.3)
+@pytest.mark.slow
 def test_one_of_several_gets_the_claim_of_a_bucket_that_fails(
     object_stores, bucket, monkeypatch
 ):

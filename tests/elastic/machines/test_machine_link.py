@@ -162,7 +162,7 @@ def test_a_peer_that_gives_no_sign_is_lost_though_its_connection_stays():
     linked.close()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_beats_show_that_a_peer_is_alive():
     linked = Linked(lost_secs=5)
     linked.near.begin_beats()

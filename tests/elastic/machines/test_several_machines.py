@@ -143,7 +143,7 @@ class TwoMachines:
             self.over = following.run(no_signal)
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @pytest.mark.parametrize("min_slices", [1, 2])
 def test_sigterm_to_the_leader_stops_the_run_only_if_the_others_are_too_few(
     tmp_path, min_slices
@@ -171,7 +171,7 @@ def test_sigterm_to_the_leader_stops_the_run_only_if_the_others_are_too_few(
     assert first["is_left"] == (min_slices == 1)
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_machine_has_the_program_of_each_number_that_its_host_may_get(tmp_path):
     gate = tmp_path / "gate"
     train = functools.partial(tiny_hosts.compiles, gate=str(gate))
@@ -196,7 +196,7 @@ def test_a_machine_has_the_program_of_each_number_that_its_host_may_get(tmp_path
         assert not two.named("compiled")
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_a_slice_of_another_machine_is_killed_and_comes_back(tmp_path):
     train = functools.partial(tiny_hosts.counts, steps=MANY, directory=tmp_path)
     listed = [

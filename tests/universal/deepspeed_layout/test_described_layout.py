@@ -242,7 +242,7 @@ def cuts(draw):
     return ends[-1], held, draw(st.integers(0, 1)), draw(st.booleans())
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(cuts())
 def test_shards_of_any_parts_along_a_dim_are_joined(made):

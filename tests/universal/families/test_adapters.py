@@ -11,7 +11,7 @@ from elastic_ckpt.universal.writing.conversion import Job
 from tests.universal import safetensors_files
 from tests.universal.families.environment import TRANSFORMERS
 
-pytestmark = pytest.mark.slow(minutes=0.3)
+pytestmark = pytest.mark.slow
 
 MERGED = ["plain", "rslora", "ranks", "saved", "embeddings"]
 OTHERS = {

@@ -24,7 +24,7 @@ from tests.universal.families import forward, trees
 from tests.universal.families.environment import TRANSFORMERS
 from tests.universal.families.models import MODELS, QUANTIZED, SEEING, TOKENS
 
-pytestmark = pytest.mark.slow(minutes=1)
+pytestmark = pytest.mark.slow
 
 HERE = pathlib.Path(__file__).parent
 # The kind of each layer, by what the stack of the kind is called.

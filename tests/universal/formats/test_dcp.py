@@ -92,7 +92,7 @@ def test_each_of_many_tensors_is_where_it_was_written(tmp_path):
         assert_equal(values_of(tensor), np.ones((2, 3), np.float32))
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_memory_is_limited_by_the_bytes_that_values_take(tmp_path, monkeypatch):
     monkeypatch.setattr(source_budget, "MOST_MEMORY_BYTES", 1 << 20)
     monkeypatch.setattr(source_budget, "_MEMORY_PER_BYTE", 100)

@@ -456,7 +456,7 @@ def test_a_missing_file_is_named(copied, sample, name):
         deepspeed.open_checkpoint(folder)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_truncated_files_are_refused_by_name(copied):
     folder = copied("zero1_dp2")
     content = (folder / FLAT).read_bytes()

@@ -24,7 +24,7 @@ from tests.universal.formats import dcp_files, process_limits, torch_files
 FILE = "model_optim_rng.pt"
 
 
-@pytest.fixture(params=[6, pytest.param(0, marks=pytest.mark.slow(minutes=0.5))])
+@pytest.fixture(params=[6, pytest.param(0, marks=pytest.mark.slow)])
 def less(request, monkeypatch):
     """The power of two by which less memory is allowed."""
     most = source_budget.MOST_BYTES >> request.param
@@ -62,7 +62,7 @@ def slow_pickle(secs):
     return b"\x80\x04}(" + items + b"u."
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_seconds_of_all_files_count_together(tmp_path, monkeypatch):
     monkeypatch.setattr(source_budget, "MOST_SECS", 1)
     ranks(tmp_path / "bad", [None] * 4, content=slow_pickle(2))
@@ -85,7 +85,7 @@ def test_values_of_all_files_count_together(tmp_path, less):
     refused(tmp_path / "bad", f"{FILE} has values that take over")
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_states_of_all_ranks_count_together(tmp_path, less):
     value = doubled({}, 18 - less)
     for rank in range(10):
@@ -142,7 +142,7 @@ def test_long_keys_of_distributed_values_are_refused(tmp_path, less):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_values_of_many_parameters_are_refused(tmp_path, less):
     value = {
         "param": torch_files.tensor(),

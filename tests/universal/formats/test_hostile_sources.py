@@ -168,7 +168,7 @@ def nested(value, times=60):
 NESTED = nested([])
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["offsets", "sizes"])
 def test_a_shape_of_shapes_is_refused(tmp_path, key, monkeypatch):
     monkeypatch.setattr(source_budget, "MOST_SECS", 1)
@@ -185,7 +185,7 @@ def test_keys_of_keys_are_no_names(tmp_path):
     assert tensor.name == "w"
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_an_index_of_shapes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(source_budget, "MOST_SECS", 1)
     index = dcp_files.index("w", None)

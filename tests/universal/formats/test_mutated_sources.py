@@ -99,7 +99,7 @@ def test_a_few_changed_bytes_are_one_error_or_are_read(name, tmp_path):
     check(name, tmp_path, range(4))
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_changed_bytes_are_one_error_or_are_read(name, tmp_path):
     assert check(name, tmp_path, range(4, 84))

@@ -18,7 +18,7 @@ def test_memory_is_limited():
     assert np.empty(2 * process_limits.MOST_BYTES, np.uint8).nbytes
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_time_is_limited(monkeypatch):
     monkeypatch.setattr(process_limits, "MOST_SECS", 0)
     with pytest.raises(TooLongError), process_limits.limited():

@@ -112,7 +112,7 @@ def test_files_that_are_not_as_listed_are_refused(saved, tmp_path, harm):
         opening.open_checkpoint(step)
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_manifest_that_was_altered_is_refused(saved, tmp_path):
     step = copied(saved, tmp_path / "ram")
     (manifest,) = step.glob("manifest-*.json")

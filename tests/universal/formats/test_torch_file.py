@@ -344,7 +344,7 @@ def test_a_later_version_is_one_clear_error(tmp_path):
     assert torch_file.read_arrays(path) == {}
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.binary(max_size=60), st.integers(0, 5))
 def test_no_pickle_ends_with_another_error(tmp_path_factory, content, start):

@@ -455,7 +455,7 @@ def test_experts_of_gpt_oss_are_read_in_four_bits(form):
 
 @pytest.mark.parametrize("form", ["", "_unscanned"])
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_model_of_maxtext_fits_no_layout_of_another_family(name, form):
     _, _, (layout, _) = small_models.MODELS[name]
     arrays = small_models.tensors(name)

@@ -143,7 +143,7 @@ def test_parameters_and_moments_are_those_of_megatron(
             assert loaded.tobytes() == array.tobytes(), name
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_the_layout_of_a_sample_is_recommended(megatron_samples, sample):
     tensors = universal.open_checkpoint(megatron_samples(sample)).tensors

@@ -239,7 +239,7 @@ def test_without_grouped_queries_each_head_is_a_group():
     assert_same(made, arrays)
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", ["torch_dist_tp2_pp2", "torch_dist_ep2"])
 def test_a_checkpoint_that_megatron_wrote_becomes_a_model_of_hugging_face(
     tmp_path, sample

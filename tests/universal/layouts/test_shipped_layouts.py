@@ -36,7 +36,7 @@ def test_a_layout_is_its_own_inverse_inverted(name):
     assert layout.inverse().inverse() == layout
 
 
-@pytest.mark.slow(minutes=0.1, all_cases=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_fits_its_layout(model):
     name, blocks = MODELS[model]
@@ -62,7 +62,7 @@ def test_sizes_are_added_to_those_of_the_file():
     assert layout.sizes == {**plain.sizes, "d": 64}
 
 
-@pytest.mark.slow(minutes=0.2)
+@pytest.mark.slow
 def test_the_wheel_has_the_layouts(tmp_path):
     uv = os.environ.get("UV", "uv")
     subprocess.run(

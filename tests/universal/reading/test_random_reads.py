@@ -4,7 +4,6 @@ import collections
 import contextlib
 import itertools
 import json
-import os
 
 import ml_dtypes
 import numpy as np
@@ -273,7 +272,7 @@ def test_what_is_read_is_what_numpy_makes(data):
 
 @pytest.mark.slow
 @settings(
-    max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "500")),
+    max_examples=500,
     suppress_health_check=list(HealthCheck),
     deadline=None,
 )

@@ -196,7 +196,7 @@ def test_a_host_that_cannot_read_ends_the_others_with_its_message(tmp_path):
             reading.result()
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 def test_a_host_without_a_plan_ends_the_others_with_its_message(tmp_path, monkeypatch):
     path = tmp_path / "x"
     path.write_bytes(bytes(64))

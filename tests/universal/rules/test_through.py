@@ -51,7 +51,7 @@ def three_sides(draw):
     return values_of, {each.name: each.size for each in [*names, *parts]}, drawn
 
 
-@pytest.mark.slow(minutes=0.1)
+@pytest.mark.slow
 @given(three_sides())
 def test_two_layouts_make_what_the_second_makes_of_the_first(relation):
     values_of, sizes, (one, two, three) = relation

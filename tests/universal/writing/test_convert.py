@@ -118,7 +118,7 @@ def _end(*_):
     os._exit(3)
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_a_process_that_ends_is_one_error(tmp_path, monkeypatch):
     small_model.write(tmp_path / "source", small_model.tensors(3, 32))
     monkeypatch.setattr(convert, "_write", _end)
@@ -126,7 +126,7 @@ def test_a_process_that_ends_is_one_error(tmp_path, monkeypatch):
         convert.convert(job(tmp_path), num_processes=2)
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_errors_of_processes_keep_their_text(tmp_path):
     small_model.write(tmp_path / "source", small_model.tensors(3, 32))
     given = job(tmp_path, to="safetensors")
@@ -138,7 +138,7 @@ def test_errors_of_processes_keep_their_text(tmp_path):
         convert.convert(given, num_processes=2)
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 @pytest.mark.usefixtures("source")
 def test_processes_that_see_another_plan_are_one_error(tmp_path):
     # They do not have the sizes that the test has replaced.
@@ -259,8 +259,7 @@ def test_only_one_conversion_to_a_target_runs_at_a_time(tmp_path, to):
     assert to == "orbax" or os.listdir(tmp_path / "steps") == ["0"]
 
 
-@pytest.mark.slow(minutes=1)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_prints_of_libraries_do_not_disturb_processes(tmp_path, monkeypatch):
     # Processes do not have what a test replaces.
     source = small_model.tensors(3, 32)
@@ -294,7 +293,7 @@ class Stop(BaseException):
     """Stands for the end of a process: no code catches it."""
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["safetensors", "orbax"])
 def test_a_conversion_that_ends_before_any_change_of_a_file_continues(
     tmp_path, monkeypatch, to
@@ -439,9 +438,8 @@ def test_a_step_in_a_bucket_is_continued_and_comes_back(source, tmp_path, bucket
     assert bits(read(tmp_path / "back")) == bits(source)
 
 
-@pytest.mark.slow(minutes=4)
 @pytest.mark.parametrize("to", TREES)
-@pytest.mark.thorough
+@pytest.mark.night
 def test_two_processes_that_are_killed_anywhere_continue(tmp_path, to):
     tensors = small_model.tensors(4, 512)
     small_model.write(tmp_path / "source", tensors)

@@ -186,7 +186,7 @@ def test_what_exists_is_not_replaced(tmp_path, unpacked):
     assert not list((tmp_path / "made").iterdir())
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(tmp_path, unpacked):
     source = unpacked("zero1_tp2_pp2_dp2")
     convert.convert(job(source, tmp_path / "one"))

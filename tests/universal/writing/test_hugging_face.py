@@ -193,7 +193,7 @@ def test_weights_are_those_of_rules(tmp_path):
         convert.convert(given)
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow
 def test_transformers_loads_what_comes_back_from_a_run(tmp_path):
     TRANSFORMERS.set_up()
     program = "tests.universal.writing.hugging_face_models"
