@@ -1,5 +1,6 @@
 """Fixtures for every test, and the check that none leaves anything behind."""
 
+import collections
 import difflib
 import gc
 import os
@@ -85,14 +86,64 @@ def pytest_addoption(parser):
     )
 
 
-# Rooms whose files take longest begin first, so that the cores end together.
-FIRST = ("processes", "multiprocess", "model", "data", "checkpoint", "elastic")
+# What the default tests of a room may cost, in processor seconds of a quiet machine,
+# ended children included. The dearest rooms begin first, so that the cores end together.
+BUDGETS = {
+    "data": 40,
+    "model": 38,
+    "checkpoint": 34,
+    "universal": 25,
+    "processes": 18,
+    "training": 14,
+    "elastic": 12,
+    "sidecar": 11,
+}
+ORDINARY_BUDGET = 8
+
+
+def _room(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT / "tests").parts[0]
 
 
 def pytest_collection_modifyitems(items):
     """Has the files that take longest begin first."""
-    order = {room: number for number, room in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    items.sort(key=lambda item: -BUDGETS.get(_room(item.path), 0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Notes what a test costs, with the fixtures that it is the first to use."""
+    before = os.times()
+    try:
+        return (yield)
+    finally:
+        _costs[_room(item.path)] += sum(os.times()[:4]) - sum(before[:4])
+
+
+_costs = collections.Counter()
+
+
+def pytest_sessionfinish(session):
+    """Sends the costs to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["costs"] = dict(_costs)
+
+
+def pytest_testnodedown(node):
+    """Takes the costs of a worker."""
+    _costs.update(getattr(node, "workeroutput", {}).get("costs", {}))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Names the rooms whose default tests cost too much; it fails nothing."""
+    if config.option.markexpr != "not slow and not night":
+        return
+    for room, secs in _costs.most_common():
+        budget = BUDGETS.get(room, ORDINARY_BUDGET)
+        if secs > budget:
+            terminalreporter.write_line(
+                f"tests/{room} took {secs:.0f} processor seconds; {budget} are planned"
+            )
 
 
 def pytest_collection_finish():
