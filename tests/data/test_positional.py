@@ -12,7 +12,7 @@ from elastic_ckpt.data import example_id, iterator, positional_data, rows
 from tests import worlds
 
 GLOBAL_BATCH_SIZE = 12
-NUM_BATCHES = 30  # of 12 rows: more than three epochs of 100 examples
+NUM_BATCHES = 18  # of 12 rows: more than two epochs of 100 examples
 
 
 def world(data, num_hosts):
@@ -54,12 +54,6 @@ def oracle(data):
     return [next_rows(one) for _ in range(NUM_BATCHES)]
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3, 4, 6, 12])
-def test_every_number_of_hosts_gives_the_rows_of_one_host(data, oracle, num_hosts):
-    hosts = world(data, num_hosts)
-    assert [next_rows(hosts) for _ in range(NUM_BATCHES)] == oracle
-
-
 def test_the_state_before_every_batch_continues_on_any_other_number_of_hosts(
     data, oracle
 ):
@@ -78,12 +72,14 @@ def in_order(hosts):
     return [id_ for host in hosts for id_ in example_id.join(next(host)["example_id"])]
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3, 4, 6, 12])
+@pytest.mark.parametrize("num_hosts", [3, 12])
 def test_in_place_every_row_stands_where_it_stands_on_one_host(data, num_hosts):
     one, hosts = world(data, 1), world(data, num_hosts)
-    same = [in_order(hosts) == in_order(one) for _ in range(NUM_BATCHES)]
-    # With one row a host there is but one way.
-    assert same == [data.in_place or num_hosts == GLOBAL_BATCH_SIZE] * NUM_BATCHES
+    for _ in range(NUM_BATCHES):
+        ours, theirs = in_order(hosts), in_order(one)
+        assert sorted(ours) == sorted(theirs)
+        # With one row a host there is but one way.
+        assert (ours == theirs) == (data.in_place or num_hosts == GLOBAL_BATCH_SIZE)
 
 
 def test_the_position_of_either_way_continues_in_the_other(data, oracle):
@@ -142,7 +138,7 @@ def ids_of(batches):
     ]
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 4, 12])
+@pytest.mark.parametrize("num_hosts", [1, 4])
 def test_two_epochs_have_each_example_twice_and_padding_that_is_masked(data, num_hosts):
     data = finite(data, drop_remainder=False)
     batches = worlds.World(data, num_hosts, 12).rest()
@@ -159,7 +155,7 @@ def test_two_epochs_have_each_example_twice_and_padding_that_is_masked(data, num
         assert all(batch["mask"].all() for batch in batches)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 4, 12])
+@pytest.mark.parametrize("num_hosts", [1, 4])
 def test_what_fills_no_batch_can_be_left_out(data, num_hosts):
     oracle = finite(dataclasses.replace(data, in_place=True), drop_remainder=False)
     expected = ids_of(worlds.World(oracle, 1, 12).rest()[:16])
@@ -191,17 +187,15 @@ def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(
         assert list(map(worlds.content, actual)) == list(map(worlds.content, later))
 
 
-@pytest.mark.parametrize("drop_remainder", [True, False])
-def test_finite_data_ends_in_a_loop_as_it_says(data, drop_remainder):
-    data = finite(data, drop_remainder=drop_remainder)
+def test_finite_data_ends_in_a_loop_as_it_says(data):
+    data = finite(data, drop_remainder=False)
     batches = iterator.Batches(
         data, mesh=topology.mesh_of(topology.present(2)), global_batch_size=16
     )
-    padded = data.in_place and not drop_remainder
-    assert len(list(batches)) == (13 if padded else 12)
-    assert list(batches) == []
-    batches.reset()
-    assert len(list(batches)) == (13 if padded else 12)
+    for _ in range(2):
+        assert len(list(batches)) == 12 + data.in_place
+        assert list(batches) == []
+        batches.reset()
     batches.close()
 
 
@@ -223,13 +217,16 @@ class FlakyData(positional_data.PositionalData):
 
 
 @pytest.mark.parametrize(
-    ("error", "num_threads"),
-    [(OSError("busy"), 0), (OSError("busy"), 4), (KeyboardInterrupt(), 0)],
+    ("error", "num_threads", "in_place", "depth"),
+    [
+        (OSError("busy"), 0, True, 0),
+        (OSError("busy"), 4, False, 2),
+        (KeyboardInterrupt(), 0, True, 2),
+        (KeyboardInterrupt(), 0, False, 0),
+    ],
 )
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("depth", [0, 2])
 def test_after_a_batch_that_was_broken_off_the_same_batch_is_read(
-    corpus, in_place, num_threads, depth, error
+    corpus, error, num_threads, in_place, depth
 ):
     flaky = FlakyData(
         files=(corpus,),
@@ -254,12 +251,9 @@ def test_after_a_batch_that_was_broken_off_the_same_batch_is_read(
     assert actual == [list(range(n, n + 8)) for n in range(0, 48, 8)]
 
 
-def test_endless_data_has_no_mask(data):
-    assert "mask" not in worlds.World(data, 1, 12).batch()
-
-
-def test_data_travels_to_a_sidecar_by_cloudpickle(data):
+def test_endless_data_has_no_mask_and_travels_to_a_sidecar_by_cloudpickle(data):
     copy = cloudpickle.loads(cloudpickle.dumps(data))
+    assert "mask" not in worlds.World(data, 1, 12).batch()
     assert next_rows(world(copy, 1)) == next_rows(world(data, 1))
 
 
