@@ -8,7 +8,6 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data import lm
     from elastic_ckpt.data.data_keys import DataKeys
     from elastic_ckpt.data.elastic_data import ElasticData, End
-    from elastic_ckpt.data.grain_states import adopt as adopt_grain_states
     from elastic_ckpt.data.iterator import Batches
     from elastic_ckpt.data.lm.pipeline import from_config
     from elastic_ckpt.data.local_batches import LocalBatches
@@ -73,7 +72,6 @@ __all__ = [
     "TorchDataset",
     "WebDataset",
     "WindowShuffle",
-    "adopt_grain_states",
     "from_config",
     "from_hf",
     "lm",
