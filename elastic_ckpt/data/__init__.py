@@ -14,7 +14,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.mixing import Mixture
     from elastic_ckpt.data.positional_data import positional
     from elastic_ckpt.data.prefetch import ReadAhead
-    from elastic_ckpt.data.records import RandomMap, ReadOptions, Records
+    from elastic_ckpt.data.records import ReadOptions, Records
     from elastic_ckpt.data.rows import suggest_num_shards
     from elastic_ckpt.data.sharded_data import sharded
     from elastic_ckpt.data.sharded_state import ShardedState
@@ -61,7 +61,6 @@ __all__ = [
     "Megatron",
     "Mixture",
     "Parquet",
-    "RandomMap",
     "ReadAhead",
     "ReadOptions",
     "Records",

@@ -219,36 +219,6 @@ def test_the_state_before_every_element_knows_what_was_left_out(lost):
     assert max(map(len, states)) < 60
 
 
-def augmented(dataset, shard, num_shards, *, seed=5):
-    return records.RandomMap(
-        read(dataset, shard, num_shards, shuffle_seed=7, num_epochs=2),
-        lambda element, generator: {**element, "drawn": generator.integers(2**62)},
-        seed=seed,
-    )
-
-
-def drawn(num_shards, **settings):
-    """The random values that each record got, by its number."""
-    shards = [
-        iter(augmented(mixed(), n, num_shards, **settings)) for n in range(num_shards)
-    ]
-    return {e["record"]: e["drawn"] for e in in_turn(shards)}
-
-
-def test_an_example_meets_the_same_randomness_whatever_the_shards():
-    assert len(drawn(1)) == 160
-    for num_shards in (2, 7, 40):
-        assert drawn(num_shards) == drawn(1)
-
-
-def test_every_example_epoch_and_seed_meets_other_randomness():
-    assert len({*drawn(1).values(), *drawn(1, seed=6).values()}) == 320
-
-
-def test_the_same_randomness_is_met_after_a_resume():
-    assert_resumes_everywhere(lambda: augmented(mixed(), 1, 3))
-
-
 @pytest.fixture
 def little_patience(monkeypatch):
     monkeypatch.setattr(records, "_MIN_FRUITLESS_RECORDS", 1000)

@@ -172,14 +172,6 @@ def test_steps_without_settings_are_named_by_their_class(files):
         sharded_data.sharded(make_shard)
 
 
-def test_a_random_map_is_an_own_function(files):
-    def make_shard(shard):
-        return ec_data.RandomMap(rows_of(files, shard), lambda e, _: e, seed=1)
-
-    with refused(r"with a saved state, RandomMap\(<lambda>\)"):
-        sharded_data.sharded(make_shard)
-
-
 def test_the_number_of_shards_is_not_given_twice_and_differently(files):
     with refused(r"num_shards has different values, \[4, 10\]; set it once"):
         sharded_data.sharded(functools.partial(rows_of, files), num_shards=10)
