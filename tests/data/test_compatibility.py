@@ -36,9 +36,7 @@ def test_hosts_that_agree_pass():
     compatibility.check([facts_of(host) for host in range(5)])
 
 
-@pytest.mark.parametrize(
-    "name", ["Python", "jax", "jaxlib", "grain", "elastic_ckpt", "pipeline"]
-)
+@pytest.mark.parametrize("name", ["elastic_ckpt", "pipeline"])
 def test_of_every_fact_that_differs_it_says_which_host_has_what(name):
     own = facts_of(0)[name.replace("_", "-")]
     reported = complaint([facts_of(0), facts_of(1), facts_of(2, **{name: "0.0"})])
@@ -48,14 +46,6 @@ def test_of_every_fact_that_differs_it_says_which_host_has_what(name):
         " on every host and in the sidecar's image; if the pipeline differs, give every"
         " host the same configuration and files"
     )
-
-
-def test_every_difference_is_told_at_once():
-    reported = complaint([facts_of(0, jax="1"), facts_of(1, grain="2"), facts_of(2)])
-    assert "; grain is " in reported
-    assert "jax is 1 on host 0 (node-0), " in reported
-    assert "jaxlib" not in reported
-    assert reported.count("host 2 (node-2)") == 2
 
 
 def test_of_many_hosts_a_few_are_named_and_each_once():
@@ -115,29 +105,14 @@ def remote(data):
     )
 
 
-@pytest.mark.parametrize("name", ["Python", "jax", "jaxlib", "grain", "elastic-ckpt"])
-def test_a_worker_of_another_version_is_refused_and_both_are_named(at_the_worker, name):
+def test_a_worker_of_another_version_is_refused_and_both_are_named(at_the_worker):
+    name = "jaxlib"
     at_the_worker(**{name: "0.0.1"})
     own = compatibility.local_facts(role="the head")
     with pytest.raises(errors.ConfigError) as raised:
         remote(sharded())
     head, host = own[compatibility.HOST], compatibility.host_name()
     assert f"{name} is {own[name]} on {head}, 0.0.1 on {host}." in str(raised.value)
-
-
-def test_a_worker_of_another_pipeline_is_refused(monkeypatch):
-    fingerprint = compatibility.fingerprint
-    prints = iter(["of the head"])
-    monkeypatch.setattr(
-        compatibility,
-        "fingerprint",
-        lambda dataset: next(prints, None) or fingerprint(dataset),
-    )
-    with pytest.raises(errors.ConfigError) as raised:
-        remote(sharded())
-    assert "pipeline is of the head on the head (" in str(raised.value)
-    own = f", {fingerprint(sharded())} on {compatibility.host_name()}."
-    assert own in str(raised.value)
 
 
 def test_versions_are_compared_before_any_code_of_the_user_travels(
@@ -187,8 +162,10 @@ def meet(place, emit, *, colocated, differs):
             emit("step_interrupted", step=place.host, path=str(error), resume_step=0.0)
 
 
-@pytest.mark.parametrize("colocated", [True, False])
-@pytest.mark.parametrize("differs", ["grain", "pipeline"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("colocated", "differs"), [(True, "pipeline"), (False, "grain")]
+)
 def test_every_host_of_a_world_that_differs_says_which_host_has_what(
     tmp_path, colocated, differs
 ):

@@ -19,7 +19,6 @@ from elastic_ckpt.data import (
     elastic_data,
     example_id,
     local_batches,
-    positional_data,
     rows,
     sharded_data,
 )
@@ -141,21 +140,6 @@ def test_any_history_of_ranks_and_workers_has_the_rows_of_one(name, sizes, histo
         assert next_rows(merged) == next_rows(alone)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_the_positional_engine_has_workers_too(corpus, in_place):
-    data = positional_data.positional(
-        files=(corpus,), max_target_length=16, num_threads=0, in_place=in_place
-    )
-    expected = world(data, 2, 12)
-    ranks = world(data, 2, 12, num_workers=3)
-    for num_workers in (2, 1, 3):
-        for _ in range(4):
-            assert next_rows(ranks, "inputs") == next_rows(expected, "inputs")
-        states = [through_text(rank.state_dict()) for rank in ranks]
-        ranks = world(data, 2, 12, num_workers, states)
-    assert next_rows(ranks, "inputs") == next_rows(expected, "inputs")
-
-
 def numbers(shard, num_shards):
     """Shards that end at different times."""
     drawn = grain.MapDataset.range(shard, 5 * num_shards - 7, num_shards)
@@ -163,8 +147,10 @@ def numbers(shard, num_shards):
     return examples.to_iter_dataset(pipelines.IN_CALLER)
 
 
-@pytest.mark.parametrize("end", [elastic_data.End.PADDED, elastic_data.End.DROPPED])
-@pytest.mark.parametrize("size", [4, 12, 16])
+@pytest.mark.parametrize(
+    ("end", "size"),
+    [(elastic_data.End.PADDED, 16), (elastic_data.End.DROPPED, 4)],
+)
 def test_data_that_ends_has_whole_passes_with_workers(end, size):
     data = sharded_data.sharded(
         functools.partial(numbers, num_shards=12),

@@ -45,17 +45,6 @@ def test_in_a_thousand_elements_no_dataset_is_ever_4_from_its_share(
     assert worst < 4
 
 
-@given(WEIGHTS, TURNS)
-def test_of_a_thousand_shards_at_the_same_turn_no_dataset_gets_5_from_its_share(
-    weights, turn
-):
-    ends = mixing.bounds(weights)
-    chosen = [mixing.chosen(turn, shard=shard, ends=ends) for shard in range(1000)]
-    worst = furthest_from_share(chosen, weights)
-    hypothesis.target(worst)
-    assert worst < 5
-
-
 def test_the_schedule_is_frozen():
     ends = mixing.bounds({"a": 0.5, "b": 0.3, "c": 0.2})
     chosen = [
@@ -111,21 +100,6 @@ def test_every_dataset_above_zero_has_turns(weights):
     assert begin == 2**64
 
 
-@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
-def test_a_weight_that_cannot_be_meant_is_named(weight):
-    with pytest.raises(
-        errors.ConfigError,
-        match=f"mixture: dataset web has the weight {weight}; weights are finite",
-    ):
-        mixing.check_weights({"code": 1, "web": weight})
-
-
-def test_weights_that_are_all_zero_are_refused():
-    message = r"mixture: all weights of \['code', 'web'\] are 0; raise one of them"
-    with pytest.raises(errors.ConfigError, match=message):
-        mixing.Mixture(parts("web", "code"), {"code": 0, "web": 0.0}, shard=0)
-
-
 def part(name, length=None):
     """Elements (name, 0), (name, 1) and so on."""
     numbers = grain.MapDataset.range(length or 10**6).to_iter_dataset(
@@ -167,23 +141,6 @@ def test_elements_come_by_schedule_and_each_dataset_in_its_order(weights, shard)
     for name in weights:
         numbers = [number for dataset, number in actual if dataset == name]
         assert numbers == list(range(len(numbers)))
-
-
-def test_the_order_in_which_datasets_are_listed_does_not_count():
-    weights = {"a": 1, "b": 2, "c": 3}
-    backwards = dict(reversed(weights.items()))
-    one = mixing.Mixture(parts("a", "b", "c"), weights, shard=3)
-    two = mixing.Mixture(parts("c", "a", "b"), backwards, shard=3)
-    assert take(iter(one), 60) == take(iter(two), 60)
-
-
-def test_shards_begin_at_phases_of_their_own():
-    weights = {"a": 1, "b": 1}
-    begins = {
-        tuple(names(take(iter(mixing.Mixture(parts("a", "b"), weights, shard=s)), 12)))
-        for s in range(8)
-    }
-    assert len(begins) > 4
 
 
 @pytest.mark.parametrize("lengths", [{}, {"a": 7, "b": 30, "c": 2}])
@@ -317,22 +274,6 @@ def test_a_mixture_that_had_ended_goes_on_when_a_weight_inside_it_is_raised():
     assert sorted(actual) == [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 9)]
 
 
-def test_a_state_that_lists_what_had_ended_is_continued():
-    # As it was written at first.
-    state = {"turn": 5, "taken": {"a": 2, "b": 3}, "ended": ["a"]}
-    state["parts"] = {"a": {"next_index": 2}, "b": {"next_index": 3}}
-    mixture = mixing.Mixture(parts(a=2, b=5), {"a": 1, "b": 1}, shard=0)
-    assert list(resumed(mixture, state)) == [("b", 3), ("b", 4)]
-
-
-def test_those_that_go_on_keep_their_turns_when_another_has_ended():
-    weights = {"a": 1, "b": 2, "c": 1}
-    endless = take(iter(mixing.Mixture(parts("a", "b", "c"), weights, shard=0)), 200)
-    ending = take(iter(mixing.Mixture(parts("b", "c", a=9), weights, shard=0)), 100)
-    without = [element for element in endless if element[0] != "a" or element[1] < 9]
-    assert ending == without[:100]
-
-
 def test_what_was_taken_of_each_dataset_is_added_up_over_shards():
     weights, counts = {"a": 1, "b": 2}, (30, 7, 0, 12)
     actual, cursors = [], {}
@@ -342,10 +283,6 @@ def test_what_was_taken_of_each_dataset_is_added_up_over_shards():
         cursors[shard] = {"window": 3, "parent": [saved(elements)]}
     cursors |= {4: None, 5: {"ended": True}}
     assert mixing.taken(cursors.values()) == dict(collections.Counter(actual))
-
-
-def test_of_data_without_a_mixture_nothing_is_said():
-    assert mixing.taken([None, {"turn": 3, "taken": 4}, {"ended": True}]) == {}
 
 
 def in_windows(weights, *names, **lengths):

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data import rows
 
 SHARDS = st.integers(1, 24)
@@ -167,17 +166,6 @@ def test_the_suggested_shards_keep_rows_in_place_everywhere(hosts, factors, posi
         assert_nothing_is_moved_or_discarded(batch, num_hosts, position)
 
 
-@given(st.sets(st.integers(1, 8), min_size=1, max_size=4), st.integers(1, 4), POSITIONS)
-def test_the_suggested_shards_suit_a_batch_that_grows_with_the_hosts(
-    hosts, rows_a_host, position
-):
-    batches = [num_hosts * rows_a_host for num_hosts in hosts]
-    suggested = rows.suggest_num_shards(sorted(hosts), batches)
-    for num_hosts, size in zip(hosts, batches, strict=True):
-        batch = rows.BatchRows(num_shards=suggested, global_batch_size=size)
-        assert_nothing_is_moved_or_discarded(batch, num_hosts, position)
-
-
 @pytest.mark.parametrize(
     ("num_shards", "size", "arrangement"),
     [(4, 12, "blocked"), (12, 12, "blocked"), (12, 4, "windowed"), (12, 8, "striped")],
@@ -187,24 +175,6 @@ def test_the_arrangement_depends_on_shards_and_rows_alone(
 ):
     batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
     assert batch.arrangement.value == arrangement
-
-
-def test_rows_follow_a_sharding_that_gives_hosts_alternating_blocks():
-    # Two slices of two hosts, whose blocks of rows the mesh lays out slice by slice.
-    batch = rows.BatchRows(num_shards=4, global_batch_size=8)
-    row_hosts = np.array([0, 0, 1, 1, 0, 0, 1, 1])
-    hosts = rows.assign(batch, row_hosts, 0)
-    assert [host.shards.tolist() for host in hosts] == [[0, 2], [1, 3]]
-    assert [host.rows.tolist() for host in hosts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert rows.loaders(batch, row_hosts) is row_hosts
-
-
-def test_a_shard_whose_rows_lie_on_two_hosts_runs_on_both_and_the_first_saves_it():
-    batch = rows.BatchRows(num_shards=2, global_batch_size=4)
-    hosts = rows.assign(batch, np.array([0, 1, 0, 1]), 0)
-    assert [host.rows.tolist() for host in hosts] == [[0, 2], [1, 3]]
-    assert [host.shards.tolist() for host in hosts] == [[0, 1], [0, 1]]
-    assert [host.writes.tolist() for host in hosts] == [[0, 1], []]
 
 
 def test_of_hosts_that_do_not_fit_the_shards_fewer_load():
@@ -219,23 +189,9 @@ def test_of_hosts_that_do_not_fit_the_shards_fewer_load():
     assert [host.rows.tolist() for host in hosts] == [[*range(6)], [*range(6, 12)]]
 
 
-def test_batches_that_no_host_count_divides_have_no_suggestion():
-    with pytest.raises(errors.ConfigError, match="divides a batch of 10 rows"):
-        rows.suggest_num_shards([3, 4], [12, 10])
-
-
-def test_rows_that_do_not_divide_over_hosts_are_refused():
-    with pytest.raises(
-        errors.ConfigError, match="10 rows cannot be divided evenly among 4 hosts;"
-    ):
-        in_order(4, 10)
-
-
 @pytest.mark.parametrize(
     ("num_shards", "size", "of_host"),
     [
-        (40_000, 80_000, 4),  # blocked
-        (40_000, 20_000, 4),  # windowed
         (40_000, 30_000, 4),  # striped, and handed on
         (6_000, 60_000, 1),  # blocked, of which 6,000 hosts load
     ],

@@ -50,21 +50,6 @@ def row(number):
     return {"x": np.full(LENGTH, number)}
 
 
-def trees(number):
-    """What Grain's tree functions, and JAX's, make of a tree with None."""
-    import jax
-
-    padded = grain.MapDataset.source([{"b": None, "a": number}] * 2).batch(2)[0]
-    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *[{"a": number}] * 2)
-    assert padded == {"a": padded["a"], "b": None}, padded
-    from grain.checkpoint import CheckpointSave
-    from orbax import checkpoint
-
-    assert issubclass(CheckpointSave, checkpoint.args.CheckpointArgs)
-    assert grain.checkpoint.CheckpointRestore
-    return {"x": expected["a"]}
-
-
 def exits(number):
     del number
     os._exit(3)
@@ -78,31 +63,13 @@ class Unpicklable(Exception):
         self.lock = threading.Lock()
 
 
-class Unmakeable(Exception):
-    """An error that can be pickled, and not be made again."""
-
-    def __init__(self, code, message):
-        super().__init__(f"{code}: {message}")
-
-
 def fails(number):
     raise Unpicklable(number)
-
-
-def fails_with_code(number):
-    raise Unmakeable(503, f"row {number} said no")
 
 
 def children():
     """The processes that this one has started."""
     return set(process_tree.of(os.getpid()))
-
-
-@pytest.mark.slow
-def test_trees_and_saved_iterators_of_grain_are_those_of_any_process():
-    one, plain = batches(trees), batches(trees, num_workers=0)
-    assert next(one)["x"].tolist() == next(plain)["x"].tolist()
-    one.close()
 
 
 SCRIPT = """
@@ -180,20 +147,18 @@ def test_a_worker_imports_neither_jax_nor_what_saves(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_worker_that_is_killed_is_named_with_its_signal(number):
+def test_a_worker_that_is_killed_is_named_with_its_signal():
     before = children()
     one = batches(row, num_workers=2)
     next(one)
     # Each is in the middle of a batch, of which a part is in its pipe.
     workers = sorted(children() - before)
     assert len(workers) == 2
-    os.kill(workers[1], number)
+    os.kill(workers[1], signal.SIGKILL)
     with pytest.raises(errors.DataError) as caught:
         list(one)
-    name = signal.Signals(number).name
-    assert f"(process {workers[1]}) was killed by {name}" in str(caught.value)
-    assert ("memory is short" in str(caught.value)) == (number == signal.SIGKILL)
+    assert f"(process {workers[1]}) was killed by SIGKILL" in str(caught.value)
+    assert "memory is short" in str(caught.value)
     one.close()
     assert not any(map(process_tree.is_alive, workers))
 
@@ -235,14 +200,6 @@ def test_an_iterator_that_is_forgotten_ends_its_workers():
 def test_an_error_that_cannot_be_pickled_is_shown():
     one = batches(fails)
     with pytest.raises(errors.DataError, match=r"Unpicklable\('row \d is bad'\)"):
-        next(one)
-    one.close()
-
-
-@pytest.mark.slow
-def test_an_error_that_cannot_be_made_again_is_shown():
-    one = batches(fails_with_code)
-    with pytest.raises(errors.DataError, match=r"Unmakeable\('503: row \d said no'\)"):
         next(one)
     one.close()
 
