@@ -26,10 +26,8 @@ def written(path, elements, *, as_file=False, compression=None):
 
 
 class TestArrow(source_contract.SourceContract):
-    as_file = False
-
     def write(self, path, elements):
-        return written(path, elements, as_file=self.as_file)
+        return written(path, elements)
 
     def make(self, files, columns=()):
         return arrow.Arrow(files=files, columns=columns)
@@ -54,14 +52,16 @@ class TestArrow(source_contract.SourceContract):
         assert block_records == [[8, 8, 4], [], [8, 8, 8, 4]]
 
 
-class TestArrowFile(TestArrow):
-    as_file = True
-
-
-@pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_compressed_buffers_are_read(tmp_path, compression):
+@pytest.mark.parametrize(
+    ("as_file", "compression"), [(True, None), (False, "lz4"), (True, "zstd")]
+)
+def test_files_with_a_frame_and_compressed_buffers_are_read(
+    tmp_path, as_file, compression
+):
     documents = corpora.documents(0, 20)
-    file = written(tmp_path / "a.arrow", documents, compression=compression)
+    file = written(
+        tmp_path / "a.arrow", documents, as_file=as_file, compression=compression
+    )
     dataset = arrow.Arrow(files=(file,), columns=("text",))
     read = source_contract.read_all(dataset, 1, num_epochs=1)
     assert [each["text"] for each in read] == [each["text"] for each in documents]

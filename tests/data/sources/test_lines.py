@@ -5,9 +5,6 @@ import json
 import os
 import pathlib
 import resource
-import subprocess
-import sys
-from concurrent import futures
 
 import pyarrow as pa
 import pytest
@@ -63,8 +60,9 @@ def texts(dataset, num_shards=1):
     return [each["text"] for each in read]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n  \n"])
+@pytest.mark.parametrize(
+    ("suffix", "end"), [("", "\r\n"), (".gz", "\n"), (".zst", "\n\n  \n")]
+)
 def test_each_line_that_is_not_blank_is_a_document(tmp_path, suffix, end):
     content = end.join(LINES).encode()
     file = compressed(tmp_path / f"a.txt{suffix}", content)
@@ -74,7 +72,7 @@ def test_each_line_that_is_not_blank_is_a_document(tmp_path, suffix, end):
     assert element == {"content": LINES[0], "record": 0}
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_file_may_be_a_document(tmp_path, suffix):
     files = [
         compressed(tmp_path / f"{number}.txt{suffix}", f"{line}\nand\n".encode())
@@ -106,8 +104,7 @@ def test_a_compressed_file_is_one_unit_and_a_resume_reads_up_to_the_record(
     )
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("kept", [0.3, 0.9])
+@pytest.mark.parametrize(("suffix", "kept"), [(".gz", 0.9), (".zst", 0.3)])
 def test_a_compressed_file_that_is_cut_short_is_named(tmp_path, suffix, kept):
     content = encoded(corpora.documents(0, 2000)).encode()
     path = pathlib.Path(compressed(tmp_path / f"a.jsonl{suffix}", content))
@@ -149,17 +146,16 @@ def few_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def long_text(path, num_lines=24, num_chars=2**15):
+def long_text(path, num_lines, num_chars=2**15):
     """Writes lines, of which few are in the buffers of an open file at once."""
     text = [os.urandom(num_chars // 2).hex() for _ in range(num_lines)]
     return compressed(path, "\n".join(text).encode()), text
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_more_compressed_files_than_may_be_open_are_read_in_turn(
-    tmp_path, suffix, few_descriptors
+    tmp_path, few_descriptors
 ):
-    file, text = long_text(tmp_path / f"a.txt{suffix}")
+    file, text = long_text(tmp_path / "a.txt.gz", num_lines=6)
     num_open = len(os.listdir("/dev/fd"))
     dataset = lines.Text(files=(file,))
     readers = [
@@ -170,62 +166,7 @@ def test_more_compressed_files_than_may_be_open_are_read_in_turn(
         assert len(os.listdir("/dev/fd")) - num_open <= few_descriptors // 2
 
 
-@pytest.mark.slow
-def test_threads_share_the_compressed_files_that_are_open(tmp_path, few_descriptors):
-    file, text = long_text(tmp_path / "a.txt.gz")
-    dataset = lines.Text(files=(file,))
-
-    def is_read(_):
-        readers = [
-            source_contract.read(dataset, 0, 1, num_epochs=1)
-            for _ in range(few_descriptors)
-        ]
-        read = zip(*readers, strict=True)
-        return [{each["text"] for each in turn} for turn in read] == [
-            {line} for line in text
-        ]
-
-    with futures.ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(is_read, range(3)))
-
-
-FORKED = """
-import os
-import sys
-
-from elastic_ckpt.data.sources import lines, source
-
-dataset = lines.Text(files=(sys.argv[1],))
-unit = source.cut(dataset, 1)[0]
-expected = list(dataset.read(unit, 0))
-reading = dataset.read(unit, 0)
-assert next(reading) == expected[0]
-child = os.fork()
-if not child:
-    assert list(reading) == expected[1:]
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-assert list(reading) == expected[1:]
-"""
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_forked_process_reads_on_in_a_compressed_file_and_so_does_its_parent(
-    tmp_path, suffix
-):
-    file, _ = long_text(tmp_path / f"a.txt{suffix}", num_lines=4, num_chars=2**20)
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED, file],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("line", ["[1, 2]", "{", '"a"', "3", "[" * 100_000])
+@pytest.mark.parametrize("line", ["[1, 2]", "{", "[" * 100_000])
 def test_a_line_that_is_no_object_is_corrupt(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + line + '\n{"text": "b"}\n')

@@ -34,8 +34,7 @@ def read(dataset, num_shards=1, **reading):
 
 
 @pytest.mark.parametrize("dtype", megatron_files.CODES)
-@pytest.mark.parametrize("gap", [0, 8])
-@pytest.mark.parametrize("num_shards", [1, 5])
+@pytest.mark.parametrize(("gap", "num_shards"), [(0, 5), (8, 1)])
 def test_documents_are_read_as_they_were_written(
     tmp_path, monkeypatch, dtype, gap, num_shards
 ):
@@ -94,10 +93,8 @@ def test_an_index_that_is_replaced_has_another_identity(tmp_path):
     ("suffix", "kept", "match"),
     [
         (".idx", 5, r"data\.idx: cut short"),
-        (".idx", 60, r"data\.idx: cut short"),
         (".bin", 10, r"data\.bin: cut short, 10 of"),
         (".idx", None, r"data\.idx: not an index of Megatron"),
-        (".idx", 0, r"data\.idx"),
     ],
 )
 def test_files_that_are_not_whole_are_named(tmp_path, suffix, kept, match):
@@ -108,7 +105,7 @@ def test_files_that_are_not_whole_are_named(tmp_path, suffix, kept, match):
         source.indexes(megatron.Megatron(files=(file,)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_spoilt_index_is_an_error_or_loses_no_document(tmp_path, seed):
     random = np.random.default_rng(seed)
     file = megatron_files.write(tmp_path, documents(30))
