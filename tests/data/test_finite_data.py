@@ -10,7 +10,6 @@ import itertools
 import grain
 import hypothesis
 import numpy as np
-import pytest
 from grain import experimental
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,12 +17,10 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import elastic_data, mixing, sharded_data, shuffling
 from elastic_ckpt.data.lm import language, packing, token_blocks
-from tests import pipelines, stages, worlds
+from tests import pipelines, stages
 
 NUM_SHARDS = 12
 NAMES = "abcd"
-# Values of the first 24 examples of a dataset.
-FILLING = 48
 
 
 def is_kept(element):
@@ -207,61 +204,3 @@ def test_what_fills_no_batch_is_dropped_on_any_hosts(tmp_path_factory, drawn):
     too_many = collections.Counter(values(batches))
     too_many.subtract(shards[0].expected())
     assert max(too_many.values()) <= 0
-
-
-def expected(group, *datasets):
-    return group.make_shard.make_shard.expected(*datasets)
-
-
-def flat(lengths, weights, end):
-    tree = tuple(lengths)
-    return data(Nested(lengths=lengths, tree=tree, weights=weights), end)
-
-
-@pytest.mark.parametrize("num_hosts", [1, 4])
-def test_nothing_comes_after_the_end_of_data_that_drops_the_remainder(num_hosts):
-    # Shards 4 to 7 have a row more than the others; a batch has rows of 4 shards.
-    ending = flat({"a": 28}, {"a": 1}, elastic_data.End.DROPPED)
-    world = worlds.World(ending, num_hosts, 4)
-    assert values(world.rest()) == expected(ending)[:FILLING]
-    for _ in range(6):
-        with pytest.raises(StopIteration):
-            world.batch()
-    saved = world.save()
-    for hosts, size in ((1, 4), (4, 4), (1, 2), (3, 3), (1, 12)):
-        later = worlds.World(ending, hosts, size)
-        later.load(saved)
-        assert later.rest() == []
-
-
-@pytest.mark.slow
-def test_nothing_comes_after_the_end_where_processes_read():
-    ending = flat({"a": 28}, {"a": 1}, elastic_data.End.DROPPED)
-    read_by_processes = dataclasses.replace(ending, num_workers=2)
-    saved = None
-    for _ in range(2):
-        world = worlds.World(read_by_processes, 1, 1)
-        try:
-            if saved:
-                world.load(saved)
-            else:
-                assert values(world.rest()) == expected(ending)[:FILLING]
-            for _ in range(13):
-                with pytest.raises(StopIteration):
-                    world.batch()
-            saved = world.save()
-        finally:
-            world.close()
-
-
-@pytest.mark.parametrize(
-    ("end", "size"), [(elastic_data.End.PADDED, 12), (elastic_data.End.DROPPED, 4)]
-)
-def test_a_weight_that_is_raised_when_all_have_ended_loses_nothing(end, size):
-    lengths = {"a": 36, "b": 60}
-    first_data = flat(lengths, {"a": 1, "b": 0}, end)
-    first = worlds.World(first_data, 1, size)
-    assert values(first.rest()) == expected(first_data, "a")
-    second = worlds.World(flat(lengths, {"a": 1, "b": 1}, end), 4, size)
-    second.load(first.save())
-    assert values(second.rest()) == expected(first_data, "b")

@@ -15,7 +15,6 @@ from elastic_ckpt.data import (
     elastic_data,
     example_id,
     iterator,
-    rows,
     sharded_data,
 )
 from tests import iterator_contract, pipelines, worlds
@@ -23,50 +22,6 @@ from tests import iterator_contract, pipelines, worlds
 
 class TestBatches(iterator_contract.IteratorContract):
     """In this process."""
-
-
-def host_iterator(data, spec):
-    mesh = topology.mesh_of(topology.present(2))
-    return iterator.HostIterator(
-        data, sharding=NamedSharding(mesh, spec), global_batch_size=8
-    )
-
-
-def test_rows_follow_the_sharding_where_an_axis_does_not_shard_them(data):
-    expected = next(
-        data.host_batches(rows.Placement.in_order(0, num_hosts=1, global_batch_size=8))
-    )
-    for spec in (PartitionSpec("slice"), PartitionSpec("fsdp"), PartitionSpec()):
-        batch = host_iterator(data, spec).next()
-        np.testing.assert_array_equal(batch["inputs"], expected["inputs"])
-        assert batch["inputs"].sharding.spec == spec
-
-
-class TooFewRows:
-    """Data of a user who forgot half of the batch."""
-
-    engine = "positional"
-
-    def identity(self):
-        return {}
-
-    def loaders(self, row_hosts):
-        return row_hosts
-
-    def host_batches(self, placement):
-        self._num_rows = len(placement.row_hosts) // 2
-        return self
-
-    def __next__(self):
-        return {"x": np.zeros((self._num_rows, 3))}
-
-    def close(self):
-        pass
-
-
-def test_an_iterator_that_gives_too_few_rows_is_named():
-    with pytest.raises(errors.DataError, match=r"loads 8 of the 8 rows .* yielded 4"):
-        host_iterator(TooFewRows(), PartitionSpec("slice")).next()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,31 +48,11 @@ def held(hosts, **spec):
     return delivery.RowsHeld.from_sharding(sharding_of(hosts, **spec), 8)
 
 
-def test_each_host_holds_the_rows_of_its_devices():
-    holding = held([0, 1, 0, 1])
-    assert holding.row_hosts().tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [holding.group(host) for host in (0, 1)] == [0, 1]
-
-
 def test_hosts_with_the_same_rows_count_as_one_whose_first_saves():
     holding = held([[1, 3], [1, 3], [0, 2], [0, 2]])
     assert holding.row_hosts().tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [holding.group(host) for host in range(4)] == [1, 0, 1, 0]
     assert [holding.first_holder(host) for host in range(4)] == [0, 1, 0, 1]
-
-
-def test_hosts_that_share_some_rows_and_not_all_load_the_rows_of_both():
-    # Two devices a host, three that hold the same rows.
-    holding = held([[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]])
-    assert holding.row_hosts().tolist() == [0] * 4 + [1] * 4
-    assert [holding.group(host) for host in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert holding.unused == 2
-
-
-def test_hosts_that_would_load_different_numbers_of_rows_load_all():
-    holding = held([[0, 0], [1, 1], [1, 1], [2, 2]])
-    assert holding.row_hosts().tolist() == [0] * 8
-    assert holding.unused == 6
 
 
 def numbers(shard, *, length=None):
@@ -143,30 +78,6 @@ def host_of_twelve_shards(sharding, size):
     return iterator.HostIterator(data, sharding=sharding, global_batch_size=size)
 
 
-def written(as_host, directory, sharding, num_hosts):
-    """The files that each host writes of the first state."""
-    writers = []
-    for number in range(num_hosts):
-        as_host(number)
-        host = host_of_twelve_shards(sharding, 24)
-        own = directory / str(number)
-        own.mkdir()
-        host.write(own, host.to_save(host.get_state()))
-        writers.append(sorted(path.name for path in own.iterdir()))
-    return writers
-
-
-def test_of_hosts_that_run_the_same_shard_one_writes_it(as_host, tmp_path):
-    # Each of 8 hosts runs one or two of 12 shards, half of them with another host.
-    sharding = sharding_of(range(8))
-    writers = written(as_host, tmp_path, sharding, 8)
-    assert "data_state.json" in writers[0]
-    names = [name for of_host in writers for name in of_host]
-    names.remove("data_state.json")
-    runs = [range(int(name[7:12]), int(name[13:18]) + 1) for name in names]
-    assert sorted(shard for run in runs for shard in run) == list(range(12))
-
-
 def resizing(as_host, directory, num_hosts, size):
     """Hosts that have taken a batch, in turn."""
     data = sharded_data.sharded(numbers, num_shards=12, pipeline="numbers")
@@ -179,26 +90,6 @@ def resizing(as_host, directory, num_hosts, size):
         host = host_of_twelve_shards(sharding, size)
         host.load(directory)
         yield host
-
-
-@pytest.mark.parametrize(
-    ("num_hosts", "sizes"),
-    [
-        (4, (12, 24, 12)),
-        (3, (18, 9)),
-        # Pairs of hosts run the same shard.
-        (8, (24, 48)),
-        (1, (24, 10)),
-    ],
-)
-def test_a_size_that_leaves_shards_where_they_are_is_taken_at_once(
-    as_host, tmp_path, num_hosts, sizes
-):
-    for host in resizing(as_host, tmp_path, num_hosts, sizes[0]):
-        before = host.get_state()
-        for size in sizes[1:]:
-            host.go_on(host.course.resized(size))
-            assert host.get_state() == before
 
 
 def world_of_twelve_shards(as_host, directory, num_hosts, size):
@@ -294,15 +185,6 @@ def test_a_number_that_jax_would_cut_is_an_error():
         next(batches)
     batches.close()
     assert not jax.config.jax_enable_x64
-
-
-def test_a_batch_of_another_size_that_does_not_divide_leaves_the_iterator():
-    data = sharded_data.sharded(numbers, num_shards=4, pipeline="numbers")
-    batches = batches_of(data, 8)
-    with pytest.raises(errors.ConfigError, match="size=12 cannot be divided evenly"):
-        batches.resize(12)
-    assert next(batches)["x"].shape == (8, 2)
-    batches.close()
 
 
 def batches_of(data, size):

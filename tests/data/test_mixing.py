@@ -1,7 +1,6 @@
 import collections
 import itertools
 import json
-import math
 
 import grain
 import hypothesis
@@ -56,21 +55,6 @@ def test_the_schedule_is_frozen():
         "aabacbabacbacaabacbabaab",
         "caabacbabaabacaabacbacaa",
     ]
-
-
-COPRIME = st.tuples(st.integers(1, 500), st.integers(2, 500)).filter(
-    lambda numbers: numbers[0] < numbers[1] and math.gcd(*numbers) == 1
-)
-
-
-@given(COPRIME, st.integers(0, 499), st.integers(0, 499))
-def test_the_first_multiple_in_an_interval_is_computed(numbers, low, high):
-    step, modulus = numbers
-    low, high = sorted((low % modulus, high % modulus))
-    actual = mixing.first_multiple(step, modulus, low, high)
-    assert actual == next(
-        n for n in itertools.count() if low <= n * step % modulus <= high
-    )
 
 
 @given(WEIGHTS, SHARDS, TURNS, st.data())
@@ -163,38 +147,6 @@ def test_the_state_before_every_element_can_be_returned_to(lengths):
             assert take(later, len(expected) - number) == expected[number:]
 
 
-def test_a_dataset_is_opened_when_its_first_element_is_due():
-    opened = []
-
-    class Opening(grain.IterDataset):
-        def __init__(self, name):
-            super().__init__(part(name))
-            self._name = name
-
-        def __iter__(self):
-            opened.append(self._name)
-            return iter(self._parent)
-
-    mixture = mixing.Mixture(
-        {name: Opening(name) for name in ("never", "often", "seldom")},
-        {"never": 0, "often": 0.95, "seldom": 0.05},
-        shard=0,
-    )
-    elements = iter(mixture)
-    assert opened == []
-    while "seldom" not in opened:
-        assert set(opened) <= {"often"}
-        name, number = next(elements)
-    assert (name, number) == ("seldom", 0)
-    take(elements, 100)
-    assert opened == ["often", "seldom"]
-    # Nor does a resume open what it does not need.
-    opened.clear()
-    state = saved(elements)
-    assert saved(resumed(mixture, state)) == state
-    assert opened == []
-
-
 STAGE = st.tuples(
     st.dictionaries(st.sampled_from(NAMES), st.integers(0, 5), min_size=1).filter(
         lambda weights: any(weights.values())
@@ -246,43 +198,8 @@ def test_datasets_that_end_leave_the_others_to_go_on_and_lose_nothing(
     assert actual + list(elements) == expected
 
 
-@pytest.mark.parametrize("seldom", [1e-9, 1e-300])
-def test_data_ends_also_where_a_dataset_has_hardly_a_turn(seldom):
-    weights = {"a": 1, "b": seldom, "c": seldom}
-    actual = list(mixing.Mixture(parts(a=4, b=3, c=2), weights, shard=5))
-    assert names(actual[:4]) == ["a"] * 4
-    assert sorted(actual) == sorted(
-        [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 2)]
-    )
-
-
 def parts_of(name, length):
     return [(name, number) for number in range(length)]
-
-
-def test_a_mixture_that_had_ended_goes_on_when_a_weight_inside_it_is_raised():
-    def mixture(weight):
-        inside = mixing.Mixture(parts(a=4, b=3), {"a": 1, "b": weight}, shard=1)
-        outside = {"inside": inside, **parts(c=9)}
-        return mixing.Mixture(outside, {"inside": 1, "c": 1}, shard=1)
-
-    elements = iter(mixture(0))
-    actual = take(elements, 11)
-    assert names(actual).count("a") == 4
-    elements = resumed(mixture(2), saved(elements))
-    actual += list(elements)
-    assert sorted(actual) == [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 9)]
-
-
-def test_what_was_taken_of_each_dataset_is_added_up_over_shards():
-    weights, counts = {"a": 1, "b": 2}, (30, 7, 0, 12)
-    actual, cursors = [], {}
-    for shard, count in enumerate(counts):
-        elements = iter(mixing.Mixture(parts("a", "b"), weights, shard=shard))
-        actual += names(take(elements, count))
-        cursors[shard] = {"window": 3, "parent": [saved(elements)]}
-    cursors |= {4: None, 5: {"ended": True}}
-    assert mixing.taken(cursors.values()) == dict(collections.Counter(actual))
 
 
 def in_windows(weights, *names, **lengths):

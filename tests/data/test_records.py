@@ -1,6 +1,3 @@
-import itertools
-import json
-
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -96,18 +93,6 @@ def test_one_shard_reads_in_file_order(dataset):
     assert [e["number"] for e in actual] == 2 * list(range(source.num_records(dataset)))
 
 
-def test_seeds_and_epochs_have_orders_of_their_own():
-    dataset = corpora.Numbers(blocks=CORPORA["many blocks"])
-    size = source.num_records(dataset)
-    orders = set()
-    for seed in (0, 1):
-        actual = [
-            e["number"] for e in read(dataset, 0, 1, shuffle_seed=seed, num_epochs=2)
-        ]
-        orders |= {tuple(actual[:size]), tuple(actual[size:])}
-    assert len(orders) == 4
-
-
 def test_a_shard_that_has_ended_stays_at_its_end():
     elements = iter(read(mixed(), 0, 1, num_epochs=1))
     assert len(list(elements)) == source.num_records(mixed())
@@ -134,24 +119,6 @@ def test_a_corrupt_record_stops_the_shard_where_it_is():
         assert elements.get_state() == saved
 
 
-class Failing(corpora.Numbers):
-    """A source that cannot be read beyond its first record."""
-
-    def read(self, unit, skip):
-        yield from itertools.islice(super().read(unit, skip), max(0, 1 - skip))
-        raise errors.DataError("cannot be read")
-
-
-def test_a_file_that_cannot_be_read_stops_the_shard_where_it_is():
-    elements = iter(read(Failing(blocks=((9, 9),)), 0, 1))
-    next(elements)
-    saved = elements.get_state()
-    for _ in range(2):
-        with pytest.raises(errors.DataError, match="cannot be read"):
-            next(elements)
-        assert elements.get_state() == saved
-
-
 @given(
     st.frozensets(st.integers(0, 79), max_size=20),
     st.integers(1, 20),
@@ -170,18 +137,6 @@ def test_records_that_are_left_out_are_counted(corrupt, num_shards, lost):
     if not lost:
         left = [r for r in range(160) if r % 80 not in corrupt]
         assert actual == left
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_the_state_before_every_element_knows_what_was_left_out(lost):
-    dataset = mixed(corrupt=frozenset([0, 1, 7, 49, 50, 79]), lost=lost)
-    states, elements = assert_resumes_everywhere(
-        lambda: read(dataset, 0, 2, num_epochs=2, skip_corrupt=True)
-    )
-    skipped = json.loads(states[-1])["skipped"]
-    every = list(read(mixed(), 0, 2, num_epochs=2))
-    assert skipped + len(elements) == len(every)
-    assert max(map(len, states)) < 60
 
 
 @pytest.fixture

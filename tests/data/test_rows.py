@@ -1,5 +1,4 @@
 import collections
-import dataclasses
 import itertools
 import math
 
@@ -8,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.data import rows
+from elastic_ckpt.data import plan, rows
 
 SHARDS = st.integers(1, 24)
 SIZES = st.integers(1, 48)
@@ -80,17 +79,6 @@ def test_each_shard_runs_on_one_host_and_as_many_as_divide_it_up_load(layout, po
 
 
 @given(layouts(), POSITIONS)
-def test_a_host_that_does_not_load_runs_nothing(layout, position):
-    batch, row_hosts = layout
-    loads = rows.loaders(batch, row_hosts)
-    for host in range(int(row_hosts.max()) + 1):
-        placement = rows.Placement(row_hosts=loads, host=host)
-        taken = rows.taken(batch, placement, position)
-        does_load = host in loads
-        assert {bool(len(a)) for a in vars(taken).values()} == {does_load}
-
-
-@given(layouts(), POSITIONS)
 def test_every_shard_is_written_by_one_host_that_runs_it(layout, position):
     batch, _ = layout
     hosts = rows.assign(*layout, position)
@@ -122,14 +110,6 @@ def test_hosts_that_divide_the_shards_load_what_they_hold_in_order(
     size = num_shards * rows_a_shard
     batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
     row_hosts = in_order(num_hosts, size)
-    assert rows.loaders(batch, row_hosts) is row_hosts
-
-
-@given(layouts(), st.integers(2, 6))
-def test_hosts_load_what_they_hold_if_batches_are_parts_of_a_round(layout, num_batches):
-    batch, row_hosts = layout
-    num_shards = num_batches * batch.global_batch_size
-    batch = dataclasses.replace(batch, num_shards=num_shards)
     assert rows.loaders(batch, row_hosts) is row_hosts
 
 
@@ -206,3 +186,26 @@ def test_ten_thousand_hosts_share_out_every_row_and_shard(num_shards, size, of_h
     for each in ("shards", "writes"):
         of_all = np.sort(np.concatenate([getattr(host, each) for host in hosts]))
         np.testing.assert_array_equal(of_all, np.arange(num_shards))
+
+
+def test_hosts_that_fit_read_their_own_shards_and_move_nothing():
+    outlook = plan.outlook(12, 3, 24)
+    assert (outlook.arrangement, outlook.loading_hosts) == ("blocked", 3)
+    assert outlook.host_shards == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    assert (outlook.moved_rows, outlook.host_rows) == (0, 8)
+
+
+def test_of_hosts_that_fit_neither_way_as_many_as_fit_load():
+    outlook = plan.outlook(4, 3, 12, row_bytes=10)
+    assert (outlook.arrangement, outlook.loading_hosts) == ("blocked", 2)
+    assert outlook.host_shards == ((0, 1), (2, 3))
+    # Rows 4 and 5 come from host 0, and rows 8 to 11 from host 1; rows 6 and 7 stay.
+    assert (outlook.moved_rows, outlook.host_rows) == (6, 6)
+    assert outlook.moved_bytes == 60
+
+
+def test_every_combination_is_there():
+    outlook = plan.outlooks(12, [1, 4], [12, 24, 36])
+    assert [(o.num_hosts, o.global_batch_size) for o in outlook] == [
+        (h, size) for h in (1, 4) for size in (12, 24, 36)
+    ]

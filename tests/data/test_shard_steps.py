@@ -147,18 +147,6 @@ def test_an_own_function_needs_a_name_that_is_compared(files):
     assert changes == ['pipeline: saved "even, version 1", now "even, version 2"']
 
 
-def test_the_number_of_shards_is_not_given_twice_and_differently(files):
-    with refused(r"num_shards has different values, \[4, 10\]; set it once"):
-        sharded_data.sharded(functools.partial(rows_of, files), num_shards=10)
-
-    def two(shard):
-        parts = {str(n): rows_of(files, shard, num_shards=n) for n in (4, 5)}
-        return mixing.Mixture(parts, {"4": 1, "5": 1}, shard=shard)
-
-    with refused(r"different values, \[4, 5\]"):
-        sharded_data.sharded(two)
-
-
 def test_a_pipeline_that_reads_another_shard_is_refused_when_it_is_made(files):
     second_as_first = sharded_data.sharded(
         lambda shard: rows_of(files, 0 if shard == 1 else shard)
@@ -197,21 +185,6 @@ def test_of_a_mixture_weights_may_change_and_settings_of_its_datasets_may_not(fi
     ]
 
 
-def test_a_dataset_of_another_name_and_the_same_files_is_refused(files):
-    def identity(name):
-        def make_shard(shard):
-            parts = {name: rows_of(files[:1], shard), "b": rows_of(files[1:], shard)}
-            return mixing.Mixture(parts, {name: 1, "b": 1}, shard=shard)
-
-        return sharded_data.sharded(make_shard).identity()
-
-    assert pipeline_changes.between(identity("web"), identity("web")) == []
-    assert pipeline_changes.between(identity("web"), identity("internet")) == [
-        "Mixture.datasets: web is now named internet, with the same files and"
-        " steps; restore its old name"
-    ]
-
-
 def ranged(shard):
     return grain.MapDataset.range(shard, 60, NUM_SHARDS).seed(3).shuffle().repeat(2)
 
@@ -227,9 +200,6 @@ GRAINS = {
     "mix": lambda shard, n: grain.IterDataset.mix([kept(shard)] * 2, [1, n]),
     "window shuffle": lambda shard, n: experimental.WindowShuffleIterDataset(
         kept(shard), window_size=n, seed=1
-    ),
-    "best fit": lambda shard, n: experimental.BestFitPackIterDataset(
-        kept(shard), length_struct={"tokens": n}, num_packing_bins=2
     ),
 }
 
@@ -273,12 +243,6 @@ WHOLE = {
     "repeated": lambda shard: NAMED.shuffle(seed=shard).repeat(2).map(dict),
     "filtered": lambda _: NAMED.filter(functools.partial(is_of, 1)),
 }
-SLICED = {
-    "repeated": lambda shard: NAMED.shuffle(seed=7)[shard::NUM_SHARDS].repeat(2),
-    "own source": lambda shard: grain.MapDataset.source(Lines("a", shard)),
-    "filtered": lambda shard: NAMED.filter(functools.partial(is_of, shard)),
-    "filtered by a closure": lambda shard: NAMED.filter(lambda x: is_of(shard, x)),
-}
 
 
 def grains(make, shard):
@@ -299,30 +263,3 @@ def test_a_source_that_is_not_sliced_by_shard_is_refused(name):
     sharded_data.sharded(
         functools.partial(grains, WHOLE[name]), num_shards=1, pipeline="whole"
     )
-
-
-@pytest.mark.parametrize("name", SLICED)
-def test_a_source_that_is_sliced_in_any_way_is_accepted(name):
-    sharded_data.sharded(
-        functools.partial(grains, SLICED[name]), num_shards=NUM_SHARDS, pipeline="own"
-    )
-
-
-def test_a_dataset_of_a_mixture_that_is_not_sliced_is_refused(files):
-    def make_shard(shard):
-        parts = {"web": rows_of(files, shard), "own": grains(WHOLE["a list"], shard)}
-        return ec_data.Mixture(parts, {"web": 1, "own": 1}, shard=shard)
-
-    with refused("would read all of SourceMapDataset"):
-        sharded_data.sharded(make_shard, pipeline="mixed")
-
-
-def test_reading_ahead_is_no_step():
-    def threads(shard):
-        return ranged(shard).to_iter_dataset()
-
-    one, two = (
-        sharded_data.sharded(make_shard, num_shards=2).identity()
-        for make_shard in (kept, threads)
-    )
-    assert one == two

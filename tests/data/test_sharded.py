@@ -1,14 +1,13 @@
 import functools
 import json
 
-import cloudpickle
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import elastic_data, example_id, sharded_data
+from elastic_ckpt.data import elastic_data, sharded_data
 from tests import iterator_contract, pipelines, worlds
 
 HOSTS = [1, 2, 3, 4, 6, 12]
@@ -62,14 +61,6 @@ def test_any_schedule_of_hosts_and_batch_sizes_has_the_batches_of_one_host(
             assert ids == list(range(begin, begin + size))
         saved = world.save()
     assert sorted(used) == stream(data, len(used))
-
-
-def test_hosts_that_divide_the_shards_alone_load_other_rows_than_they_hold():
-    data = make("first_fit")
-    world = worlds.World(data, 3, 18)
-    (loaded, *_), expected = map(next, world.hosts), worlds.World(data, 1, 18).batch()
-    assert example_id.join(loaded["example_id"]) == [0, 3, 6, 9, 12, 15]
-    np.testing.assert_array_equal(loaded["tokens"], expected["tokens"][::3])
 
 
 def test_of_hosts_that_do_not_fit_some_load_and_the_others_know_the_shapes():
@@ -145,12 +136,6 @@ def test_a_feature_is_delivered_or_refused_but_never_overwritten(feature, end):
     message = rf"features named \['{feature}'\], which batches add .*; rename"
     with pytest.raises(errors.DataError, match=message):
         world.batch()
-
-
-def test_data_travels_to_a_sidecar_by_cloudpickle():
-    data = make("everything")
-    copy = cloudpickle.loads(cloudpickle.dumps(data))
-    assert worlds.World(copy, 2, 12).next() == worlds.World(data, 1, 12).next()
 
 
 class TestShardedBatches(iterator_contract.IteratorContract):

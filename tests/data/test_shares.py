@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import itertools
 import json
 
 import numpy as np
@@ -11,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records, shard_steps, stages, units
+from elastic_ckpt.data import records, units
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import kept_blocks, parquet
-from tests import formats, worlds
+from tests import worlds
 
 
 def numbered(directory, *, num_files, num_rows, row_group):
@@ -158,50 +157,10 @@ def test_a_window_of_the_last_documents_takes_no_others_in(tmp_path):
         resumed.batch()
 
 
-def test_the_turns_of_records_are_those_of_joint_shares(tmp_path):
-    data = finite_mixture(
-        tmp_path, num_rows=21, weights=[1, 1, 1], num_shards=8, drop_remainder=False
-    )
-    made = [data.make_shard(shard) for shard in range(8)]
-    of_shard = [{int(row["inputs"][0]) for row in iter(each)} - {0} for each in made]
-    for number, part in enumerate(data.make_shard.parts):
-        shard = data.make_shard
-        read = shard._tokens(shard._records(part, 0))
-        (of_part,) = shard_steps.parents(read)
-        for record in range(21):
-            (turn,) = records.turns(of_part, 0, record)
-            assert 1 + number * 21 + record in of_shard[turn.shard]
-
-
 def test_an_endless_mixture_has_the_shares_of_each_dataset(tmp_path):
     more = {"num_rows": 5, "weights": [1, 1], "num_shards": 8, "num_epoch": 0}
     data = finite_mixture(tmp_path, **more)
     assert data.identity()["dealing"] == "shares"
-
-
-def test_stages_have_no_joint_shares(tmp_path):
-    more = {"num_rows": 9, "num_shards": 8, "drop_remainder": False}
-    data = finite_mixture(tmp_path, weights=[1, 1], **more)
-    (tmp_path / "other").mkdir()
-    other = finite_mixture(tmp_path / "other", weights=[1, 1, 1], **more)
-    staged = stages.staged(
-        [stages.Stage(begin=0, data=data), stages.Stage(begin=3, data=other)]
-    )
-    # Else a dataset would have other shares in each stage.
-    dealings = {stage["dealing"] for stage in staged.identity()["stages"]}
-    assert dealings == {"shares"}
-    with pytest.raises(errors.DataError, match="finite mixture without stages"):
-        staged.continuing(data.identity())
-
-
-def test_files_with_lists_of_several_types_are_read_together(tmp_path):
-    paths = numbered(tmp_path, num_files=2, num_rows=40, row_group=10)
-    column = [[number, 1] for number in range(41, 81)]
-    table = pa.table({"tokens": pa.array(column, pa.list_(pa.int64(), 2))})
-    pq.write_table(table, paths[1], row_group_size=10)
-    batches = until_end(finite(paths, num_shards=4, drop_remainder=False), 4)
-    numbers = np.concatenate([b["inputs"][b["mask"], 0] for b in batches])
-    assert sorted(numbers.tolist()) == list(range(1, 81))
 
 
 def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
@@ -217,23 +176,6 @@ def test_small_blocks_are_shuffled_record_by_record_in_each_epoch(tmp_path):
     assert sorted(first) == sorted(second) == list(range(1, 61))
     assert first != second
     assert first != sorted(first)
-
-
-def configured(parts, tmp_path):
-    content = {
-        part.name: {"path": ",".join(part.source.files), "weight": 1} for part in parts
-    }
-    (tmp_path / "mixture.json").write_text(json.dumps(content))
-    return pipeline.from_config(
-        grain_train_mixture_config_path=str(tmp_path / "mixture.json"),
-        grain_file_type="parquet",
-        train_data_columns="tokens",
-        tokenize_train_data=False,
-        max_target_length=formats.LENGTH,
-        num_logical_shards=12,
-        packing=True,
-        grain_packing_type="first_fit",
-    )
 
 
 def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeypatch):
@@ -257,61 +199,3 @@ def test_blocks_are_decoded_again_if_there_is_no_room_for_them(tmp_path, monkeyp
         assert (len(decoded) > len(set(decoded))) == is_again
         assert len(set(decoded)) == 48
         assert kept_blocks._KEPT._num_bytes <= max(budget, 2**12)
-
-
-def test_a_dataset_is_opened_when_its_first_document_is_due(tmp_path, monkeypatch):
-    parts = {}
-    for number in range(40):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        (path,) = numbered(directory, num_files=1, num_rows=20, row_group=10)
-        parts[f"d{number:02d}"] = {"path": path, "weight": 1 if number < 2 else 1e-9}
-    (tmp_path / "mixture.json").write_text(json.dumps(parts))
-    data = pipeline.from_config(
-        grain_train_mixture_config_path=str(tmp_path / "mixture.json"),
-        grain_file_type="parquet",
-        train_data_columns="tokens",
-        tokenize_train_data=False,
-        max_target_length=2,
-        num_logical_shards=4,
-    )
-    opened = set()
-    decode = parquet.Parquet.decoded
-
-    def noted(self, unit, **more):
-        opened.update(self.files)
-        return decode(self, unit, **more)
-
-    monkeypatch.setattr(parquet.Parquet, "decoded", noted)
-    world = worlds.World(data, 1, 8)
-    for _ in range(5):
-        world.batch()
-    assert len(opened) == 2
-
-
-def test_an_error_is_raised_when_its_document_is_due_and_once(
-    files, tmp_path, monkeypatch
-):
-    data = configured(files["parquet"], tmp_path)
-    expected = list(itertools.islice(data.make_shard(3), 25))
-    decode, calls = parquet.Parquet.decoded, collections.Counter()
-
-    def failing(self, unit, **more):
-        calls[unit.file, unit.block] += 1
-        if calls[unit.file, unit.block] <= 2:
-            raise errors.DataError("for a moment")
-        return decode(self, unit, **more)
-
-    monkeypatch.setattr(parquet.Parquet, "decoded", failing)
-    monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
-    kept_blocks._KEPT.clear()
-    rows, num_failures = iter(configured(files["parquet"], tmp_path).make_shard(3)), 0
-    for row in expected:
-        while True:
-            try:
-                actual = next(rows)
-                break
-            except errors.DataError:
-                num_failures += 1
-        assert all(np.array_equal(actual[name], row[name]) for name in row)
-    assert num_failures > 2

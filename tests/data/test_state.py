@@ -1,12 +1,13 @@
 import dataclasses
+import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import pipeline_changes, state
+from elastic_ckpt.core import checked_json, errors
+from elastic_ckpt.data import cursors, pipeline_changes, state
 
 STATE = state.DataState(
     engine="positional",
@@ -17,11 +18,6 @@ STATE = state.DataState(
 
 def refused(match):
     return pytest.raises(errors.DataError, match=match)
-
-
-def test_a_state_is_read_as_it_was_written(tmp_path):
-    state.write(tmp_path, STATE)
-    assert state.read(tmp_path) == STATE
 
 
 def test_version_1_has_these_bytes(golden):
@@ -92,12 +88,9 @@ WEB, CODE = source(["a", 10, 1, "x"], weight=0.5), source(["b", 20, 2, "y"], wei
 @pytest.mark.parametrize(
     "now",
     [
-        {"web": WEB, "code": CODE},
         {"web": WEB | {"weight": 7.0}, "code": CODE},
-        {"web": WEB},
         {"code": CODE, "books": source(["c", 1, 1, "z"], weight=2)},
     ],
-    ids=["the same", "another weight", "one gone", "one new and one gone"],
 )
 def test_weights_and_datasets_of_a_mixture_may_change(now):
     check(mixed(web=WEB, code=CODE), mixed(**now))
@@ -117,20 +110,105 @@ def test_weights_and_datasets_of_a_mixture_may_change(now):
         ),
         ({"books": WEB}, "datasets: saved ['code', 'web'], now ['books']"),
     ],
-    ids=["a file less", "a file changed", "another format", "none in common"],
 )
 def test_what_a_dataset_reads_may_not_change(now, message):
     with refused(re.escape(message)):
         check(mixed(web=WEB, code=CODE), mixed(**now))
 
 
-def test_many_changed_files_are_counted():
-    now = source(*([name, 1, 1, "x"] for name in "cdefghij"), weight=0.5)
-    with refused(r"a is gone; .*c is new.*f is new; .*and 4 more changes"):
-        check(mixed(web=WEB), mixed(web=now))
+# The cursors of shards.
+
+POSITION = {"stream_row": 96}
+CURSORS = {shard: {"next_index": 10 * shard} for shard in range(8)}
 
 
-def test_files_in_another_order_are_named():
-    one, two = ["a", 1, 1, "x"], ["b", 1, 1, "x"]
-    with refused("files: the files are in another order"):
-        check(mixed(web=source(one, two)), mixed(web=source(two, one)))
+def part(*shards):
+    return {shard: CURSORS[shard] for shard in shards}
+
+
+@given(st.lists(st.integers(0, 3), min_size=8, max_size=8), st.sets(st.integers(0, 7)))
+def test_any_host_reads_any_shards_whoever_wrote_them(tmp_path_factory, owners, wanted):
+    directory = tmp_path_factory.mktemp("cursors")
+    for host in range(4):
+        mine = [shard for shard, owner in enumerate(owners) if owner == host]
+        cursors.write(directory, part(*mine), POSITION)
+    assert cursors.read(directory, wanted, POSITION) == part(*wanted)
+
+
+def test_a_reader_opens_no_file_without_its_shards(tmp_path):
+    cursors.write(tmp_path, part(0, 1), POSITION)
+    (tmp_path / "shards-00002-00007.json").write_text("spoilt")
+    assert cursors.read(tmp_path, [0, 1], POSITION) == part(0, 1)
+    with refused("shards-00002-00007.json is not JSON"):
+        cursors.read(tmp_path, [1, 2], POSITION)
+
+
+def test_missing_shards_are_named(tmp_path):
+    cursors.write(tmp_path, part(0, 1, 4), POSITION)
+    with refused(r"lacks 2 of 4 logical shards: \[2, 3\]; restore their files"):
+        cursors.read(tmp_path, [1, 2, 3, 4], POSITION)
+
+
+def test_doubled_shards_are_named(tmp_path):
+    cursors.write(tmp_path, part(0, 1, 2), POSITION)
+    cursors.write(tmp_path, part(2, 3), POSITION)
+    with refused(r"logical shards \[2\] twice, the second time in shards-00002-00003"):
+        cursors.read(tmp_path, range(4), POSITION)
+
+
+def test_a_renamed_file_is_named(tmp_path):
+    cursors.write(tmp_path, part(0, 1), POSITION)
+    (tmp_path / "shards-00000-00001.json").rename(tmp_path / "shards-00002-00004.json")
+    with refused("2 shards, not to .* shards 2 to 4"):
+        cursors.read(tmp_path, [3], POSITION)
+
+
+def test_version_2_has_these_bytes(tmp_path, golden):
+    values = {3: None, 4: {"next_index": 7}, 5: {"next_index": 9}}
+    cursors.write(tmp_path, values, POSITION)
+    golden("cursors_v2.json", (tmp_path / "shards-00003-00005.json").read_text())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def order(value):
+    """A value in which the order of keys counts."""
+    if isinstance(value, dict):
+        return [(key, order(each)) for key, each in value.items()]
+    if isinstance(value, list):
+        return list(map(order, value))
+    return type(value), value
+
+
+@settings(max_examples=10)
+@given(st.lists(JSON, min_size=1, max_size=3))
+def test_every_value_is_read_as_it_was(tmp_path_factory, values):
+    directory = tmp_path_factory.mktemp("cursors")
+    cursors.write(directory, dict(enumerate(values)), POSITION)
+    found = cursors.read(directory, range(len(values)), POSITION)
+    assert [order(found[shard]) for shard in range(len(values))] == list(
+        map(order, values)
+    )
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"cursors": [[0, 1], [1, 7]]},
+        {"cursors": [[0], [1]]},
+        {"cursors": [[0], 7]},
+        {"shapes": None},
+    ],
+)
+def test_a_file_that_is_not_of_the_format_is_named(tmp_path, spoilt):
+    cursors.write(tmp_path, {0: None, 1: {"next_index": 7}}, POSITION)
+    path = tmp_path / "shards-00000-00001.json"
+    content = json.loads(path.read_text())
+    fields = {name: content[name] for name in ("position", "shapes", "cursors")}
+    path.write_bytes(checked_json.to_bytes(fields | spoilt, version=2))
+    with refused("shards-00000-00001.json do not have the format of their version 2"):
+        cursors.read(tmp_path, [0, 1], POSITION)

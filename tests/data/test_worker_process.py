@@ -11,16 +11,13 @@ import threading
 
 import grain
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import local_batches, sharded_data
 from tests import pipelines, process_tree, shared_memory
 
 ROOT = pathlib.Path(__file__).parents[2]
-PACKAGE = "elastic_ckpt."
 LENGTH = 1 << 16
 
 
@@ -48,11 +45,6 @@ def batches(function, num_workers=1):
 def row(number):
     # A batch of these is larger than a pipe.
     return {"x": np.full(LENGTH, number)}
-
-
-def exits(number):
-    del number
-    os._exit(3)
 
 
 class Unpicklable(Exception):
@@ -117,35 +109,6 @@ def test_a_script_needs_no_guard(tmp_path):
     assert last.startswith("Odd: 1")
 
 
-MODULES = """
-import sys
-import elastic_ckpt as ec
-
-def row(tokens):
-    print(*sys.modules)
-    return tokens
-
-def make_shard(shard):
-    files = ec.data.Parquet(files=[{file!r}])
-    return ec.data.Records(files, shard=shard, num_shards=4).map(row)
-
-data = ec.data.sharded(make_shard, pipeline="prints, 1", num_workers=1)
-next(ec.data.LocalBatches(data, global_batch_size=1))
-"""
-
-
-@pytest.mark.slow
-def test_a_worker_imports_neither_jax_nor_what_saves(tmp_path):
-    parquet.write_table(pyarrow.table({"text": ["a"] * 8}), tmp_path / "part.parquet")
-    script = MODULES.format(file=str(tmp_path / "part.parquet"))
-    imported = set(printed(tmp_path / "script.py", script)[0].split())
-    assert {"grain", "pyarrow.parquet"} <= imported
-    rooms = {each.split(".")[1] for each in imported if each.startswith(PACKAGE)}
-    assert rooms == {"core", "data"}
-    heavy = {"jax", "jaxlib", "optax", "orbax", "tensorstore", "aiohttp"}
-    assert not heavy & imported
-
-
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_named_with_its_signal():
     before = children()
@@ -161,16 +124,6 @@ def test_a_worker_that_is_killed_is_named_with_its_signal():
     assert "memory is short" in str(caught.value)
     one.close()
     assert not any(map(process_tree.is_alive, workers))
-
-
-@pytest.mark.slow
-def test_a_worker_that_exits_is_named_with_its_status():
-    before = children()
-    one = batches(exits)
-    with pytest.raises(errors.DataError, match=r"process 0 of 1 .* exit status 3"):
-        next(one)
-    one.close()
-    assert children() == before
 
 
 @pytest.mark.slow

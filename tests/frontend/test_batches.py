@@ -55,7 +55,6 @@ def first_batch(data, mesh, spec=None, size=SIZE, colocated=False):
             P(("data", "fsdp")),
             P(("data", "fsdp"), "sequence"),
         ),
-        (8, {"a": 2, "b": 2}, P(None, ("a",)), P(None), P(None, "a")),
         (3, {"a": 2, "b": 2}, P(), P(), P()),
     ],
 )
@@ -77,7 +76,6 @@ def test_rows_and_sequences_lie_as_the_spec_has_them(
     [
         ({"anything": 8}, "anything"),
         ({"tensor": 2, "fsdp": 2, "data": 2}, ("fsdp", "data")),
-        ({"replica": 2, "batch": 2, "expert": 2}, ("replica", "batch")),
     ],
 )
 def test_without_a_spec_the_axes_named_for_rows_shard_them(axes, rows):
@@ -117,18 +115,6 @@ def test_what_does_not_fit_is_named_before_the_first_step(
 ):
     with pytest.raises(errors.ConfigError, match=message):
         first_batch(packed(), mesh_of(**axes), spec, size, colocated)
-
-
-@pytest.mark.parametrize("read_ahead", [0, ec.data.ReadAhead(batches=1)])
-def test_a_number_of_batches_may_be_read_ahead(read_ahead):
-    batches = ec.batches(
-        packed(),
-        mesh=mesh_of(data=2),
-        global_batch_size=np.int64(8),
-        read_ahead=read_ahead,
-    )
-    assert next(batches)["tokens"].shape == (8, 10)
-    batches.close()
 
 
 @COLOCATED

@@ -7,10 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tokenizers as hf
-from absl import logging
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     data_keys,
     mixing,
@@ -28,7 +25,6 @@ from elastic_ckpt.data.lm import (
 )
 from elastic_ckpt.data.sources import lines
 from tests import formats, worlds
-from tests.data.lm import test_tokenizers
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
 NUM_CONVERSATIONS = 60
@@ -104,10 +100,6 @@ def text_of(numbers):
     return bytes(int(number) - 3 for number in numbers).decode()
 
 
-def refused(match, error=errors.DataError):
-    return pytest.raises(error, match=match)
-
-
 def pieces(row):
     """The text of each example in a row, and of it what counts."""
     found = []
@@ -175,72 +167,7 @@ def test_a_conversation_is_messages_or_a_prompt_and_its_completion(columns, reco
     assert text_of(made[made >= 0]) == "yz\n"
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"messages": None},
-        {"messages": [{"role": "user", "content": "nobody answers"}]},
-    ],
-)
-def test_a_conversation_in_which_nothing_counts_has_no_tokens(record):
-    assert masked(record).tolist() == []
-
-
 # Tokens of a tokenizer.json.
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizers.load("huggingface", str(GOLDEN / "tokenizer.json"))
-
-
-def names(tokenizer, made):
-    """The texts of tokens, and whether each counts."""
-    library = hf.Tokenizer.from_file(tokenizer.path)
-    return [(library.id_to_token(int(max(n, ~n))), bool(n >= 0)) for n in made]
-
-
-def test_special_tokens_are_those_of_the_template_and_never_doubled(tokenizer):
-    text = (GOLDEN / "llama3.jinja").read_text()
-    template = chat_templates.load_chat_template(tokenizer, text=text)
-    assert template.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    record = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-        ]
-    }
-    made = names(tokenizer, masked(record, template=template, tokenizer=tokenizer))
-    texts = [text for text, _ in made]
-    assert texts.count("<s>") == 1
-    assert texts[0] == "<s>"
-    assert made[-2:] == [("b", True), ("<|eot_id|>", True)]
-    assert "</s>" not in texts
-
-
-def test_the_text_of_a_special_token_in_a_message_becomes_the_token(
-    tokenizer, monkeypatch
-):
-    warnings = []
-    monkeypatch.setattr(
-        logging, "log_first_n", lambda _, *message: warnings.append(message)
-    )
-    turns = [{"role": "user", "content": "s"}, {"role": "assistant", "content": "b"}]
-    masked({"messages": turns}, tokenizer=tokenizer)
-    assert not warnings
-    turns[0]["content"] = "</s>"
-    made = names(tokenizer, masked({"messages": turns}, tokenizer=tokenizer))
-    assert ("</s>", False) in made
-    ((message, number, text),) = warnings
-    assert "becomes a special token" in message
-    assert (number, text) == (1, "</s>")
-
-
-def test_a_tokenizer_without_special_tokens_in_texts_is_refused(tmp_path):
-    for kind in ("sentencepiece", "tiktoken"):
-        tokenizer = tokenizers.load(kind, test_tokenizers.written(tmp_path, kind))
-        with refused("would remain plain text", errors.ConfigError):
-            chat.Conversations(template=TEMPLATE, tokenizer=tokenizer)
 
 
 # Rows.
@@ -330,25 +257,6 @@ def test_rows_have_every_conversation_and_what_counts_of_it(corpus, file_type, p
     assert sorted(found) == sorted(map(expected, CONVERSATIONS))
 
 
-def test_concatenated_rows_count_what_counts_in_whole_conversations(corpus):
-    data = pipeline.from_config(
-        section(
-            corpus,
-            num_epoch=1,
-            packing=True,
-            grain_packing_type="concat_then_split",
-            use_truncation=False,
-        )
-    )
-    counted, inputs = 0, 0
-    for batch in worlds.World(data, 1, 4).rest():
-        counted += int((batch["targets_segmentation"] > 0).sum())
-        inputs += int((batch["inputs_segmentation"] > 0).sum())
-    wholes = [expected(turns) for turns in CONVERSATIONS]
-    assert inputs == sum(len(whole) for whole, _ in wholes)
-    assert counted == sum(len(said) for _, said in wholes)
-
-
 @pytest.mark.parametrize("packing", ["", language.CONCAT_THEN_SPLIT])
 def test_batches_are_the_same_on_any_number_of_hosts(corpus, packing):
     settings = {
@@ -367,58 +275,6 @@ def test_batches_are_the_same_on_any_number_of_hosts(corpus, packing):
         for _ in range(4):
             assert worlds.content(world.batch()) == worlds.content(one.batch())
         saved = world.save()
-
-
-def test_an_error_of_a_template_is_raised_when_its_conversation_is_due(tmp_path):
-    good, bad = conversation(1), [{"role": "tool", "content": "x"}]
-    records_of = [{"messages": turns} for turns in (good, good, bad, good)]
-    file = write(tmp_path / "a", records_of, "jsonl")
-    refused_role = "{% if messages[0].role == 'tool' %}"
-    refusing = refused_role + "{{ raise_exception('no tools') }}{% endif %}"
-    data = pipeline.from_config(
-        section(
-            {"parquet": file},
-            grain_file_type="jsonl",
-            num_logical_shards=1,
-            enable_data_shuffling=False,
-            chat_template=LINES + refusing,
-        )
-    )
-    rows = iter(data.make_shard(0))
-    assert pieces(next(rows)) == pieces(next(rows)) == [expected(good)]
-    for _ in range(2):
-        with refused("record 2: the chat template refuses a conversation: no tools"):
-            next(rows)
-
-
-def test_the_identity_has_the_template_and_the_mask(corpus):
-    plain = pipeline.from_config(section(corpus)).identity()
-    assert json.loads(json.dumps(plain)) == plain
-
-    def differing(**settings):
-        other = pipeline.from_config(section(corpus, **settings)).identity()
-        return {key for key in plain if plain[key] != other.get(key)}
-
-    assert differing() == set()
-    # What has no effect on a conversation.
-    assert differing(add_bos=False, add_eos=False) == set()
-    assert differing(chat_template_date="2026-01-02") == set()
-    assert differing(chat_template=LINES + " ") == {"chat_template"}
-    assert differing(sft_train_on_completion_only=False) == {
-        "sft_train_on_completion_only"
-    }
-
-
-def test_a_resume_with_another_template_is_refused(corpus, tmp_path):
-    world = worlds.World(pipeline.from_config(section(corpus)), 1, 4)
-    world.batch()
-    world.write(tmp_path)
-    changed = pipeline.from_config(section(corpus, chat_template=LINES + " "))
-    with refused("chat_template: saved .*digest.*now"):
-        worlds.World(changed, 1, 4).read(tmp_path)
-    same = worlds.World(pipeline.from_config(section(corpus)), 2, 4)
-    same.read(tmp_path)
-    assert worlds.content(same.batch()) == worlds.content(world.batch())
 
 
 # Preference pairs.

@@ -1,15 +1,13 @@
 import collections
-import json
 
 import grain
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.lm import language, token_blocks, tokenizers
+from elastic_ckpt.data.lm import language, token_blocks
 from tests import pipelines
 
 LENGTHS = st.integers(1, 12)
@@ -55,19 +53,6 @@ def all_pairs(sizes, *, length=None):
     return sorted(pair for tokens in cut for pair in pairs(language.pair(tokens)))
 
 
-@given(st.integers(0, 60), LENGTHS)
-def test_chunks_have_each_target_once_with_the_input_before_it(size, length):
-    (document,) = documents([size])
-    chunks = list(language.chunks(document, length))
-    actual = [pair for chunk in chunks for pair in pairs(chunk)]
-    assert actual == [(n, n + 1) for n in range(1, size)]
-    # All but the last are full.
-    assert [len(chunk["inputs"]) for chunk in chunks[:-1]] == [length] * max(
-        0, len(chunks) - 1
-    )
-    assert all(0 < len(chunk["inputs"]) <= length for chunk in chunks)
-
-
 @given(SIZES, LENGTHS)
 def test_trimmed_documents_give_their_first_tokens_and_chunked_ones_all(sizes, length):
     actual = list(examples(sizes, length=length, truncate=True))
@@ -78,22 +63,6 @@ def test_trimmed_documents_give_their_first_tokens_and_chunked_ones_all(sizes, l
     actual = list(examples(sizes, length=length, truncate=False))
     assert [p for example in actual for p in pairs(example)] == all_pairs(sizes)
     assert all(0 < len(example["inputs"]) <= length for example in actual)
-
-
-@pytest.mark.parametrize("truncate", [True, False])
-def test_the_state_before_every_example_can_be_returned_to(truncate):
-    made = examples([5, 0, 40, 1, 7, 12, 13, 1], length=6, truncate=truncate)
-    expected = list(map(pairs, made))
-    elements, states = iter(made), []
-    for _ in range(len(expected)):
-        states.append(json.dumps(elements.get_state()))
-        next(elements)
-    states.append(json.dumps(elements.get_state()))
-    for number, saved in reversed(list(enumerate(states))):
-        for resumed in (elements, iter(made)):
-            resumed.set_state(json.loads(saved))
-            assert json.dumps(resumed.get_state()) == saved
-            assert list(map(pairs, resumed)) == expected[number:]
 
 
 @given(st.integers(0, 12), st.integers(0, 5))
@@ -212,34 +181,6 @@ def test_joined_rows_are_full_but_for_the_last(sizes, length):
     assert order == all_pairs(sizes)
 
 
-@pytest.mark.parametrize("packing", language.PACKINGS)
-def test_the_state_before_every_packed_row_can_be_returned_to(packing):
-    sizes = [5, 40, 1, 13, 2, 22, 9] * 4
-    chunked = examples(sizes, length=10, truncate=False)
-    made = language.packed(chunked, packing=packing, length=10, seed=3)
-    expected = list(map(contents, made))
-    elements, states = iter(made), []
-    for _ in range(len(expected)):
-        states.append(json.dumps(plain(elements.get_state())))
-        next(elements)
-    states.append(json.dumps(plain(elements.get_state())))
-    for number, saved in list(enumerate(states))[::-7]:
-        elements = iter(made)
-        elements.set_state(json.loads(saved))
-        assert list(map(contents, elements)) == expected[number:]
-
-
-def contents(row):
-    return {name: array.tobytes() for name, array in row.items()}
-
-
-def plain(state):
-    """A state of Grain, in which there are NumPy integers, as JSON."""
-    return jax.tree.map(
-        lambda leaf: leaf.item() if isinstance(leaf, np.generic) else leaf, state
-    )
-
-
 def masked(sizes, packing, length, **more):
     """Packed rows of examples that also have a mask, which equals their targets."""
     parent = examples(sizes, length=length, truncate=False)
@@ -267,18 +208,6 @@ def test_a_feature_that_packing_would_drop_is_refused(packing):
         list(masked([5, 3], packing, 8))
 
 
-@pytest.mark.parametrize("packing", ["first_fit"])
-def test_a_feature_of_another_length_is_refused(packing):
-    parent = examples([5, 3], length=8, truncate=True).map(
-        lambda row: row | {"loss_mask": row["targets"][1:]}
-    )
-    made = language.packed(
-        parent, packing=packing, length=8, seed=1, features=["loss_mask"]
-    )
-    with pytest.raises(errors.DataError, match=r"several lengths, {.*'loss_mask': 3}"):
-        list(made)
-
-
 def text_tokens(text, **settings):
     return tokens_of(language.Documents(**settings), {"text": text}).tolist()
 
@@ -295,17 +224,3 @@ def test_a_text_begins_and_ends_with_its_tokens_unless_told_otherwise():
     assert text_tokens("ab", add_end=False) == [2, 100, 101]
     assert text_tokens("", add_begin=False, add_end=False) == []
     assert tokens_of(language.Documents(), {"text": "ab"}).dtype == np.int32
-
-
-def test_a_token_that_the_tokenizer_lacks_is_not_left_out_in_silence():
-    class Plain:
-        begin, end = None, None
-
-        def encode_batch(self, texts):
-            return tokenizers.Bytes().encode_batch(texts)
-
-    plain = {"tokenizer": Plain(), "add_begin": False, "add_end": False}
-    assert text_tokens("ab", **plain) == [100, 101]
-    for field, key in (("add_begin", "add_bos"), ("add_end", "add_eos")):
-        with pytest.raises(errors.ConfigError, match=f"{field}=True .*; set {key}=fal"):
-            text_tokens("ab", **plain | {field: True})

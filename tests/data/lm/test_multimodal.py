@@ -1,15 +1,11 @@
 """Documents of text and media in rows: packed by tokens, decoded afterwards."""
 
-import functools
 import json
 
 import grain
-import jax
 import numpy as np
 import pytest
 
-import elastic_ckpt as ec
-from elastic_ckpt.data import local_batches, sharded_data
 from elastic_ckpt.data.lm import multimodal
 from tests import pipelines
 
@@ -71,14 +67,6 @@ def make_shard(shard, packing="first_fit"):
 def of(documents, **more):
     source = grain.MapDataset.source(documents).to_iter_dataset(pipelines.IN_CALLER)
     return list(packed(source, **more))
-
-
-def data(packing="first_fit"):
-    return sharded_data.sharded(
-        functools.partial(make_shard, packing=packing),
-        num_shards=NUM_SHARDS,
-        pipeline="parts, version 1",
-    )
 
 
 def test_a_row_has_its_media_with_their_places():
@@ -175,46 +163,3 @@ def test_media_are_decoded_when_their_row_is_delivered():
     again.set_state(state)
     row = next(again)
     assert len(DECODED) == np.count_nonzero(row["images_segmentation"])
-
-
-def test_ranks_and_workers_that_change_have_the_rows_of_one():
-    one = local_batches.LocalBatches(data(), global_batch_size=6)
-    states = None
-    for num_ranks, num_workers in ((2, 2), (3, 1), (1, 2)):
-        ranks = [
-            local_batches.LocalBatches(
-                data(), rank=rank, num_ranks=num_ranks, global_batch_size=6
-            )
-            for rank in range(num_ranks)
-        ]
-        for rank in ranks:
-            if states is not None:
-                rank.load_state_dict(states)
-        workers = [
-            [local_batches.of_worker(rank, w, num_workers) for w in range(num_workers)]
-            for rank in ranks
-        ]
-        for number in range(3):
-            expected = next(one)
-            loaded = [next(of_rank[number % num_workers]) for of_rank in workers]
-            for name, feature in expected.items():
-                whole = np.concatenate([batch[name] for batch in loaded])
-                assert np.array_equal(whole, feature)
-        states = [
-            local_batches.merged([worker.state_dict() for worker in of_rank])
-            for of_rank in workers
-        ]
-
-
-def test_jax_gets_them_as_arrays_of_one_shape():
-    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    batches = ec.batches(
-        data(), mesh=mesh, spec=jax.P("data"), global_batch_size=NUM_SHARDS * 2
-    )
-    one = local_batches.LocalBatches(data(), global_batch_size=NUM_SHARDS * 2)
-    batch, expected = next(batches), next(one)
-    assert batch["images"].shape == (24, 3, 2, 2)
-    assert batch["audio"].shape == (24, 2, 3)
-    for name, feature in expected.items():
-        assert np.array_equal(batch[name], feature)
-    batches.close()

@@ -7,7 +7,6 @@ from grain import experimental
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data.lm import packing
 
 IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -66,12 +65,3 @@ def test_examples_without_tokens_leave_no_trace():
     (row,) = packed([3, 0, 2, 0])
     assert row["a"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
     assert row["a_segment_ids"].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
-
-
-def test_features_of_other_lengths_are_refused():
-    uneven = grain.MapDataset.source([{"a": np.arange(3), "b": np.arange(2)}])
-    rows = packing.ConcatThenSplit(
-        uneven.to_iter_dataset(IN_CALLER), features=("a", "b"), length=4
-    )
-    with pytest.raises(errors.DataError, match=r"\('a', 'b'\) of \[2, 3\] tokens"):
-        next(iter(rows))

@@ -70,18 +70,6 @@ def test_a_json_line_without_a_text_is_named_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_directory_without_text_or_missing_is_an_error_and_writes_nothing(tmp_path):
-    (tmp_path / "tree").mkdir()
-    out = tmp_path / "out"
-    with pytest.raises(
-        errors.DataError, match="tree: this directory contains no text files"
-    ):
-        text.write_arrayrecord(str(tmp_path / "tree"), str(out))
-    with pytest.raises(errors.DataError, match="none: no such directory"):
-        text.write_arrayrecord(str(tmp_path / "none"), str(out))
-    assert [p.name for p in tmp_path.iterdir()] == ["tree"]
-
-
 @pytest.mark.parametrize(
     ("file_type", "reader"),
     [

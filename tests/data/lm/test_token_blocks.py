@@ -114,37 +114,6 @@ def test_a_resume_does_not_tokenise_what_was_taken():
     assert tokenizer.texts == TEXTS[13:16]
 
 
-def test_no_thread_starts_before_the_first_document_and_the_caller_makes_none(
-    own_threads,
-):
-    tokenizer = InThreads()
-    elements = iter(tokens(tokenizer=tokenizer, num_threads=2))
-    elements.get_state()
-    assert not own_threads
-    assert lists(elements) == EXPECTED
-    assert own_threads.keys() == {2}
-    assert 1 <= len(tokenizer.threads) <= 2
-    assert threading.current_thread() not in tokenizer.threads
-
-
-def test_pipelines_are_tokenised_at_the_same_time_and_ahead():
-    waiting = threading.Barrier(2)
-
-    class Together(InThreads):
-        def encode_batch(self, texts):
-            if "meet" in texts:
-                waiting.wait(timeout=60)
-            return super().encode_batch(texts)
-
-    # They meet in the second block of one and in the first of the other.
-    reading = iter(tokens(["a"] * 16 + ["meet"], tokenizer=Together(), num_threads=2))
-    for _ in range(8):
-        next(reading)
-    beside = iter(tokens(["meet"], tokenizer=Together(), num_threads=2))
-    assert len(next(beside)) == 6
-    assert len(lists(reading)) == 9
-
-
 class FailsAt:
     """Passes records on, but fails at the given one: at first, or always."""
 
@@ -196,17 +165,3 @@ def test_an_error_of_the_tokenizer_loses_no_document(num_threads):
     resumed = iter(tokens())
     resumed.set_state(state)
     assert actual + lists(resumed) == EXPECTED
-
-
-def test_threads_are_those_asked_for_or_the_cores_of_the_host(monkeypatch):
-    monkeypatch.setattr(token_blocks, "_num_cores", lambda: 24)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert token_blocks.num_threads(0) == 24
-    assert token_blocks.num_threads(0, num_processes=5) == 4
-    assert token_blocks.num_threads(6, num_processes=2) == 3
-    assert token_blocks.num_threads(1, num_processes=8) == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert token_blocks.num_threads(0) == 8
-    assert token_blocks.num_threads(0, num_processes=4) == 2
-    # A given number is per host already.
-    assert token_blocks.num_threads(6) == 6

@@ -1,5 +1,4 @@
 import base64
-import concurrent.futures
 import io
 import json
 import pathlib
@@ -12,7 +11,6 @@ import pytest
 import sentencepiece
 import tiktoken
 import tokenizers as hf
-from etils.epath import testing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,21 +81,6 @@ OTHER_CONTENTS = {
 }
 
 
-def decoded(kind, numbers):
-    """The text of the tokens according to the library of the kind."""
-    if kind == "sentencepiece":
-        model = sentencepiece.SentencePieceProcessor(model_proto=CONTENTS[kind])
-        return model.decode(numbers.tolist())
-    if kind == "tiktoken":
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        ranks |= {token: 256 + place for place, token in enumerate(MERGES)}
-        encoding = tiktoken.Encoding(
-            "test", pat_str=r"(?s).+", mergeable_ranks=ranks, special_tokens={}
-        )
-        return encoding.decode(numbers.tolist())
-    return hf.Tokenizer.from_str(CONTENTS[kind].decode()).decode(numbers.tolist())
-
-
 def written(directory, kind, content=None):
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / NAMES[kind]
@@ -128,19 +111,6 @@ def test_tokens_are_int32_below_the_vocabulary_size(tokenizer):
     assert len(tokenizer.encode("")) == 0
 
 
-def test_text_and_its_utf8_bytes_have_the_same_tokens(tokenizer):
-    for text in (TEXT, "h\u00e9 \U0001f600\n"):
-        assert (tokenizer.encode(text) == tokenizer.encode(text.encode())).all()
-
-
-def test_special_tokens_are_of_the_vocabulary_and_not_in_a_text(tokenizer):
-    special = {tokenizer.begin, tokenizer.end}
-    assert len(special) == 2
-    assert all(0 <= token < tokenizer.vocab_size for token in special)
-    assert tokenizer.pad == tokens.PAD == 0
-    assert not special & set(tokenizer.encode(TEXT).tolist())
-
-
 def test_a_pickled_tokenizer_is_small_and_works_in_another_process(tokenizer, tmp_path):
     pickled = cloudpickle.dumps(tokenizer)
     assert len(pickled) < 1000
@@ -161,14 +131,6 @@ def test_a_pickled_tokenizer_is_small_and_works_in_another_process(tokenizer, tm
     assert ran.stdout == expected
 
 
-def test_threads_get_the_same_tokens(tokenizer):
-    texts = [f"{TEXT} {number}" for number in range(200)]
-    expected = [tokenizer.encode(text).tolist() for text in texts]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        actual = [tokens_.tolist() for tokens_ in pool.map(tokenizer.encode, texts)]
-    assert actual == expected
-
-
 # Bytes.
 
 
@@ -180,13 +142,6 @@ def test_bytes_have_the_numbers_of_the_byte_level_examples(text):
 
 
 # Kinds with a file.
-
-
-def test_each_library_decodes_the_tokens_to_the_text(kind, tmp_path):
-    tokenizer = tokenizers.load(kind, written(tmp_path, kind))
-    actual = tokenizer.encode(TEXT)
-    assert len(actual) < len(TEXT)
-    assert decoded(kind, actual) == TEXT
 
 
 def test_the_identity_follows_the_content_and_not_the_path(kind, tmp_path):
@@ -213,27 +168,6 @@ def test_another_file_at_the_path_of_a_pickled_tokenizer_is_refused(
     monkeypatch.setattr(tokenizers, "_opened_files", {})
     with pytest.raises(errors.DataError, match="same file on every host"):
         loaded.encode(TEXT)
-
-
-def test_a_file_in_a_bucket_is_read_from_there(kind, tmp_path):
-    expected = tokenizers.load(kind, written(tmp_path, kind)).encode(TEXT)
-    settings = {"bos_token": None, "eos_token": "<s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-
-    def here(call, path, *mode):
-        return call(path.replace("gs://bucket", str(tmp_path)), *mode)
-
-    with testing.mock_epath(open=here, exists=here, isdir=here):
-        actual = tokenizers.load(kind, f"gs://bucket/{NAMES[kind]}")
-        assert actual.encode(TEXT).tolist() == expected.tolist()
-    if kind == "huggingface":
-        assert (actual.begin, actual.end) == (None, 0)
-
-
-def test_a_missing_file_is_named_with_what_is_wanted(kind, tmp_path):
-    missing = tmp_path / "nowhere"
-    with pytest.raises(errors.DataError, match=f"{missing}: .*name a"):
-        tokenizers.load(kind, str(missing))
 
 
 def test_a_file_of_another_kind_is_refused(kind, tmp_path):
@@ -269,14 +203,6 @@ def test_a_tiktoken_file_cut_within_a_line_is_refused(tmp_path):
 
 
 # Tiktoken.
-
-
-def test_llama3_has_256_special_tokens_after_the_ranks(tmp_path):
-    tokenizer = tokenizers.load("tiktoken", written(tmp_path, "tiktoken"))
-    num_ranks = 256 + len(MERGES)
-    assert (tokenizer.begin, tokenizer.end) == (num_ranks, num_ranks + 1)
-    assert tokenizer.vocab_size == num_ranks + 256
-    assert tokenizer.encode("<|end_of_text|>").max() < num_ranks
 
 
 def test_llama3_splits_words_before_it_merges(tmp_path):
@@ -342,20 +268,6 @@ def test_files_beside_it_name_begin_and_end(tmp_path, beside, expected):
     assert special_of(tmp_path, special=special, beside=beside) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ('{"bos_token": "<nowhere>"}', "lacks '<nowhere>', the bos_token"),
-        ("3", "tokenizer_config.json beside it is no JSON object"),
-    ],
-)
-def test_files_beside_it_that_cannot_be_meant_are_refused(tmp_path, settings, message):
-    path = written(tmp_path, "huggingface")
-    (tmp_path / "tokenizer_config.json").write_text(settings)
-    with pytest.raises(errors.DataError, match=message):
-        tokenizers.load("huggingface", path)
-
-
 def test_a_file_that_truncates_and_pads_does_neither(tmp_path):
     tokenizer = huggingface_tokenizer()
     expected = tokenizer.encode(TEXT, add_special_tokens=False).ids
@@ -368,14 +280,6 @@ def test_a_file_that_truncates_and_pads_does_neither(tmp_path):
     content = tokenizer.to_str().encode()
     path = written(tmp_path / "pads", "huggingface", content)
     assert tokenizers.load("huggingface", path).encode(TEXT).tolist() == expected
-
-
-def test_a_file_that_drops_merges_at_random_is_refused(tmp_path):
-    tokenizer = huggingface_tokenizer()
-    tokenizer.model.dropout = 0.5
-    path = written(tmp_path, "huggingface", tokenizer.to_str().encode())
-    with pytest.raises(errors.DataError, match="dropout"):
-        tokenizers.load("huggingface", path)
 
 
 # Blocks.

@@ -59,22 +59,6 @@ def test_a_corrupt_chunk_loses_its_records_and_no_other(tmp_path):
     )
 
 
-def test_records_are_numbered_over_all_files(tmp_path):
-    files = [
-        corpora.write_texts(tmp_path / name, num_texts=n)
-        for name, n in [("a", 3), ("b", 0), ("c", 2)]
-    ]
-    source = arrayrecord.ArrayRecordFiles(files)
-    assert source.records_per_file == (3, 0, 2)
-    assert [source[n] for n in range(len(source))] == [
-        (0, b"text 0 " * 5),
-        (1, b"text 1 " * 5),
-        (2, b"text 2 " * 5),
-        (3, b"text 0 " * 5),
-        (4, b"text 1 " * 5),
-    ]
-
-
 @pytest.mark.parametrize("keep", [0, 40_000, 131_071])
 def test_a_file_cut_short_is_named_with_the_reason(tmp_path, keep):
     path = pathlib.Path(corpora.write_texts(tmp_path / "a", num_texts=10))
@@ -84,18 +68,6 @@ def test_a_file_cut_short_is_named_with_the_reason(tmp_path, keep):
         " restore it"
     ):
         arrayrecord.ArrayRecordFiles([str(path)])
-
-
-def test_a_corrupt_record_is_named_with_its_file_and_place(tmp_path):
-    good = corpora.write_texts(tmp_path / "good", num_texts=4)
-    path = pathlib.Path(corpora.write_texts(tmp_path / "bad", num_texts=4))
-    content = bytearray(path.read_bytes())
-    # The chunk of the first record begins at 64, behind the file's own header.
-    content[100] ^= 0xFF
-    path.write_bytes(content)
-    source = arrayrecord.ArrayRecordFiles([good, str(path)])
-    with refused(r"/bad, record 0: cannot be read .*; restore the file"):
-        source[4]
 
 
 def test_a_worker_that_pytorch_has_forked_is_refused_before_it_crashes(

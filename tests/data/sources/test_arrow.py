@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records
 from elastic_ckpt.data.sources import arrow, source
 from tests import corpora, source_contract
 
@@ -67,16 +66,6 @@ def test_files_with_a_frame_and_compressed_buffers_are_read(
     assert [each["text"] for each in read] == [each["text"] for each in documents]
 
 
-@pytest.mark.usefixtures("large_blocks")
-def test_large_record_batches_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow, "_BATCH_BYTES", 64)
-    file = written(tmp_path / "a.arrow", corpora.documents(0, 8))
-    made = records.Records(arrow.Arrow(files=(file,)), shard=0, num_shards=1)
-    batches = made.batches()
-    sizes = [batches.read(8)[0].num_rows for _ in range(4)]
-    assert max(sizes) < 8
-
-
 @pytest.mark.parametrize(
     "content", [b"\xff" * 200, b"\xff\xff\xff\xff" + b"\x10\0\0\0" * 40]
 )
@@ -89,15 +78,6 @@ def test_a_damaged_message_is_named(tmp_path, content):
     path.write_bytes(bytes(spoilt))
     with pytest.raises(errors.DataError, match=r"a\.arrow: not a complete Arrow file"):
         source.current_indexes(arrow.Arrow(files=(file,)))
-
-
-def test_columns_that_are_encoded_by_a_dictionary_are_refused(tmp_path):
-    table = pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()})
-    file = tmp_path / "a.arrow"
-    with pa.ipc.new_stream(str(file), table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(errors.DataError, match="encoded by a dictionary"):
-        source.indexes(arrow.Arrow(files=(str(file),)))
 
 
 def saved(tmp_path, num_documents=20):

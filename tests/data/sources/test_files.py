@@ -1,9 +1,5 @@
-import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
 
 import fsspec
 import pytest
@@ -68,14 +64,6 @@ def test_patterns_match_files_and_not_directories(root):
         files.find_files(f"{root}/c*")
 
 
-def test_patterns_of_this_machine_are_made_absolute(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", "/home/a")
-    monkeypatch.chdir(tmp_path)
-    assert files.absolute("b*, ~/c,,gs://d/e*") == (
-        f"{tmp_path}/b*,/home/a/c,gs://d/e*"
-    )
-
-
 @pytest.mark.parametrize("pattern", ["c*", "c1"])
 def test_a_pattern_without_a_file_is_named(root, pattern):
     with refused(rf"a_key: {root}/{pattern[0]}.* matches no file; check the path, or"):
@@ -120,51 +108,6 @@ def test_a_file_of_another_format_names_the_way(tmp_path, name, way):
     (tmp_path / name).write_bytes(b'{"text": "one"}\n' * 9)
     with refused(rf"{name}.*: not a .*; .*{way}"):
         source.indexes(parquet.Parquet(files=(str(tmp_path / name),)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("protocol", "listens"), [("gs", True), ("s3", False)], ids=["silent", "refuses"]
-)
-def test_a_bucket_that_is_out_of_reach_ends_the_start(protocol, listens):
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        if listens:
-            silent.listen()
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        program = (
-            "from elastic_ckpt.data.sources import files\n"
-            f"files.find_files('{protocol}://bucket/*.parquet')\n"
-        )
-        ended = subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ
-            | {
-                "STORAGE_EMULATOR_HOST": endpoint,
-                "AWS_ENDPOINT_URL": endpoint,
-                "AWS_ACCESS_KEY_ID": "x",
-                "AWS_SECRET_ACCESS_KEY": "x",
-                "AZURE_STORAGE_CONNECTION_STRING": "DefaultEndpointsProtocol=http;"
-                f"AccountName=a;AccountKey=Zm9v;BlobEndpoint={endpoint}/a;",
-            },
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-    last = ended.stderr.strip().splitlines()[-1]
-    assert re.search(
-        rf"DataError: {protocol}://bucket: its store (does not answer within 20 s|"
-        r"cannot be reached \(.*\)); check the network of this machine and the store's",
-        last,
-    )
-    # It was not asked again and again.
-    assert "trying again" not in ended.stderr
-
-
-def test_no_pattern_at_all_is_an_error():
-    with refused("grain_train_files is empty; set it"):
-        files.find_files(" , ")
 
 
 IO_ERROR = OSError(5, "Input/output error")

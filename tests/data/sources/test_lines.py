@@ -2,15 +2,13 @@
 
 import gzip
 import json
-import os
 import pathlib
-import resource
 
 import pyarrow as pa
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records, units
+from elastic_ckpt.data import records
 from elastic_ckpt.data.sources import lines, source
 from tests import corpora, source_contract
 
@@ -136,36 +134,6 @@ def test_damage_in_a_compressed_file_loses_its_rest(tmp_path, suffix, monkeypatc
         assert sum(1 for _ in resumed) == num_read - begin
 
 
-@pytest.fixture
-def few_descriptors():
-    """A limit of open files, of which half are for those of tests, and a few more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = 2 * len(os.listdir("/dev/fd")) + 40
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    yield limit
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def long_text(path, num_lines, num_chars=2**15):
-    """Writes lines, of which few are in the buffers of an open file at once."""
-    text = [os.urandom(num_chars // 2).hex() for _ in range(num_lines)]
-    return compressed(path, "\n".join(text).encode()), text
-
-
-def test_more_compressed_files_than_may_be_open_are_read_in_turn(
-    tmp_path, few_descriptors
-):
-    file, text = long_text(tmp_path / "a.txt.gz", num_lines=6)
-    num_open = len(os.listdir("/dev/fd"))
-    dataset = lines.Text(files=(file,))
-    readers = [
-        iter(source_contract.read(dataset, 0, 1)) for _ in range(few_descriptors)
-    ]
-    for line in text:
-        assert {next(reader)["text"] for reader in readers} == {line}
-        assert len(os.listdir("/dev/fd")) - num_open <= few_descriptors // 2
-
-
 @pytest.mark.parametrize("line", ["[1, 2]", "{", "[" * 100_000])
 def test_a_line_that_is_no_object_is_corrupt(tmp_path, line):
     path = tmp_path / "a.jsonl"
@@ -175,22 +143,3 @@ def test_a_line_that_is_no_object_is_corrupt(tmp_path, line):
         texts(dataset)
     skipping = source_contract.read_all(dataset, 1, num_epochs=1, skip_corrupt=True)
     assert [each["text"] for each in skipping] == ["a", "b"]
-
-
-def test_a_file_with_fewer_records_than_before_is_named(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("\n".join(LINES))
-    dataset = lines.Text(files=(str(path),))
-    source.indexes(dataset)
-    path.write_bytes(b"line\n" * 3)
-    with pytest.raises(errors.DataError, match="has 17 more records in its index"):
-        texts(dataset)
-
-
-def test_blocks_of_files_that_may_not_be_cut_stay_whole():
-    block_records = [[100], [40, 60], [100]]
-    cut = units.cut(block_records, 8, whole=[True, False, False])
-    assert cut.num_records[cut.file == 0].tolist() == [100]
-    assert len(cut) == 8
-    assert cut.total_records == 300
-    assert len(units.cut([[5], [5]], 8, whole=[True, True])) == 2

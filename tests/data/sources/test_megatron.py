@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records
-from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.data.sources import files, megatron, source
-from tests import corpora, megatron_files, source_contract
+from tests import megatron_files, source_contract
 
 
 def documents(number, *, seed=0):
@@ -49,44 +47,12 @@ def test_documents_are_read_as_they_were_written(
     assert {each.dtype for each in tokens} == {np.dtype(dtype)}
 
 
-def test_files_of_a_store_are_those_of_a_directory(tmp_path):
-    held = documents(30)
-    file = megatron_files.write(tmp_path, held)
-    uri = corpora.upload(file, tmp_path.name)
-    corpora.upload(file.replace(".bin", ".idx"), tmp_path.name)
-    local, remote = (megatron.Megatron(files=(each,)) for each in (file, uri))
-    assert source.identity(local) == source.identity(remote)
-    for one, other in zip(read(local), read(remote), strict=True):
-        assert one.tolist() == other.tolist()
-
-
 def test_the_state_before_every_document_can_be_resumed_from(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
     dataset = megatron.Megatron(files=(megatron_files.write(tmp_path, documents(43)),))
     source_contract.assert_resumes_everywhere(
         lambda: source_contract.read(dataset, 1, 3, shuffle_seed=7, num_epochs=2)
     )
-
-
-def test_the_column_may_have_another_name_and_is_read_in_blocks(tmp_path):
-    held = documents(30)
-    dataset = megatron.Megatron(
-        files=(megatron_files.write(tmp_path, held),), columns=("text",)
-    )
-    made = token_blocks.Tokens(
-        records.Records(dataset, shard=0, num_shards=1),
-        documents=language.Documents(column="text", tokenizer=None),
-    )
-    block = made.blocks().read(30)
-    assert len(block) == 30
-    assert block.length.tolist() == [len(flat(each)) for each in held]
-
-
-def test_an_index_that_is_replaced_has_another_identity(tmp_path):
-    file = megatron_files.write(tmp_path, [[[1, 2], [3]], [[4]]])
-    before = source.identity(megatron.Megatron(files=(file,)))
-    megatron_files.write(tmp_path, [[[1], [2, 3]], [[4]]])
-    assert source.identity(megatron.Megatron(files=(file,))) != before
 
 
 @pytest.mark.parametrize(

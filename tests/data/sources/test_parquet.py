@@ -1,17 +1,14 @@
 import datetime
 import functools
-import itertools
 import pathlib
-import re
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import files, kept_blocks, parquet, remote_file, source
+from elastic_ckpt.data.sources import kept_blocks, parquet, source
 from tests import corpora, source_contract
 from tests.source_contract import read, read_all
 
@@ -157,11 +154,6 @@ def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of):
         np.testing.assert_array_equal(array, wanted, strict=True)
 
 
-def test_a_list_of_numbers_with_a_null_is_named(tmp_path):
-    with refused("/a, row group 0, row 1: corrupt .a list of numbers has a null"):
-        column(pa.list_(pa.int64()), [[1], [1, None], [2]], tmp_path / "a")
-
-
 HOLES = {3, 40, 41, 97}
 
 
@@ -190,19 +182,6 @@ def test_a_list_with_a_null_loses_its_own_row_wherever_a_run_resumed(
         kept += elements
     assert sorted(e["record"] for e in kept) == sorted(set(range(100)) - HOLES)
     assert all(e["tokens"] == ("<i8", [e["record"]] * 2) for e in kept)
-
-
-def test_a_nested_column_is_read_with_all_that_is_in_it(tmp_path):
-    kind, values = KINDS["struct"]
-    table = pa.table({"a": pa.array(values, kind), "b": [1, 2, 3], "c": [4, 5, 6]})
-    file = corpora.write_table(tmp_path / "a", table, group_rows=2)
-    elements = read_all(
-        parquet.Parquet(files=(file,), columns=("c", "a")), 1, num_epochs=1
-    )
-    assert [{"a": e["a"], "c": e["c"]} for e in elements] == [
-        {"a": value, "c": c} for value, c in zip(values, (4, 5, 6), strict=True)
-    ]
-    assert all(element.keys() == {"a", "c", "record"} for element in elements)
 
 
 @pytest.mark.parametrize(
@@ -262,35 +241,6 @@ def test_a_row_group_is_decoded_a_little_at_a_time(dataset, batches):
     assert max(batches) < 30
 
 
-def test_a_resumed_shard_decodes_only_what_it_delivers(dataset, batches):
-    elements = iter(read(dataset, 0, 1, num_epochs=1))
-    elements.set_state({"turn": 1, "taken": ROWS - 3})
-    assert len(list(elements)) == 3
-    assert batches == [3]
-
-
-@pytest.fixture
-def tables(monkeypatch):
-    """The files that are opened for a whole row group, from now on."""
-    opened, open_file = [], parquet._open
-
-    def noted(file, *, buffered):
-        if not buffered:
-            opened.append(file)
-        return open_file(file, buffered=buffered)
-
-    monkeypatch.setattr(parquet, "_open", noted)
-    return opened
-
-
-@pytest.mark.usefixtures("batches")
-def test_shards_of_one_row_group_share_its_table(dataset, file, tables):
-    shards = [iter(read(dataset, shard, 20, num_epochs=1)) for shard in range(20)]
-    elements = source_contract.in_turn(shards)
-    assert len(elements) == 2 * ROWS
-    assert tables == [file] * 2
-
-
 @pytest.fixture
 def bad_page(file):
     """A page in the middle of the second row group is spoilt; the first row in it."""
@@ -300,23 +250,6 @@ def bad_page(file):
     assert content.index(b"text %d " % spoilt) > begin
     corpora.spoil(file, b"text %d " % spoilt)
     return spoilt - ROWS
-
-
-@pytest.mark.usefixtures("batches")
-@pytest.mark.usefixtures("large_blocks")
-def test_a_corrupt_page_is_named_after_the_rows_before_it(dataset, file, bad_page):
-    elements = iter(read(dataset, 0, 1))
-    delivered = []
-    with refused(
-        f"{re.escape(file)}, row group 1, rows \\d+ to \\d+: corrupt"
-    ) as caught:
-        delivered.extend(elements)
-    row = int(re.search(r"rows (\d+) to", str(caught.value))[1])
-    assert bad_page - 30 < row <= bad_page
-    with pytest.raises(errors.DataError, match=f"rows {row} to"):
-        next(elements)
-    again = list(itertools.islice(read(dataset, 0, 1), ROWS + row))
-    assert [e["record"] for e in again] == list(range(ROWS + row))
 
 
 @pytest.mark.usefixtures("batches")
@@ -345,34 +278,3 @@ def test_text_that_is_none_is_corrupt(tmp_path):
         read_all(dataset, 1, num_epochs=1)
     (kept,) = read_all(dataset, 1, num_epochs=1, skip_corrupt=True)
     assert kept == {"text": "text 0", "record": 0}
-
-
-def test_an_object_that_vanishes_is_named_and_not_called_corrupt(file, tmp_path):
-    uri = corpora.upload(file, tmp_path.name)
-    elements = iter(read(parquet.Parquet(files=(uri,)), 0, 1, skip_corrupt=True))
-    next(elements)
-    fsspec.filesystem("memory").store.clear()
-    # Blocks in memory would still be read.
-    remote_file.forget()
-    with refused(f"{re.escape(uri)}, row group 1: cannot be read, in 4 tries"):
-        list(elements)
-
-
-def test_a_store_that_is_slow_at_first_is_tried_again(file, tmp_path, monkeypatch):
-    uri = corpora.upload(file, tmp_path.name)
-    dataset = parquet.Parquet(files=(uri,))
-    files.forget_all()
-    tries = []
-    system = type(fsspec.filesystem("memory"))
-    cat_file = system.cat_file
-
-    def slow(*arguments, **options):
-        tries.append(arguments)
-        if len(tries) < 3:
-            raise TimeoutError("no answer")
-        return cat_file(*arguments, **options)
-
-    monkeypatch.setattr(system, "cat_file", slow)
-    elements = list(read(dataset, 0, 1, num_epochs=1, skip_corrupt=True))
-    assert len(elements) == 2 * ROWS
-    assert len(tries) >= 3

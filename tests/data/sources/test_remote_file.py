@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.data import records
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data.lm import text
 from elastic_ckpt.data.sources import (
     arrayrecord,
@@ -96,26 +95,6 @@ def test_a_file_that_is_read_through_is_requested_once_in_order(system, blocks):
     assert sorted(system.ranges) == list(zip(range(0, SIZE, BLOCK), ends, strict=True))
 
 
-def test_a_reader_that_goes_on_has_more_and_more_requests_ahead(system, blocks):
-    num_ahead = []
-    for number in range(20):
-        # Opened anew for each read, as TFRecords are.
-        reader = opened(system, blocks)
-        reader.seek(number * BLOCK)
-        read_all(reader, 100)
-        num_ahead.append(max(each for _, each in blocks._blocks) - number)
-    assert num_ahead == [*range(17), 16, 16, 16]
-
-
-def test_what_is_read_next_is_requested_before_up_to_a_limit(system, blocks):
-    reader = opened(system, blocks)
-    blocks.read_ahead(reader._remote, 3, 35)
-    assert [number for _, number in blocks._blocks] == [*range(3, 19)]
-    reader.seek(3 * BLOCK)
-    assert read_all(reader, 16 * BLOCK) == CONTENT[3 * BLOCK : 19 * BLOCK]
-    assert len(system.ranges) == len(set(system.ranges))
-
-
 def test_blocks_that_were_not_read_yet_leave_room_for_other_readers(system):
     blocks = remote_file.Blocks(max_blocks=32)
     readers = [opened(system, blocks) for _ in range(6)]
@@ -129,28 +108,6 @@ def test_blocks_that_were_not_read_yet_leave_room_for_other_readers(system):
         start = 6 * number * BLOCK
         assert read_all(reader, 6 * BLOCK) == CONTENT[start : start + 6 * BLOCK]
     assert len(system.ranges) == len(set(system.ranges))
-
-
-def test_a_unit_is_requested_before_the_one_before_it_ends(tmp_path, monkeypatch):
-    file = "memory://ahead/part.tfrecord"
-    tfrecord.write(tmp_path / "part", (b"%d" % n for n in range(3000)))
-    fsspec.filesystem("memory").pipe(file, (tmp_path / "part").read_bytes())
-    dataset = tfrecord.TFRecord(files=(file,), record_format="bytes")
-    starts = source.indexes(dataset)[0].block_bytes
-    requests = []
-    monkeypatch.setattr(
-        remote_file, "read_ahead", lambda *request: requests.append(request[1])
-    )
-    rows = iter(records.Records(dataset, shard=0, num_shards=1))
-    by_row = {
-        int(next(rows)["text"]): [starts.index(start) for start in requests]
-        for _ in range(2049)
-    }
-    assert by_row[0] == [0]
-    assert by_row[511] == [0, 1]
-    assert by_row[1023] == [0, 1]
-    assert by_row[1024] == [0, 1, 1]
-    assert by_row[2048] == [0, 1, 1, 2, 2]
 
 
 def test_a_block_that_failed_is_requested_again(system, blocks):
@@ -220,17 +177,6 @@ def test_blocks_of_an_object_that_was_overwritten_are_not_used(tmp_path):
     assert pathlib.Path(files.local_copy(url)).read_bytes() == b"other"
 
 
-@pytest.mark.usefixtures("looks")
-def test_blocks_of_an_object_that_was_removed_are_not_used(tmp_path):
-    url = write_object(tmp_path, b"first")
-    version = files.content(url).version
-    assert first_bytes(url) == b"first"
-    fsspec.filesystem("memory").rm(f"/{tmp_path.name}/file")
-    with pytest.raises(FileNotFoundError):
-        first_bytes(url)
-    assert files.has_changed(url, version)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 @pytest.mark.parametrize("kind", ["arrayrecord", "parquet"])
@@ -259,14 +205,3 @@ def elements(kind, file):
     }[kind]
     (unit,) = source.cut(made, 1)
     return list(made.read(unit, 0))
-
-
-@pytest.mark.parametrize("protocol", ["az"])
-def test_containers_of_azure_hold_data_alone(protocol, monkeypatch):
-    with pytest.raises(errors.ConfigError, match="can only hold training data"):
-        storage.absolute(f"{protocol}://container/run")
-    _, extra = bucket_clients._CLIENTS[protocol]
-    monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
-    bucket_clients._prepare_protocol.cache_clear()
-    with pytest.raises(errors.ConfigError, match=r"'\.\[azure\]'"):
-        files.find_files(f"{protocol}://container/*.parquet")

@@ -1,27 +1,11 @@
-import re
-
-import numpy as np
-import pytest
-
 from elastic_ckpt.data.sources import source
 from tests import corpora
 
-TREE = """\
-numbers: 3 files, 4 blocks, 12,034 records, fingerprint {}
-|-- columns: ['number']
-|-- numbers-0: 96,040 bytes, 2 blocks, 12,005 records
-|-- numbers-1: 0 bytes, 0 blocks, 0 records
-|-- and 1 more"""
 FOLDED = [
     ["numbers-0 to numbers-1", 16, 2],
     ["numbers-2 to numbers-3", 16, 2],
     ["numbers-4 to numbers-4", 8, 1],
 ]
-
-
-class Named(corpora.Numbers):
-    def settings(self):
-        return {"format": "numbers", "columns": ["number"], "nothing": ""}
 
 
 class Unreliable(corpora.Numbers):
@@ -39,15 +23,6 @@ TRIES = []
 
 def numbers(*blocks):
     return corpora.Numbers(blocks=blocks)
-
-
-@pytest.mark.parametrize("num_records", [0, 1, 1023, 1024, 1025, 5000])
-def test_blocks_hold_every_record_and_only_the_last_is_short(num_records):
-    actual = source.blocks(num_records)
-    assert actual.sum() == num_records
-    assert (actual[:-1] == source.BLOCK_RECORDS).all()
-    assert (actual > 0).all()
-    assert actual.dtype == np.int64
 
 
 def test_an_index_that_cannot_be_read_is_tried_again():
@@ -80,11 +55,3 @@ def test_the_identity_of_many_files_is_folded(monkeypatch):
     assert source.fingerprint(numbers(*moved)) != source.fingerprint(dataset)
     assert source.identity(numbers(*moved))["files"][0] == actual[0]
     assert source.identity(numbers((1, 0), *[(1,)] * 4))["files"][0] != actual[0]
-
-
-def test_a_tree_shows_format_files_and_fingerprint():
-    dataset = Named(blocks=((12_000, 5), (), (28, 1)))
-    shown = source.tree(dataset, max_files=2)
-    assert shown == TREE.format(source.fingerprint(dataset))
-    assert re.search("fingerprint [0-9a-f]{16}\n", shown)
-    assert "more" not in source.tree(dataset)

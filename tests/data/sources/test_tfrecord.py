@@ -1,5 +1,4 @@
 import gzip
-import itertools
 import os
 import pathlib
 import struct
@@ -9,7 +8,6 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import (
-    files,
     record_format,
     source,
     tfrecord,
@@ -90,35 +88,6 @@ class TestTFRecord(source_contract.SourceContract):
             lambda: source_contract.read(dataset, 0, 1, num_epochs=2, skip_corrupt=True)
         )
 
-    @pytest.mark.usefixtures("bad_length")
-    def test_a_spoilt_length_is_named_after_what_is_before_it(self, dataset, files):
-        elements = iter(source_contract.read(dataset, 0, 1))
-        delivered = list(itertools.islice(elements, source_contract.CORRUPT))
-        assert source_contract.numbers(delivered) == list(
-            range(source_contract.CORRUPT)
-        )
-        with self.refused(
-            files[0], r"byte \d+: corrupt \(not the length of a record, or cut"
-        ):
-            next(elements)
-
-    @pytest.mark.parametrize("kept_of_last", [-1, 3])
-    def test_a_file_cut_short_while_it_is_read_is_named(
-        self, dataset, files, kept_of_last
-    ):
-        source.indexes(dataset)
-        last = len(framed(record_format.encode(corpora.document(47))))
-        size = os.path.getsize(files[2])
-        os.truncate(files[2], size - last + kept_of_last % last)
-        delivered = []
-        with self.refused(files[2], "corrupt"):
-            delivered.extend(source_contract.read(dataset, 0, 1, num_epochs=1))
-        elements = iter(
-            source_contract.read(dataset, 0, 1, num_epochs=1, skip_corrupt=True)
-        )
-        assert source_contract.numbers(elements) == list(range(47))
-        assert elements.get_state()["skipped"] == 1
-
 
 def test_a_file_has_the_bytes_that_tensorflow_writes_and_is_read(tmp_path):
     tfrecord.write(tmp_path / "a", iter(TENSORFLOW_RECORDS))
@@ -128,16 +97,6 @@ def test_a_file_has_the_bytes_that_tensorflow_writes_and_is_read(tmp_path):
     dataset = raw(str(tmp_path / "a"))
     elements = source_contract.read_all(dataset, 1, num_epochs=1)
     assert texts(elements) == list(TENSORFLOW_RECORDS)
-
-
-def test_a_writer_that_fails_leaves_no_file(tmp_path):
-    def fails():
-        yield b"a"
-        raise RuntimeError("no more")
-
-    with pytest.raises(RuntimeError, match="no more"):
-        tfrecord.write(tmp_path / "a", fails())
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("buffer_bytes", "num_shards"), [(1, 1), (100, 5)])
@@ -160,17 +119,6 @@ def test_a_flipped_bit_of_any_data_is_named(tmp_path):
         corpora.spoil(file, text)
         with refused(f"file-{number}, record {number}: corrupt .its checksum differs"):
             source_contract.read_all(raw(file), 1, num_epochs=1)
-
-
-def test_a_flipped_bit_of_a_length_is_named_when_the_file_is_opened(tmp_path):
-    tfrecord.write(tmp_path / "a", iter([b"text 0", b"text 1"]))
-    for spoilt in range(12):
-        path = tmp_path / f"file-{spoilt}"
-        content = bytearray((tmp_path / "a").read_bytes())
-        content[len(framed(b"text 0")) + spoilt] ^= 1
-        path.write_bytes(content)
-        with refused(f"file-{spoilt}, byte 22: not a TFRecord file, or damaged there"):
-            source.indexes(raw(str(path)))
 
 
 def test_a_compressed_file_is_named_with_the_remedy(tmp_path):
@@ -225,39 +173,6 @@ def test_a_file_is_walked_over_once(file, walks, own_cache):
     assert walks == [file]
 
 
-def test_a_file_that_was_written_anew_is_walked_over_again(file, walks):
-    first = index(file)
-    size, changed = os.path.getsize(file), os.stat(file).st_mtime_ns
-    # Records of other lengths in a file of the same size.
-    pathlib.Path(file).write_bytes(framed(bytes(size - 16)))
-    os.utime(file, ns=(changed + 1, changed + 1))
-    assert index(file) == (size, [1], (0,))
-    tfrecord.write(file, iter([b"a"] * 3))
-    assert index(file) == (51, [3], (0,))
-    assert index(file) != first
-    assert walks == [file] * 3
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_the_index_of_a_file_of_the_same_size_and_time_is_not_used(
-    file, walks, tmp_path, remote
-):
-    # Records of other lengths where no sample is taken.
-    lengths = [30_000] * 40
-    other = [*lengths[:18], 29_000, 31_000, *lengths[20:]]
-    elements = []
-    for sizes in (lengths, other):
-        tfrecord.write(file, (bytes(size) for size in sizes))
-        os.utime(file, ns=(1, 1))
-        place = corpora.upload(file, tmp_path.name) if remote else file
-        # As `source.current_indexes` does when it sees that.
-        files.forget_all()
-        elements.append((files.content(place).sample, place))
-        index(place)
-    assert elements[0] == elements[1]
-    assert len(walks) == 2
-
-
 def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
     dataset = raw(file)
     source.indexes(dataset)
@@ -277,10 +192,4 @@ def test_a_spoilt_index_is_made_again(file, walks, own_cache, spoilt):
     kept.write_bytes(spoilt or good.replace(b"952", b"951"))
     assert index(file) == first
     assert kept.read_bytes() == good
-    assert walks == [file] * 2
-
-
-def test_a_cache_that_cannot_be_written_costs_a_walk(file, walks, own_cache):
-    own_cache.write_text("a file, where there should be a directory")
-    assert index(file) == index(file)
     assert walks == [file] * 2

@@ -91,14 +91,6 @@ def test_an_archive_that_is_cut_short_is_named(tmp_path, kept):
         source.indexes(webdataset.WebDataset(files=(str(path),)))
 
 
-@pytest.mark.parametrize("content", [b"a" * 2000, b"\x1f\x8b" + b"a" * 2000])
-def test_another_format_is_named(tmp_path, content):
-    path = tmp_path / "a.tar"
-    path.write_bytes(content)
-    with pytest.raises(errors.DataError, match="not a complete tar archive"):
-        source.indexes(webdataset.WebDataset(files=(str(path),)))
-
-
 def test_a_damaged_header_loses_the_rest_of_its_block_wherever_reading_began(tmp_path):
     path = pathlib.Path(written(tmp_path / "a.tar", samples(24)))
     dataset = webdataset.WebDataset(files=(str(path),))
@@ -113,25 +105,3 @@ def test_a_damaged_header_loses_the_rest_of_its_block_wherever_reading_began(tmp
     source_contract.assert_resumes_everywhere(
         lambda: source_contract.read(dataset, 0, 1, num_epochs=1, skip_corrupt=True)
     )
-
-
-def test_an_archive_with_a_damaged_header_is_named_at_the_start(tmp_path):
-    path = pathlib.Path(written(tmp_path / "a.tar", samples(24)))
-    content = path.read_bytes()
-    at = content.index(b"images/00013.txt")
-    path.write_bytes(content[:at] + b"\xff" * 200 + content[at + 200 :])
-    with pytest.raises(errors.DataError, match=r"a\.tar: .*the header at byte"):
-        source.indexes(webdataset.WebDataset(files=(str(path),)))
-
-
-def test_a_size_below_zero_is_an_error_and_no_endless_loop(tmp_path):
-    path = pathlib.Path(written(tmp_path / "a.tar", samples(3)))
-    content = bytearray(path.read_bytes())
-    header = content.index(b"images/00001.jpg")
-    content[header + 124 : header + 136] = (-1024).to_bytes(12, "big", signed=True)
-    content[header + 148 : header + 156] = b" " * 8
-    total = sum(content[header : header + 512])
-    content[header + 148 : header + 156] = b"%06o\0 " % total
-    path.write_bytes(bytes(content))
-    with pytest.raises(errors.DataError, match=r"a\.tar: not a complete tar archive"):
-        source.indexes(webdataset.WebDataset(files=(str(path),)))
