@@ -8,14 +8,13 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data import lm
     from elastic_ckpt.data.data_keys import DataKeys
     from elastic_ckpt.data.elastic_data import ElasticData, End
-    from elastic_ckpt.data.grain_states import adopt as adopt_grain_states
     from elastic_ckpt.data.iterator import Batches
     from elastic_ckpt.data.lm.pipeline import from_config
     from elastic_ckpt.data.local_batches import LocalBatches
     from elastic_ckpt.data.mixing import Mixture
     from elastic_ckpt.data.positional_data import positional
     from elastic_ckpt.data.prefetch import ReadAhead
-    from elastic_ckpt.data.records import RandomMap, ReadOptions, Records
+    from elastic_ckpt.data.records import ReadOptions, Records
     from elastic_ckpt.data.rows import suggest_num_shards
     from elastic_ckpt.data.sharded_data import sharded
     from elastic_ckpt.data.sharded_state import ShardedState
@@ -62,7 +61,6 @@ __all__ = [
     "Megatron",
     "Mixture",
     "Parquet",
-    "RandomMap",
     "ReadAhead",
     "ReadOptions",
     "Records",
@@ -73,7 +71,6 @@ __all__ = [
     "TorchDataset",
     "WebDataset",
     "WindowShuffle",
-    "adopt_grain_states",
     "from_config",
     "from_hf",
     "lm",

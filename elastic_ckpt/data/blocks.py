@@ -300,17 +300,6 @@ def gathered(block: Block, length: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def in_a_row(block: Block) -> np.ndarray:
-    """The tokens of all elements, one after the other; a view if they lie like that."""
-    start, ends = block.start, block.start + block.length
-    if (start[1:] == ends[:-1]).all():
-        return block.values[start[0] : ends[-1]]
-    if int(block.length.sum()) >= LONG_TOKENS * len(block):
-        spans = zip(start.tolist(), ends.tolist(), strict=True)
-        return np.concatenate([block.values[first:end] for first, end in spans])
-    return block.values.take(gathered(block, block.length))
-
-
 def counted(length: np.ndarray) -> np.ndarray:
     """For each element, 0 to before its length; all in a row, int32."""
     ends = np.cumsum(length)

@@ -455,7 +455,5 @@ def _own_code_after(made: Any, before: Any) -> list[str]:
 
 
 def _runs_own_code(dataset: Any) -> bool:
-    if isinstance(dataset, shard_steps.Step):
-        return dataset.runs_own_code
     is_ours = type(dataset).__module__.startswith("elastic_ckpt.")
     return not is_ours and not shard_steps.is_described(dataset)

@@ -886,47 +886,6 @@ def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
     return sum(part[_SKIPPED] for part in parts if _SKIPPED in part)
 
 
-class RandomMap(shard_steps.Step):
-    """Maps elements with randomness, such as augmentation of images.
-
-    The random numbers of an element depend on the seed and its field `record`, which
-    differs in each epoch; not on the host, the shard, or the elements before it.
-
-    Args:
-      parent: elements with the field `record`, as `Records` yields them.
-      function: `(element, numpy.random.Generator) -> element`.
-      seed: a number from 0.
-    """
-
-    runs_own_code = True
-
-    def __init__(
-        self,
-        parent: grain.IterDataset,
-        function: Callable[[source.Element, np.random.Generator], Any],
-        *,
-        seed: int,
-    ) -> None:
-        super().__init__(parent)
-        self._function = function
-        self._seed = seed
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return iter(self._parent.map(self._map))
-
-    def __str__(self) -> str:
-        name = getattr(self._function, "__name__", repr(self._function))
-        return f"RandomMap({name})"
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The seed."""
-        return {"seed": self._seed}
-
-    def _map(self, element: source.Element) -> Any:
-        generator = np.random.default_rng([self._seed, element[RECORD]])
-        return self._function(element, generator)
-
-
 class _Fruitless(threading.local):
     """Counts the records that this thread reads until a shard yields its next row."""
 

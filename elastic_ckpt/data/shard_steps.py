@@ -80,7 +80,6 @@ class Step(grain.IterDataset[T]):
     Attributes:
       shard: the shard that it was made for; None if it is the same for all.
       num_shards: S, if it was made for one of S shards.
-      runs_own_code: whether it also runs a function of the user's.
       describes_parents: whether its settings include the steps before it.
       deals_units: whether units of records are dealt to shards, as in states of older
         programs, if it reads records; set before it is iterated over.
@@ -88,7 +87,6 @@ class Step(grain.IterDataset[T]):
 
     shard: int | None = None
     num_shards: int | None = None
-    runs_own_code = False
     describes_parents = False
     deals_units = False
 
@@ -198,7 +196,7 @@ def unsliced(first: Any, last: Any) -> list[str]:
 
 
 def _depends_on_shard(first: Any, last: Any) -> bool:
-    if isinstance(first, Step) and not first.runs_own_code:
+    if isinstance(first, Step):
         # Of ours, only the first step of a pipeline reads a part of its records.
         return not parents(first) and first.shard is not None
     return not _alike(_unseeded(first), _unseeded(last))
@@ -314,7 +312,7 @@ def parents(dataset: Any) -> Sequence[Any]:
 def _settings(dataset: Any) -> dict[str, storage.Json] | None:
     """The settings of a Grain dataset; None if it runs the user's own code."""
     if isinstance(dataset, Step):
-        return None if dataset.runs_own_code else {}
+        return {}
     name = type(dataset).__name__
     if passes_on(dataset):
         return {}

@@ -6,7 +6,6 @@ of what it delivers, and keeps the state of each worker after the last batch del
 
 import functools
 import json
-import multiprocessing
 
 import grain
 import numpy as np
@@ -19,11 +18,9 @@ from elastic_ckpt.data import (
     elastic_data,
     example_id,
     local_batches,
-    positional_data,
     rows,
     sharded_data,
 )
-from elastic_ckpt.data.lm import language
 from tests import pipelines
 
 
@@ -94,24 +91,6 @@ def sharded(name, num_shards):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", [language.CONCAT_THEN_SPLIT, language.FIRST_FIT])
-def test_ranks_and_workers_that_change_have_the_batches_of_one(packing):
-    data = sharded_data.sharded(
-        functools.partial(pipelines.mixture, num_shards=24, packing=packing),
-        num_shards=24,
-        pipeline="a mixture",
-    )
-    one = world(data, 1, 6)
-    ranks = world(data, 2, 6, num_workers=2)
-    for num_ranks, num_workers in ((3, 4), (2, 1), (1, 0)):
-        for _ in range(3):
-            assert next_rows(ranks, "inputs") == next_rows(one, "inputs")
-        states = [through_text(rank.state_dict()) for rank in ranks]
-        ranks = world(data, num_ranks, 6, num_workers, states)
-    assert next_rows(ranks, "inputs") == next_rows(one, "inputs")
-
-
 WORLDS = st.tuples(st.sampled_from([1, 2, 3, 6]), st.integers(0, 4), st.integers(0, 3))
 
 
@@ -141,59 +120,11 @@ def test_any_history_of_ranks_and_workers_has_the_rows_of_one(name, sizes, histo
         assert next_rows(merged) == next_rows(alone)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_the_positional_engine_has_workers_too(corpus, in_place):
-    data = positional_data.positional(
-        files=(corpus,), max_target_length=16, num_threads=0, in_place=in_place
-    )
-    expected = world(data, 2, 12)
-    ranks = world(data, 2, 12, num_workers=3)
-    for num_workers in (2, 1, 3):
-        for _ in range(4):
-            assert next_rows(ranks, "inputs") == next_rows(expected, "inputs")
-        states = [through_text(rank.state_dict()) for rank in ranks]
-        ranks = world(data, 2, 12, num_workers, states)
-    assert next_rows(ranks, "inputs") == next_rows(expected, "inputs")
-
-
 def numbers(shard, num_shards):
     """Shards that end at different times."""
     drawn = grain.MapDataset.range(shard, 5 * num_shards - 7, num_shards)
     examples = drawn.map(lambda number: {"tokens": np.array(number)})
     return examples.to_iter_dataset(pipelines.IN_CALLER)
-
-
-@pytest.mark.parametrize("end", [elastic_data.End.PADDED, elastic_data.End.DROPPED])
-@pytest.mark.parametrize("size", [4, 12, 16])
-def test_data_that_ends_has_whole_passes_with_workers(end, size):
-    data = sharded_data.sharded(
-        functools.partial(numbers, num_shards=12),
-        num_shards=12,
-        end=end,
-        pipeline="numbers",
-    )
-    (one,) = world(data, 1, size)
-    expected = [batch["tokens"].tolist() for batch in one]
-    (loader,) = world(data, 1, size, num_workers=3)
-    seen = []
-    for number in range(len(expected)):
-        if number == 1:
-            (loader,) = world(data, 1, size, 2, [through_text(loader.state_dict())])
-        batch, loader._ahead = _alone(loader)
-        seen.append(batch["tokens"].tolist())
-    assert seen == expected
-    for worker in loader._workers:
-        assert list(worker) == []
-        assert worker.at_end
-
-
-def _alone(loader):
-    # The next batch without reading ahead, which the end of the data would stop.
-    worker = loader._turn % len(loader._workers)
-    batch = next(loader._workers[worker])
-    loader._states[worker] = through_text(loader._workers[worker].state_dict())
-    loader._turn += 1
-    return batch, loader._ahead
 
 
 def test_workers_of_several_ranks_cannot_agree_on_an_end():
@@ -236,16 +167,6 @@ def test_no_worker_runs_a_shard_of_another_if_there_are_as_many_as_suggested(
     assert sorted(run) == list(range(num_shards))
 
 
-def test_workers_that_repeat_the_work_of_others_say_so(caplog):
-    # Said once for each combination: no other test has these.
-    Loader(world(sharded("plain", 7), 1, 7)[0], 4)
-    assert "each shard is run by 4 workers" in caplog.text
-    assert "multiple of 28" in caplog.text
-    caplog.clear()
-    Loader(world(sharded("plain", 28), 1, 7)[0], 4)
-    assert not caplog.text
-
-
 def test_the_state_of_a_worker_alone_is_refused():
     data = sharded("plain", 12)
     batches = world(data, 1, 12)[0]
@@ -263,24 +184,3 @@ def test_the_state_of_a_worker_alone_is_refused():
     assert next(again)["tokens"].tolist() == next(workers[1])["tokens"].tolist()
     with pytest.raises(errors.DataError, match="is that of worker 1 of 2"):
         workers[0].load_state_dict(workers[1].state_dict())
-
-
-def _count(queue):
-    data = sharded_data.sharded(
-        functools.partial(pipelines.plain, num_shards=12),
-        num_shards=12,
-        pipeline="plain",
-        num_workers=2,
-    )
-    batches = local_batches.LocalBatches(data, global_batch_size=12)
-    queue.put(next(batches)["tokens"].tolist())
-
-
-def test_a_process_that_can_have_none_reads_in_itself():
-    context = multiprocessing.get_context("forkserver")
-    queue = context.Queue()
-    worker = context.Process(target=_count, args=(queue,), daemon=True)
-    worker.start()
-    (expected,) = world(sharded("plain", 12), 1, 12)
-    assert queue.get(timeout=600) == next(expected)["tokens"].tolist()
-    worker.join()

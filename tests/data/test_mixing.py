@@ -1,7 +1,6 @@
 import collections
 import itertools
 import json
-import math
 
 import grain
 import hypothesis
@@ -45,17 +44,6 @@ def test_in_a_thousand_elements_no_dataset_is_ever_4_from_its_share(
     assert worst < 4
 
 
-@given(WEIGHTS, TURNS)
-def test_of_a_thousand_shards_at_the_same_turn_no_dataset_gets_5_from_its_share(
-    weights, turn
-):
-    ends = mixing.bounds(weights)
-    chosen = [mixing.chosen(turn, shard=shard, ends=ends) for shard in range(1000)]
-    worst = furthest_from_share(chosen, weights)
-    hypothesis.target(worst)
-    assert worst < 5
-
-
 def test_the_schedule_is_frozen():
     ends = mixing.bounds({"a": 0.5, "b": 0.3, "c": 0.2})
     chosen = [
@@ -67,21 +55,6 @@ def test_the_schedule_is_frozen():
         "aabacbabacbacaabacbabaab",
         "caabacbabaabacaabacbacaa",
     ]
-
-
-COPRIME = st.tuples(st.integers(1, 500), st.integers(2, 500)).filter(
-    lambda numbers: numbers[0] < numbers[1] and math.gcd(*numbers) == 1
-)
-
-
-@given(COPRIME, st.integers(0, 499), st.integers(0, 499))
-def test_the_first_multiple_in_an_interval_is_computed(numbers, low, high):
-    step, modulus = numbers
-    low, high = sorted((low % modulus, high % modulus))
-    actual = mixing.first_multiple(step, modulus, low, high)
-    assert actual == next(
-        n for n in itertools.count() if low <= n * step % modulus <= high
-    )
 
 
 @given(WEIGHTS, SHARDS, TURNS, st.data())
@@ -109,21 +82,6 @@ def test_every_dataset_above_zero_has_turns(weights):
         assert (end > begin) == (named[name] > 0)
         begin = end
     assert begin == 2**64
-
-
-@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
-def test_a_weight_that_cannot_be_meant_is_named(weight):
-    with pytest.raises(
-        errors.ConfigError,
-        match=f"mixture: dataset web has the weight {weight}; weights are finite",
-    ):
-        mixing.check_weights({"code": 1, "web": weight})
-
-
-def test_weights_that_are_all_zero_are_refused():
-    message = r"mixture: all weights of \['code', 'web'\] are 0; raise one of them"
-    with pytest.raises(errors.ConfigError, match=message):
-        mixing.Mixture(parts("web", "code"), {"code": 0, "web": 0.0}, shard=0)
 
 
 def part(name, length=None):
@@ -169,23 +127,6 @@ def test_elements_come_by_schedule_and_each_dataset_in_its_order(weights, shard)
         assert numbers == list(range(len(numbers)))
 
 
-def test_the_order_in_which_datasets_are_listed_does_not_count():
-    weights = {"a": 1, "b": 2, "c": 3}
-    backwards = dict(reversed(weights.items()))
-    one = mixing.Mixture(parts("a", "b", "c"), weights, shard=3)
-    two = mixing.Mixture(parts("c", "a", "b"), backwards, shard=3)
-    assert take(iter(one), 60) == take(iter(two), 60)
-
-
-def test_shards_begin_at_phases_of_their_own():
-    weights = {"a": 1, "b": 1}
-    begins = {
-        tuple(names(take(iter(mixing.Mixture(parts("a", "b"), weights, shard=s)), 12)))
-        for s in range(8)
-    }
-    assert len(begins) > 4
-
-
 @pytest.mark.parametrize("lengths", [{}, {"a": 7, "b": 30, "c": 2}])
 def test_the_state_before_every_element_can_be_returned_to(lengths):
     mixture = mixing.Mixture(
@@ -204,38 +145,6 @@ def test_the_state_before_every_element_can_be_returned_to(lengths):
             later.set_state(state)
             assert saved(later) == state
             assert take(later, len(expected) - number) == expected[number:]
-
-
-def test_a_dataset_is_opened_when_its_first_element_is_due():
-    opened = []
-
-    class Opening(grain.IterDataset):
-        def __init__(self, name):
-            super().__init__(part(name))
-            self._name = name
-
-        def __iter__(self):
-            opened.append(self._name)
-            return iter(self._parent)
-
-    mixture = mixing.Mixture(
-        {name: Opening(name) for name in ("never", "often", "seldom")},
-        {"never": 0, "often": 0.95, "seldom": 0.05},
-        shard=0,
-    )
-    elements = iter(mixture)
-    assert opened == []
-    while "seldom" not in opened:
-        assert set(opened) <= {"often"}
-        name, number = next(elements)
-    assert (name, number) == ("seldom", 0)
-    take(elements, 100)
-    assert opened == ["often", "seldom"]
-    # Nor does a resume open what it does not need.
-    opened.clear()
-    state = saved(elements)
-    assert saved(resumed(mixture, state)) == state
-    assert opened == []
 
 
 STAGE = st.tuples(
@@ -289,63 +198,8 @@ def test_datasets_that_end_leave_the_others_to_go_on_and_lose_nothing(
     assert actual + list(elements) == expected
 
 
-@pytest.mark.parametrize("seldom", [1e-9, 1e-300])
-def test_data_ends_also_where_a_dataset_has_hardly_a_turn(seldom):
-    weights = {"a": 1, "b": seldom, "c": seldom}
-    actual = list(mixing.Mixture(parts(a=4, b=3, c=2), weights, shard=5))
-    assert names(actual[:4]) == ["a"] * 4
-    assert sorted(actual) == sorted(
-        [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 2)]
-    )
-
-
 def parts_of(name, length):
     return [(name, number) for number in range(length)]
-
-
-def test_a_mixture_that_had_ended_goes_on_when_a_weight_inside_it_is_raised():
-    def mixture(weight):
-        inside = mixing.Mixture(parts(a=4, b=3), {"a": 1, "b": weight}, shard=1)
-        outside = {"inside": inside, **parts(c=9)}
-        return mixing.Mixture(outside, {"inside": 1, "c": 1}, shard=1)
-
-    elements = iter(mixture(0))
-    actual = take(elements, 11)
-    assert names(actual).count("a") == 4
-    elements = resumed(mixture(2), saved(elements))
-    actual += list(elements)
-    assert sorted(actual) == [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 9)]
-
-
-def test_a_state_that_lists_what_had_ended_is_continued():
-    # As it was written at first.
-    state = {"turn": 5, "taken": {"a": 2, "b": 3}, "ended": ["a"]}
-    state["parts"] = {"a": {"next_index": 2}, "b": {"next_index": 3}}
-    mixture = mixing.Mixture(parts(a=2, b=5), {"a": 1, "b": 1}, shard=0)
-    assert list(resumed(mixture, state)) == [("b", 3), ("b", 4)]
-
-
-def test_those_that_go_on_keep_their_turns_when_another_has_ended():
-    weights = {"a": 1, "b": 2, "c": 1}
-    endless = take(iter(mixing.Mixture(parts("a", "b", "c"), weights, shard=0)), 200)
-    ending = take(iter(mixing.Mixture(parts("b", "c", a=9), weights, shard=0)), 100)
-    without = [element for element in endless if element[0] != "a" or element[1] < 9]
-    assert ending == without[:100]
-
-
-def test_what_was_taken_of_each_dataset_is_added_up_over_shards():
-    weights, counts = {"a": 1, "b": 2}, (30, 7, 0, 12)
-    actual, cursors = [], {}
-    for shard, count in enumerate(counts):
-        elements = iter(mixing.Mixture(parts("a", "b"), weights, shard=shard))
-        actual += names(take(elements, count))
-        cursors[shard] = {"window": 3, "parent": [saved(elements)]}
-    cursors |= {4: None, 5: {"ended": True}}
-    assert mixing.taken(cursors.values()) == dict(collections.Counter(actual))
-
-
-def test_of_data_without_a_mixture_nothing_is_said():
-    assert mixing.taken([None, {"turn": 3, "taken": 4}, {"ended": True}]) == {}
 
 
 def in_windows(weights, *names, **lengths):

@@ -1,5 +1,4 @@
 import collections
-import dataclasses
 import itertools
 import math
 
@@ -8,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import rows
+from elastic_ckpt.data import plan, rows
 
 SHARDS = st.integers(1, 24)
 SIZES = st.integers(1, 48)
@@ -81,17 +79,6 @@ def test_each_shard_runs_on_one_host_and_as_many_as_divide_it_up_load(layout, po
 
 
 @given(layouts(), POSITIONS)
-def test_a_host_that_does_not_load_runs_nothing(layout, position):
-    batch, row_hosts = layout
-    loads = rows.loaders(batch, row_hosts)
-    for host in range(int(row_hosts.max()) + 1):
-        placement = rows.Placement(row_hosts=loads, host=host)
-        taken = rows.taken(batch, placement, position)
-        does_load = host in loads
-        assert {bool(len(a)) for a in vars(taken).values()} == {does_load}
-
-
-@given(layouts(), POSITIONS)
 def test_every_shard_is_written_by_one_host_that_runs_it(layout, position):
     batch, _ = layout
     hosts = rows.assign(*layout, position)
@@ -123,14 +110,6 @@ def test_hosts_that_divide_the_shards_load_what_they_hold_in_order(
     size = num_shards * rows_a_shard
     batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
     row_hosts = in_order(num_hosts, size)
-    assert rows.loaders(batch, row_hosts) is row_hosts
-
-
-@given(layouts(), st.integers(2, 6))
-def test_hosts_load_what_they_hold_if_batches_are_parts_of_a_round(layout, num_batches):
-    batch, row_hosts = layout
-    num_shards = num_batches * batch.global_batch_size
-    batch = dataclasses.replace(batch, num_shards=num_shards)
     assert rows.loaders(batch, row_hosts) is row_hosts
 
 
@@ -167,17 +146,6 @@ def test_the_suggested_shards_keep_rows_in_place_everywhere(hosts, factors, posi
         assert_nothing_is_moved_or_discarded(batch, num_hosts, position)
 
 
-@given(st.sets(st.integers(1, 8), min_size=1, max_size=4), st.integers(1, 4), POSITIONS)
-def test_the_suggested_shards_suit_a_batch_that_grows_with_the_hosts(
-    hosts, rows_a_host, position
-):
-    batches = [num_hosts * rows_a_host for num_hosts in hosts]
-    suggested = rows.suggest_num_shards(sorted(hosts), batches)
-    for num_hosts, size in zip(hosts, batches, strict=True):
-        batch = rows.BatchRows(num_shards=suggested, global_batch_size=size)
-        assert_nothing_is_moved_or_discarded(batch, num_hosts, position)
-
-
 @pytest.mark.parametrize(
     ("num_shards", "size", "arrangement"),
     [(4, 12, "blocked"), (12, 12, "blocked"), (12, 4, "windowed"), (12, 8, "striped")],
@@ -187,24 +155,6 @@ def test_the_arrangement_depends_on_shards_and_rows_alone(
 ):
     batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
     assert batch.arrangement.value == arrangement
-
-
-def test_rows_follow_a_sharding_that_gives_hosts_alternating_blocks():
-    # Two slices of two hosts, whose blocks of rows the mesh lays out slice by slice.
-    batch = rows.BatchRows(num_shards=4, global_batch_size=8)
-    row_hosts = np.array([0, 0, 1, 1, 0, 0, 1, 1])
-    hosts = rows.assign(batch, row_hosts, 0)
-    assert [host.shards.tolist() for host in hosts] == [[0, 2], [1, 3]]
-    assert [host.rows.tolist() for host in hosts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert rows.loaders(batch, row_hosts) is row_hosts
-
-
-def test_a_shard_whose_rows_lie_on_two_hosts_runs_on_both_and_the_first_saves_it():
-    batch = rows.BatchRows(num_shards=2, global_batch_size=4)
-    hosts = rows.assign(batch, np.array([0, 1, 0, 1]), 0)
-    assert [host.rows.tolist() for host in hosts] == [[0, 2], [1, 3]]
-    assert [host.shards.tolist() for host in hosts] == [[0, 1], [0, 1]]
-    assert [host.writes.tolist() for host in hosts] == [[0, 1], []]
 
 
 def test_of_hosts_that_do_not_fit_the_shards_fewer_load():
@@ -219,23 +169,9 @@ def test_of_hosts_that_do_not_fit_the_shards_fewer_load():
     assert [host.rows.tolist() for host in hosts] == [[*range(6)], [*range(6, 12)]]
 
 
-def test_batches_that_no_host_count_divides_have_no_suggestion():
-    with pytest.raises(errors.ConfigError, match="divides a batch of 10 rows"):
-        rows.suggest_num_shards([3, 4], [12, 10])
-
-
-def test_rows_that_do_not_divide_over_hosts_are_refused():
-    with pytest.raises(
-        errors.ConfigError, match="10 rows cannot be divided evenly among 4 hosts;"
-    ):
-        in_order(4, 10)
-
-
 @pytest.mark.parametrize(
     ("num_shards", "size", "of_host"),
     [
-        (40_000, 80_000, 4),  # blocked
-        (40_000, 20_000, 4),  # windowed
         (40_000, 30_000, 4),  # striped, and handed on
         (6_000, 60_000, 1),  # blocked, of which 6,000 hosts load
     ],
@@ -250,3 +186,26 @@ def test_ten_thousand_hosts_share_out_every_row_and_shard(num_shards, size, of_h
     for each in ("shards", "writes"):
         of_all = np.sort(np.concatenate([getattr(host, each) for host in hosts]))
         np.testing.assert_array_equal(of_all, np.arange(num_shards))
+
+
+def test_hosts_that_fit_read_their_own_shards_and_move_nothing():
+    outlook = plan.outlook(12, 3, 24)
+    assert (outlook.arrangement, outlook.loading_hosts) == ("blocked", 3)
+    assert outlook.host_shards == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    assert (outlook.moved_rows, outlook.host_rows) == (0, 8)
+
+
+def test_of_hosts_that_fit_neither_way_as_many_as_fit_load():
+    outlook = plan.outlook(4, 3, 12, row_bytes=10)
+    assert (outlook.arrangement, outlook.loading_hosts) == ("blocked", 2)
+    assert outlook.host_shards == ((0, 1), (2, 3))
+    # Rows 4 and 5 come from host 0, and rows 8 to 11 from host 1; rows 6 and 7 stay.
+    assert (outlook.moved_rows, outlook.host_rows) == (6, 6)
+    assert outlook.moved_bytes == 60
+
+
+def test_every_combination_is_there():
+    outlook = plan.outlooks(12, [1, 4], [12, 24, 36])
+    assert [(o.num_hosts, o.global_batch_size) for o in outlook] == [
+        (h, size) for h in (1, 4) for size in (12, 24, 36)
+    ]

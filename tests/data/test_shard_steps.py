@@ -6,7 +6,6 @@ import pathlib
 import re
 import shutil
 
-import cloudpickle
 import grain
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from grain import experimental
 
 from elastic_ckpt import data as ec_data
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import mixing, pipeline_changes, shard_steps, sharded_data
+from elastic_ckpt.data import mixing, pipeline_changes, sharded_data
 from tests import corpora, pipelines, worlds
 
 NUM_SHARDS = 4
@@ -59,14 +58,6 @@ def saved(files, tmp_path):
         world.next()
     world.write(tmp_path / "state")
     return tmp_path / "state"
-
-
-def test_the_number_of_shards_is_that_of_the_records(files):
-    data = made(files)
-    assert data.num_shards == NUM_SHARDS
-    assert made(files, num_shards=7).num_shards == 7
-    again = sharded_data.sharded(functools.partial(rows_of, files), num_shards=4)
-    assert again.num_shards == NUM_SHARDS
 
 
 def test_a_run_without_a_name_resumes_with_what_it_was(files, saved):
@@ -156,60 +147,6 @@ def test_an_own_function_needs_a_name_that_is_compared(files):
     assert changes == ['pipeline: saved "even, version 1", now "even, version 2"']
 
 
-def test_steps_without_settings_are_named_by_their_class(files):
-    def make_shard(shard):
-        read = ec_data.Records(
-            ec_data.Parquet(files=files, columns=("tokens",)),
-            shard=shard,
-            num_shards=NUM_SHARDS,
-        )
-        documents = ec_data.lm.Documents(column="tokens", tokenizer=None)
-        tokens = ec_data.lm.Tokens(read, documents=documents)
-        examples = ec_data.lm.Examples(tokens, length=8, truncate=True)
-        return ec_data.lm.packed(examples, packing="best_fit", length=8, seed=shard)
-
-    with refused(", Tokens, Examples, MaxTextRows"):
-        sharded_data.sharded(make_shard)
-
-
-def test_a_random_map_is_an_own_function(files):
-    def make_shard(shard):
-        return ec_data.RandomMap(rows_of(files, shard), lambda e, _: e, seed=1)
-
-    with refused(r"with a saved state, RandomMap\(<lambda>\)"):
-        sharded_data.sharded(make_shard)
-
-
-def test_the_number_of_shards_is_not_given_twice_and_differently(files):
-    with refused(r"num_shards has different values, \[4, 10\]; set it once"):
-        sharded_data.sharded(functools.partial(rows_of, files), num_shards=10)
-
-    def two(shard):
-        parts = {str(n): rows_of(files, shard, num_shards=n) for n in (4, 5)}
-        return mixing.Mixture(parts, {"4": 1, "5": 1}, shard=shard)
-
-    with refused(r"different values, \[4, 5\]"):
-        sharded_data.sharded(two)
-
-
-@pytest.mark.parametrize("num_shards", [0, -3])
-def test_a_number_of_shards_is_positive(files, num_shards):
-    with refused(f"num_shards={num_shards}"):
-        made(files, num_shards=num_shards)
-
-
-def test_without_records_the_number_of_shards_has_to_be_given():
-    with refused("no ec.data.Records in make_shard has a num_shards; pass num_shards"):
-        sharded_data.sharded(lambda _: grain.MapDataset.range(9).to_iter_dataset())
-
-
-def test_what_is_no_pipeline_is_named():
-    with refused(r"make_shard\(0\) returned a RangeMapDataset, .*to_iter_dataset\(\)"):
-        sharded_data.sharded(lambda _: grain.MapDataset.range(9), num_shards=2)
-    with refused(r"make_shard\(0\) returned a list, not a grain.IterDataset$"):
-        sharded_data.sharded(lambda _: [1, 2], num_shards=2)
-
-
 def test_a_pipeline_that_reads_another_shard_is_refused_when_it_is_made(files):
     second_as_first = sharded_data.sharded(
         lambda shard: rows_of(files, 0 if shard == 1 else shard)
@@ -248,33 +185,6 @@ def test_of_a_mixture_weights_may_change_and_settings_of_its_datasets_may_not(fi
     ]
 
 
-@pytest.mark.parametrize(("key", "field"), [("add_bos", "begin"), ("add_end", "end")])
-def test_a_token_that_the_tokenizer_lacks_may_be_given_up(key, field):
-    def described(value, token):
-        return {"tokenizer": {"kind": "huggingface", field: token}, key: value}
-
-    between = pipeline_changes.between
-    assert between(described(True, None), described(False, None)) == []
-    assert between(described(True, 3), described(False, 3)) == [
-        f"{key}: saved true, now false"
-    ]
-
-
-def test_a_dataset_of_another_name_and_the_same_files_is_refused(files):
-    def identity(name):
-        def make_shard(shard):
-            parts = {name: rows_of(files[:1], shard), "b": rows_of(files[1:], shard)}
-            return mixing.Mixture(parts, {name: 1, "b": 1}, shard=shard)
-
-        return sharded_data.sharded(make_shard).identity()
-
-    assert pipeline_changes.between(identity("web"), identity("web")) == []
-    assert pipeline_changes.between(identity("web"), identity("internet")) == [
-        "Mixture.datasets: web is now named internet, with the same files and"
-        " steps; restore its old name"
-    ]
-
-
 def ranged(shard):
     return grain.MapDataset.range(shard, 60, NUM_SHARDS).seed(3).shuffle().repeat(2)
 
@@ -283,26 +193,13 @@ def kept(shard):
     return ranged(shard).to_iter_dataset(pipelines.IN_CALLER)
 
 
-# Each step of Grain's that has settings, by one of them.
+# Some steps of Grain's that have settings, by one of them.
 GRAINS = {
-    "range": lambda shard, n: grain.MapDataset.range(shard, n).to_iter_dataset(),
     "shuffle": lambda shard, n: ranged(shard).seed(n).shuffle().to_iter_dataset(),
     "slice": lambda shard, n: ranged(shard)[n:].to_iter_dataset(),
-    "repeat": lambda shard, n: ranged(shard).repeat(n).to_iter_dataset(),
-    "batch": lambda shard, n: kept(shard).batch(n),
-    "limit": lambda shard, n: experimental.LimitIterDataset(kept(shard), n),
     "mix": lambda shard, n: grain.IterDataset.mix([kept(shard)] * 2, [1, n]),
     "window shuffle": lambda shard, n: experimental.WindowShuffleIterDataset(
         kept(shard), window_size=n, seed=1
-    ),
-    "first fit": lambda shard, n: experimental.FirstFitPackIterDataset(
-        kept(shard), length_struct={"tokens": 8}, num_packing_bins=n
-    ),
-    "best fit": lambda shard, n: experimental.BestFitPackIterDataset(
-        kept(shard), length_struct={"tokens": n}, num_packing_bins=2
-    ),
-    "concat then split": lambda shard, n: experimental.ConcatThenSplitIterDataset(
-        kept(shard), length_struct={"tokens": n}
     ),
 }
 
@@ -341,23 +238,10 @@ LISTED = [{"x": np.array(number)} for number in range(60)]
 NAMED = grain.MapDataset.range(60).map(lambda n: {"x": np.array(n)})
 # Pipelines of which each shard reads all examples, and those that the user meant.
 WHOLE = {
-    "range": lambda _: NAMED,
     "a list": lambda _: grain.MapDataset.source(LISTED),
-    "another list": lambda _: grain.MapDataset.source([dict(x) for x in LISTED]),
     "own source": lambda _: grain.MapDataset.source(Lines("a")),
-    "seeded": lambda shard: grain.MapDataset.source(Lines("a")).seed(shard).shuffle(),
     "repeated": lambda shard: NAMED.shuffle(seed=shard).repeat(2).map(dict),
     "filtered": lambda _: NAMED.filter(functools.partial(is_of, 1)),
-}
-SLICED = {
-    "range": lambda shard: NAMED[shard::NUM_SHARDS],
-    "repeated": lambda shard: NAMED.shuffle(seed=7)[shard::NUM_SHARDS].repeat(2),
-    "a list": lambda shard: grain.MapDataset.source(LISTED[shard::NUM_SHARDS]),
-    "own source": lambda shard: grain.MapDataset.source(Lines("a", shard)),
-    "own paths": lambda shard: grain.MapDataset.source(Lines(f"part-{shard}")),
-    "filtered": lambda shard: NAMED.filter(functools.partial(is_of, shard)),
-    "filtered by a closure": lambda shard: NAMED.filter(lambda x: is_of(shard, x)),
-    "mapped": lambda shard: NAMED.map(lambda row, own=shard: row | {"own": own}),
 }
 
 
@@ -379,69 +263,3 @@ def test_a_source_that_is_not_sliced_by_shard_is_refused(name):
     sharded_data.sharded(
         functools.partial(grains, WHOLE[name]), num_shards=1, pipeline="whole"
     )
-
-
-@pytest.mark.parametrize("name", SLICED)
-def test_a_source_that_is_sliced_in_any_way_is_accepted(name):
-    sharded_data.sharded(
-        functools.partial(grains, SLICED[name]), num_shards=NUM_SHARDS, pipeline="own"
-    )
-
-
-def test_a_dataset_of_a_mixture_that_is_not_sliced_is_refused(files):
-    def make_shard(shard):
-        parts = {"web": rows_of(files, shard), "own": grains(WHOLE["a list"], shard)}
-        return ec_data.Mixture(parts, {"web": 1, "own": 1}, shard=shard)
-
-    with refused("would read all of SourceMapDataset"):
-        sharded_data.sharded(make_shard, pipeline="mixed")
-
-
-def test_a_pipeline_that_makes_batches_is_warned_of(caplog):
-    sharded_data.sharded(lambda shard: kept(shard).batch(2), num_shards=2, pipeline="b")
-    assert "make_shard ends in .batch" in caplog.text
-
-
-def test_a_batch_function_and_a_source_of_the_user_are_own_code():
-    def batched(shard):
-        return kept(shard).batch(2, batch_fn=np.stack)
-
-    def sourced(shard):
-        return grain.MapDataset.source([1, 2, 3][shard:]).to_iter_dataset()
-
-    for make_shard, name in ((batched, "BatchIterDataset"), (sourced, "Source")):
-        with refused(f"with a saved state, {name}"):
-            sharded_data.sharded(make_shard, num_shards=2)
-
-
-def test_reading_ahead_is_no_step():
-    def threads(shard):
-        return ranged(shard).to_iter_dataset()
-
-    one, two = (
-        sharded_data.sharded(make_shard, num_shards=2).identity()
-        for make_shard in (kept, threads)
-    )
-    assert one == two
-
-
-def test_a_state_without_steps_is_compared_by_its_name_and_number_of_shards(files):
-    now = made(files).identity()
-    assert (
-        pipeline_changes.between({"num_logical_shards": 4, "pipeline": ""}, now) == []
-    )
-    named = now | {"pipeline": "mine, version 1"}
-    for name in ("", "mine, version 1"):
-        before = {"num_logical_shards": 4, "pipeline": name}
-        assert pipeline_changes.between(before, named) == []
-    before = {"num_logical_shards": 5, "pipeline": "yours"}
-    assert pipeline_changes.between(before, named) == [
-        "num_logical_shards: saved 5, now 4",
-        'pipeline: saved "yours", now "mine, version 1"',
-    ]
-
-
-def test_checked_shards_travel_to_a_sidecar_by_cloudpickle(files):
-    copy = cloudpickle.loads(cloudpickle.dumps(made(files)))
-    assert copy.identity() == made(files).identity()
-    assert isinstance(copy.make_shard, shard_steps.CheckedShards)

@@ -51,10 +51,6 @@ def test_the_state_before_every_element_can_be_returned_to(num_elements):
             assert list(resumed) == expected[number:]
 
 
-def test_an_empty_stream_ends_at_once():
-    assert list(shuffled(0, 5)) == []
-
-
 def test_a_window_over_many_small_datasets_is_no_endless_loop(files, monkeypatch):
     monkeypatch.setattr(records, "_MIN_FRUITLESS_RECORDS", 10)
     made = test_stages.of_stage(

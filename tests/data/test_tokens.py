@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import example_id, tokens
 
 
@@ -22,3 +24,14 @@ def test_tokens_hold_the_text_as_far_as_it_fits(text, length):
 def test_example_ids_of_64_bits_survive_two_halves(ids):
     halves = np.array([example_id.split(id_) for id_ in ids], np.uint32).reshape(-1, 2)
     assert example_id.join(halves) == ids
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+def test_a_token_that_int32_cannot_hold_is_an_error(dtype):
+    kept = np.array([0, 2**31 - 1], dtype)
+    np.testing.assert_array_equal(
+        tokens.narrowed(kept, place="a"), kept.astype(np.int32), strict=True
+    )
+    wide = 2**40 if dtype != np.uint32 else 2**31
+    with pytest.raises(errors.DataError, match=f"a has the token {wide}, which does"):
+        tokens.narrowed(np.array([1, wide], dtype), place="a")

@@ -11,16 +11,13 @@ import threading
 
 import grain
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import local_batches, sharded_data
 from tests import pipelines, process_tree, shared_memory
 
 ROOT = pathlib.Path(__file__).parents[2]
-PACKAGE = "elastic_ckpt."
 LENGTH = 1 << 16
 
 
@@ -50,26 +47,6 @@ def row(number):
     return {"x": np.full(LENGTH, number)}
 
 
-def trees(number):
-    """What Grain's tree functions, and JAX's, make of a tree with None."""
-    import jax
-
-    padded = grain.MapDataset.source([{"b": None, "a": number}] * 2).batch(2)[0]
-    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *[{"a": number}] * 2)
-    assert padded == {"a": padded["a"], "b": None}, padded
-    from grain.checkpoint import CheckpointSave
-    from orbax import checkpoint
-
-    assert issubclass(CheckpointSave, checkpoint.args.CheckpointArgs)
-    assert grain.checkpoint.CheckpointRestore
-    return {"x": expected["a"]}
-
-
-def exits(number):
-    del number
-    os._exit(3)
-
-
 class Unpicklable(Exception):
     """An error that holds what only its own process has."""
 
@@ -78,31 +55,13 @@ class Unpicklable(Exception):
         self.lock = threading.Lock()
 
 
-class Unmakeable(Exception):
-    """An error that can be pickled, and not be made again."""
-
-    def __init__(self, code, message):
-        super().__init__(f"{code}: {message}")
-
-
 def fails(number):
     raise Unpicklable(number)
-
-
-def fails_with_code(number):
-    raise Unmakeable(503, f"row {number} said no")
 
 
 def children():
     """The processes that this one has started."""
     return set(process_tree.of(os.getpid()))
-
-
-@pytest.mark.slow
-def test_trees_and_saved_iterators_of_grain_are_those_of_any_process():
-    one, plain = batches(trees), batches(trees, num_workers=0)
-    assert next(one)["x"].tolist() == next(plain)["x"].tolist()
-    one.close()
 
 
 SCRIPT = """
@@ -150,62 +109,21 @@ def test_a_script_needs_no_guard(tmp_path):
     assert last.startswith("Odd: 1")
 
 
-MODULES = """
-import sys
-import elastic_ckpt as ec
-
-def row(tokens):
-    print(*sys.modules)
-    return tokens
-
-def make_shard(shard):
-    files = ec.data.Parquet(files=[{file!r}])
-    return ec.data.Records(files, shard=shard, num_shards=4).map(row)
-
-data = ec.data.sharded(make_shard, pipeline="prints, 1", num_workers=1)
-next(ec.data.LocalBatches(data, global_batch_size=1))
-"""
-
-
 @pytest.mark.slow
-def test_a_worker_imports_neither_jax_nor_what_saves(tmp_path):
-    parquet.write_table(pyarrow.table({"text": ["a"] * 8}), tmp_path / "part.parquet")
-    script = MODULES.format(file=str(tmp_path / "part.parquet"))
-    imported = set(printed(tmp_path / "script.py", script)[0].split())
-    assert {"grain", "pyarrow.parquet"} <= imported
-    rooms = {each.split(".")[1] for each in imported if each.startswith(PACKAGE)}
-    assert rooms == {"core", "data"}
-    heavy = {"jax", "jaxlib", "optax", "orbax", "tensorstore", "aiohttp"}
-    assert not heavy & imported
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_worker_that_is_killed_is_named_with_its_signal(number):
+def test_a_worker_that_is_killed_is_named_with_its_signal():
     before = children()
     one = batches(row, num_workers=2)
     next(one)
     # Each is in the middle of a batch, of which a part is in its pipe.
     workers = sorted(children() - before)
     assert len(workers) == 2
-    os.kill(workers[1], number)
+    os.kill(workers[1], signal.SIGKILL)
     with pytest.raises(errors.DataError) as caught:
         list(one)
-    name = signal.Signals(number).name
-    assert f"(process {workers[1]}) was killed by {name}" in str(caught.value)
-    assert ("memory is short" in str(caught.value)) == (number == signal.SIGKILL)
+    assert f"(process {workers[1]}) was killed by SIGKILL" in str(caught.value)
+    assert "memory is short" in str(caught.value)
     one.close()
     assert not any(map(process_tree.is_alive, workers))
-
-
-@pytest.mark.slow
-def test_a_worker_that_exits_is_named_with_its_status():
-    before = children()
-    one = batches(exits)
-    with pytest.raises(errors.DataError, match=r"process 0 of 1 .* exit status 3"):
-        next(one)
-    one.close()
-    assert children() == before
 
 
 @pytest.mark.slow
@@ -235,14 +153,6 @@ def test_an_iterator_that_is_forgotten_ends_its_workers():
 def test_an_error_that_cannot_be_pickled_is_shown():
     one = batches(fails)
     with pytest.raises(errors.DataError, match=r"Unpicklable\('row \d is bad'\)"):
-        next(one)
-    one.close()
-
-
-@pytest.mark.slow
-def test_an_error_that_cannot_be_made_again_is_shown():
-    one = batches(fails_with_code)
-    with pytest.raises(errors.DataError, match=r"Unmakeable\('503: row \d said no'\)"):
         next(one)
     one.close()
 

@@ -1,6 +1,5 @@
 """Any mesh, any spec: in one process whose devices are those of the mesh."""
 
-import grain
 import jax
 import numpy as np
 import pytest
@@ -56,7 +55,6 @@ def first_batch(data, mesh, spec=None, size=SIZE, colocated=False):
             P(("data", "fsdp")),
             P(("data", "fsdp"), "sequence"),
         ),
-        (8, {"a": 2, "b": 2}, P(None, ("a",)), P(None), P(None, "a")),
         (3, {"a": 2, "b": 2}, P(), P(), P()),
     ],
 )
@@ -77,10 +75,7 @@ def test_rows_and_sequences_lie_as_the_spec_has_them(
     ("axes", "rows"),
     [
         ({"anything": 8}, "anything"),
-        ({"data": 2, "tensor": 4}, "data"),
         ({"tensor": 2, "fsdp": 2, "data": 2}, ("fsdp", "data")),
-        ({"slice": 2, "fsdp": 4}, ("slice", "fsdp")),
-        ({"replica": 2, "batch": 2, "expert": 2}, ("replica", "batch")),
     ],
 )
 def test_without_a_spec_the_axes_named_for_rows_shard_them(axes, rows):
@@ -106,20 +101,6 @@ def test_without_a_spec_the_axes_named_for_rows_shard_them(axes, rows):
             r"does not fit the mesh \(data=2, tensor=4\); name axes of the mesh, each",
         ),
         ({"data": 2, "tensor": 4}, P("data", "data"), 8, "each at most once"),
-        ({"data": 2, "tensor": 4}, P(P.UNCONSTRAINED), 8, "does not fit the mesh"),
-        (
-            {"data": 4, "tensor": 2},
-            P("data"),
-            6,
-            r"global_batch_size=6 cannot be divided evenly among the 4 parts that"
-            r" the mesh makes of it \(data=4\); choose a positive multiple of 4",
-        ),
-        (
-            {"data": 4},
-            P(),
-            0,
-            "global_batch_size=0 cannot be divided evenly among the 1 parts",
-        ),
         (
             {"data": 2, "sequence": 4},
             P("data", "sequence"),
@@ -134,52 +115,6 @@ def test_what_does_not_fit_is_named_before_the_first_step(
 ):
     with pytest.raises(errors.ConfigError, match=message):
         first_batch(packed(), mesh_of(**axes), spec, size, colocated)
-
-
-NUMBERS = grain.MapDataset.range(8).map(lambda n: {"x": np.array(n)})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"data": NUMBERS},
-            r"data is a MapMapDataset of Grain, .*ec.data.sharded\(mak",
-        ),
-        ({"data": NUMBERS.to_iter_dataset()}, "IterDataset of Grain, .* by|ec.data.sh"),
-        ({"data": iter(NUMBERS.to_iter_dataset())}, "Iterator of Grain, .*ec.data.sha"),
-        ({"data": [{"x": 1}]}, r"data is a list; give the result of ec.data.sharded"),
-        ({"data": pipelines.packed}, "data is a function; give the result of ec.data"),
-        ({"data": None}, "data is a NoneType; give the result of ec.data.sharded"),
-        ({"read_ahead": "2"}, "read_ahead='2'; give a number of batches, 0 or more"),
-        ({"read_ahead": -1}, "read_ahead=-1; give a number of batches, 0 or more, or"),
-        ({"read_ahead": True}, "read_ahead=True; give a number of batches, 0 or more"),
-        ({"mesh": [1, 2]}, "mesh is a list; give a jax.sharding.Mesh, such as jax.mak"),
-        ({"spec": "data"}, r"spec='data'; .*PartitionSpec, such as PartitionSpec\('da"),
-        ({"global_batch_size": 8.0}, "global_batch_size=8.0; give a whole number of"),
-        ({"global_batch_size": "8"}, "global_batch_size='8'; give a whole number of"),
-    ],
-)
-def test_likely_mistakes_are_one_line_that_names_a_way(arguments, message):
-    given = {"data": packed(), "mesh": mesh_of(data=2), "global_batch_size": 8}
-    with pytest.raises(errors.ConfigError, match=message):
-        ec.batches(**given | arguments)
-    if not arguments.keys() & {"mesh", "spec"}:
-        given = {"data": packed(), "global_batch_size": 8}
-        with pytest.raises(errors.ConfigError, match=message):
-            ec.data.LocalBatches(**given | arguments)
-
-
-@pytest.mark.parametrize("read_ahead", [0, 2, ec.data.ReadAhead(batches=1)])
-def test_a_number_of_batches_may_be_read_ahead(read_ahead):
-    batches = ec.batches(
-        packed(),
-        mesh=mesh_of(data=2),
-        global_batch_size=np.int64(8),
-        read_ahead=read_ahead,
-    )
-    assert next(batches)["tokens"].shape == (8, 10)
-    batches.close()
 
 
 @COLOCATED

@@ -3,7 +3,6 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-    from elastic_ckpt.data.lm.block_maps import BlockMap, TokenBlock
     from elastic_ckpt.data.lm.chat import (
         Conversations,
         MaskedTargets,
@@ -20,7 +19,6 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.lm.tokenizers import load as load_tokenizer
 
 __all__ = [
-    "BlockMap",
     "ChatTemplate",
     "ConcatThenSplit",
     "Conversations",
@@ -31,7 +29,6 @@ __all__ = [
     "Modality",
     "PreferenceRows",
     "Preferences",
-    "TokenBlock",
     "Tokenizer",
     "Tokens",
     "load_chat_template",

@@ -41,8 +41,8 @@ class Decoded:
       place: the block, for errors.
       first: the number of the first record in the block.
       tokens: the column of tokens if nothing else is needed, which takes less memory.
-      lost: which records are corrupt, bool `[records]`, because they are not decoded.
-      problem: why they are not.
+      lost: which records are corrupt, bool `[records]`: all if there is no batch.
+      problem: why they are not decoded.
 
     Attributes:
       num_rows: the number of records.
@@ -266,16 +266,6 @@ class BlockFiles(ColumnFiles):
           DataError: if it cannot be read, after several tries.
         """
 
-    def _salvaged(
-        self, unit: units.Unit
-    ) -> tuple[pa.RecordBatch | None, Sequence[tuple[int, int]]]:
-        """What is left of a damaged block, and ranges of rows that are lost.
-
-        Raises:
-          OSError: if it cannot be read.
-        """
-        return None, [(0, unit.block_records)]
-
     def _is_shared(self, unit: units.Unit) -> bool:
         """Whether the block of a unit is decoded for several shards, and kept."""
         del unit
@@ -292,12 +282,8 @@ class BlockFiles(ColumnFiles):
             batch = files.retried(functools.partial(self._batch, unit), place)
             return Decoded(batch, place, tokens=tokens)
         except arrow_rows.DamagedError as error:
-            problem = error
-        left, ranges = files.retried(functools.partial(self._salvaged, unit), place)
-        lost = np.zeros(unit.block_records, bool)
-        for first, stop in ranges:
-            lost[first:stop] = True
-        return Decoded(left, place, lost=lost, problem=problem)
+            lost = np.ones(unit.block_records, bool)
+            return Decoded(None, place, lost=lost, problem=error)
 
     def read_batches(
         self, unit: units.Unit, skip: int, *, tokens: str = ""

@@ -18,13 +18,7 @@ import numpy as np
 
 from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import (
-    arrow_rows,
-    files,
-    kept_blocks,
-    parquet_pages,
-    source,
-)
+from elastic_ckpt.data.sources import arrow_rows, files, kept_blocks, source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,7 +61,7 @@ class Parquet(kept_blocks.BlockFiles):
         names = metadata.schema.to_arrow_schema().names
         source.check_columns(file, self.columns, names)
         groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
-        starts = [parquet_pages.begin_bytes(group.column(0)) for group in groups]
+        starts = [_begin_bytes(group.column(0)) for group in groups]
         return source.FileIndex(
             content=files.content(file),
             block_records=np.array([group.num_rows for group in groups], np.int64),
@@ -96,20 +90,6 @@ class Parquet(kept_blocks.BlockFiles):
         rows = _OpenRows(self, unit, row)
         while True:
             yield files.retried(rows.next, self.place(unit))
-
-    def _salvaged(
-        self, unit: units.Unit
-    ) -> tuple[pa.RecordBatch | None, Sequence[tuple[int, int]]]:
-        """See `BlockFiles`."""
-        file = self.files[unit.file]
-        with files.opened(file) as stream:
-            left = parquet_pages.salvaged(
-                stream, _metadata(file), unit.block, self.columns
-            )
-        if left is None:
-            return super()._salvaged(unit)
-        table, lost = left
-        return _joined(table), lost
 
     def _is_shared(self, unit: units.Unit) -> bool:
         """See `BlockFiles`.
@@ -225,11 +205,24 @@ def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:
     size = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if parquet_pages.is_read(chunk.path_in_schema, parquet.columns):
+        if _is_read(chunk.path_in_schema, parquet.columns):
             width = _WIDTHS.get(chunk.physical_type)
             decoded = width * chunk.num_values if width else 0
             size += max(decoded, chunk.total_uncompressed_size)
     return size
+
+
+def _begin_bytes(chunk: pq.ColumnChunkMetaData) -> int:
+    # The first byte of a column chunk, which may begin with its dictionary.
+    return min(
+        chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset
+    )
+
+
+def _is_read(path: str, columns: Sequence[str]) -> bool:
+    # Whether a leaf is in one of the columns, whose names may contain dots.
+    names = (path == name or path.startswith(f"{name}.") for name in columns)
+    return not columns or any(names)
 
 
 def library() -> Any:

@@ -1,24 +1,17 @@
 """Conversations and preference pairs, from records to rows."""
 
-import functools
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tokenizers as hf
-from absl import logging
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     data_keys,
-    local_batches,
     mixing,
     records,
-    shard_steps,
     shuffling,
     tokens,
 )
@@ -31,9 +24,7 @@ from elastic_ckpt.data.lm import (
     tokenizers,
 )
 from elastic_ckpt.data.sources import lines
-from elastic_ckpt.training import transformer
 from tests import formats, worlds
-from tests.data.lm import test_tokenizers
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
 NUM_CONVERSATIONS = 60
@@ -109,10 +100,6 @@ def text_of(numbers):
     return bytes(int(number) - 3 for number in numbers).decode()
 
 
-def refused(match, error=errors.DataError):
-    return pytest.raises(error, match=match)
-
-
 def pieces(row):
     """The text of each example in a row, and of it what counts."""
     found = []
@@ -157,18 +144,11 @@ def test_tokens_that_do_not_count_are_kept_as_complements():
     assert text_of(every) == whole + "\n"
 
 
-def test_token_0_can_be_masked():
-    zero = tokenizers.Encoded(np.int32([0, 0]), np.array([0, 1]), np.array([1, 2]))
-    assert chat._masked(zero, [(1, 2)]).tolist() == [-1, 0]
-
-
 @pytest.mark.parametrize(
     ("columns", "record"),
     [
         (("prompt", "completion"), {"prompt": "x", "completion": "yz"}),
         (("completion", "prompt"), {"prompt": "x", "completion": b"yz"}),
-        (("answer", "question"), {"question": "x", "answer": "yz"}),
-        (("a", "b"), {"a": "x", "b": [{"role": "assistant", "content": "yz"}]}),
         (("a", "b"), {"a": [{"role": "user", "content": "x"}], "b": "yz"}),
         (
             ("chat",),
@@ -187,137 +167,7 @@ def test_a_conversation_is_messages_or_a_prompt_and_its_completion(columns, reco
     assert text_of(made[made >= 0]) == "yz\n"
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"messages": None},
-        {"messages": []},
-        {"messages": np.empty(0)},
-        {"messages": [{"role": "user", "content": "nobody answers"}]},
-    ],
-)
-def test_a_conversation_in_which_nothing_counts_has_no_tokens(record):
-    assert masked(record).tolist() == []
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"text": "a"}, r"no column 'messages', only \['text'\]; name"),
-        ({"messages": 7}, "has a int, not a list of messages; name"),
-        ({"messages": "Hello"}, "has a text, not a list of messages; name"),
-        ({"messages": ["a"]}, "a message with str; a message has a role"),
-        (
-            {"messages": [{"from": "human", "value": "a"}]},
-            r"a message with \['from', 'value'\]; a message has a role",
-        ),
-        (
-            {"messages": [{"role": "user", "content": object()}]},
-            "has a object in a message",
-        ),
-        ({"messages": [{"role": "user"}], "record": 17}, "record 17: .*m.content|17: "),
-    ],
-)
-def test_what_is_no_conversation_is_named(record, message):
-    text = LINES.replace("m.content", "('' + m.content)")
-    with refused(message):
-        masked(record, template=chat_templates.ChatTemplate(text=text))
-
-
-def test_a_message_that_is_nested_too_deeply_is_refused():
-    nested = []
-    for _ in range(5000):
-        nested = [nested]
-    with refused("nested too deeply"):
-        masked({"messages": [{"role": "user", "content": nested}]})
-
-
 # Tokens of a tokenizer.json.
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizers.load("huggingface", str(GOLDEN / "tokenizer.json"))
-
-
-def names(tokenizer, made):
-    """The texts of tokens, and whether each counts."""
-    library = hf.Tokenizer.from_file(tokenizer.path)
-    return [(library.id_to_token(int(max(n, ~n))), bool(n >= 0)) for n in made]
-
-
-def test_special_tokens_are_those_of_the_template_and_never_doubled(tokenizer):
-    text = (GOLDEN / "llama3.jinja").read_text()
-    template = chat_templates.load_chat_template(tokenizer, text=text)
-    assert template.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    record = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-        ]
-    }
-    made = names(tokenizer, masked(record, template=template, tokenizer=tokenizer))
-    texts = [text for text, _ in made]
-    assert texts.count("<s>") == 1
-    assert texts[0] == "<s>"
-    assert made[-2:] == [("b", True), ("<|eot_id|>", True)]
-    assert "</s>" not in texts
-
-
-def test_the_text_of_a_special_token_in_a_message_becomes_the_token(
-    tokenizer, monkeypatch
-):
-    warnings = []
-    monkeypatch.setattr(
-        logging, "log_first_n", lambda _, *message: warnings.append(message)
-    )
-    turns = [{"role": "user", "content": "s"}, {"role": "assistant", "content": "b"}]
-    masked({"messages": turns}, tokenizer=tokenizer)
-    assert not warnings
-    turns[0]["content"] = "</s>"
-    made = names(tokenizer, masked({"messages": turns}, tokenizer=tokenizer))
-    assert ("</s>", False) in made
-    ((message, number, text),) = warnings
-    assert "becomes a special token" in message
-    assert (number, text) == (1, "</s>")
-
-
-def test_every_token_of_a_character_counts(tokenizer):
-    turns = [{"role": "assistant", "content": "\U0001f600"}]
-    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    made = masked(
-        {"messages": turns},
-        tokenizer=tokenizer,
-        template=chat_templates.ChatTemplate(text=text),
-    )
-    assert len(made) > 1
-    assert (made >= 0).all()
-
-
-def test_tokens_of_spaces_count_also_if_a_tokenizer_leaves_spaces_out(tmp_path):
-    library = hf.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
-    library.post_processor = hf.processors.ByteLevel(trim_offsets=True)
-    library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = tokenizers.load("huggingface", str(tmp_path))
-    turns = [
-        {"role": "user", "content": " \n\n "},
-        {"role": "assistant", "content": "a \n\n  the  \n b"},
-    ]
-    trimmed = masked({"messages": turns}, tokenizer=tokenizer)
-    plain = masked(
-        {"messages": turns},
-        tokenizer=tokenizers.load("huggingface", str(GOLDEN / "tokenizer.json")),
-    )
-    assert trimmed.tolist() == plain.tolist()
-    assert (trimmed >= 0).any()
-    assert (trimmed < 0).any()
-
-
-def test_a_tokenizer_without_special_tokens_in_texts_is_refused(tmp_path):
-    for kind in ("sentencepiece", "tiktoken"):
-        tokenizer = tokenizers.load(kind, test_tokenizers.written(tmp_path, kind))
-        with refused("would remain plain text", errors.ConfigError):
-            chat.Conversations(template=TEMPLATE, tokenizer=tokenizer)
 
 
 # Rows.
@@ -354,8 +204,10 @@ def content(row):
     return {name: (each.dtype, each.tolist()) for name, each in row.items()}
 
 
-@pytest.mark.parametrize("packing", ["", *language.PACKINGS])
-@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize(
+    ("packing", "truncate"),
+    [("", True), *((packing, False) for packing in language.PACKINGS)],
+)
 def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
     corpus, packing, truncate
 ):
@@ -381,8 +233,10 @@ def test_rows_of_blocks_are_those_of_single_examples_from_every_state(
         next(iterator)
 
 
-@pytest.mark.parametrize("file_type", ["arrow", "jsonl", "parquet"])
-@pytest.mark.parametrize("packing", ["", language.FIRST_FIT, language.BEST_FIT])
+@pytest.mark.parametrize(
+    ("file_type", "packing"),
+    [("arrow", ""), ("jsonl", language.FIRST_FIT), ("parquet", language.BEST_FIT)],
+)
 def test_rows_have_every_conversation_and_what_counts_of_it(corpus, file_type, packing):
     data = pipeline.from_config(
         section(
@@ -403,35 +257,7 @@ def test_rows_have_every_conversation_and_what_counts_of_it(corpus, file_type, p
     assert sorted(found) == sorted(map(expected, CONVERSATIONS))
 
 
-def test_concatenated_rows_count_what_counts_in_whole_conversations(corpus):
-    data = pipeline.from_config(
-        section(
-            corpus,
-            num_epoch=1,
-            packing=True,
-            grain_packing_type="concat_then_split",
-            use_truncation=False,
-        )
-    )
-    counted, inputs = 0, 0
-    for batch in worlds.World(data, 1, 4).rest():
-        counted += int((batch["targets_segmentation"] > 0).sum())
-        inputs += int((batch["inputs_segmentation"] > 0).sum())
-    wholes = [expected(turns) for turns in CONVERSATIONS]
-    assert inputs == sum(len(whole) for whole, _ in wholes)
-    assert counted == sum(len(said) for _, said in wholes)
-
-
-def test_all_turns_count_unless_only_completions_do(corpus):
-    every = section(corpus, sft_train_on_completion_only=False, num_epoch=1)
-    for batch in worlds.World(pipeline.from_config(every), 1, 4).rest():
-        np.testing.assert_array_equal(
-            batch["targets_segmentation"], batch["inputs_segmentation"]
-        )
-        assert (batch["targets"] >= 0).all()
-
-
-@pytest.mark.parametrize("packing", ["", *language.PACKINGS])
+@pytest.mark.parametrize("packing", ["", language.CONCAT_THEN_SPLIT])
 def test_batches_are_the_same_on_any_number_of_hosts(corpus, packing):
     settings = {
         "packing": bool(packing),
@@ -451,285 +277,7 @@ def test_batches_are_the_same_on_any_number_of_hosts(corpus, packing):
         saved = world.save()
 
 
-def test_neither_threads_nor_worker_processes_change_rows(corpus, tokenizer):
-    settings = {
-        "tokenizer_type": "huggingface",
-        "tokenizer_path": tokenizer.path,
-        "packing": True,
-    }
-    batches = [
-        worlds.World(
-            pipeline.from_config(
-                section(corpus, tokenizer_threads=threads, **settings)
-            ),
-            1,
-            8,
-        )
-        for threads in (1, 3)
-    ]
-    for _ in range(6):
-        one, other = (worlds.content(world.batch()) for world in batches)
-        assert one == other
-
-
-def test_the_trainers_loss_ignores_what_does_not_count(corpus):
-    sizes = transformer.Sizes(
-        vocab=tokens.VOCAB_SIZE, layers=1, emb=16, heads=2, head_dim=8, mlp=32
-    )
-    params = transformer.init(jax.random.key(0), sizes)
-
-    def same(params):
-        return params
-
-    loss, logits = (
-        jax.jit(functools.partial(function, params, head_dim=8, gather=same))
-        for function in (transformer.loss, transformer.logits)
-    )
-
-    data = pipeline.from_config(section(corpus, packing=True))
-    batch = worlds.World(data, 1, 4).batch()
-    counts = batch["targets_segmentation"] > 0
-    total, count = loss(batch)
-    assert 0 < count == counts.sum() < (batch["inputs_segmentation"] > 0).sum()
-    # Whatever the targets are that do not count, the loss is the same.
-    other = batch | {"targets": np.where(counts, batch["targets"], 77)}
-    assert loss(other) == (total, count)
-    # It is the sum over the targets that count, of the probabilities of each.
-    scores = np.asarray(logits(batch))
-    scores = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    rows, places = np.nonzero(counts)
-    picked = scores[rows, places, batch["targets"][rows, places]]
-    np.testing.assert_allclose(total, -picked.sum(), rtol=1e-5)
-    changed = batch | {"targets": np.where(counts, 77, batch["targets"])}
-    assert loss(changed)[0] != total
-
-
-def test_data_in_which_the_assistant_never_speaks_says_so(tmp_path):
-    turns = [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]
-    file = write(tmp_path / "a", [{"messages": turns}] * 9, "jsonl")
-    data = pipeline.from_config(
-        section(
-            {"parquet": file},
-            grain_file_type="jsonl",
-            num_logical_shards=1,
-            num_epoch=1,
-        )
-    )
-    with refused("none of the 1 logical shards has an example"):
-        next(local_batches.LocalBatches(data, global_batch_size=2))
-
-
-def test_an_error_of_a_template_is_raised_when_its_conversation_is_due(tmp_path):
-    good, bad = conversation(1), [{"role": "tool", "content": "x"}]
-    records_of = [{"messages": turns} for turns in (good, good, bad, good)]
-    file = write(tmp_path / "a", records_of, "jsonl")
-    refused_role = "{% if messages[0].role == 'tool' %}"
-    refusing = refused_role + "{{ raise_exception('no tools') }}{% endif %}"
-    data = pipeline.from_config(
-        section(
-            {"parquet": file},
-            grain_file_type="jsonl",
-            num_logical_shards=1,
-            enable_data_shuffling=False,
-            chat_template=LINES + refusing,
-        )
-    )
-    rows = iter(data.make_shard(0))
-    assert pieces(next(rows)) == pieces(next(rows)) == [expected(good)]
-    for _ in range(2):
-        with refused("record 2: the chat template refuses a conversation: no tools"):
-            next(rows)
-
-
-# The identity.
-
-
-def test_the_identity_has_the_template_and_the_mask(corpus):
-    plain = pipeline.from_config(section(corpus)).identity()
-    assert json.loads(json.dumps(plain)) == plain
-
-    def differing(**settings):
-        other = pipeline.from_config(section(corpus, **settings)).identity()
-        return {key for key in plain if plain[key] != other.get(key)}
-
-    assert differing() == set()
-    # What has no effect on a conversation.
-    assert differing(add_bos=False, add_eos=False) == set()
-    assert differing(chat_template_date="2026-01-02") == set()
-    assert differing(chat_template=LINES + " ") == {"chat_template"}
-    assert differing(sft_train_on_completion_only=False) == {
-        "sft_train_on_completion_only"
-    }
-
-
-def test_a_resume_with_another_template_is_refused(corpus, tmp_path):
-    world = worlds.World(pipeline.from_config(section(corpus)), 1, 4)
-    world.batch()
-    world.write(tmp_path)
-    changed = pipeline.from_config(section(corpus, chat_template=LINES + " "))
-    with refused("chat_template: saved .*digest.*now"):
-        worlds.World(changed, 1, 4).read(tmp_path)
-    same = worlds.World(pipeline.from_config(section(corpus)), 2, 4)
-    same.read(tmp_path)
-    assert worlds.content(same.batch()) == worlds.content(world.batch())
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_workers"),
-    [
-        ({}, None),
-        ({"grain_worker_count": -1}, None),
-        ({"grain_worker_count": 0}, 0),
-        ({"grain_worker_count": 2}, 2),
-        ({"use_sft": False, "chat_template": ""}, 0),
-    ],
-)
-def test_conversations_move_to_a_worker_if_they_slow_the_loop_down(
-    corpus, settings, num_workers
-):
-    data = pipeline.from_config(section(corpus, **settings))
-    assert data.num_workers == num_workers
-
-
-def test_the_identity_of_text_has_none_of_it(corpus):
-    text = pipeline.from_config(
-        section(corpus, use_sft=False, chat_template="")
-    ).identity()
-    assert not {"use_sft", "use_dpo", "chat_template"} & text.keys()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"use_dpo": True}, "use_sft=true does not work with use_dpo=true"),
-        ({"tokenize_train_data": False}, "use_sft=true does not .*tokenize_train_data"),
-        ({"num_logical_shards": 0}, "grain_file_type=parquet needs logical shards"),
-        ({"train_data_columns": "a,b,c"}, "name one column of messages, or two"),
-        ({"chat_template": ""}, "no chat template.*set chat_template_path"),
-        ({"chat_template_path": "a.jinja"}, "both set"),
-        ({"chat_template": "{% if %}"}, "not one that can be used"),
-        ({"chat_template_date": "today"}, "YYYY-MM-DD"),
-        (
-            {"use_sft": False, "use_dpo": True, "packing": True},
-            "use_dpo=true does not work with packing=true",
-        ),
-        (
-            {"use_sft": False, "use_dpo": True},
-            r"columns=\('messages',\).*name those of the prompt",
-        ),
-        (
-            {
-                "use_sft": False,
-                "use_dpo": True,
-                "train_data_columns": "a,b",
-                "dpo_max_prompt_length": LENGTH,
-            },
-            "dpo_max_prompt_length=48; set it below 48",
-        ),
-    ],
-)
-def test_keys_that_do_not_fit_are_named(corpus, settings, message):
-    with refused(message, errors.ConfigError):
-        made = pipeline.from_config(section(corpus, **settings))
-        made.make_shard(0)
-
-
 # Preference pairs.
-
-
-def pair(record, **settings):
-    preferences = chat.Preferences(**settings)
-    (made,) = preferences.tokens([preferences.value(record)])
-    return made
-
-
-def texts_of(made, *, special=0):
-    """The texts of a pair, without so many special tokens at their outer ends."""
-    prompt, chosen, rejected = made
-    end = len(chosen) - special, len(rejected) - special
-    return [*map(text_of, (prompt[special:], chosen[: end[0]], rejected[: end[1]]))]
-
-
-def test_pairs_of_texts_have_begin_and_end_tokens():
-    record = {"prompt": "p", "chosen": "yes", "rejected": "no"}
-    made = pair(record)
-    assert made.prompt.tolist() == [tokens.BEGIN, *encoded("p")]
-    assert made.chosen.tolist() == [*encoded("yes"), tokens.END]
-    assert made.rejected.tolist() == [*encoded("no"), tokens.END]
-    plain = pair(record, add_begin=False, add_end=False)
-    assert texts_of(plain) == ["p", "yes", "no"]
-
-
-def test_the_prompt_of_two_texts_is_what_both_begin_with():
-    record = {"chosen": "Q: a A: yes", "rejected": "Q: a A: no"}
-    made = pair(record, columns=("chosen", "rejected"))
-    assert texts_of(made, special=1) == ["Q: a A: ", "yes", "no"]
-    same = pair({"chosen": "a", "rejected": "ab"}, columns=("chosen", "rejected"))
-    assert texts_of(same, special=1) == ["a", "", "b"]
-
-
-def turn(role, text):
-    return {"role": role, "content": text}
-
-
-@pytest.mark.parametrize(
-    ("columns", "record"),
-    [
-        (
-            ("prompt", "chosen", "rejected"),
-            {
-                "prompt": [turn("user", "q")],
-                "chosen": [turn("assistant", "yes")],
-                "rejected": [turn("assistant", "no")],
-            },
-        ),
-        (
-            ("prompt", "chosen", "rejected"),
-            {"prompt": [turn("user", "q")], "chosen": "yes", "rejected": "no"},
-        ),
-        (
-            ("chosen", "rejected"),
-            {
-                "chosen": [turn("user", "q"), turn("assistant", "yes")],
-                "rejected": [turn("user", "q"), turn("assistant", "no")],
-            },
-        ),
-    ],
-)
-def test_pairs_of_messages_are_rendered(columns, record):
-    made = pair(record, columns=columns, template=TEMPLATE)
-    assert texts_of(made) == ["u:q\na:", "yes\n", "no\n"]
-
-
-@pytest.mark.parametrize(
-    ("record", "settings", "message"),
-    [
-        ({"prompt": "p", "chosen": "c"}, {}, "no column 'rejected'"),
-        ({"prompt": "p", "chosen": "c", "rejected": 3}, {}, "has a int"),
-        (
-            {"prompt": [turn("user", "q")], "chosen": "c", "rejected": "r"},
-            {},
-            "only a chat template can render; set chat_template_path",
-        ),
-        (
-            {"chosen": [turn("user", "q")], "rejected": [turn("user", "q")]},
-            {"template": TEMPLATE, "columns": ("chosen", "rejected")},
-            "no message in its prompt or in a response",
-        ),
-        (
-            {"prompt": [turn("user", "q")], "chosen": "c", "rejected": "r"},
-            {
-                "template": chat_templates.ChatTemplate(
-                    text="{{ messages|length }}" + LINES
-                )
-            },
-            "renders the prompt of a pair in another way",
-        ),
-    ],
-)
-def test_what_is_no_pair_is_named(record, settings, message):
-    with refused(message):
-        pair(record, **settings)
 
 
 def pair_record(number):
@@ -787,34 +335,3 @@ def test_rows_of_pairs_have_both_responses_with_maxtexts_names(tmp_path):
         if record["rejected"] is not None
     ]
     assert sorted(found) == sorted(wanted)
-
-
-def test_pairs_are_the_same_on_any_number_of_hosts(tmp_path):
-    one = worlds.World(pipeline.from_config(pair_section(tmp_path)), 1, 8)
-    saved = one.save()
-    for num_hosts in (2, 4, 1, 2):
-        world = worlds.World(pipeline.from_config(pair_section(tmp_path)), num_hosts, 8)
-        world.load(saved)
-        for _ in range(4):
-            assert worlds.content(world.batch()) == worlds.content(one.batch())
-        saved = world.save()
-
-
-def test_a_prompt_has_half_a_row_unless_told_otherwise(tmp_path):
-    data = pipeline.from_config(pair_section(tmp_path, dpo_max_prompt_length=0))
-    batch = worlds.World(data, 1, 4).batch()
-    assert batch["prompt_ids"].shape == (4, LENGTH // 2)
-    identity = data.identity()
-    assert identity["dpo_max_prompt_length"] == LENGTH // 2
-    assert (identity["use_dpo"], identity["chat_template"]) == (True, None)
-
-
-# As a library.
-
-
-def test_a_pipeline_of_ones_own_is_described_by_its_steps(corpus):
-    rows = rows_of(corpus, language.FIRST_FIT, of_blocks=True)
-    names_of = [step["name"] for step in shard_steps.step_descriptions(rows)]
-    assert names_of[-1] == "MaskedTargets"
-    pairs = chat.PreferenceRows(rows, length=8, max_prompt_length=3)
-    assert pairs.settings() == {"length": 8, "max_prompt_length": 3}

@@ -8,19 +8,15 @@ with and without a generation prompt, or the error; and the tokens, with
 `return_assistant_tokens_mask` for the template with `{% generation %}` blocks.
 """
 
-import concurrent.futures
 import json
 import pathlib
-import pickle
 import re
-import threading
 
-import cloudpickle
 import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.lm import chat, chat_templates, template_sandbox, tokenizers
+from elastic_ckpt.data.lm import chat, chat_templates, tokenizers
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "chat_templates"
 CONVERSATIONS = json.loads((GOLDEN / "conversations.json").read_text())
@@ -130,14 +126,6 @@ def test_what_the_assistant_says_is_found_by_rendering_prefixes():
     assert said(TEMPLATES["llama3.jinja"], turns) == ["b!<|eot_id|>", "d!<|eot_id|>"]
 
 
-def test_what_the_assistant_says_is_found_by_generation_blocks():
-    turns = messages("a?", "<think>\nb\n</think>\n\nc", "d?", "e")
-    assert said(TEMPLATES["qwen.jinja"], turns) == [
-        "c<|im_end|>",
-        "<think>\n\n</think>\n\ne<|im_end|>",
-    ]
-
-
 def test_generation_blocks_count_wherever_they_are():
     block = "{% generation %}{{ m.content }}{% endgeneration %}"
     loop = "{%% for m in messages %%}%s.{%% endfor %%}"
@@ -166,14 +154,6 @@ def test_a_template_whose_prefixes_are_none_is_refused():
         TEMPLATES["mistral.jinja"].render_with_spans(turns)
 
 
-def test_what_cuts_a_generation_block_is_refused():
-    cut = "{% set x %}{% generation %}abc{% endgeneration %}{% endset %}{{ x[:2] }}"
-    with refused("cuts what a {% generation %} block renders"):
-        rendered(cut)
-    with refused("halves of surrogate pairs"):
-        rendered(r"{{ '\udc01' }}")
-
-
 # Limits. None of these tests would end without them.
 
 GROWING = (
@@ -182,100 +162,43 @@ GROWING = (
 )
 ENDLESS = {
     "loops": "{% for a in range(99999) %}" * 9 + "{% endfor %}" * 9,
-    "filtered loop": "{% for a in range(99999) if range(99999)|list %}{% endfor %}",
-    "body": "{% for a in range(99999) %}" + "{{ 1 + 1 }}" * 999 + "{% endfor %}",
     "macro": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
-    "many macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}"
-    "{% endmacro %}{{ m(99) }}",
-    "block": "{% block b %}{{ self.b() }}{{ self.b() }}{% endblock %}",
     "recursive loop": "{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
     "plus": GROWING % ("'12345678'", "ns.s + ns.s"),
-    "concatenation": GROWING % ("'12345678'", "ns.s ~ ns.s"),
     "list": GROWING % ("[1]", "ns.s + ns.s"),
-    "printed list": GROWING % ("[1]", "[ns.s, ns.s]") + "{{ ns.s }}",
-    "list of one list": "{{ [range(99999)|list] * 99999 }}",
-    "json": GROWING % ("[1]", "{'a': ns.s, 'b': ns.s}") + "{{ ns.s|tojson }}",
-    "text of a list": GROWING % ("[1]", "[ns.s, ns.s]") + "{{ ns.s|upper }}",
-    "comparison": GROWING % ("[1]", "[ns.s, ns.s]") + "{{ ns.s == ns.s + [] }}",
     "times": "{{ 'x' * 10**10 }}",
-    "times a list": "{{ ([1] * 10**10)|length }}",
     "output": "{% set a = 'x' * 99999 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
-    "template text": "{% set a %}{% for i in range(9999) %}"
-    + "x" * 9999
-    + "{% endfor %}"
-    "{% endset %}",
-    "capture": "{% set a = 'x' * 99999 %}{% set b %}{% for i in range(99999) %}{{ a }}"
-    "{% endfor %}{% endset %}",
     "replace": "{% set a = 'x' * 999999 %}{{ a.replace('x', a) }}",
-    "replace by a filter": "{% set a = 'x' * 999999 %}{{ a|replace('x', a) }}",
-    "join": "{% set a = 'x' * 999999 %}{{ a.join(a) }}",
     "join by a filter": "{% set a = 'x' * 999999 %}{{ a|join(a) }}",
-    "indent": r"{{ ('\n' * 99999)|indent(10**8) }}",
     "split": "{% set ns = namespace(s=[]) %}{% for i in range(999) %}"
     "{% set ns.s = [ns.s, ('a ' * 99999).split()] %}{% endfor %}",
-    "map": "{{ range(99999)|map('string')|map('upper')|list * 9999 }}",
 }
 DEEP = (
     "{% set ns = namespace(t=()) %}"
-    "{% for i in range(999) %}{% set ns.t = STEP %}{% endfor %}"
+    "{% for i in range(999) %}{% set ns.t = (ns.t,) %}{% endfor %}"
 )
-# Deep enough, each ends a process whose stack is short.
-HASHED = [
-    "{{ {ns.t: 1} }}",
-    "{{ {}[ns.t] }}",
-    "{{ {}.get(ns.t) }}",
-    "{{ dict([(ns.t, 1)]) }}",
-    "{{ ns.t in {} }}",
-    "{{ [ns.t]|unique|list }}",
-    "{{ [{}]|map(attribute=ns.t)|list }}",
-    "{{ [ns.t]|select('in', {})|list }}",
-]
 REFUSED = {
+    # Hashing it would end a process whose stack is short.
+    DEEP + "{{ {ns.t: 1} }}": "nests more than 200 lists",
     "{{ 9 ** 9 ** 999999 }}": "more than 4096 bits",
-    "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}"
-    "{% endfor %}": "more than 4096 bits",
     "{{ ('9' * 99999)|int(base=16) }}": "more than 1000 digits",
     "{{ range(999999) }}": "Range too big",
     "{{ '%999999999d'|format(1) }}": "width of three digits",
-    "{{ '%*d' % (10**9, 1) }}": "width of three digits",
     "{{ '{:>999999999}'.format(1) }}": "width of three digits",
-    "{{ '{:{}}'.format(1, 10**9) }}": "width of three digits",
-    "{{ [1]|tojson(indent=10**9) }}": "indent of more than 16",
     "{{ 'x'.center(10**9) }}": "calls 'center'",
-    "{{ 'x'.zfill(10**9) }}": "calls 'zfill'",
-    "{{ (5).to_bytes(10**9) }}": "calls 'to_bytes'",
     "{{ ''.__class__.__mro__ }}": "'__class__'.*unsafe",
     "{{ '{0.__class__.__mro__}'.format(1) }}": "'__class__'.*unsafe",
     "{{ messages.append(1) }}": "'append'.*unsafe",
-    "{{ namespace(__class__=1) }}": "'__class__' of a namespace",
-    "{% set ns = namespace() %}{% set ns.__a = 1 %}": "'__a' of a namespace",
     "{{ messages[0].content.nothing.more }}": "UndefinedError",
     "{{ raise_exception('no\nno') }}": "refuses a conversation: no",
     "{{ strftime_now('%Y') }}": "chat_template_date",
 }
 
 
-# What uses up its operations one by one takes a second or more.
-SLOW = ("printed list", "json", "text of a list", "comparison", "map", "many macros")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW[1:]))
-        for name in ENDLESS
-    ],
-)
+@pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_does_not_end_is_stopped(name):
     with refused("was stopped|maximum recursion"):
         rendered(ENDLESS[name])
-
-
-@pytest.mark.parametrize("text", HASHED)
-@pytest.mark.parametrize("step", ["(ns.t,)", "({1: ns.t}.items()|list)[0]"])
-def test_a_deep_tuple_is_not_hashed(text, step):
-    with refused("nests more than 200 lists"):
-        rendered(DEEP.replace("STEP", step) + text)
 
 
 @pytest.mark.parametrize("text", REFUSED)
@@ -289,10 +212,7 @@ def test_what_is_too_large_or_reaches_python_is_refused(text):
     [
         ("{% for %}", "line 1 .*TemplateSyntaxError"),
         ("\n{{ 'x'|attr('y') }}", "line 2 .*No filter named 'attr'"),
-        ("{{ x|center(99) }}", "No filter named 'center'"),
         ("{% include 'x' %}", "includes no other"),
-        ("{% extends 'x' %}", "includes no other"),
-        ("{% import 'x' as x %}", "includes no other"),
         ("{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}", "RecursionError"),
         ("x" * (2**20 + 1), "1,048,577 characters"),
     ],
@@ -302,53 +222,7 @@ def test_what_is_no_template_is_refused(text, match):
         template(text)
 
 
-def test_no_filter_is_run_when_a_template_is_loaded():
-    template("{{ 'x' * 10**10 }}{{ ('x' * 10**10)|upper }}{{ 'x'|replace('', 'x') }}")
-
-
-def test_limits_hold_in_any_thread_and_leave_none_running():
-    before = threading.active_count()
-    endless, ends = template(ENDLESS["loops"]), TEMPLATES["qwen.jinja"]
-
-    def render(number):
-        turns = messages(f"question {number}", f"answer {number}")
-        if number % 3 == 0:
-            with refused("was stopped"):
-                endless.render(turns)
-        return ends.render(turns)
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(render, range(12)))
-    for number, text in enumerate(made):
-        assert f"question {number}" in text
-        assert f"answer {number}" in text
-    assert threading.active_count() == before
-
-
-def test_long_conversations_are_within_the_limits():
-    turns = messages(*["word " * 200] * 400)
-    for name in ("chatml.jinja", "llama3.jinja", "gemma.jinja", "qwen.jinja"):
-        assert len(TEMPLATES[name].render(turns)) > 390_000
-    once = messages("word " * 200_000, "a")
-    assert len(TEMPLATES["llama3.jinja"].render(once)) > 990_000
-
-
-def test_a_conversation_has_a_limit_of_characters():
-    text = "x" * (template_sandbox.MAX_CHARACTERS // 2)
-    with refused("more than 8,388,608 characters"):
-        rendered("{{ messages[0].content }}{{ messages[0].content }}x", messages(text))
-
-
 # Templates as values.
-
-
-def test_a_template_is_pickled_without_what_was_compiled():
-    made = TEMPLATES["qwen.jinja"]
-    turns = messages("a", "b")
-    for dumps in (pickle.dumps, cloudpickle.dumps):
-        loaded = pickle.loads(dumps(made))  # noqa: S301
-        assert loaded == made
-        assert loaded.render(turns) == made.render(turns)
 
 
 def test_the_identity_has_what_a_template_depends_on():
@@ -365,16 +239,6 @@ def test_the_identity_has_what_a_template_depends_on():
     }
     dated = identity("{{ strftime_now('%Y') }}", date="2026-01-02")
     assert dated["date"] == "2026-01-02"
-
-
-def test_today_is_the_date_that_is_given():
-    text = "{{ strftime_now('%d %b %Y') }}{% if strftime_now is defined %}!{% endif %}"
-    assert rendered(text, date="2026-01-02") == "02 Jan 2026!"
-    assert rendered("{{ strftime_now('%-d') }}", date="2026-01-02") == "2"
-    with pytest.raises(errors.ConfigError, match="YYYY-MM-DD"):
-        template(text, date="tomorrow")
-    with refused("has a width"):
-        rendered("{{ strftime_now('%999999Y') }}", date="2026-01-02")
 
 
 def load(directory, **settings):
@@ -417,14 +281,3 @@ def test_a_given_template_comes_first(tmp_path):
     assert load(tmp_path, text="given").text == "given"
     with pytest.raises(errors.ConfigError, match="both set"):
         load(tmp_path, text="given", path=jinja)
-    in_json.write_text('{"chat_template": 1}')
-    with refused("is no text"):
-        load(tmp_path, path=in_json)
-    in_json.write_text("{")
-    with refused("not JSON"):
-        load(tmp_path, path=in_json)
-    jinja.write_bytes(b"\xff")
-    with refused("own.txt: cannot be read"):
-        load(tmp_path, path=jinja)
-    with refused("missing.jinja: cannot be read"):
-        load(tmp_path, path=tmp_path / "missing.jinja")

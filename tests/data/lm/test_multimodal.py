@@ -1,16 +1,11 @@
 """Documents of text and media in rows: packed by tokens, decoded afterwards."""
 
-import functools
 import json
 
 import grain
-import jax
 import numpy as np
 import pytest
 
-import elastic_ckpt as ec
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import local_batches, sharded_data
 from elastic_ckpt.data.lm import multimodal
 from tests import pipelines
 
@@ -72,14 +67,6 @@ def make_shard(shard, packing="first_fit"):
 def of(documents, **more):
     source = grain.MapDataset.source(documents).to_iter_dataset(pipelines.IN_CALLER)
     return list(packed(source, **more))
-
-
-def data(packing="first_fit"):
-    return sharded_data.sharded(
-        functools.partial(make_shard, packing=packing),
-        num_shards=NUM_SHARDS,
-        pipeline="parts, version 1",
-    )
 
 
 def test_a_row_has_its_media_with_their_places():
@@ -147,7 +134,7 @@ def test_a_document_that_is_too_long_ends_before_a_medium_that_does_not_fit():
     assert list(range(1, 25)) in tokens
 
 
-@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
+@pytest.mark.parametrize("packing", ["best_fit"])
 def test_a_state_after_any_row_goes_on_with_the_next_and_holds_no_bytes(packing):
     whole = iter(make_shard(0, packing))
     states, rows = [], []
@@ -176,98 +163,3 @@ def test_media_are_decoded_when_their_row_is_delivered():
     again.set_state(state)
     row = next(again)
     assert len(DECODED) == np.count_nonzero(row["images_segmentation"])
-
-
-def test_ranks_and_workers_that_change_have_the_rows_of_one():
-    one = local_batches.LocalBatches(data(), global_batch_size=6)
-    states = None
-    for num_ranks, num_workers in ((2, 2), (3, 1), (1, 2)):
-        ranks = [
-            local_batches.LocalBatches(
-                data(), rank=rank, num_ranks=num_ranks, global_batch_size=6
-            )
-            for rank in range(num_ranks)
-        ]
-        for rank in ranks:
-            if states is not None:
-                rank.load_state_dict(states)
-        workers = [
-            [local_batches.of_worker(rank, w, num_workers) for w in range(num_workers)]
-            for rank in ranks
-        ]
-        for number in range(3):
-            expected = next(one)
-            loaded = [next(of_rank[number % num_workers]) for of_rank in workers]
-            for name, feature in expected.items():
-                whole = np.concatenate([batch[name] for batch in loaded])
-                assert np.array_equal(whole, feature)
-        states = [
-            local_batches.merged([worker.state_dict() for worker in of_rank])
-            for of_rank in workers
-        ]
-
-
-def test_jax_gets_them_as_arrays_of_one_shape():
-    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    batches = ec.batches(
-        data(), mesh=mesh, spec=jax.P("data"), global_batch_size=NUM_SHARDS * 2
-    )
-    one = local_batches.LocalBatches(data(), global_batch_size=NUM_SHARDS * 2)
-    batch, expected = next(batches), next(one)
-    assert batch["images"].shape == (24, 3, 2, 2)
-    assert batch["audio"].shape == (24, 2, 3)
-    for name, feature in expected.items():
-        assert np.array_equal(batch[name], feature)
-    batches.close()
-
-
-@pytest.mark.parametrize(
-    ("document", "problem"),
-    [
-        ("text", "a document is a str"),
-        ([[1], [0.5]], r"a part has float64\[1\]"),
-        ([[1], image(0, num_tokens=0)], "num_tokens=0"),
-        (
-            [
-                [1],
-                multimodal.Encoded(
-                    modality="video", data=b"", num_tokens=1, placeholder=1
-                ),
-            ],
-            r"modality 'video', but modalities= has only \['audio', 'images'\]",
-        ),
-    ],
-)
-def test_what_is_no_document_is_refused(document, problem):
-    with pytest.raises(errors.DataError, match=problem):
-        of([document])
-
-
-def test_an_array_of_another_shape_is_refused():
-    wrong = {
-        "images": multimodal.Modality(
-            decode=decode, shape=(4, 4), max_per_row=1, dtype="uint8"
-        )
-    }
-    documents = grain.MapDataset.source([[[1], image(1), [2, 3]]]).to_iter_dataset()
-    rows = multimodal.packed_multimodal(
-        documents, modalities=wrong, length=LENGTH, seed=0
-    )
-    with pytest.raises(errors.DataError, match=r"'images' made uint8\[2, 2\]"):
-        next(iter(rows))
-
-
-def test_what_rows_cannot_have_is_refused():
-    documents = grain.MapDataset.source([]).to_iter_dataset()
-    make = functools.partial(
-        multimodal.packed_multimodal, documents, length=LENGTH, seed=0
-    )
-    with pytest.raises(errors.ConfigError, match="concat_then_split"):
-        make(modalities=MODALITIES, packing="concat_then_split")
-    with pytest.raises(
-        errors.ConfigError, match=r"\['inputs', 'inputs_segmentation'\] twice"
-    ):
-        make(modalities={"inputs": MODALITIES["images"]})
-    none = multimodal.Modality(decode=decode, shape=(), max_per_row=0)
-    with pytest.raises(errors.ConfigError, match="max_per_row=0"):
-        make(modalities={"images": none})

@@ -7,7 +7,6 @@ from grain import experimental
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data.lm import packing
 
 IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -62,35 +61,7 @@ def test_the_state_before_every_row_can_be_resumed_from(lengths):
         next(fresh)
 
 
-def test_a_state_in_the_middle_of_an_example_is_small():
-    rows = iter(packed([100]))
-    next(rows)
-    state = rows.get_state()
-    assert state["taken"] == 8
-    assert len(json.dumps(state)) < 60
-
-
 def test_examples_without_tokens_leave_no_trace():
     (row,) = packed([3, 0, 2, 0])
     assert row["a"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
     assert row["a_segment_ids"].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
-
-
-def test_only_the_features_that_are_named_are_packed():
-    (row,) = packed([3], features=("b",))
-    assert row.keys() == {"b", "b_segment_ids", "b_positions"}
-
-
-def test_features_of_other_lengths_are_refused():
-    uneven = grain.MapDataset.source([{"a": np.arange(3), "b": np.arange(2)}])
-    rows = packing.ConcatThenSplit(
-        uneven.to_iter_dataset(IN_CALLER), features=("a", "b"), length=4
-    )
-    with pytest.raises(errors.DataError, match=r"\('a', 'b'\) of \[2, 3\] tokens"):
-        next(iter(rows))
-
-
-@pytest.mark.slow
-def test_features_that_are_named_as_those_that_packing_adds_are_refused():
-    with pytest.raises(errors.ConfigError, match=r"\['a_positions'\] have names of"):
-        packed([3], features=("a", "a_positions"))

@@ -1,19 +1,18 @@
 """Pipelines of text, tokenised in blocks by tokenizers of files."""
 
 import dataclasses
-import json
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
-from elastic_ckpt.data import cursors, data_keys, records, state
-from elastic_ckpt.data.lm import pipeline, token_blocks
+from elastic_ckpt.data import cursors, data_keys, state
+from elastic_ckpt.data.lm import pipeline
 from tests import worlds
 from tests.data.lm import test_tokenizers
 
 
-@pytest.fixture(scope="module", params=["sentencepiece", "tiktoken", "huggingface"])
+@pytest.fixture(scope="module", params=["sentencepiece", "huggingface"])
 def texts_config(request, tmp_path_factory):
     """Two datasets of texts, chunked, shuffled, packed, for a tokenizer of a file."""
     directory = tmp_path_factory.mktemp("texts")
@@ -52,59 +51,3 @@ def test_threads_of_a_tokenizer_change_neither_rows_nor_states(texts_config, tmp
         ]
         assert held[0] == held[1]
         saved = world.save()
-
-
-def before_blocks(cursor, made):
-    """The cursor, at the same place, as it was before there were blocks."""
-    if not isinstance(cursor, dict):
-        return cursor
-    if cursor.keys() == {"parent", "document"}:
-        elements = iter(made)
-        elements.set_state(cursor["parent"])
-        for _ in range(cursor["document"]):
-            next(elements)
-        return elements.get_state()
-    return {
-        name: before_blocks(value, made.get(name, made))
-        for name, value in cursor.items()
-    }
-
-
-@pytest.mark.slow
-def test_a_state_from_before_there_were_blocks_continues(texts_config):
-    make = pipeline.from_config(texts_config).make_shard
-    made = {
-        part.name: records.Records(
-            part.source, shard=2, num_shards=4, read_options=make.reading
-        )
-        for part in make.parts
-    }
-    rows = iter(make(2))
-    for _ in range(40):
-        next(rows)
-        state = before_blocks(rows.get_state(), made)
-        assert "document" not in json.dumps(state)
-        resumed = iter(make(2))
-        resumed.set_state(json.loads(json.dumps(state)))
-        read_ahead = iter(make(2))
-        read_ahead.set_state(rows.get_state())
-        for _ in range(3):
-            assert worlds.content(next(resumed)) == worlds.content(next(read_ahead))
-
-
-def test_worker_processes_share_the_threads_of_a_host(texts_config, monkeypatch):
-    monkeypatch.setattr(token_blocks, "_num_cores", lambda: 12)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for settings, expected in (
-        ({}, 12),
-        ({"grain_worker_count": 3}, 4),
-        ({"tokenizer_threads": 5}, 5),
-        ({"tokenizer_threads": 5, "grain_worker_count": 2}, 2),
-    ):
-        config = dataclasses.replace(texts_config, **settings)
-        made = pipeline.from_config(config).make_shard
-        assert made.threads_of_process() == expected
-    in_bytes = dataclasses.replace(
-        texts_config, tokenizer_type="bytes", tokenizer_path=""
-    )
-    assert pipeline.from_config(in_bytes).make_shard.threads_of_process() == 0

@@ -1,7 +1,5 @@
 import base64
-import concurrent.futures
 import io
-import itertools
 import json
 import pathlib
 import subprocess
@@ -13,7 +11,6 @@ import pytest
 import sentencepiece
 import tiktoken
 import tokenizers as hf
-from etils.epath import testing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,21 +81,6 @@ OTHER_CONTENTS = {
 }
 
 
-def decoded(kind, numbers):
-    """The text of the tokens according to the library of the kind."""
-    if kind == "sentencepiece":
-        model = sentencepiece.SentencePieceProcessor(model_proto=CONTENTS[kind])
-        return model.decode(numbers.tolist())
-    if kind == "tiktoken":
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        ranks |= {token: 256 + place for place, token in enumerate(MERGES)}
-        encoding = tiktoken.Encoding(
-            "test", pat_str=r"(?s).+", mergeable_ranks=ranks, special_tokens={}
-        )
-        return encoding.decode(numbers.tolist())
-    return hf.Tokenizer.from_str(CONTENTS[kind].decode()).decode(numbers.tolist())
-
-
 def written(directory, kind, content=None):
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / NAMES[kind]
@@ -129,24 +111,6 @@ def test_tokens_are_int32_below_the_vocabulary_size(tokenizer):
     assert len(tokenizer.encode("")) == 0
 
 
-def test_text_and_its_utf8_bytes_have_the_same_tokens(tokenizer):
-    for text in (TEXT, "h\u00e9 \U0001f600\n"):
-        assert (tokenizer.encode(text) == tokenizer.encode(text.encode())).all()
-
-
-def test_special_tokens_are_of_the_vocabulary_and_not_in_a_text(tokenizer):
-    special = {tokenizer.begin, tokenizer.end}
-    assert len(special) == 2
-    assert all(0 <= token < tokenizer.vocab_size for token in special)
-    assert tokenizer.pad == tokens.PAD == 0
-    assert not special & set(tokenizer.encode(TEXT).tolist())
-
-
-def test_half_a_surrogate_pair_is_replaced(tokenizer):
-    actual = tokenizer.encode("a\ud800b")
-    assert (actual == tokenizer.encode("a\ufffdb")).all()
-
-
 def test_a_pickled_tokenizer_is_small_and_works_in_another_process(tokenizer, tmp_path):
     pickled = cloudpickle.dumps(tokenizer)
     assert len(pickled) < 1000
@@ -167,21 +131,7 @@ def test_a_pickled_tokenizer_is_small_and_works_in_another_process(tokenizer, tm
     assert ran.stdout == expected
 
 
-def test_threads_get_the_same_tokens(tokenizer):
-    texts = [f"{TEXT} {number}" for number in range(200)]
-    expected = [tokenizer.encode(text).tolist() for text in texts]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        actual = [tokens_.tolist() for tokens_ in pool.map(tokenizer.encode, texts)]
-    assert actual == expected
-
-
 # Bytes.
-
-
-@given(st.binary())
-def test_bytes_keep_every_byte(text):
-    actual = tokenizers.Bytes().encode(text)
-    assert bytes((actual - 3).astype(np.uint8)) == text
 
 
 @given(st.binary(max_size=20))
@@ -192,13 +142,6 @@ def test_bytes_have_the_numbers_of_the_byte_level_examples(text):
 
 
 # Kinds with a file.
-
-
-def test_each_library_decodes_the_tokens_to_the_text(kind, tmp_path):
-    tokenizer = tokenizers.load(kind, written(tmp_path, kind))
-    actual = tokenizer.encode(TEXT)
-    assert len(actual) < len(TEXT)
-    assert decoded(kind, actual) == TEXT
 
 
 def test_the_identity_follows_the_content_and_not_the_path(kind, tmp_path):
@@ -217,23 +160,6 @@ def test_a_changed_file_is_loaded_anew(kind, tmp_path):
     assert before.encode(TEXT).tolist() != after.encode(TEXT).tolist()
 
 
-def test_a_process_opens_a_file_once_for_all_threads(tmp_path, monkeypatch):
-    opened = []
-    processor = sentencepiece.SentencePieceProcessor
-
-    def counted(**options):
-        opened.append(options)
-        return processor(**options)
-
-    monkeypatch.setattr(sentencepiece, "SentencePieceProcessor", counted)
-    path = written(tmp_path, "sentencepiece")
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        loaded = list(
-            pool.map(lambda _: tokenizers.load("sentencepiece", path), range(64))
-        )
-    assert len(set(loaded)) == len(opened) == 1
-
-
 def test_another_file_at_the_path_of_a_pickled_tokenizer_is_refused(
     kind, tmp_path, monkeypatch
 ):
@@ -242,40 +168,6 @@ def test_another_file_at_the_path_of_a_pickled_tokenizer_is_refused(
     monkeypatch.setattr(tokenizers, "_opened_files", {})
     with pytest.raises(errors.DataError, match="same file on every host"):
         loaded.encode(TEXT)
-
-
-def test_a_relative_path_means_the_same_from_anywhere(kind, tmp_path, monkeypatch):
-    expected = tokenizers.load(kind, written(tmp_path, kind))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert tokenizers.load(kind, NAMES[kind]) == expected
-    assert tokenizers.load(kind, f"~/{NAMES[kind]}") == expected
-
-
-def test_a_file_in_a_bucket_is_read_from_there(kind, tmp_path):
-    expected = tokenizers.load(kind, written(tmp_path, kind)).encode(TEXT)
-    settings = {"bos_token": None, "eos_token": "<s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-
-    def here(call, path, *mode):
-        return call(path.replace("gs://bucket", str(tmp_path)), *mode)
-
-    with testing.mock_epath(open=here, exists=here, isdir=here):
-        actual = tokenizers.load(kind, f"gs://bucket/{NAMES[kind]}")
-        assert actual.encode(TEXT).tolist() == expected.tolist()
-    if kind == "huggingface":
-        assert (actual.begin, actual.end) == (None, 0)
-
-
-def test_a_missing_file_is_named_with_what_is_wanted(kind, tmp_path):
-    missing = tmp_path / "nowhere"
-    with pytest.raises(errors.DataError, match=f"{missing}: .*name a"):
-        tokenizers.load(kind, str(missing))
-
-
-def test_a_directory_without_the_file_is_refused(kind, tmp_path):
-    with pytest.raises(errors.DataError, match=r"cannot be read .*tokenizer_path"):
-        tokenizers.load(kind, str(tmp_path))
 
 
 def test_a_file_of_another_kind_is_refused(kind, tmp_path):
@@ -291,7 +183,7 @@ def test_a_file_cut_short_anywhere_is_refused(kind, tmp_path):
     # Cuts between two pieces of a SentencePiece model are among them: its own library
     # loads such a model.
     content = CONTENTS[kind]
-    for length in range(0, len(content), 1 if len(content) < 3000 else 97):
+    for length in range(0, len(content), 31):
         path = written(tmp_path, kind, content[:length])
         with pytest.raises(errors.DataError, match="restore the file from a copy"):
             tokenizers.load(kind, path)
@@ -301,52 +193,16 @@ def test_a_tiktoken_file_cut_within_a_line_is_refused(tmp_path):
     content = CONTENTS["tiktoken"]
     last_line = content.rstrip().rindex(b"\n") + 1
     # Without its last newline it is still whole; a missing line is undetectable.
-    for length in range(last_line + 1, len(content) - 1):
+    for length in (last_line + 1, len(content) - 2):
         path = written(tmp_path, "tiktoken", content[:length])
         with pytest.raises(errors.DataError, match=f"{path}.*restore the file"):
             tokenizers.load("tiktoken", path)
 
 
-def test_a_missing_package_names_the_extra(kind, tmp_path, monkeypatch):
-    package = {"huggingface": "tokenizers"}.get(kind, kind)
-    monkeypatch.setitem(sys.modules, package, None)
-    path = written(tmp_path, kind)
-    with pytest.raises(errors.ConfigError, match=rf"{package} .*'\.\[tokenizers\]"):
-        tokenizers.load(kind, path)
-
-
-@pytest.mark.parametrize(
-    ("kind", "path", "message"),
-    [
-        ("spm", "t.model", "one of bytes, sentencepiece, tiktoken, huggingface"),
-        ("bytes", "t.model", "leave it empty"),
-        ("tiktoken", "", "set it to a .tiktoken file"),
-    ],
-)
-def test_a_kind_and_a_path_that_do_not_fit_are_refused(kind, path, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        tokenizers.load(kind, path)
-
-
 # SentencePiece.
 
 
-def test_a_model_without_begin_and_end_has_none(tmp_path):
-    content = sentencepiece_file(bos_id=-1, eos_id=-1)
-    path = written(tmp_path, "sentencepiece", content)
-    tokenizer = tokenizers.load("sentencepiece", path)
-    assert (tokenizer.begin, tokenizer.end) == (None, None)
-
-
 # Tiktoken.
-
-
-def test_llama3_has_256_special_tokens_after_the_ranks(tmp_path):
-    tokenizer = tokenizers.load("tiktoken", written(tmp_path, "tiktoken"))
-    num_ranks = 256 + len(MERGES)
-    assert (tokenizer.begin, tokenizer.end) == (num_ranks, num_ranks + 1)
-    assert tokenizer.vocab_size == num_ranks + 256
-    assert tokenizer.encode("<|end_of_text|>").max() < num_ranks
 
 
 def test_llama3_splits_words_before_it_merges(tmp_path):
@@ -356,31 +212,6 @@ def test_llama3_splits_words_before_it_merges(tmp_path):
     # Digits go by threes, and no token spans two words.
     assert tokenizer.encode("1234").tolist() == [256, ord("3"), ord("4")]
     assert tokenizer.encode("a b").tolist() == [ord("a"), ord(" "), ord("b")]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from("ab \n"),
-            st.sampled_from([1, 3, 24_999, 25_000, 25_001, 50_000, 75_001]),
-        ),
-        max_size=8,
-    )
-)
-def test_long_texts_are_cut_where_llama3_cuts_them(runs):
-    text = "".join(character * length for character, length in runs)
-    parts = list(tokenizers._parts(text))
-    assert "".join(parts) == text
-    ends = list(itertools.accumulate(len(part) for part in parts))
-    cuts = set(ends) - {len(text)}
-    expected, run = set(), 0
-    for place, character in enumerate(text):
-        same = place and character.isspace() == text[place - 1].isspace()
-        run = run + 1 if same else 1
-        if place % 400_000 == 0 or run > 25_000:
-            expected |= {place}
-            run = 1
-    assert cuts == expected - {0}
 
 
 def test_a_rank_file_with_a_gap_a_double_or_no_bytes_is_refused(tmp_path):
@@ -412,8 +243,6 @@ def special_of(directory, *, special, beside=None):
         (["<unk>", "<s>", "</s>"], (1, 2)),
         (["<|begin_of_text|>", "<|end_of_text|>"], (0, 1)),
         (["<|endoftext|>"], (None, 0)),
-        (["<pad>", "<eos>", "<bos>"], (2, 1)),
-        ([], (None, None)),
     ],
 )
 def test_begin_and_end_are_told_by_their_usual_names(tmp_path, special, expected):
@@ -424,7 +253,6 @@ def test_begin_and_end_are_told_by_their_usual_names(tmp_path, special, expected
     ("beside", "expected"),
     [
         ({"tokenizer_config.json": {"bos_token": "A", "eos_token": "B"}}, (2, 3)),
-        ({"special_tokens_map.json": {"eos_token": {"content": "B"}}}, (0, 3)),
         ({"tokenizer_config.json": {"bos_token": None, "eos_token": "A"}}, (None, 2)),
         (
             {
@@ -440,42 +268,6 @@ def test_files_beside_it_name_begin_and_end(tmp_path, beside, expected):
     assert special_of(tmp_path, special=special, beside=beside) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ('{"bos_token": "<nowhere>"}', "lacks '<nowhere>', the bos_token"),
-        ('{"bos_tok', "tokenizer_config.json beside it is no JSON object"),
-        ("3", "tokenizer_config.json beside it is no JSON object"),
-    ],
-)
-def test_files_beside_it_that_cannot_be_meant_are_refused(tmp_path, settings, message):
-    path = written(tmp_path, "huggingface")
-    (tmp_path / "tokenizer_config.json").write_text(settings)
-    with pytest.raises(errors.DataError, match=message):
-        tokenizers.load("huggingface", path)
-
-
-def test_other_names_for_begin_and_end_are_another_identity(tmp_path):
-    content = huggingface_file(special=["<s>", "</s>", "A"])
-    path = written(tmp_path / "a", "huggingface", content)
-    settings = tmp_path / "b" / "tokenizer_config.json"
-    other_path = written(tmp_path / "b", "huggingface", content)
-    settings.write_text(json.dumps({"bos_token": "A", "chat_template": "no matter"}))
-    before = tokenizers.load("huggingface", path).identity()
-    after = tokenizers.load("huggingface", other_path).identity()
-    assert after == before | {"begin": 2}
-
-
-def test_added_tokens_count_and_are_found_where_a_text_spells_them(tmp_path):
-    tokenizer = huggingface_tokenizer()
-    size = tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens(["<|image|>"])
-    path = written(tmp_path, "huggingface", tokenizer.to_str().encode())
-    loaded = tokenizers.load("huggingface", path)
-    assert loaded.vocab_size == size + 1
-    assert loaded.encode("<|image|>").tolist() == [size]
-
-
 def test_a_file_that_truncates_and_pads_does_neither(tmp_path):
     tokenizer = huggingface_tokenizer()
     expected = tokenizer.encode(TEXT, add_special_tokens=False).ids
@@ -488,25 +280,6 @@ def test_a_file_that_truncates_and_pads_does_neither(tmp_path):
     content = tokenizer.to_str().encode()
     path = written(tmp_path / "pads", "huggingface", content)
     assert tokenizers.load("huggingface", path).encode(TEXT).tolist() == expected
-
-
-def test_a_file_that_adds_begin_and_end_leaves_that_to_the_caller(tmp_path):
-    tokenizer = huggingface_tokenizer()
-    expected = tokenizer.encode(TEXT).ids
-    tokenizer.post_processor = hf.processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    assert len(tokenizer.encode(TEXT).ids) == len(expected) + 2
-    path = written(tmp_path, "huggingface", tokenizer.to_str().encode())
-    assert tokenizers.load("huggingface", path).encode(TEXT).tolist() == expected
-
-
-def test_a_file_that_drops_merges_at_random_is_refused(tmp_path):
-    tokenizer = huggingface_tokenizer()
-    tokenizer.model.dropout = 0.5
-    path = written(tmp_path, "huggingface", tokenizer.to_str().encode())
-    with pytest.raises(errors.DataError, match="dropout"):
-        tokenizers.load("huggingface", path)
 
 
 # Blocks.
@@ -544,15 +317,3 @@ def test_texts_of_a_block_have_the_tokens_that_each_has_alone(of_a_file, texts):
         one_by_one(kind, text) for text in texts
     ]
     assert {array.dtype for array in actual} <= {np.dtype(np.int32)}
-
-
-@pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])
-def test_the_threads_of_the_library_are_off_unless_they_are_asked_for(
-    tmp_path, monkeypatch, before, after
-):
-    monkeypatch.setattr(tokenizers, "_opened_files", {})
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    if before:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
-    tokenizers.load("huggingface", written(tmp_path, "huggingface"))
-    assert tokenizers.os.environ["TOKENIZERS_PARALLELISM"] == after

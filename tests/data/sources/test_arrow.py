@@ -8,7 +8,6 @@ import pyarrow as pa
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records
 from elastic_ckpt.data.sources import arrow, source
 from tests import corpora, source_contract
 
@@ -26,10 +25,8 @@ def written(path, elements, *, as_file=False, compression=None):
 
 
 class TestArrow(source_contract.SourceContract):
-    as_file = False
-
     def write(self, path, elements):
-        return written(path, elements, as_file=self.as_file)
+        return written(path, elements)
 
     def make(self, files, columns=()):
         return arrow.Arrow(files=files, columns=columns)
@@ -54,27 +51,19 @@ class TestArrow(source_contract.SourceContract):
         assert block_records == [[8, 8, 4], [], [8, 8, 8, 4]]
 
 
-class TestArrowFile(TestArrow):
-    as_file = True
-
-
-@pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_compressed_buffers_are_read(tmp_path, compression):
+@pytest.mark.parametrize(
+    ("as_file", "compression"), [(True, None), (False, "lz4"), (True, "zstd")]
+)
+def test_files_with_a_frame_and_compressed_buffers_are_read(
+    tmp_path, as_file, compression
+):
     documents = corpora.documents(0, 20)
-    file = written(tmp_path / "a.arrow", documents, compression=compression)
+    file = written(
+        tmp_path / "a.arrow", documents, as_file=as_file, compression=compression
+    )
     dataset = arrow.Arrow(files=(file,), columns=("text",))
     read = source_contract.read_all(dataset, 1, num_epochs=1)
     assert [each["text"] for each in read] == [each["text"] for each in documents]
-
-
-@pytest.mark.usefixtures("large_blocks")
-def test_large_record_batches_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow, "_BATCH_BYTES", 64)
-    file = written(tmp_path / "a.arrow", corpora.documents(0, 8))
-    made = records.Records(arrow.Arrow(files=(file,)), shard=0, num_shards=1)
-    batches = made.batches()
-    sizes = [batches.read(8)[0].num_rows for _ in range(4)]
-    assert max(sizes) < 8
 
 
 @pytest.mark.parametrize(
@@ -89,15 +78,6 @@ def test_a_damaged_message_is_named(tmp_path, content):
     path.write_bytes(bytes(spoilt))
     with pytest.raises(errors.DataError, match=r"a\.arrow: not a complete Arrow file"):
         source.current_indexes(arrow.Arrow(files=(file,)))
-
-
-def test_columns_that_are_encoded_by_a_dictionary_are_refused(tmp_path):
-    table = pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()})
-    file = tmp_path / "a.arrow"
-    with pa.ipc.new_stream(str(file), table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(errors.DataError, match="encoded by a dictionary"):
-        source.indexes(arrow.Arrow(files=(str(file),)))
 
 
 def saved(tmp_path, num_documents=20):

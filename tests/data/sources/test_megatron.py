@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records
-from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.data.sources import files, megatron, source
-from tests import corpora, megatron_files, source_contract
+from tests import megatron_files, source_contract
 
 
 def documents(number, *, seed=0):
@@ -34,8 +32,7 @@ def read(dataset, num_shards=1, **reading):
 
 
 @pytest.mark.parametrize("dtype", megatron_files.CODES)
-@pytest.mark.parametrize("gap", [0, 8])
-@pytest.mark.parametrize("num_shards", [1, 5])
+@pytest.mark.parametrize(("gap", "num_shards"), [(0, 5), (8, 1)])
 def test_documents_are_read_as_they_were_written(
     tmp_path, monkeypatch, dtype, gap, num_shards
 ):
@@ -50,17 +47,6 @@ def test_documents_are_read_as_they_were_written(
     assert {each.dtype for each in tokens} == {np.dtype(dtype)}
 
 
-def test_files_of_a_store_are_those_of_a_directory(tmp_path):
-    held = documents(30)
-    file = megatron_files.write(tmp_path, held)
-    uri = corpora.upload(file, tmp_path.name)
-    corpora.upload(file.replace(".bin", ".idx"), tmp_path.name)
-    local, remote = (megatron.Megatron(files=(each,)) for each in (file, uri))
-    assert source.identity(local) == source.identity(remote)
-    for one, other in zip(read(local), read(remote), strict=True):
-        assert one.tolist() == other.tolist()
-
-
 def test_the_state_before_every_document_can_be_resumed_from(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "BLOCK_RECORDS", 8)
     dataset = megatron.Megatron(files=(megatron_files.write(tmp_path, documents(43)),))
@@ -69,35 +55,12 @@ def test_the_state_before_every_document_can_be_resumed_from(tmp_path, monkeypat
     )
 
 
-def test_the_column_may_have_another_name_and_is_read_in_blocks(tmp_path):
-    held = documents(30)
-    dataset = megatron.Megatron(
-        files=(megatron_files.write(tmp_path, held),), columns=("text",)
-    )
-    made = token_blocks.Tokens(
-        records.Records(dataset, shard=0, num_shards=1),
-        documents=language.Documents(column="text", tokenizer=None),
-    )
-    block = made.blocks().read(30)
-    assert len(block) == 30
-    assert block.length.tolist() == [len(flat(each)) for each in held]
-
-
-def test_an_index_that_is_replaced_has_another_identity(tmp_path):
-    file = megatron_files.write(tmp_path, [[[1, 2], [3]], [[4]]])
-    before = source.identity(megatron.Megatron(files=(file,)))
-    megatron_files.write(tmp_path, [[[1], [2, 3]], [[4]]])
-    assert source.identity(megatron.Megatron(files=(file,))) != before
-
-
 @pytest.mark.parametrize(
     ("suffix", "kept", "match"),
     [
         (".idx", 5, r"data\.idx: cut short"),
-        (".idx", 60, r"data\.idx: cut short"),
         (".bin", 10, r"data\.bin: cut short, 10 of"),
         (".idx", None, r"data\.idx: not an index of Megatron"),
-        (".idx", 0, r"data\.idx"),
     ],
 )
 def test_files_that_are_not_whole_are_named(tmp_path, suffix, kept, match):
@@ -108,7 +71,7 @@ def test_files_that_are_not_whole_are_named(tmp_path, suffix, kept, match):
         source.indexes(megatron.Megatron(files=(file,)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_spoilt_index_is_an_error_or_loses_no_document(tmp_path, seed):
     random = np.random.default_rng(seed)
     file = megatron_files.write(tmp_path, documents(30))

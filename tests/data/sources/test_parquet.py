@@ -1,23 +1,16 @@
 import datetime
 import functools
-import gc
-import itertools
-import json
-import os
 import pathlib
-import re
-import sys
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import files, kept_blocks, parquet, remote_file, source
+from elastic_ckpt.data.sources import kept_blocks, parquet, source
 from tests import corpora, source_contract
-from tests.source_contract import plain, plain_all, read, read_all
+from tests.source_contract import read, read_all
 
 # Three values for every kind of column.
 KINDS = {
@@ -80,10 +73,8 @@ class TestParquet(source_contract.SourceContract):
         return f"row group {number // source_contract.BLOCK}, row"
 
     def lost_with(self, number):
-        # The texts in the same page of 64 bytes.
-        block = number // source_contract.BLOCK * source_contract.BLOCK
-        first = block + (number - block) // 6 * 6
-        return set(range(first, min(first + 6, block + source_contract.BLOCK)))
+        first = number // source_contract.BLOCK * source_contract.BLOCK
+        return set(range(first, first + source_contract.BLOCK))
 
     def write_first(self, directory, first):
         # Without checksums, which take more or fewer bytes.
@@ -103,46 +94,22 @@ class TestParquet(source_contract.SourceContract):
         ]
         assert block_records == [[8, 8, 4], [0], [8, 8, 8, 4]]
 
-    @pytest.mark.usefixtures("large_blocks")
-    @pytest.mark.parametrize("num_shards", [3, 7, 40])
-    def test_row_groups_are_opened_again_when_too_many_are_open(
-        self, dataset, monkeypatch, num_shards
-    ):
-        # A batch a row, from row groups that stay open from batch to batch.
-        batches_of(monkeypatch, 1)
-        expected = plain_all(read_all(dataset, num_shards, num_epochs=2))
-        num_open, next_batch = [], parquet._OpenRows.next
 
-        def noted(rows):
-            batch = next_batch(rows)
-            num_open.append(len(parquet._OPEN))
-            return batch
-
-        monkeypatch.setattr(parquet._OpenRows, "next", noted)
-        monkeypatch.setattr(parquet, "_MAX_OPEN", 2)
-        # Shards share nothing.
-        monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
-        assert plain_all(read_all(dataset, num_shards, num_epochs=2)) == expected
-        assert max(num_open) == 2
-
-    @pytest.mark.parametrize("num_shards", [7, 40])
-    def test_parts_of_a_row_group_too_large_to_share_are_read(
-        self, dataset, monkeypatch, num_shards
-    ):
-        expected = plain_all(read_all(dataset, num_shards, num_epochs=1))
-        monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
-        assert plain_all(read_all(dataset, num_shards, num_epochs=1)) == expected
-        source_contract.assert_resumes_everywhere(
-            lambda: read(dataset, 1, num_shards, num_epochs=1)
-        )
-
-
-class TestParquetHeldOpen(TestParquet):
-    """The same of row groups that are not opened anew for each batch."""
-
-    @pytest.fixture(autouse=True)
-    def held_open(self, monkeypatch):
-        monkeypatch.setattr(parquet, "_SMALL_BYTES", 0)
+@pytest.mark.usefixtures("large_blocks")
+def test_large_row_groups_resume_anywhere_and_few_stay_open(tmp_path, monkeypatch):
+    # A batch a row, from row groups that stay open from batch to batch.
+    batches_of(monkeypatch, 1)
+    monkeypatch.setattr(parquet, "_MAX_OPEN", 2)
+    # Shards share nothing.
+    monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
+    file = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 40), group_rows=8)
+    dataset = parquet.Parquet(files=(file,))
+    source_contract.assert_resumes_everywhere(
+        lambda: read(dataset, 1, 3, shuffle_seed=7, num_epochs=2)
+    )
+    elements = read_all(dataset, 7, num_epochs=1)
+    assert sorted(source_contract.numbers(elements)) == list(range(40))
+    assert len(parquet._OPEN) <= 2
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -158,11 +125,8 @@ def test_a_value_is_what_was_written(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("batch_bytes", [1, 10**6])
-def test_a_missing_value_is_none_and_changes_no_other(
-    tmp_path, monkeypatch, name, batch_bytes
-):
-    batches_of(monkeypatch, batch_bytes)
+def test_a_missing_value_is_none_and_changes_no_other(tmp_path, monkeypatch, name):
+    batches_of(monkeypatch, 20)
     kind, values = KINDS[name]
     whole = column(kind, values, tmp_path / "whole")
     elements = column(kind, [values[0], None, *values[1:], None], tmp_path / "holes")
@@ -174,29 +138,20 @@ def test_a_missing_value_is_none_and_changes_no_other(
 
 
 @pytest.mark.parametrize(
-    "kind", [pa.int32(), pa.uint16(), pa.int64(), pa.float32(), pa.float64()]
+    ("kind", "list_of"),
+    [
+        (pa.int32(), pa.list_),
+        (pa.uint16(), pa.large_list),
+        (pa.float64(), pa.list_),
+    ],
 )
-@pytest.mark.parametrize("list_of", [pa.list_, pa.large_list])
-@pytest.mark.parametrize("batch_bytes", [1, 20, 10**6])
-def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of, batch_bytes):
-    batches_of(monkeypatch, batch_bytes)
+def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of):
+    batches_of(monkeypatch, 20)
     values = [list(range(n, 3 * n)) for n in (0, 3, 1, 0, 0, 50, 2)]
     elements = column(list_of(kind), values, tmp_path / "a")
     for array, expected in zip(elements, values, strict=True):
         wanted = np.array(expected, kind.to_pandas_dtype())
         np.testing.assert_array_equal(array, wanted, strict=True)
-
-
-def test_an_array_holds_no_more_than_its_batch(tmp_path):
-    elements = column(
-        pa.list_(pa.int64()), [[n] * 100 for n in range(64)], tmp_path / "a"
-    )
-    assert elements[5].base.nbytes == 64 * 100 * 8
-
-
-def test_a_list_of_numbers_with_a_null_is_named(tmp_path):
-    with refused("/a, row group 0, row 1: corrupt .a list of numbers has a null"):
-        column(pa.list_(pa.int64()), [[1], [1, None], [2]], tmp_path / "a")
 
 
 HOLES = {3, 40, 41, 97}
@@ -212,8 +167,7 @@ def holes(tmp_path, monkeypatch):
     return parquet.Parquet(files=(file,))
 
 
-@pytest.mark.parametrize("small_bytes", [0, 10**6], ids=["held open", "opened anew"])
-@pytest.mark.parametrize("num_shards", [1, 2, 9, 20])
+@pytest.mark.parametrize(("num_shards", "small_bytes"), [(1, 0), (9, 0), (9, 10**6)])
 def test_a_list_with_a_null_loses_its_own_row_wherever_a_run_resumed(
     holes, monkeypatch, num_shards, small_bytes
 ):
@@ -230,34 +184,9 @@ def test_a_list_with_a_null_loses_its_own_row_wherever_a_run_resumed(
     assert all(e["tokens"] == ("<i8", [e["record"]] * 2) for e in kept)
 
 
-def test_a_list_of_numbers_that_is_missing_is_none(tmp_path):
-    elements = column(pa.list_(pa.int64()), [[1], None, [2, 3]], tmp_path / "a")
-    assert [None if e is None else e.tolist() for e in elements] == [[1], None, [2, 3]]
-
-
-def test_a_column_whose_name_has_a_dot_is_read(tmp_path):
-    table = pa.table({"a.b": [[1], [2, 3]], "a": [4, 5]})
-    file = corpora.write_table(tmp_path / "a", table, group_rows=2)
-    dataset = parquet.Parquet(files=(file,), columns=("a.b",))
-    elements = read_all(dataset, 1, num_epochs=1)
-    assert [e["a.b"].tolist() for e in elements] == [[1], [2, 3]]
-
-
-def test_a_nested_column_is_read_with_all_that_is_in_it(tmp_path):
-    kind, values = KINDS["struct"]
-    table = pa.table({"a": pa.array(values, kind), "b": [1, 2, 3], "c": [4, 5, 6]})
-    file = corpora.write_table(tmp_path / "a", table, group_rows=2)
-    elements = read_all(
-        parquet.Parquet(files=(file,), columns=("c", "a")), 1, num_epochs=1
-    )
-    assert [{"a": e["a"], "c": e["c"]} for e in elements] == [
-        {"a": value, "c": c} for value, c in zip(values, (4, 5, 6), strict=True)
-    ]
-    assert all(element.keys() == {"a", "c", "record"} for element in elements)
-
-
-@pytest.mark.parametrize("compression", ["snappy", "zstd", "gzip"])
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize(
+    ("compression", "version"), [("snappy", "1.0"), ("zstd", "2.0"), ("gzip", "2.0")]
+)
 def test_files_as_pyarrow_writes_them_are_read(tmp_path, compression, version):
     table = pa.table({"a": range(1000), "text": [f"text {n % 9}" for n in range(1000)]})
     pq.write_table(
@@ -312,50 +241,6 @@ def test_a_row_group_is_decoded_a_little_at_a_time(dataset, batches):
     assert max(batches) < 30
 
 
-def test_a_resumed_shard_decodes_only_what_it_delivers(dataset, batches):
-    elements = iter(read(dataset, 0, 1, num_epochs=1))
-    elements.set_state({"turn": 1, "taken": ROWS - 3})
-    assert len(list(elements)) == 3
-    assert batches == [3]
-
-
-@pytest.fixture
-def tables(monkeypatch):
-    """The files that are opened for a whole row group, from now on."""
-    opened, open_file = [], parquet._open
-
-    def noted(file, *, buffered):
-        if not buffered:
-            opened.append(file)
-        return open_file(file, buffered=buffered)
-
-    monkeypatch.setattr(parquet, "_open", noted)
-    return opened
-
-
-@pytest.mark.usefixtures("batches")
-def test_shards_of_one_row_group_share_its_table(dataset, file, tables):
-    shards = [iter(read(dataset, shard, 20, num_epochs=1)) for shard in range(20)]
-    elements = source_contract.in_turn(shards)
-    assert len(elements) == 2 * ROWS
-    assert tables == [file] * 2
-
-
-@pytest.mark.usefixtures("batches")
-@pytest.mark.usefixtures("large_blocks")
-def test_shards_share_tables_that_there_is_no_room_to_keep(
-    dataset, file, tables, monkeypatch
-):
-    monkeypatch.setattr(parquet.Parquet, "_is_shared", lambda *_: True)
-    monkeypatch.setattr(kept_blocks, "BUDGET_BYTES", 0)
-    shards = [iter(read(dataset, shard, 20, num_epochs=1)) for shard in range(20)]
-    assert len(source_contract.in_turn(shards)) == 2 * ROWS
-    assert tables == [file] * 2
-    del shards
-    gc.collect()
-    assert len(kept_blocks._KEPT._in_use) == 1
-
-
 @pytest.fixture
 def bad_page(file):
     """A page in the middle of the second row group is spoilt; the first row in it."""
@@ -368,25 +253,10 @@ def bad_page(file):
 
 
 @pytest.mark.usefixtures("batches")
-@pytest.mark.usefixtures("large_blocks")
-def test_a_corrupt_page_is_named_after_the_rows_before_it(dataset, file, bad_page):
-    elements = iter(read(dataset, 0, 1))
-    delivered = []
-    with refused(
-        f"{re.escape(file)}, row group 1, rows \\d+ to \\d+: corrupt"
-    ) as caught:
-        delivered.extend(elements)
-    row = int(re.search(r"rows (\d+) to", str(caught.value))[1])
-    assert bad_page - 30 < row <= bad_page
-    with pytest.raises(errors.DataError, match=f"rows {row} to"):
-        next(elements)
-    again = list(itertools.islice(read(dataset, 0, 1), ROWS + row))
-    assert [e["record"] for e in again] == list(range(ROWS + row))
-
-
-@pytest.mark.usefixtures("batches")
-@pytest.mark.parametrize("num_shards", [1, 2, 9])
-def test_what_follows_a_corrupt_page_is_counted(dataset, bad_page, num_shards):
+@pytest.mark.parametrize("num_shards", [1, 9])
+def test_a_corrupt_page_costs_the_rest_of_its_row_group_and_is_counted(
+    dataset, bad_page, num_shards
+):
     reading = {"num_epochs": 2, "skip_corrupt": True, "shuffle_seed": 7}
     shards = [iter(read(dataset, n, num_shards, **reading)) for n in range(num_shards)]
     elements = [element["record"] for element in source_contract.in_turn(shards)]
@@ -394,177 +264,7 @@ def test_what_follows_a_corrupt_page_is_counted(dataset, bad_page, num_shards):
     assert len(set(elements)) == len(elements)
     assert len(elements) + skipped == 4 * ROWS
     assert set(range(ROWS)) <= set(elements)
-    assert ROWS + bad_page not in elements
-    assert 2 <= skipped <= 2 * 6
-
-
-PAGED = 600
-COLUMNS = {
-    "text": [f"text {n} " * (n % 7) for n in range(PAGED)],
-    "number": list(range(PAGED)),
-    "tokens": [list(range(n, n + n % 9)) for n in range(PAGED)],
-    "maybe": [None if n % 3 == 0 else float(n) for n in range(PAGED)],
-    "pair": [{"a": n, "b": [n] * (n % 3)} for n in range(PAGED)],
-}
-# The most rows of a page: lists have three numbers, and others one.
-PAGE_ROWS = 200
-
-
-def paged(path, names=COLUMNS, **options):
-    """A Parquet file of one row group with many pages in each column."""
-    options = {"compression": "none", "use_dictionary": False} | options
-    schema = options.pop("schema", None)
-    pq.write_table(
-        pa.table({name: COLUMNS[name] for name in names}, schema=schema),
-        path,
-        write_page_checksum=True,
-        data_page_size=512,
-        write_batch_size=16,
-        **options,
-    )
-    return pq.read_metadata(path).row_group(0)
-
-
-def read_left(path):
-    """The rows that are left, each of which is right, and the number skipped."""
-    files.forget_all()
-    dataset = parquet.Parquet(files=(str(path),))
-    rows = iter(read(dataset, 0, 1, num_epochs=1, skip_corrupt=True))
-    left = []
-    for row in rows:
-        number = row.pop("record")
-        for name, value in row.items():
-            assert plain({name: value}) == plain({name: as_read(name, number)})
-        left.append(number)
-    assert left == sorted(set(left))
-    return left, rows.get_state().get("skipped", 0)
-
-
-def as_read(name, number):
-    value = COLUMNS[name][number]
-    if name == "tokens":
-        return np.array(value, np.int64)
-    if value is None or name in ("text", "pair"):
-        return value
-    return np.asarray(value)[()]
-
-
-def flipped(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1 << place % 8
-    spoilt = path.with_name("spoilt")
-    spoilt.write_bytes(content)
-    return spoilt
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compression", "version"),
-    [("none", "1.0"), ("snappy", "2.0"), ("zstd", "1.0"), ("lz4", "1.0")],
-)
-def test_a_flipped_bit_costs_at_most_its_page_and_is_counted(
-    tmp_path, compression, version
-):
-    names = ["text", "number", "tokens", "maybe"]
-    path = tmp_path / "good"
-    group = paged(path, names, compression=compression, data_page_version=version)
-    random = np.random.default_rng(1)
-    damaged = 0
-    for column in range(group.num_columns):
-        chunk = group.column(column)
-        # The header of the first page, and places anywhere.
-        places = [
-            *range(0, 12, 3),
-            *random.integers(chunk.total_compressed_size, size=6),
-        ]
-        for place in places:
-            spoilt = flipped(path, chunk.data_page_offset + int(place))
-            left, skipped = read_left(spoilt)
-            assert len(left) + skipped == PAGED
-            assert skipped <= PAGE_ROWS
-            damaged += skipped > 0
-    assert damaged > 20
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        pa.schema([pa.field("number", pa.int64(), nullable=False)]),
-        pa.schema([pa.field("text", pa.string(), nullable=False)]),
-    ],
-    ids=["numbers", "texts"],
-)
-@pytest.mark.parametrize("compression", ["none", "snappy"])
-def test_columns_without_nulls_lose_no_more(tmp_path, schema, compression):
-    path = tmp_path / "good"
-    group = paged(path, schema.names, schema=schema, compression=compression)
-    chunk = group.column(0)
-    middle = chunk.data_page_offset + chunk.total_compressed_size // 2
-    left, skipped = read_left(flipped(path, middle))
-    assert 0 < skipped <= PAGE_ROWS
-    assert len(left) + skipped == PAGED
-
-
-def test_pages_of_several_columns_are_lost_each(tmp_path):
-    path = tmp_path / "good"
-    group = paged(path)
-    spoilt = path
-    for column in range(2):
-        chunk = group.column(column)
-        for part in (3, 7):
-            place = chunk.data_page_offset + part * chunk.total_compressed_size // 10
-            spoilt = flipped(spoilt, place)
-    left, skipped = read_left(spoilt)
-    assert len(left) + skipped == PAGED
-    assert 4 <= skipped <= 4 * PAGE_ROWS
-    # Rows between the pages are left.
-    assert len(np.flatnonzero(np.diff(left) > 1)) >= 2
-
-
-def test_a_damaged_dictionary_costs_the_pages_that_need_it(tmp_path):
-    path = tmp_path / "good"
-    group = paged(path, use_dictionary=True, dictionary_pagesize_limit=512)
-    chunk = group.column(0)
-    left, skipped = read_left(flipped(path, chunk.dictionary_page_offset + 100))
-    assert len(left) + skipped == PAGED
-    assert 0 < skipped < PAGED - 100
-
-
-@pytest.mark.usefixtures("batches", "bad_page")
-def test_what_was_left_out_stays_out_after_a_resume(dataset):
-    def shard():
-        return iter(
-            read(dataset, 0, 1, num_epochs=1, skip_corrupt=True, shuffle_seed=2)
-        )
-
-    states, elements = source_contract.states_and_elements(shard())
-    for number in range(0, len(states), 37):
-        resumed = shard()
-        resumed.set_state(json.loads(states[number]))
-        assert plain_all(resumed) == elements[number:]
-
-
-def test_a_damaged_page_without_a_checksum_is_named_or_gives_as_many_rows(tmp_path):
-    values = [[n] for n in range(100)]
-    table = pa.table({"a": pa.array(values, pa.list_(pa.int64()))})
-    good = tmp_path / "good"
-    pq.write_table(table, good, compression="none", use_dictionary=False)
-    chunk = pq.read_metadata(good).row_group(0).column(0)
-    corrupt = 0
-    # The header of the page, the lengths of the lists, and the first numbers.
-    for place in range(0, chunk.total_compressed_size - 700):
-        content = bytearray(good.read_bytes())
-        content[chunk.data_page_offset + place] ^= 0xFF
-        path = tmp_path / f"bad-{place}"
-        path.write_bytes(content)
-        elements = iter(read(parquet.Parquet(files=(str(path),)), 0, 1, num_epochs=1))
-        try:
-            delivered = [next(elements)]
-        except source.CorruptError:
-            corrupt += 1
-        else:
-            assert len(delivered + list(elements)) == 100
-    assert corrupt > 10
+    assert not set(elements) & set(range(ROWS + bad_page, 2 * ROWS))
 
 
 def test_text_that_is_none_is_corrupt(tmp_path):
@@ -578,66 +278,3 @@ def test_text_that_is_none_is_corrupt(tmp_path):
         read_all(dataset, 1, num_epochs=1)
     (kept,) = read_all(dataset, 1, num_epochs=1, skip_corrupt=True)
     assert kept == {"text": "text 0", "record": 0}
-
-
-def test_a_null_beside_a_row_that_is_corrupt_otherwise_is_left_out_too(tmp_path):
-    file = tmp_path / "a"
-    columns = {"text": ["a 0", "a 1", "a 2"], "tokens": [[0, None], [1, 1], [2, 2]]}
-    pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
-    file.write_bytes(file.read_bytes().replace(b"a 1", b"a \xff"))
-    dataset = parquet.Parquet(files=(str(file),))
-    (kept,) = read_all(dataset, 1, num_epochs=1, skip_corrupt=True)
-    assert kept["text"] == "a 2"
-
-
-def test_an_object_that_vanishes_is_named_and_not_called_corrupt(file, tmp_path):
-    uri = corpora.upload(file, tmp_path.name)
-    elements = iter(read(parquet.Parquet(files=(uri,)), 0, 1, skip_corrupt=True))
-    next(elements)
-    fsspec.filesystem("memory").store.clear()
-    # Blocks in memory would still be read.
-    remote_file.forget()
-    with refused(f"{re.escape(uri)}, row group 1: cannot be read, in 4 tries"):
-        list(elements)
-
-
-def test_a_store_that_is_slow_at_first_is_tried_again(file, tmp_path, monkeypatch):
-    uri = corpora.upload(file, tmp_path.name)
-    dataset = parquet.Parquet(files=(uri,))
-    files.forget_all()
-    tries = []
-    system = type(fsspec.filesystem("memory"))
-    cat_file = system.cat_file
-
-    def slow(*arguments, **options):
-        tries.append(arguments)
-        if len(tries) < 3:
-            raise TimeoutError("no answer")
-        return cat_file(*arguments, **options)
-
-    monkeypatch.setattr(system, "cat_file", slow)
-    elements = list(read(dataset, 0, 1, num_epochs=1, skip_corrupt=True))
-    assert len(elements) == 2 * ROWS
-    assert len(tries) >= 3
-
-
-def test_an_object_that_is_missing_is_named(tmp_path):
-    uri = f"memory://{tmp_path.name}/nothing"
-    with refused(f"{re.escape(uri)}: .*; correct the path"):
-        source.indexes(parquet.Parquet(files=(uri,)))
-
-
-@pytest.mark.usefixtures("large_blocks")
-def test_an_open_row_group_outlives_the_name_of_its_file(dataset, file):
-    elements = iter(read(dataset, 0, 1))
-    next(elements)
-    os.unlink(file)
-    assert len(list(itertools.islice(elements, ROWS - 1))) == ROWS - 1
-    with refused("/a, row group 1: cannot be read, in 4 tries"):
-        next(elements)
-
-
-def test_without_pyarrow_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(errors.ConfigError, match=r"pip install '\.\[parquet\]'"):
-        parquet.library()

@@ -44,40 +44,6 @@ def test_what_was_encoded_is_decoded(element):
     assert_equal(parse(record_format.encode(element)), element)
 
 
-def test_text_and_other_numbers_come_back_as_bytes_int64_and_float32():
-    element = {
-        "text": "grün",
-        "texts": ["a", b"b"],
-        "flags": [b"one"],
-        "number": 3,
-        "matrix": np.ones((2, 2), np.int32),
-        "half": np.array([0.5], np.float64),
-    }
-    assert_equal(
-        parse(record_format.encode(element)),
-        {
-            "text": "grün".encode(),
-            "texts": [b"a", b"b"],
-            "flags": b"one",
-            "number": np.array([3]),
-            "matrix": np.ones(4, np.int64),
-            "half": np.array([0.5], np.float32),
-        },
-    )
-
-
-def test_an_example_of_tensorflow_is_read_as_it_was_meant():
-    assert_equal(
-        parse(TENSORFLOW_EXAMPLE),
-        {
-            "feature0": np.array([0]),
-            "feature1": np.array([4]),
-            "feature2": b"goat",
-            "feature3": np.array([0.9876], np.float32),
-        },
-    )
-
-
 def test_an_example_has_the_bytes_that_tensorflow_writes():
     element = {
         "feature0": 0,
@@ -88,26 +54,6 @@ def test_an_example_has_the_bytes_that_tensorflow_writes():
     assert record_format.encode(element) == TENSORFLOW_EXAMPLE
 
 
-def test_numbers_that_are_not_packed_are_read():
-    assert_equal(parse(NOT_PACKED), {"a": np.array([1, 2, 300])})
-
-
-def test_only_the_columns_asked_for_are_kept():
-    actual = parse(TENSORFLOW_EXAMPLE, "feature2", "feature0")
-    assert_equal(actual, {"feature0": np.array([0]), "feature2": b"goat"})
-
-
 def test_a_missing_feature_is_named_with_those_that_exist():
     with pytest.raises(LookupError, match=r"no feature \['b', 'c'\], .* has \['a'\]"):
         parse(NOT_PACKED, "c", "a", "b")
-
-
-@pytest.mark.parametrize("record", [b"text", b"\xff" * 20, TENSORFLOW_EXAMPLE[:-1]])
-def test_what_is_no_example_is_refused(record):
-    with pytest.raises(ValueError, match=r"not a tf\.Example: "):
-        parse(record)
-
-
-def test_a_raw_record_is_one_column_under_the_name_asked_for():
-    assert record_format.decoder(record_format.BYTES, ())(b"\0") == {"text": b"\0"}
-    assert record_format.decoder(record_format.BYTES, ("a",))(b"\0") == {"a": b"\0"}

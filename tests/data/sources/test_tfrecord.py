@@ -1,20 +1,14 @@
 import gzip
-import itertools
 import os
 import pathlib
-import re
 import struct
-import zlib
 
-import fsspec
 import google_crc32c
 import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import (
-    files,
     record_format,
-    remote_file,
     source,
     tfrecord,
 )
@@ -76,7 +70,7 @@ class TestTFRecord(source_contract.SourceContract):
         corpora.spoil(files[0], content[ends[-1] :])
 
     @pytest.mark.usefixtures("bad_length")
-    @pytest.mark.parametrize("num_shards", [1, 3, 40])
+    @pytest.mark.parametrize("num_shards", [1, 40])
     def test_a_spoilt_length_loses_the_rest_of_its_block(self, dataset, num_shards):
         reading = {"num_epochs": 2, "skip_corrupt": True}
         iterators = [
@@ -94,70 +88,18 @@ class TestTFRecord(source_contract.SourceContract):
             lambda: source_contract.read(dataset, 0, 1, num_epochs=2, skip_corrupt=True)
         )
 
-    @pytest.mark.usefixtures("bad_length")
-    def test_a_spoilt_length_is_named_after_what_is_before_it(self, dataset, files):
-        elements = iter(source_contract.read(dataset, 0, 1))
-        delivered = list(itertools.islice(elements, source_contract.CORRUPT))
-        assert source_contract.numbers(delivered) == list(
-            range(source_contract.CORRUPT)
-        )
-        with self.refused(
-            files[0], r"byte \d+: corrupt \(not the length of a record, or cut"
-        ):
-            next(elements)
 
-    @pytest.mark.parametrize("kept_of_last", [-1, 3, 13])
-    def test_a_file_cut_short_while_it_is_read_is_named(
-        self, dataset, files, kept_of_last
-    ):
-        source.indexes(dataset)
-        last = len(framed(record_format.encode(corpora.document(47))))
-        size = os.path.getsize(files[2])
-        os.truncate(files[2], size - last + kept_of_last % last)
-        delivered = []
-        with self.refused(files[2], "corrupt"):
-            delivered.extend(source_contract.read(dataset, 0, 1, num_epochs=1))
-        elements = iter(
-            source_contract.read(dataset, 0, 1, num_epochs=1, skip_corrupt=True)
-        )
-        assert source_contract.numbers(elements) == list(range(47))
-        assert elements.get_state()["skipped"] == 1
-
-
-def test_a_file_has_the_bytes_of_the_specification(tmp_path):
-    data = [b"", b"a", b"text " * 1000]
-    tfrecord.write(tmp_path / "a", iter(data))
-    assert (tmp_path / "a").read_bytes() == b"".join(map(framed, data))
-
-
-def test_a_file_has_the_bytes_that_tensorflow_writes(tmp_path):
+def test_a_file_has_the_bytes_that_tensorflow_writes_and_is_read(tmp_path):
     tfrecord.write(tmp_path / "a", iter(TENSORFLOW_RECORDS))
     assert (tmp_path / "a").read_bytes() == b"".join(
         header + data + footer for data, (header, footer) in TENSORFLOW_RECORDS.items()
-    )
-
-
-def test_a_file_of_tensorflow_is_read(tmp_path):
-    (tmp_path / "a").write_bytes(
-        b"".join(h + data + f for data, (h, f) in TENSORFLOW_RECORDS.items())
     )
     dataset = raw(str(tmp_path / "a"))
     elements = source_contract.read_all(dataset, 1, num_epochs=1)
     assert texts(elements) == list(TENSORFLOW_RECORDS)
 
 
-def test_a_writer_that_fails_leaves_no_file(tmp_path):
-    def fails():
-        yield b"a"
-        raise RuntimeError("no more")
-
-    with pytest.raises(RuntimeError, match="no more"):
-        tfrecord.write(tmp_path / "a", fails())
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("buffer_bytes", [1, 100, 10**6])
-@pytest.mark.parametrize("num_shards", [1, 5])
+@pytest.mark.parametrize(("buffer_bytes", "num_shards"), [(1, 1), (100, 5)])
 def test_records_of_any_size_are_read(tmp_path, monkeypatch, buffer_bytes, num_shards):
     monkeypatch.setattr(tfrecord.TFRecord, "_run_bytes", buffer_bytes)
     data = [bytes([n]) * (n * n % 257) for n in range(60)]
@@ -179,27 +121,8 @@ def test_a_flipped_bit_of_any_data_is_named(tmp_path):
             source_contract.read_all(raw(file), 1, num_epochs=1)
 
 
-def test_a_flipped_bit_of_a_checksum_is_named(tmp_path):
-    tfrecord.write(tmp_path / "a", iter([b"text 0", b"text 1"]))
-    corpora.spoil(str(tmp_path / "a"), struct.pack("<I", masked_crc(b"text 1")))
-    with refused("/a, record 1: corrupt .its checksum differs"):
-        source_contract.read_all(raw(str(tmp_path / "a")), 1, num_epochs=1)
-
-
-def test_a_flipped_bit_of_a_length_is_named_when_the_file_is_opened(tmp_path):
-    tfrecord.write(tmp_path / "a", iter([b"text 0", b"text 1"]))
-    for spoilt in range(12):
-        path = tmp_path / f"file-{spoilt}"
-        content = bytearray((tmp_path / "a").read_bytes())
-        content[len(framed(b"text 0")) + spoilt] ^= 1
-        path.write_bytes(content)
-        with refused(f"file-{spoilt}, byte 22: not a TFRecord file, or damaged there"):
-            source.indexes(raw(str(path)))
-
-
-@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
-def test_a_compressed_file_is_named_with_the_remedy(tmp_path, compress):
-    (tmp_path / "a").write_bytes(compress(framed(b"text")))
+def test_a_compressed_file_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "a").write_bytes(gzip.compress(framed(b"text")))
     with refused("/a: a compressed file, .* decompress it, or write it again without"):
         source.indexes(raw(str(tmp_path / "a")))
 
@@ -250,59 +173,6 @@ def test_a_file_is_walked_over_once(file, walks, own_cache):
     assert walks == [file]
 
 
-def test_a_walk_over_another_spelling_of_the_path_is_not_needed(
-    file, walks, monkeypatch
-):
-    first = index(file)
-    monkeypatch.chdir(os.path.dirname(file))
-    assert index("a") == first
-    assert walks == [file]
-
-
-def test_a_file_that_was_written_anew_is_walked_over_again(file, walks):
-    first = index(file)
-    size, changed = os.path.getsize(file), os.stat(file).st_mtime_ns
-    # Records of other lengths in a file of the same size.
-    pathlib.Path(file).write_bytes(framed(bytes(size - 16)))
-    os.utime(file, ns=(changed + 1, changed + 1))
-    assert index(file) == (size, [1], (0,))
-    tfrecord.write(file, iter([b"a"] * 3))
-    assert index(file) == (51, [3], (0,))
-    assert index(file) != first
-    assert walks == [file] * 3
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_the_index_of_a_file_of_the_same_size_and_time_is_not_used(
-    file, walks, tmp_path, remote
-):
-    # Records of other lengths where no sample is taken.
-    lengths = [30_000] * 40
-    other = [*lengths[:18], 29_000, 31_000, *lengths[20:]]
-    elements = []
-    for sizes in (lengths, other):
-        tfrecord.write(file, (bytes(size) for size in sizes))
-        os.utime(file, ns=(1, 1))
-        place = corpora.upload(file, tmp_path.name) if remote else file
-        # As `source.current_indexes` does when it sees that.
-        files.forget_all()
-        elements.append((files.content(place).sample, place))
-        index(place)
-    assert elements[0] == elements[1]
-    assert len(walks) == 2
-
-
-def test_an_object_whose_store_has_no_versions_is_walked_over_each_time(
-    file, walks, monkeypatch, tmp_path
-):
-    uri = corpora.upload(file, tmp_path.name)
-    system = fsspec.filesystem("memory")
-    plain = {"name": "a", "size": os.path.getsize(file), "type": "file"}
-    monkeypatch.setattr(system, "info", lambda _: plain)
-    assert index(uri) == index(uri)
-    assert walks == [uri] * 2
-
-
 def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
     dataset = raw(file)
     source.indexes(dataset)
@@ -314,53 +184,12 @@ def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
         source_contract.read_all(dataset, 1, num_epochs=1)
 
 
-@pytest.mark.parametrize("spoilt", [b"", b"{", b"\xff\xfe", b"[]", b'{"version": 1}'])
+@pytest.mark.parametrize("spoilt", [b"{", b'{"version": 1}', None])
 def test_a_spoilt_index_is_made_again(file, walks, own_cache, spoilt):
     first = index(file)
     (kept,) = cached(own_cache)
     good = kept.read_bytes()
-    kept.write_bytes(spoilt)
+    kept.write_bytes(spoilt or good.replace(b"952", b"951"))
     assert index(file) == first
     assert kept.read_bytes() == good
     assert walks == [file] * 2
-
-
-def test_an_index_with_another_number_in_it_is_made_again(file, walks, own_cache):
-    first = index(file)
-    (kept,) = cached(own_cache)
-    kept.write_bytes(kept.read_bytes().replace(b"952", b"951"))
-    assert index(file) == first
-    assert walks == [file] * 2
-
-
-def test_a_directory_in_the_place_of_the_index_costs_a_walk(file, walks, own_cache):
-    first = index(file)
-    (kept,) = cached(own_cache)
-    kept.unlink()
-    kept.mkdir()
-    assert index(file) == first
-    assert walks == [file] * 2
-
-
-def test_a_cache_that_cannot_be_written_costs_a_walk(file, walks, own_cache):
-    own_cache.write_text("a file, where there should be a directory")
-    assert index(file) == index(file)
-    assert walks == [file] * 2
-
-
-def test_files_of_one_name_in_two_directories_have_an_index_each(file, tmp_path):
-    other = tmp_path / "other" / "a"
-    tfrecord.write(other, (b"%d" % number for number in reversed(range(3000))))
-    assert index(file)[0] == index(str(other))[0]
-    assert index(file)[2] != index(str(other))[2]
-
-
-def test_an_object_that_vanishes_is_named_and_not_called_corrupt(file, tmp_path):
-    uri = corpora.upload(file, tmp_path.name)
-    elements = iter(source_contract.read(raw(uri), 0, 1, skip_corrupt=True))
-    next(elements)
-    fsspec.filesystem("memory").store.clear()
-    # Blocks in memory would still be read.
-    remote_file.forget()
-    with refused(f"{re.escape(uri)}, byte .*: cannot be read, in 4 tries"):
-        list(elements)

@@ -2,14 +2,13 @@
 
 import io
 import pathlib
-import subprocess
 import tarfile
 
 import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import source, webdataset
-from tests import corpora, source_contract
+from tests import source_contract
 
 
 def samples(number, *, size=40):
@@ -53,9 +52,9 @@ def read(dataset, num_shards=1, **reading):
 
 
 @pytest.mark.parametrize(
-    "kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+    ("kind", "num_shards"),
+    [(tarfile.USTAR_FORMAT, 20), (tarfile.GNU_FORMAT, 1), (tarfile.PAX_FORMAT, 3)],
 )
-@pytest.mark.parametrize("num_shards", [1, 3, 20])
 def test_samples_are_the_files_of_one_name(tmp_path, kind, num_shards):
     held = samples(43)
     # Names that need headers of their own.
@@ -66,36 +65,11 @@ def test_samples_are_the_files_of_one_name(tmp_path, kind, num_shards):
     assert read(dataset, num_shards, shuffle_seed=5) == expected
 
 
-@pytest.mark.parametrize("kind", ["gnu", "pax"])
-def test_sparse_files_are_read_with_their_holes(tmp_path, kind):
-    held = [bytes(2**20) + bytes([number]) * 3 for number in range(20)]
-    for number, content in enumerate(held):
-        with open(tmp_path / f"{number:02d}.bin", "wb") as file:
-            file.truncate(len(content))
-            file.seek(2**20)
-            file.write(content[2**20 :])
-    names = [f"{number:02d}.bin" for number in range(len(held))]
-    tar = ["tar", "--sparse", f"--format={kind}", "-cf", "a.tar", *names]
-    subprocess.run(tar, cwd=tmp_path, check=True)
-    file = tmp_path / "a.tar"
-    assert file.stat().st_size < 2**20
-    read_samples = read(webdataset.WebDataset(files=(str(file),)), 3)
-    assert [sample["bin"] for sample in read_samples] == held
-
-
 def test_the_state_before_every_sample_can_be_resumed_from(tmp_path):
     dataset = webdataset.WebDataset(files=(written(tmp_path / "a.tar", samples(43)),))
     source_contract.assert_resumes_everywhere(
         lambda: source_contract.read(dataset, 1, 3, shuffle_seed=7, num_epochs=2)
     )
-
-
-def test_files_of_a_store_are_those_of_a_directory(tmp_path):
-    file = written(tmp_path / "a.tar", samples(30))
-    local = webdataset.WebDataset(files=(file,))
-    remote = webdataset.WebDataset(files=(corpora.upload(file, tmp_path.name),))
-    assert source.identity(local) == source.identity(remote)
-    assert read(remote) == read(local) == samples(30)
 
 
 def test_fields_that_are_not_named_are_not_read(tmp_path):
@@ -107,7 +81,7 @@ def test_fields_that_are_not_named_are_not_read(tmp_path):
         read(lacking)
 
 
-@pytest.mark.parametrize("kept", [1, 700, 0.5, 0.9])
+@pytest.mark.parametrize("kept", [700, 0.9])
 def test_an_archive_that_is_cut_short_is_named(tmp_path, kept):
     path = pathlib.Path(written(tmp_path / "a.tar", samples(30)))
     content = path.read_bytes().rstrip(b"\0")
@@ -117,58 +91,17 @@ def test_an_archive_that_is_cut_short_is_named(tmp_path, kept):
         source.indexes(webdataset.WebDataset(files=(str(path),)))
 
 
-@pytest.mark.parametrize("content", [b"a" * 2000, b"\x1f\x8b" + b"a" * 2000])
-def test_another_format_is_named(tmp_path, content):
-    path = tmp_path / "a.tar"
-    path.write_bytes(content)
-    with pytest.raises(errors.DataError, match="not a complete tar archive"):
-        source.indexes(webdataset.WebDataset(files=(str(path),)))
-
-
-@pytest.mark.parametrize("num_shards", [1, 5])
-def test_a_damaged_header_loses_the_rest_of_its_block(tmp_path, num_shards):
-    path = pathlib.Path(written(tmp_path / "a.tar", samples(24)))
-    dataset = webdataset.WebDataset(files=(str(path),))
-    source.indexes(dataset)
-    content = path.read_bytes()
-    at = content.index(b"images/00010.jpg")
-    path.write_bytes(content[:at] + b"\xff" * 200 + content[at + 200 :])
-    with pytest.raises(errors.DataError, match=r"a\.tar, sample \d+: corrupt"):
-        read(dataset, num_shards)
-    kept = read(dataset, num_shards, skip_corrupt=True)
-    # The sample before may lack files; of the next block none is lost.
-    assert kept == samples(24)[:9] + samples(24)[16:]
-
-
-def test_what_a_damaged_header_costs_does_not_depend_on_where_reading_began(tmp_path):
+def test_a_damaged_header_loses_the_rest_of_its_block_wherever_reading_began(tmp_path):
     path = pathlib.Path(written(tmp_path / "a.tar", samples(24)))
     dataset = webdataset.WebDataset(files=(str(path),))
     source.indexes(dataset)
     content = path.read_bytes()
     at = content.index(b"images/00013.txt")
     path.write_bytes(content[:at] + b"\xff" * 200 + content[at + 200 :])
+    with pytest.raises(errors.DataError, match=r"a\.tar, sample \d+: corrupt"):
+        read(dataset)
+    kept = read(dataset, 5, skip_corrupt=True)
+    assert kept == samples(24)[:13] + samples(24)[16:]
     source_contract.assert_resumes_everywhere(
         lambda: source_contract.read(dataset, 0, 1, num_epochs=1, skip_corrupt=True)
     )
-
-
-def test_an_archive_with_a_damaged_header_is_named_at_the_start(tmp_path):
-    path = pathlib.Path(written(tmp_path / "a.tar", samples(24)))
-    content = path.read_bytes()
-    at = content.index(b"images/00013.txt")
-    path.write_bytes(content[:at] + b"\xff" * 200 + content[at + 200 :])
-    with pytest.raises(errors.DataError, match=r"a\.tar: .*the header at byte"):
-        source.indexes(webdataset.WebDataset(files=(str(path),)))
-
-
-def test_a_size_below_zero_is_an_error_and_no_endless_loop(tmp_path):
-    path = pathlib.Path(written(tmp_path / "a.tar", samples(3)))
-    content = bytearray(path.read_bytes())
-    header = content.index(b"images/00001.jpg")
-    content[header + 124 : header + 136] = (-1024).to_bytes(12, "big", signed=True)
-    content[header + 148 : header + 156] = b" " * 8
-    total = sum(content[header : header + 512])
-    content[header + 148 : header + 156] = b"%06o\0 " % total
-    path.write_bytes(bytes(content))
-    with pytest.raises(errors.DataError, match=r"a\.tar: not a complete tar archive"):
-        source.indexes(webdataset.WebDataset(files=(str(path),)))

@@ -1,0 +1,331 @@
+"""Mistakes in what data is made of: files, mixtures, pipelines, batches, stages."""
+
+import json
+import pathlib
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+import elastic_ckpt as ec
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.data import batch_size, data_keys, datasets, sharded_data
+from elastic_ckpt.data.lm import chat, language, pipeline, tokenizers
+from tests.refusals import Refusal
+
+IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+NUMBERS = grain.MapDataset.range(64).map(lambda n: {"x": np.array(n)})
+RECORDS = ec.data.Parquet(files=("/nowhere/part.parquet",))
+
+
+def numbers(shard: int) -> grain.IterDataset:
+    return NUMBERS[shard::2].to_iter_dataset(IN_CALLER)
+
+
+def sharded(make_shard=numbers, **settings: Any) -> ec.data.ElasticData:
+    settings = {"num_shards": 2, "pipeline": "mine", **settings}
+    return sharded_data.sharded(make_shard, **settings)
+
+
+def mesh() -> jax.sharding.Mesh:
+    return topology.mesh_of(topology.present(2))
+
+
+def batches(**settings: Any) -> object:
+    given = {"data": sharded(), "mesh": mesh(), "global_batch_size": 8}
+    return ec.batches(**given | settings)
+
+
+def local(make_shard=numbers, **settings: Any) -> object:
+    settings = {"global_batch_size": 4, **settings}
+    return next(ec.data.LocalBatches(sharded(make_shard), **settings))
+
+
+def of_rows(row) -> object:
+    """A batch of a pipeline that yields these rows."""
+    return local(lambda shard: NUMBERS[shard::2].map(row).to_iter_dataset(IN_CALLER))
+
+
+def keys(**settings: Any) -> object:
+    given = {
+        "grain_train_files": "/nowhere/part.parquet",
+        "grain_file_type": "parquet",
+        "num_logical_shards": 4,
+        "max_target_length": 16,
+    }
+    return pipeline.from_config(given | settings)
+
+
+def stages(*described: Any) -> object:
+    return keys(data_stages=list(described))
+
+
+def of_a_file(**settings: Any):
+    """Reads data of a file that there is by these keys."""
+
+    def call(directory: pathlib.Path) -> object:
+        table = pa.table({"text": ["a", "b"], "messages": ["a", "b"]})
+        pa.parquet.write_table(table, directory / "part.parquet")
+        return keys(grain_train_files=str(directory / "part.parquet"), **settings)
+
+    return call
+
+
+def conversations(**settings: Any):
+    given = {"use_sft": True, "train_data_columns": "messages"}
+    return of_a_file(**given | settings)
+
+
+def listed(text: str) -> object:
+    return datasets.from_list(text, key="grain_train_files")
+
+
+def mixture(content: Any):
+    """Reads a file that describes a mixture."""
+
+    def call(directory: pathlib.Path) -> object:
+        path = directory / "mixture.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return datasets.from_file(path)
+
+    return call
+
+
+def batch_of(**settings: Any) -> object:
+    world = topology.Topology(hosts=4, slices=2, devices=8)
+    return batch_size.schedule(data_keys.DataKeys(**settings), world)
+
+
+def tokens_of(documents: language.Documents, record: Any) -> object:
+    return documents.value(record)
+
+
+def turns(content: Any) -> object:
+    made = chat.Conversations(template=TEMPLATE)
+    return made.tokens([made.value({"messages": content})])
+
+
+TEMPLATE = ec.data.lm.ChatTemplate(
+    text="{% for m in messages %}{{ '' + m.content }}{% endfor %}"
+)
+PRE_TOKENIZED = language.Documents(column="tokens", tokenizer=None)
+DATA, CONFIG = errors.DataError, errors.ConfigError
+
+REFUSALS = {
+    # Files and columns.
+    "one file in place of a list": Refusal(
+        lambda _: ec.data.Parquet(files="a.parquet"), "single name; give a tuple"
+    ),
+    "no file": Refusal(lambda _: ec.data.TFRecord(files=()), "files is empty; give"),
+    "a file twice": Refusal(
+        lambda _: ec.data.ArrayRecord(files=("a", "b", "a")), "has 'a' twice; name it"
+    ),
+    "a tokenizer that there is none of": Refusal(
+        lambda _: tokenizers.load("spm", "t.model"),
+        "one of bytes, sentencepiece, tiktoken, huggingface",
+    ),
+    "a tokenizer without a file": Refusal(
+        lambda _: tokenizers.load("tiktoken", ""), "set it to a .tiktoken file"
+    ),
+    # Pipelines.
+    "a shard that is none of the shards": Refusal(
+        lambda _: ec.data.Records(RECORDS, shard=4, num_shards=4),
+        "shard=4 of num_shards=4; shards are",
+    ),
+    "no epoch": Refusal(
+        lambda _: ec.data.ReadOptions(num_epochs=0), "num_epochs=0; give 1 or"
+    ),
+    "weights of other datasets": Refusal(
+        lambda _: ec.data.Mixture({"a": numbers(0)}, {"b": 1}, shard=0),
+        r"parts are named \['a'\], and weights \['b'\]; give each",
+    ),
+    "weights that are all zero": Refusal(
+        lambda _: ec.data.Mixture({"a": numbers(0)}, {"a": 0}, shard=0),
+        r"all weights of \['a'\] are 0; raise one",
+    ),
+    "a packing that there is none of": Refusal(
+        lambda _: language.packed(numbers(0), packing="best", length=8, seed=0),
+        "packing='best'; choose one of first",
+    ),
+    "a shard that is no iterable dataset": Refusal(
+        lambda _: sharded(lambda _: NUMBERS), r"returned a \w+, .*to_iter_dataset\(\)"
+    ),
+    "no number of shards": Refusal(
+        lambda _: sharded(num_shards=None), "has a num_shards; pass num_shards"
+    ),
+    "a source that is not sliced by shard": Refusal(
+        lambda _: sharded(lambda _: NUMBERS.to_iter_dataset()),
+        r"would read all of .* repeat every example 2 times; give each shard .*::2\]",
+    ),
+    "an end that there is none of": Refusal(
+        lambda _: sharded(end="pad"), "end='pad'; use ec.data.End or one of 'never'"
+    ),
+    # Batches.
+    "Grain's data": Refusal(
+        lambda _: batches(data=NUMBERS), r"of Grain, .*ec.data.sharded\(mak"
+    ),
+    "text for a number of batches ahead": Refusal(
+        lambda _: batches(read_ahead="2"), "read_ahead='2'; give a number of batches"
+    ),
+    "text for a spec": Refusal(
+        lambda _: batches(spec="data"), "spec='data'; .*PartitionSpec, such as Part"
+    ),
+    "a batch that the devices do not divide": Refusal(
+        lambda _: batches(global_batch_size=12),
+        "size=12 cannot be divided evenly among the 8 parts that the mesh makes of it",
+    ),
+    "a batch that the ranks do not divide": Refusal(
+        lambda _: local(num_ranks=3),
+        "size=4 cannot be divided evenly among num_ranks=3; choose",
+    ),
+    "a rank that is none of the ranks": Refusal(
+        lambda _: local(rank=2, num_ranks=2), "rank=2 of num_ranks=2; ranks are"
+    ),
+    "rows of several shapes": Refusal(
+        lambda _: of_rows(lambda e: {"x": np.zeros(2 + e["x"] % 2)}),
+        r"feature 'x' of several shapes, \(2,\), \(3,\) .*; pad or pack them",
+        DATA,
+    ),
+    "text for JAX": Refusal(
+        lambda _: next(
+            batches(
+                data=sharded(
+                    lambda s: (
+                        NUMBERS[s::2]
+                        .map(lambda _: {"caption": "text"})
+                        .to_iter_dataset(IN_CALLER)
+                    )
+                )
+            )
+        ),
+        "feature 'caption' has values such as .*, and JAX arrays hold numbers alone;",
+        DATA,
+    ),
+    "a batch size of a configuration that devices do not divide": Refusal(
+        lambda _: batch_of(global_batch_size=12),
+        "12 rows cannot be divided evenly among 8 devices, as JAX requires; set",
+    ),
+    "a ramp that misses its end": Refusal(
+        lambda _: batch_of(
+            enable_rampup_batch_size=True,
+            per_device_batch_size=6.0,
+            per_device_batch_size_start=2.0,
+            per_device_batch_size_increment=3.0,
+            global_rampup_samples=96,
+        ),
+        "does not reach per_device_batch",
+    ),
+    # Mixtures.
+    "a list in which a dataset has no weight": Refusal(
+        lambda _: listed("a,0.5;b"), "b has no weight; write patterns,weight;"
+    ),
+    "a list with the same files twice": Refusal(
+        lambda _: listed("a,0.5;a,0.5"), "names the same files twice"
+    ),
+    "a list with a negative weight": Refusal(
+        lambda _: listed("a,0.5;b,-1"), "dataset b has the weight -1.0; weights are"
+    ),
+    "a mixture that is no JSON": Refusal(
+        mixture("{"), r"mixture\.json: not JSON", writes=True
+    ),
+    "a mixture with a misspelt field": Refusal(
+        mixture({"a": {"path": "x", "wieght": 1}}),
+        r"a has \['path', 'wieght'\]; give it weight",
+        writes=True,
+    ),
+    "a mixture with a dataset inside that has no weight": Refusal(
+        mixture({"a": {"datasets": {"b": {"path": "x"}}, "weight": 1}}),
+        r"a/b has \['path'\]; give it weight",
+        writes=True,
+    ),
+    "a mixture that is missing": Refusal(
+        lambda d: datasets.from_file(d / "none.json"), "mixture file does not exist"
+    ),
+    # Keys.
+    "an unknown key": Refusal(
+        lambda _: keys(steps=7), "unknown key 'steps'; the nearest key of"
+    ),
+    "a key of another type": Refusal(
+        lambda _: keys(packing="yes"), "packing must be true or false, not 'yes'"
+    ),
+    "packing without logical shards": Refusal(
+        lambda _: keys(
+            num_logical_shards=0, grain_file_type="arrayrecord", packing=True
+        ),
+        "^packing=true needs logical shards; set num_logical_shards to a multiple",
+    ),
+    "Grain's iterator with logical shards": Refusal(
+        lambda _: keys(grain_use_elastic_iterator=True), "with num_logical_shards=4"
+    ),
+    "training files that match nothing": Refusal(
+        lambda d: keys(grain_train_files=f"{d}/nothing*"), "grain_train_files", DATA
+    ),
+    "a limit of examples to rows that are cut anywhere": Refusal(
+        lambda _: keys(
+            packing=True,
+            grain_packing_type="concat_then_split",
+            max_segments_per_seq=3,
+        ),
+        "max_segments_per_seq=3 does not work with .*concat_then_split, .*to 0",
+    ),
+    # Conversations and documents.
+    "conversations without a template": Refusal(
+        conversations(),
+        "no chat template.*set chat_template_path",
+        writes=True,
+    ),
+    "a chat template that is none": Refusal(
+        conversations(chat_template="{% if %}"),
+        "not one that can be used",
+        writes=True,
+    ),
+    "pairs that are packed": Refusal(
+        of_a_file(use_dpo=True, packing=True), "not work with packing=true", writes=True
+    ),
+    "a conversation that is text": Refusal(
+        lambda _: turns("Hello"), "has a text, not a list of messages; name", DATA
+    ),
+    "messages of another form": Refusal(
+        lambda _: turns([{"from": "human", "value": "a"}]),
+        r"a message with \['from', 'value'\]; a message has a role",
+        DATA,
+    ),
+    "a column that is missing": Refusal(
+        lambda _: tokens_of(PRE_TOKENIZED, {"text": "a"}),
+        r"no column 'tokens', only \['text'\]",
+        DATA,
+    ),
+    "text in place of tokens": Refusal(
+        lambda _: tokens_of(PRE_TOKENIZED, {"tokens": "text"}),
+        "not a list of tokens; give a tok",
+        DATA,
+    ),
+    "tokens in place of text": Refusal(
+        lambda _: tokens_of(language.Documents(), {"text": np.zeros(2)}),
+        "has a ndarray, not text; set tokenizer=None",
+        DATA,
+    ),
+    # Stages.
+    "stages that begin late": Refusal(
+        of_a_file(data_stages=[{"begin_step": 5}]),
+        r"begin at steps \[5\]",
+        writes=True,
+    ),
+    "a stage with a misspelt key": Refusal(
+        lambda _: stages({"begin_step": 0, "max_target_lenght": 3}),
+        "unknown key 'max_target_leng",
+    ),
+    "a stage with a key of the run": Refusal(
+        lambda _: stages({"begin_step": 0, "num_logical_shards": 3}),
+        "num_logical_shards is not a key that a stage can have",
+    ),
+    "stages of which one has no size": Refusal(
+        lambda _: batch_of(
+            data_stages=json.dumps([{"begin_step": 0}]), enable_rampup_batch_size=True
+        ),
+        "does not work with data_stages",
+    ),
+}
