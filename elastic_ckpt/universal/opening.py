@@ -21,7 +21,6 @@ from elastic_ckpt.universal.formats import (
     dcp,
     deepspeed,
     deepspeed_universal,
-    gguf,
     hugging_face,
     megatron,
     orbax_checkpoint,
@@ -101,7 +100,6 @@ _FORMATS = (
         torch_weights.open_checkpoint,
         has_file=True,
     ),
-    _Format("GGUF (*.gguf)", gguf.is_format, gguf.open_checkpoint, has_file=True),
 )
 
 
