@@ -25,7 +25,6 @@ from elastic_ckpt.universal.formats import (
     megatron,
     orbax_checkpoint,
     peft_adapter,
-    ram_checkpoint,
     safetensors_checkpoint,
     torch_weights,
 )
@@ -67,11 +66,6 @@ _FORMATS = (
         "Orbax (_METADATA, _CHECKPOINT_METADATA)",
         orbax_checkpoint.is_format,
         orbax_checkpoint.open_checkpoint,
-    ),
-    _Format(
-        "RAM disks of elastic_ckpt (machine, hosts/; manifest-*.json)",
-        ram_checkpoint.is_format,
-        ram_checkpoint.open_checkpoint,
     ),
     _Format(
         "safetensors (*.safetensors, *.safetensors.index.json)",
