@@ -46,18 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show the tensors of SRC by patterns of names, and write nothing",
     )
     looks.add_argument(
-        "--draft",
-        metavar="TREE",
-        help="print a first layout from SRC to the tensors of TREE, which is another"
-        " checkpoint, or a JSON file of shapes by name",
-    )
-    looks.add_argument(
         "--check",
         metavar="TREE",
         nargs="?",
         const="",
         help="show what --rules makes of SRC, or what is missing and the nearest rule;"
-        " TREE as above, by default what the rules make",
+        " TREE is another checkpoint, or a JSON file of shapes by name; by default what"
+        " the rules make",
     )
     parser.add_argument(
         "--rules",
@@ -118,12 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, or shows the plan."""
-    if arguments.list or arguments.draft or arguments.check is not None:
+    if arguments.list or arguments.check is not None:
         rows, lines = _look(arguments)
     elif arguments.target is None:
         raise errors.ConfigError(
-            "the checkpoint to write is missing: give DST after SRC, or --list, --draft"
-            " or --check to look at SRC"
+            "the checkpoint to write is missing: give DST after SRC, or --list or"
+            " --check to look at SRC"
         )
     elif arguments.dry_run:
         planned = conversion.Conversion(_job(arguments))
@@ -196,9 +191,6 @@ def _look(arguments: argparse.Namespace) -> _Shown:
             + f"  {len(each.names):,} tensors, {each.num_bytes:,} bytes"
             for each in families
         ]
-    if arguments.draft:
-        text = survey.draft(checkpoint.tensors, survey.tree(arguments.draft))
-        return [{"layout": text}], [text.rstrip()]
     if arguments.rules is None:
         raise errors.ConfigError("--check looks at a layout: give --rules")
     layout = conversion.given_layout(_job(arguments), checkpoint)
