@@ -1,8 +1,8 @@
 """`elastic-ckpt convert SRC DST --rules R`: writes a checkpoint in another layout.
 
 SRC is of any format that is read. DST is the directory of a step, for an Orbax
-checkpoint, that of a model, for safetensors and Hugging Face, or that of a run, for
-DeepSpeed. Without rules, tensors keep their names. Killed, the same command continues.
+checkpoint, or that of a model, for safetensors and Hugging Face. Without rules, tensors
+keep their names. Killed, the same command continues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DST",
         nargs="?",
         help="the checkpoint to write: DIRECTORY/<step> for Orbax, or the directory of"
-        " safetensors files or of a universal checkpoint of DeepSpeed",
+        " safetensors files",
     )
     looks = parser.add_mutually_exclusive_group()
     looks.add_argument(
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
-        choices=("orbax", "safetensors", "hf", "deepspeed"),
+        choices=("orbax", "safetensors", "hf"),
         default="orbax",
         help="the format to write; by default orbax. hf is safetensors with all that"
         " Hugging Face's from_pretrained needs",

@@ -52,9 +52,6 @@ _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _LISTS = (_REPLICATED, _AVERAGED, _HALVES, _ROWS, _VOCABULARY)
 _PARTS, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
 _AFFINE = "affine_map"
-# The facts about a parameter in universal checkpoints.
-_DIM, _NUM_PARTS, _IS_VOCABULARY = "cat_dim", "param_n_sub_params", "vocab_tensor"
-_FACTS = (_DIM, _NUM_PARTS, _IS_VOCABULARY)
 
 # Names for which RE2 and `re` agree: outside of ASCII, they know different letters and
 # digits, and `$` of `re` is also before a last line feed.
@@ -106,35 +103,6 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
         states=states,
         place=f"DeepSpeed's {deepspeed.INFO}",
     )
-
-
-def facts(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """How ranks cut the parameters of a checkpoint, as universal checkpoints have it.
-
-    Args:
-      checkpoint: of any format; only DeepSpeed's have such facts.
-
-    Returns:
-      The facts of `UniversalFolder.write` by parameter; none where DeepSpeed's defaults
-      hold.
-
-    Raises:
-      FormatError: if the description is malformed.
-    """
-    names = {tensor.name for tensor in checkpoint.tensors}
-    if not checkpoint.format.startswith(FORMAT):
-        return {}
-    if checkpoint.format == _UNIVERSAL:
-        return {
-            name: {
-                key: checkpoint.values[f"parameters/{name}/{key}"]
-                for key in _FACTS
-                if f"parameters/{name}/{key}" in checkpoint.values
-            }
-            for name in names
-        }
-    description = Description(checkpoint.values.get(deepspeed.INFO))
-    return {name: description.facts(name) for name in names}
 
 
 def template(name: str) -> str:
@@ -260,22 +228,6 @@ class Description:
             raise FormatError(
                 f"{name}: {error} (by universal_checkpoint_info)"
             ) from None
-
-    def facts(self, name: str) -> dict[str, Any]:
-        """How ranks cut a parameter, as DeepSpeed's universal checkpoints have it.
-
-        Parts of unequal sizes and affine maps have no facts there.
-
-        Raises:
-          FormatError: if the description does not fit it.
-        """
-        matched = self._matched(name).keys()
-        is_cut = not {_REPLICATED, _AVERAGED, _HALVES} & matched
-        return {
-            **({_NUM_PARTS: 2} if _HALVES in matched else {}),
-            **({_DIM: 1} if _ROWS in matched and is_cut else {}),
-            **({_IS_VOCABULARY: True} if _VOCABULARY in matched else {}),
-        }
 
     def _value(self, kind: type[_Value], key: str) -> _Value:
         return _typed(kind, self._info.get(key, kind()), key)
