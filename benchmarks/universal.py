@@ -13,8 +13,7 @@
 * `relayout_load_gib_per_sec`: of `relayout_load_ratio_raw`.
 * `peak_over_bound_percent_1_gib`, `_8_gib`: the most anonymous memory of a process
   beyond the arrays, over the budget of bytes in flight; `_orbax` of Orbax's files.
-* `read_over_needed_percent`, `_inner`, `requests_per_host`: of the plans of 8 hosts;
-  `_torch` of 128 hosts and files of torch.save, with what they read for checksums.
+* `read_over_needed_percent`, `_inner`, `requests_per_host`: of the plans of 8 hosts.
 * `convert_ratio_cp`: the time of a durable copy of the same bytes over that of a
   conversion to an Orbax step, verified; `_safetensors` to safetensors, `_transposed`
   with every matrix transposed.
@@ -29,7 +28,6 @@ from __future__ import annotations
 from benchmarks import (
     report,
     universal_convert,
-    universal_hosts,
     universal_orbax,
     universal_peaks,
     universal_plan,
@@ -45,6 +43,5 @@ def measure() -> dict[str, report.Figure]:
         universal_peaks,
         universal_convert,
         universal_plan,
-        universal_hosts,
     )
     return {name: figure for part in parts for name, figure in part.measure().items()}
