@@ -58,7 +58,7 @@ SCALED = {
     **dict.fromkeys(("gemma2", "gemma3_text"), re.compile("norm|q_proj|embed")),
 }
 # Layouts that tests of their own have.
-ELSEWHERE = {"lora", "hf_fp8", "deepspeed_example"}
+ELSEWHERE = {"lora", "hf_fp8"}
 
 
 class Case(NamedTuple):
@@ -240,9 +240,8 @@ def drawn(name, shape):
     return rng.standard_normal(shape, np.float32)
 
 
-def megatron_sample(name, layout, directory, **sizes):
-    """What Megatron-core itself wrote."""
-    path = stored_values.unpacked(f"megatron/{name}.tar.xz", directory)
+def sample_of(name, layout, directory, **sizes):
+    path = stored_values.unpacked(f"{name}.tar.xz", directory)
     checkpoint = opening.open_checkpoint(path)
     tensors = [
         saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
@@ -309,13 +308,22 @@ CASES = {
 }
 SIZES = {"vocab": 13, "kv": 2, "q": 2}
 LLAMA = {**SIZES, "heads": 4}
-# Of Megatron-core, with the layout and its sizes.
+# What Megatron-core and DeepSpeed wrote, with the layout and its sizes.
 SAMPLES = [
-    ("torch_dist_tp2_pp2", "megatron_llama_to_maxtext", {**LLAMA, "interleave": 1}),
-    ("torch_dist_tp2_pp2", "megatron_llama_to_maxtext", {**LLAMA, "interleave": 2}),
-    ("torch_dist_ep2", "megatron_mixtral_to_maxtext", SIZES),
-    ("torch_dist_ep2", "megatron_to_hf", SIZES),
-    ("torch_dist_tp2_pp2", "megatron_to_hf", SIZES),
+    ("deepspeed/zero1_tp2_pp2_dp2", "deepspeed_example", {"vocab": 13}),
+    (
+        "megatron/torch_dist_tp2_pp2",
+        "megatron_llama_to_maxtext",
+        {**LLAMA, "interleave": 1},
+    ),
+    (
+        "megatron/torch_dist_tp2_pp2",
+        "megatron_llama_to_maxtext",
+        {**LLAMA, "interleave": 2},
+    ),
+    ("megatron/torch_dist_ep2", "megatron_mixtral_to_maxtext", SIZES),
+    ("megatron/torch_dist_ep2", "megatron_to_hf", SIZES),
+    ("megatron/torch_dist_tp2_pp2", "megatron_to_hf", SIZES),
 ]
 
 
@@ -345,10 +353,10 @@ def test_a_layout_makes_what_its_digest_says_and_comes_back(name, request):
 
 
 @pytest.mark.parametrize(("sample", "layout", "sizes"), SAMPLES)
-def test_a_sample_of_megatron_becomes_what_its_digest_says(
+def test_a_sample_becomes_what_its_digest_says(
     sample, layout, sizes, tmp_path, request
 ):
-    case = megatron_sample(sample, layout, tmp_path, **sizes)
+    case = sample_of(sample, layout, tmp_path, **sizes)
     made = relayout(case.layout, case.tensors, case.axes)
     chosen = f", interleave {sizes['interleave']}" if "interleave" in sizes else ""
     check(f"{layout}, {sample}{chosen}", made, request)

@@ -9,7 +9,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.universal.formats import safetensors_file
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests.universal.layouts import hf_models
+from tests.maxtext import small_models
 from tests.universal.writing import small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -47,7 +47,7 @@ def test_names_are_kept_through_a_step_of_orbax(tmp_path):
 
 
 def test_a_layout_that_ships_takes_its_sizes_from_the_command(tmp_path, capsys):
-    tensors = hf_models.model(hf_models.ATTENTION, hf_models.DENSE)
+    tensors = small_models.tensors("llama3")
     small_model.write(tmp_path / "source", tensors)
     given = [tmp_path / "source", tmp_path / "steps" / "0", "--dry-run"]
     rules = ["--rules", "hf_llama_to_maxtext"]
