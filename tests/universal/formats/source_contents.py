@@ -16,7 +16,7 @@ from elastic_ckpt.universal.moves import Move, Side, Source, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer
 from tests.universal.formats import stored_values
-from tests.universal.formats.test_safetensors_checkpoint import indexed
+from tests.universal.formats.test_safetensors import indexed
 
 DATA = pathlib.Path(__file__).parent / "data"
 # The user's target gives the size of what is read; samples are small.
