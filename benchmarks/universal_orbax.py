@@ -19,7 +19,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +31,6 @@ from orbax.checkpoint import v1 as ocp
 from benchmarks import report, universal_files, universal_turns
 from elastic_ckpt import universal
 from elastic_ckpt.universal.rules.layout import Layout
-from elastic_ckpt.universal.writing import conversion, convert
 
 _DEVICES = 2
 _MATRIX, _NORM = "layers.{layer}.{name}.weight", "layers.{layer}.norm"
@@ -130,7 +128,6 @@ def _unchanged_loads(path: pathlib.Path, size: Size) -> dict[str, report.Figure]
 
 def _relayouts(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
     raw, layers, stacked = path / "safetensors", path / "layers", path / "stacked"
-    zero = path / "universal"
     ocp.save(str(layers), _unchanged(raw, size, 1))
     ocp.save(str(stacked), _relayout(raw, size))
     unchanged, target = _layers(size, 1), _stacked(size)
@@ -151,20 +148,6 @@ def _relayouts(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
     figures["relayout_load_ratio_plain_orbax_unchanged"] = report.ratio(
         secs["orbax"], secs["plain_layers"], "Orbax's load of the same files, unchanged"
     )
-    # All files of a round have to fit into the page cache.
-    shutil.rmtree(layers)
-    convert.convert(conversion.Job(source=str(raw), target=str(zero), to="deepspeed"))
-    shutil.rmtree(raw)
-    secs = _timed(
-        {
-            "plain": sides["plain"],
-            "deepspeed": lambda: _relayout(zero, size, kind="master"),
-        },
-        size,
-    )
-    figures["relayout_load_ratio_plain_raw_deepspeed"] = report.ratio(
-        secs["deepspeed"], secs["plain"], f"at most 1.0; {plain}; checksums compared"
-    )
     return figures
 
 
@@ -180,18 +163,14 @@ def _unchanged(path: pathlib.Path, size: Size, dim: int) -> Any:
     return universal.load(path, _layers(size, dim), layout=_layout(_UNCHANGED))
 
 
-def _relayout(path: pathlib.Path, size: Size, *, kind: str | None = None) -> Any:
-    return universal.load(path, _stacked(size), layout=_layout(_STACKED, kind))
+def _relayout(path: pathlib.Path, size: Size) -> Any:
+    return universal.load(path, _stacked(size), layout=_layout(_STACKED))
 
 
-def _layout(
-    targets: Mapping[str, Mapping[str, str]], kind: str | None = None
-) -> Layout:
-    of_kind = {"kind": kind} if kind else {}
+def _layout(targets: Mapping[str, Mapping[str, str]]) -> Layout:
     dims = {_MATRIX: "out in", _NORM: "embed"}
     rules = [
-        {"from": {name: dims[name]}, "to": target, **of_kind}
-        for name, target in targets.items()
+        {"from": {name: dims[name]}, "to": target} for name, target in targets.items()
     ]
     return Layout.parse(json.dumps({"version": 1, "rules": rules}), file="layout.yml")
 

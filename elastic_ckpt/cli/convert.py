@@ -1,8 +1,8 @@
 """`elastic-ckpt convert SRC DST --rules R`: writes a checkpoint in another layout.
 
 SRC is of any format that is read. DST is the directory of a step, for an Orbax
-checkpoint, that of a model, for safetensors and Hugging Face, or that of a run, for
-DeepSpeed. Without rules, tensors keep their names. Killed, the same command continues.
+checkpoint, or that of a model, for safetensors and Hugging Face. Without rules, tensors
+keep their names. Killed, the same command continues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DST",
         nargs="?",
         help="the checkpoint to write: DIRECTORY/<step> for Orbax, or the directory of"
-        " safetensors files or of a universal checkpoint of DeepSpeed",
+        " safetensors files",
     )
     looks = parser.add_mutually_exclusive_group()
     looks.add_argument(
@@ -46,18 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show the tensors of SRC by patterns of names, and write nothing",
     )
     looks.add_argument(
-        "--draft",
-        metavar="TREE",
-        help="print a first layout from SRC to the tensors of TREE, which is another"
-        " checkpoint, or a JSON file of shapes by name",
-    )
-    looks.add_argument(
         "--check",
         metavar="TREE",
         nargs="?",
         const="",
         help="show what --rules makes of SRC, or what is missing and the nearest rule;"
-        " TREE as above, by default what the rules make",
+        " TREE is another checkpoint, or a JSON file of shapes by name; by default what"
+        " the rules make",
     )
     parser.add_argument(
         "--rules",
@@ -81,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
-        choices=("orbax", "safetensors", "hf", "deepspeed"),
+        choices=("orbax", "safetensors", "hf"),
         default="orbax",
         help="the format to write; by default orbax. hf is safetensors with all that"
         " Hugging Face's from_pretrained needs",
@@ -118,12 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, or shows the plan."""
-    if arguments.list or arguments.draft or arguments.check is not None:
+    if arguments.list or arguments.check is not None:
         rows, lines = _look(arguments)
     elif arguments.target is None:
         raise errors.ConfigError(
-            "the checkpoint to write is missing: give DST after SRC, or --list, --draft"
-            " or --check to look at SRC"
+            "the checkpoint to write is missing: give DST after SRC, or --list or"
+            " --check to look at SRC"
         )
     elif arguments.dry_run:
         planned = conversion.Conversion(_job(arguments))
@@ -196,9 +191,6 @@ def _look(arguments: argparse.Namespace) -> _Shown:
             + f"  {len(each.names):,} tensors, {each.num_bytes:,} bytes"
             for each in families
         ]
-    if arguments.draft:
-        text = survey.draft(checkpoint.tensors, survey.tree(arguments.draft))
-        return [{"layout": text}], [text.rstrip()]
     if arguments.rules is None:
         raise errors.ConfigError("--check looks at a layout: give --rules")
     layout = conversion.given_layout(_job(arguments), checkpoint)

@@ -8,15 +8,12 @@ are global. If there are several kinds of tensors, the kind comes first, as in
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.formats import peft_adapter
-from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule, side
@@ -24,8 +21,6 @@ from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, PARAMETER, State
 from elastic_ckpt.universal.stored import Checkpoint
 
 _WEIGHTS = "parameter"
-# As DeepSpeed's own conversion, which has frozen weights and buffers among them.
-_MASTERS = ("master", _WEIGHTS, "buffer")
 # Each tensor becomes that of its name.
 SAME_NAMES = Rule(
     source=side({"{name:path}": "..."}),
@@ -37,8 +32,6 @@ SAME_NAMES = Rule(
 def layout(
     checkpoint: Checkpoint,
     targets: Collection[str] | None = None,
-    *,
-    of_optimizer: bool = False,
 ) -> Layout:
     """The layout from the tensors of a checkpoint to whole tensors of their names.
 
@@ -46,8 +39,6 @@ def layout(
       checkpoint: that is open.
       targets: the names of the target's tensors; None if they are those that the layout
         makes.
-      of_optimizer: whether the target has the tensors of an optimizer alone, in
-        float32: states and masters, which are the weights that have no others.
 
     Raises:
       FormatError: if the description of a DeepSpeed checkpoint is missing or wrong.
@@ -56,21 +47,9 @@ def layout(
     """
     if checkpoint.format.startswith(peft_adapter.FORMAT):
         return shipped_layouts.load("lora")
-    drop: list[tuple[str, str]] = []
-    if of_optimizer:
-        checkpoint, drop = _of_optimizer(checkpoint)
     if checkpoint.format.startswith(described_layout.FORMAT):
-        made = described_layout.layout(checkpoint, targets)
-    else:
-        made = _same_names(checkpoint)
-    if not of_optimizer:
-        return made
-    return dataclasses.replace(
-        made,
-        rules=tuple(_in_float32(rule) for rule in made.rules),
-        states={kind: _state(kind, of_optimizer=True) for kind in made.states},
-        drop_of_kind=tuple(drop),
-    )
+        return described_layout.layout(checkpoint, targets)
+    return _same_names(checkpoint)
 
 
 def _same_names(checkpoint: Checkpoint) -> Layout:
@@ -84,44 +63,11 @@ def _same_names(checkpoint: Checkpoint) -> Layout:
             f" relate with whole tensors; give `rules`{choice}"
         )
     kinds = sorted({tensor.kind for tensor in tensors})
-    states = {kind: _state(kind) for kind in kinds}
+    states = {
+        kind: State(source=PARAMETER, target=f"{kind}/{PARAMETER}") for kind in kinds
+    }
     return Layout(
         rules=(SAME_NAMES,),
         states=ONLY_PARAMETERS if kinds == [_WEIGHTS] else states,
         place="the layout of the same names",
     )
-
-
-def _of_optimizer(
-    checkpoint: Checkpoint,
-) -> tuple[Checkpoint, list[tuple[str, str]]]:
-    # A checkpoint of the tensors of the optimizer, and the kinds and names of others:
-    # the masters of a name are of the first of `_MASTERS` that it has.
-    kinds_of: dict[str, set[str]] = {}
-    for tensor in checkpoint.tensors:
-        kinds_of.setdefault(tensor.name, set()).add(tensor.kind)
-    kept, dropped = [], {}
-    for tensor in checkpoint.tensors:
-        masters = [kind for kind in _MASTERS if kind in kinds_of[tensor.name]]
-        if tensor.kind in masters[1:]:
-            dropped[tensor.kind, name_pattern.glob_of(tensor.name)] = None
-        else:
-            kept.append(tensor)
-    opened = OpenedCheckpoint(
-        format=checkpoint.format,
-        tensors=kept,
-        axes=checkpoint.axes,
-        values=checkpoint.values,
-    )
-    return opened, list(dropped)
-
-
-def _in_float32(rule: Rule) -> Rule:
-    target = (dataclasses.replace(tensor, dtype="float32") for tensor in rule.target)
-    return dataclasses.replace(rule, target=tuple(target))
-
-
-def _state(kind: str, *, of_optimizer: bool = False) -> State:
-    if of_optimizer and kind in _MASTERS:
-        kind = _MASTERS[0]
-    return State(source=PARAMETER, target=f"{kind}/{PARAMETER}")

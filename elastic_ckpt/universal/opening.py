@@ -21,12 +21,10 @@ from elastic_ckpt.universal.formats import (
     dcp,
     deepspeed,
     deepspeed_universal,
-    gguf,
     hugging_face,
     megatron,
     orbax_checkpoint,
     peft_adapter,
-    ram_checkpoint,
     safetensors_checkpoint,
     torch_weights,
 )
@@ -70,11 +68,6 @@ _FORMATS = (
         orbax_checkpoint.open_checkpoint,
     ),
     _Format(
-        "RAM disks of elastic_ckpt (machine, hosts/; manifest-*.json)",
-        ram_checkpoint.is_format,
-        ram_checkpoint.open_checkpoint,
-    ),
-    _Format(
         "safetensors (*.safetensors, *.safetensors.index.json)",
         safetensors_checkpoint.is_format,
         safetensors_checkpoint.open_checkpoint,
@@ -101,7 +94,6 @@ _FORMATS = (
         torch_weights.open_checkpoint,
         has_file=True,
     ),
-    _Format("GGUF (*.gguf)", gguf.is_format, gguf.open_checkpoint, has_file=True),
 )
 
 

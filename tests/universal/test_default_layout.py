@@ -1,23 +1,32 @@
-"""Conversions without rules keep the names of whole tensors, and refuse shards."""
+"""Without rules, whole tensors keep their names, and shards are refused."""
 
+import dataclasses
+
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
-from elastic_ckpt.universal import default_layout
+from elastic_ckpt.universal import default_layout, equal_leaves
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests.universal.layouts import hf_models, test_megatron_to_hf
+from elastic_ckpt.universal.stored import StoredTensor
 from tests.universal.rules import relayout
 
 KINDS = ("parameter", "master", "first_moment", "buffer")
+DTYPE = np.dtype(np.float32)
+# Characters of patterns, and digits, which names have in common.
+NAMES = st.lists(st.text("a{}*[]:0/", min_size=1, max_size=6), min_size=1, unique=True)
 
 
 def checkpoint_of(saved):
     return OpenedCheckpoint(format="some format", tensors=relayout.stored(saved))
 
 
-def made(saved, **options):
-    layout = default_layout.layout(checkpoint_of(saved), **options)
+def made(saved):
+    layout = default_layout.layout(checkpoint_of(saved))
     return relayout.relayout(layout, saved, {})
 
 
@@ -45,29 +54,46 @@ def test_kinds_come_before_names():
     expected = {f"{kind}/w.0": (1 + n) * array for n, kind in enumerate(KINDS)}
     expected["step/w.0"] = np.array(7, np.float32)
     relayout.assert_same(made(saved), expected)
-    for left_out in ("parameter/w.0", "buffer/w.0"):
-        del expected[left_out]
-    # They have no other masters.
-    saved.append(relayout.saved("frozen.0", array))
-    saved.append(relayout.saved("table.0", array, "buffer"))
-    expected |= {"master/frozen.0": array, "master/table.0": array}
-    relayout.assert_same(made(saved, of_optimizer=True), expected)
 
 
-def test_weights_are_masters_if_there_are_no_others():
-    array = relayout.numbered(2, 3).astype(np.float16)
-    arrays = made([relayout.saved("w", array)], of_optimizer=True)
-    relayout.assert_same(arrays, {"master/w": array.astype(np.float32)})
-
-
-@pytest.mark.slow
-def test_shards_of_ranks_are_refused_with_the_layouts_that_fit():
+def test_shards_of_ranks_are_refused():
     saved = [relayout.saved("w", relayout.numbered(2), tp=rank) for rank in (0, 1)]
     with pytest.raises(LayoutError, match="some format has shards of ranks"):
         made(saved)
-    arrays = hf_models.model(hf_models.ATTENTION, hf_models.DENSE)
-    tensors, _ = test_megatron_to_hf.ranks_of(arrays, "plain", tp=2, pp=1)
-    with pytest.raises(LayoutError, match="megatron_ranks_to_hf ships and fits"):
-        made(tensors)
     with pytest.raises(LayoutError, match="no tensors"):
         default_layout.layout(checkpoint_of([]))
+
+
+def equal_leaves_of(names, targets):
+    wanted = {
+        name: TargetTensor(name=name, dtype=DTYPE, shape=(2,)) for name in targets
+    }
+    layout = equal_leaves.layout_of("path", stored(names), wanted)
+    return matching.moves(layout, stored(names), {}, wanted)
+
+
+def stored(names):
+    return [StoredTensor(name=name, dtype=DTYPE, shape=(2,)) for name in names]
+
+
+def test_tensors_that_the_target_lacks_are_dropped():
+    (move,) = equal_leaves_of(["a", "b"], ["b"]).moves
+    assert (move.source, move.target) == (1, "b")
+
+
+@hypothesis.given(NAMES, st.data())
+def test_names_with_characters_of_patterns_are_taken_as_they_are(names, data):
+    targets = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
+    moves = equal_leaves_of(names, targets).moves
+    assert {names[each.source]: each.target for each in moves} == {
+        name: name for name in targets
+    }
+    tensors = [
+        dataclasses.replace(each, kind=kind)
+        for each in stored(names)
+        for kind in ("parameter", "first_moment")
+    ]
+    checkpoint = OpenedCheckpoint(format="test", tensors=tensors)
+    made = matching.moves(default_layout.layout(checkpoint), tensors, {}, None)
+    kinds = ("first_moment", "parameter")
+    assert sorted(made.targets) == sorted(f"{k}/{n}" for k in kinds for n in names)

@@ -1,4 +1,4 @@
-"""`elastic-ckpt convert` looks at a checkpoint: --list, --draft and --check."""
+"""`elastic-ckpt convert` looks at a checkpoint: --list and --check."""
 
 import json
 
@@ -55,25 +55,6 @@ def test_tensors_are_listed_by_patterns_of_names(capsys):
     }
 
 
-def test_a_draft_is_a_layout_that_fits(tmp_path, capsys):
-    assert looked("--draft", "tree.json") == 0
-    text = capsys.readouterr().out
-    (tmp_path / "draft.yml").write_text(text)
-    assert looked("--rules", "draft.yml", "--check", "tree.json") == 0
-    assert "draft.yml fits:" in capsys.readouterr().out
-    assert looked("--draft", "tree.json", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == [{"layout": text.rstrip() + "\n"}]
-
-
-def test_a_draft_leads_to_the_tensors_of_another_checkpoint(tmp_path, capsys):
-    tensors = {"layers/w": numbered(2, 4, 3), "norm/scale": numbered(4)}
-    safetensors_files.write(tmp_path / "other.safetensors", tensors)
-    assert looked("--draft", "tree.json") == 0
-    expected = capsys.readouterr().out
-    assert looked("--draft", "other.safetensors") == 0
-    assert capsys.readouterr().out == expected
-
-
 def test_a_check_shows_what_each_rule_makes(capsys):
     for tree in ([], ["tree.json"]):
         assert looked("--rules", "layout.yml", "--check", *tree) == 0
@@ -96,19 +77,3 @@ def test_a_check_shows_what_is_missing_with_the_nearest_rule(tmp_path, capsys):
     assert "in no rule: norm (nearest: 'normal', layout.yml, line 6: rules[1])" in error
     assert "layers/wo (nearest: 'layers/w', layout.yml, line 4:" in error
     assert "from['normal'], the nearest is 'norm'" in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--check"], "give --rules"),
-        (["--draft", "none.json"], "none.json cannot be read"),
-        ([], "DST"),
-        (["--rules", "layout.yml", "--check", "--size", "inn=2"], "no rule uses"),
-    ],
-)
-def test_what_is_missing_is_one_error(arguments, match, capsys):
-    assert looked(*arguments) == 1
-    error = capsys.readouterr().err
-    assert match in error
-    assert "Traceback" not in error

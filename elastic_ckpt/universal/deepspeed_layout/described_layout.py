@@ -11,20 +11,13 @@ The description is the value `universal_checkpoint_info`: lists of regular expre
 one for each way in which a parameter can be cut, and affine maps. Their precedence and
 defaults are those of DeepSpeed's `ds_to_universal`: a parameter that no list has is cut
 along its first dim.
-
-Expressions come with the checkpoint, and may be made to take long: RE2 reads a name
-once, whatever the expressions. They mean what they mean to Python's `re`, or are
-refused.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
-
-import re2
 
 from elastic_ckpt.universal.deepspeed_layout import parts
 from elastic_ckpt.universal.deepspeed_layout.parts import AXIS, Geometry, Shape
@@ -52,18 +45,6 @@ _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _LISTS = (_REPLICATED, _AVERAGED, _HALVES, _ROWS, _VOCABULARY)
 _PARTS, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
 _AFFINE = "affine_map"
-# The facts about a parameter in universal checkpoints.
-_DIM, _NUM_PARTS, _IS_VOCABULARY = "cat_dim", "param_n_sub_params", "vocab_tensor"
-_FACTS = (_DIM, _NUM_PARTS, _IS_VOCABULARY)
-
-# Names for which RE2 and `re` agree: outside of ASCII, they know different letters and
-# digits, and `$` of `re` is also before a last line feed.
-_NAME = re.compile(r"[\x20-\x7e]{1,1000}")
-# What both accept and understand differently: `{,3}`, and POSIX's classes.
-_AMBIGUOUS = re.compile(r"\{,|\[:")
-# Memory of the automaton that all patterns make, which grows while names are matched.
-_BASE_BYTES, _BYTES_PER_CHAR, _MOST_BYTES = 8 << 20, 1000, 256 << 20
-_MOST_SECS = 10.0
 
 _Value = TypeVar("_Value")
 
@@ -106,35 +87,6 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
         states=states,
         place=f"DeepSpeed's {deepspeed.INFO}",
     )
-
-
-def facts(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """How ranks cut the parameters of a checkpoint, as universal checkpoints have it.
-
-    Args:
-      checkpoint: of any format; only DeepSpeed's have such facts.
-
-    Returns:
-      The facts of `UniversalFolder.write` by parameter; none where DeepSpeed's defaults
-      hold.
-
-    Raises:
-      FormatError: if the description is malformed.
-    """
-    names = {tensor.name for tensor in checkpoint.tensors}
-    if not checkpoint.format.startswith(FORMAT):
-        return {}
-    if checkpoint.format == _UNIVERSAL:
-        return {
-            name: {
-                key: checkpoint.values[f"parameters/{name}/{key}"]
-                for key in _FACTS
-                if f"parameters/{name}/{key}" in checkpoint.values
-            }
-            for name in names
-        }
-    description = Description(checkpoint.values.get(deepspeed.INFO))
-    return {name: description.facts(name) for name in names}
 
 
 def template(name: str) -> str:
@@ -239,7 +191,7 @@ class Description:
             *((_AFFINE, text, each) for text, each in maps.items()),
         ]
         texts = [_typed(str, text, key) for key, text, _ in self._entries]
-        self._patterns = PatternSet(texts)
+        self._patterns = [_compiled(text) for text in texts]
 
     def geometry(
         self, name: str, shapes: Sequence[Shape], *, is_buffer: bool
@@ -260,22 +212,6 @@ class Description:
             raise FormatError(
                 f"{name}: {error} (by universal_checkpoint_info)"
             ) from None
-
-    def facts(self, name: str) -> dict[str, Any]:
-        """How ranks cut a parameter, as DeepSpeed's universal checkpoints have it.
-
-        Parts of unequal sizes and affine maps have no facts there.
-
-        Raises:
-          FormatError: if the description does not fit it.
-        """
-        matched = self._matched(name).keys()
-        is_cut = not {_REPLICATED, _AVERAGED, _HALVES} & matched
-        return {
-            **({_NUM_PARTS: 2} if _HALVES in matched else {}),
-            **({_DIM: 1} if _ROWS in matched and is_cut else {}),
-            **({_IS_VOCABULARY: True} if _VOCABULARY in matched else {}),
-        }
 
     def _value(self, kind: type[_Value], key: str) -> _Value:
         return _typed(kind, self._info.get(key, kind()), key)
@@ -310,8 +246,10 @@ class Description:
     def _matched(self, name: str) -> dict[str, tuple[str, Any]]:
         # By list: the pattern that matches, and what it stands for.
         matched: dict[str, tuple[str, Any]] = {}
-        for number in self._patterns.matches(name):
-            key, pattern, value = self._entries[number]
+        for entry, compiled in zip(self._entries, self._patterns, strict=True):
+            if not compiled.match(name):
+                continue
+            key, pattern, value = entry
             if key in matched and key != _PARTS:
                 first, _ = matched[key]
                 raise FormatError(f"{first!r} and {pattern!r} of {key} both match it")
@@ -351,74 +289,18 @@ def _typed(kind: type[_Value], value: Any, key: str) -> _Value:
     return value
 
 
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise FormatError(
+            f"the pattern {pattern[:200]!r} is no regular expression ({error}); give a"
+            " layout of your own"
+        ) from None
+
+
 def _numbers(value: Any, key: str) -> list[int]:
     numbers = _typed(list, value, key)
     if not all(type(each) is int and each >= 0 for each in numbers):
         raise FormatError(f"{key} has sizes that are none: {numbers}")
     return numbers
-
-
-class PatternSet:
-    """Patterns of which each matches, as `re.match` does, the beginning of a name.
-
-    Args:
-      patterns: in the order of their numbers.
-
-    Raises:
-      FormatError: if one is malformed, has a construct that is not read, or all are too
-        long.
-    """
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self._count = len(patterns)
-        self._secs = 0.0
-        options = re2.Options()
-        options.log_errors, options.never_capture = False, True
-        num_bytes = _BASE_BYTES + _BYTES_PER_CHAR * sum(map(len, patterns))
-        options.max_mem = min(num_bytes, _MOST_BYTES)
-        self._set = re2.Set.MatchSet(options)
-        for pattern in patterns:
-            try:
-                if _AMBIGUOUS.search(re.sub(r"(?s)\\.", "", pattern)):
-                    raise re2.error
-                self._set.Add(pattern)
-            except (re2.error, UnicodeEncodeError):
-                raise FormatError(
-                    f"the pattern {pattern[:200]!r} is none of those that are read:"
-                    " regular expressions without references, looking around, `{,n}`"
-                    " and `[:class:]`, whose counts, multiplied where they nest, are"
-                    " up to 1000; give a layout of your own"
-                ) from None
-        # An automaton that lacks memory matches nothing: one that works matches this.
-        self._set.Add("")
-        try:
-            self._set.Compile()
-        except re2.error:
-            raise _too_long() from None
-
-    def matches(self, name: str) -> list[int]:
-        """The numbers of the patterns that match.
-
-        Raises:
-          FormatError: if the name is none that patterns are matched with, or they are
-            made to take long.
-        """
-        if not self._count:
-            return []
-        if not _NAME.fullmatch(name):
-            raise FormatError(
-                "its name is not one of up to 1000 printable ASCII characters, which"
-                " patterns are matched with; give a layout of your own"
-            )
-        begin = time.thread_time()
-        numbers = self._set.Match(name)
-        self._secs += time.thread_time() - begin
-        if not numbers or self._secs > _MOST_SECS:
-            raise _too_long()
-        return sorted(set(numbers) - {self._count})
-
-
-def _too_long() -> FormatError:
-    return FormatError(
-        "the patterns are too long, or take too long; give a layout of your own"
-    )

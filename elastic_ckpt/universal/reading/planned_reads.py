@@ -14,7 +14,6 @@ from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
 from elastic_ckpt.universal.plan.spans import Limits
-from elastic_ckpt.universal.reading import read_checks
 from elastic_ckpt.universal.reading.byte_source import (
     ByteSource,
     LocalFiles,
@@ -99,17 +98,12 @@ class PlannedReads:
     def checks(self, checkpoint: Checkpoint) -> ReadChecks | None:
         """The checksums that the format has of the files; None if it has none.
 
-        All hosts of this world call it, and share what has to be read for them.
-
         Raises:
           FormatError: if checksums cannot be read, or a digest differs.
         """
-        if not _are_checked(checkpoint, self.source):
+        if self.source is not None or checkpoint.checksums is opened.no_checksums:
             return None
-        # The import of JAX takes seconds, which conversions do not need.
-        from elastic_ckpt.core import allgather
-
-        checks = ReadChecks(checkpoint, self.plan, self.files, allgather.shared())
+        checks = ReadChecks(checkpoint, self.plan, self.files)
         if checks.unverified:
             logging.info(
                 "%s has no checksums of %d of the files that are read: %s",
@@ -118,17 +112,3 @@ class PlannedReads:
                 errors.first_of(checks.unverified),
             )
         return checks
-
-
-def fail(
-    checkpoint: Checkpoint, error: BaseException, *, source: ByteSource | None = None
-) -> None:
-    """Tells the other hosts, which compare checksums with this one, that it failed."""
-    if _are_checked(checkpoint, source):
-        from elastic_ckpt.core import allgather
-
-        read_checks.fail(allgather.shared(), error)
-
-
-def _are_checked(checkpoint: Checkpoint, source: ByteSource | None) -> bool:
-    return source is None and checkpoint.checksums is not opened.no_checksums

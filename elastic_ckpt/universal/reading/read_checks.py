@@ -1,10 +1,9 @@
-"""Compares the checksums of what a plan reads, of which every host reads a part.
+"""Compares the checksums of what a plan reads, while it is read.
 
 A CRC-32 is that of a whole entry of a file, and a host needs some of its bytes. The CRC
-of a range follows from those of its parts (`combined`): so each host computes those of
-the bytes that it reads anyway, the bytes that no host needs are dealt to the hosts that
-read others of the same entry, and all of these compare the whole. Together the hosts
-read each entry once, and a byte that a host hands out was checked as it has read it.
+of a range follows from those of its parts (`combined`): so the CRCs of the bytes that
+are read anyway are computed as they are read, and only the other bytes of their entries
+are read in addition.
 
 Algorithm: `crc32_combine` of zlib, a product of polynomials modulo that of CRC-32.
 """
@@ -13,30 +12,20 @@ from __future__ import annotations
 
 import bisect
 import collections
-import contextlib
 import functools
 import itertools
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.core.storage import Json
 from elastic_ckpt.universal.formats import opened, source_files
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
 from elastic_ckpt.universal.stored import Checkpoint, Checksum
 
-_KIND = "universal_reads"
-# For hosts that read for longer than others. JAX ends all where one is dead.
-_TIMEOUT_SECS = 6 * 3600.0
 _PIECE_BYTES = 1 << 24
 _POLYNOMIAL = 0xEDB88320
-
-if TYPE_CHECKING:
-    from elastic_ckpt.core.allgather import Allgather
 
 # A range of bytes: the first, and the one after the last.
 _Range = tuple[int, int]
@@ -45,13 +34,10 @@ _Range = tuple[int, int]
 class ReadChecks:
     """The checksums of the files of a plan; any thread may call `note`.
 
-    All hosts of a world make it, and then either `finish` or call `fail`.
-
     Args:
       checkpoint: that is open.
       plan: of this host.
       files: those of the plan whose checksums are compared.
-      allgather: of the hosts that read the checkpoint together.
 
     Attributes:
       unverified: the files for which the format has no checksum.
@@ -66,10 +52,8 @@ class ReadChecks:
         checkpoint: Checkpoint,
         plan: LoadPlan,
         files: Iterable[str],
-        allgather: Allgather,
     ) -> None:
         self._plan = plan
-        self._allgather = allgather
         self._lock = threading.Lock()
         self.unverified: list[str] = []
         self.extra_bytes = 0
@@ -79,17 +63,8 @@ class ReadChecks:
         self._starts: dict[str, list[int]] = {}
         self._gaps: dict[str, list[_Range]] = collections.defaultdict(list)
         self._crcs: dict[str, dict[int, int]] = collections.defaultdict(dict)
-        spans = self._spans(set(files))
-        everyone = _agreed(
-            allgather,
-            lambda: {
-                file: self._needed(checkpoint, file, of_file)
-                for file, of_file in spans.items()
-            },
-        )
-        for file, entries in self._entries.items():
-            ranges = [each.get(file, ()) for each in everyone]
-            self._divide(file, entries, ranges)
+        for file, spans in self._spans(set(files)).items():
+            self._divide(file, self._needed(checkpoint, file, spans))
 
     def note(self, file: str, start: int, parts: Sequence[np.ndarray]) -> None:
         """Takes bytes that were read, from `start` of a file on."""
@@ -114,22 +89,8 @@ class ReadChecks:
         """Compares all checksums, when all bytes of the plan were read.
 
         Raises:
-          FormatError: if an entry has another one, on every host that read some of it.
-          RunError: if another host has failed, with its message.
+          FormatError: if an entry has another one.
         """
-        everyone = _agreed(self._allgather, self._all_crcs)
-        for file, entries in self._entries.items():
-            found: dict[int, int] = {}
-            for each in everyone:
-                for at, crc in each.get(file, ()):
-                    if found.setdefault(at, crc) != crc:
-                        stop = self._segments[file].get(at, at)
-                        found_here = "different bytes on two hosts"
-                        raise opened.damaged(file, at, stop, found_here)
-            for entry in entries:
-                self._compare(file, entry, found)
-
-    def _all_crcs(self) -> Json:
         for file, gaps in self._gaps.items():
             with source_files.opened(file) as content:
                 for start, stop in gaps:
@@ -139,10 +100,9 @@ class ReadChecks:
                         piece = content.read(min(_PIECE_BYTES, stop - at))
                         crc = zlib.crc32(piece, crc)
                     self._crcs[file][start] = crc
-        return {
-            file: [list(each) for each in held.items()]
-            for file, held in self._crcs.items()
-        }
+        for file, entries in self._entries.items():
+            for entry in entries:
+                self._compare(file, entry, self._crcs[file])
 
     def _spans(self, files: set[str]) -> dict[str, list[_Range]]:
         spans = self._plan.spans
@@ -156,7 +116,7 @@ class ReadChecks:
 
     def _needed(
         self, checkpoint: Checkpoint, file: str, spans: list[_Range]
-    ) -> list[list[int]]:
+    ) -> list[_Range]:
         # The parts of entries that this host reads, ascending.
         listed = sorted(checkpoint.checksums(file))
         if not listed:
@@ -184,34 +144,20 @@ class ReadChecks:
             needed += inside
         opened.compare(file, whole)
         self._entries[file] = entries
-        # The bounds of this host's spans are those of segments, too.
+        # The bounds of spans are those of segments, too.
         ends = sorted({end for span in spans for end in span})
-        return [[start, stop] for start, stop in _cut(needed, ends)]
+        return _cut(needed, ends)
 
-    def _divide(
-        self,
-        file: str,
-        entries: Sequence[Checksum],
-        ranges: Sequence[Sequence[Sequence[int]]],
-    ) -> None:
-        bounds = sorted({end for of_host in ranges for span in of_host for end in span})
+    def _divide(self, file: str, needed: Sequence[_Range]) -> None:
+        bounds = sorted({end for span in needed for end in span})
         segments = self._segments[file] = {}
-        merged = source_files.merged_spans
-        by_host = [merged((a, b) for a, b in of_host) for of_host in ranges]
-        held = merged(each for of_host in by_host for each in of_host)
-        for entry in entries:
+        held = source_files.merged_spans(needed)
+        for entry in self._entries[file]:
             ends = [entry.start, *_between(bounds, entry.start, entry.stop), entry.stop]
-            readers = [
-                host
-                for host, of_host in enumerate(by_host)
-                if _overlap(of_host, entry.start, entry.stop)
-            ]
-            for number, (start, stop) in enumerate(itertools.pairwise(ends)):
+            for start, stop in itertools.pairwise(ends):
                 segments[start] = stop
-                # A segment is read whole by a host, or by none.
-                if _overlap(held, start, stop):
-                    continue
-                if readers[number % len(readers)] == self._allgather.host:
+                # A segment is read whole, or not at all.
+                if not _overlap(held, start, stop):
                     self._gaps[file].append((start, stop))
                     self.extra_bytes += stop - start
         self._starts[file] = sorted(segments)
@@ -225,23 +171,6 @@ class ReadChecks:
         if crc != entry.digest:
             found = f"the CRC-32 {crc:08x}, not {entry.digest:08x}"
             raise opened.damaged(file, entry.start, entry.stop, found)
-
-
-def fail(allgather: Allgather, error: BaseException) -> None:
-    """Tells the hosts that make `ReadChecks` or finish them that this one failed."""
-
-    def part() -> Json:
-        raise errors.CheckpointError(str(error)) from error
-
-    with contextlib.suppress(errors.ElasticCkptError):
-        _agreed(allgather, part)
-
-
-def _agreed(hosts: Allgather, part: Callable[[], Json]) -> list[Any]:
-    # The import of JAX takes seconds, which conversions do not need.
-    from elastic_ckpt.core import allgather
-
-    return allgather.agreed(hosts, _KIND, part, timeout_secs=_TIMEOUT_SECS)
 
 
 def _overlap(merged: Sequence[_Range], start: int, stop: int) -> bool:

@@ -18,7 +18,6 @@ from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
-from elastic_ckpt.universal.reading import planned_reads
 from elastic_ckpt.universal.reading.byte_source import ByteSource
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer
@@ -133,25 +132,17 @@ def read_leaves(
         ends too early or has another checksum.
     """
     needed = {each.tensor: each.leaf.boxes for each in leaves}
-    try:
-        planned = PlannedReads.of_boxes(checkpoint, moves, fills, needed, source=source)
-    except BaseException as error:
-        planned_reads.fail(checkpoint, error, source=source)
-        raise
+    planned = PlannedReads.of_boxes(checkpoint, moves, fills, needed, source=source)
     checks = planned.checks(checkpoint)
     leaf_of = [leaf for leaf in leaves for _ in leaf.leaf.boxes]
-    try:
-        transfer = Transfer(
-            planned.plan,
-            planned.sources().__getitem__,
-            budget_bytes=budget_bytes,
-            is_staged=lambda number: leaf_of[number].is_staged,
-            note=None if checks is None else checks.note,
-        )
-        made = _made(leaves, planned.plan, transfer)
-    except BaseException as error:
-        planned_reads.fail(checkpoint, error, source=source)
-        raise
+    transfer = Transfer(
+        planned.plan,
+        planned.sources().__getitem__,
+        budget_bytes=budget_bytes,
+        is_staged=lambda number: leaf_of[number].is_staged,
+        note=None if checks is None else checks.note,
+    )
+    made = _made(leaves, planned.plan, transfer)
     if checks is not None:
         checks.finish()
     return made

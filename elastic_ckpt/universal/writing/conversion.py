@@ -90,9 +90,9 @@ class Conversion:
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
         self.job = job
         given = None if job.rules is None else given_layout(job, self.checkpoint)
-        layout = given or default_layout.layout(
-            self.checkpoint, of_optimizer=job.to == "deepspeed"
-        ).with_values(self.checkpoint.values)
+        layout = given or default_layout.layout(self.checkpoint).with_values(
+            self.checkpoint.values
+        )
         self._rules = repr(layout)
         self.lists = layout.lists
         self.tree = layout.tree

@@ -30,7 +30,6 @@ _DESTINATIONS = {
     "orbax": ("orbax_destination", "OrbaxDestination"),
     "safetensors": ("safetensors_destination", "SafetensorsDestination"),
     "hf": ("hugging_face_destination", "HuggingFaceDestination"),
-    "deepspeed": ("deepspeed_destination", "DeepSpeedDestination"),
 }
 FORMATS = tuple(_DESTINATIONS)
 # Units that one process writes at a time; of several, each writes one.

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1
 
-import elastic_ckpt as ec
 from elastic_ckpt.core import boxes
 from elastic_ckpt.core.errors import CheckpointError
 from elastic_ckpt.integrations.forgather import Checkpoint
@@ -16,8 +15,8 @@ from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.moves import Move, Side, Source, TargetTensor
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer
-from tests.universal.formats import process_limits, stored_values
-from tests.universal.formats.test_safetensors_checkpoint import indexed
+from tests.universal.formats import stored_values
+from tests.universal.formats.test_safetensors import indexed
 
 DATA = pathlib.Path(__file__).parent / "data"
 # The user's target gives the size of what is read; samples are small.
@@ -32,10 +31,6 @@ def sample(name, directory):
     elif name == "safetensors":
         path.mkdir()
         indexed(path)
-    elif name == "ram":
-        tree = {"w": jnp.arange(12.0), "v": jnp.ones((2, 2)), "text": "hello"}
-        with ec.Checkpointer([ec.Local(path, every=1)]) as checkpointer:
-            checkpointer.save_checkpointables(1, {"state": tree})
     elif (DATA / name).exists():
         shutil.copytree(DATA / name, path)
     elif (stored_values.GOLDEN / name).exists():
@@ -56,8 +51,7 @@ def contents(path):
     held = {
         ("value", name): repr(checkpoint.values[name]) for name in checkpoint.values
     }
-    with process_limits.limited():
-        return held | dict(_of_tensors(checkpoint))
+    return held | dict(_of_tensors(checkpoint))
 
 
 def problem_of(path):

@@ -1,4 +1,7 @@
-"""Fragments of PyTorch's distributed checkpoints lead to the saved values."""
+"""PyTorch's distributed checkpoints lead to the saved values, or are refused.
+
+`write_dcp.py` and `write_dcp_saves.py` wrote the samples, with PyTorch itself.
+"""
 
 import pathlib
 import shutil
@@ -9,8 +12,8 @@ import pytest
 
 from benchmarks import dcp_writer
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import source_budget
 from elastic_ckpt.universal.formats.format_error import FormatError
+from tests.universal.formats import dcp_files
 from tests.universal.formats.fragment_values import values_of
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -82,30 +85,77 @@ def test_a_flipped_bit_is_detected(tmp_path):
 
 
 def test_each_of_many_tensors_is_where_it_was_written(tmp_path):
-    names = [f"layers.{number}.weight" for number in range(3000)]
+    names = [f"layers.{number}.weight" for number in range(600)]
     dcp_writer.write(tmp_path / "x", names, shape=(2, 3), files=2)
     tensors = opening.open_checkpoint(tmp_path / "x").tensors
     assert {tensor.name for tensor in tensors} == set(names)
     offsets = {(t.fragments[0].file, t.fragments[0].offset) for t in tensors}
     assert len(offsets) == len(names)
-    for tensor in tensors[::500]:
+    for tensor in tensors[::100]:
         assert_equal(values_of(tensor), np.ones((2, 3), np.float32))
 
 
-@pytest.mark.slow
-def test_memory_is_limited_by_the_bytes_that_values_take(tmp_path, monkeypatch):
-    monkeypatch.setattr(source_budget, "MOST_MEMORY_BYTES", 1 << 20)
-    monkeypatch.setattr(source_budget, "_MEMORY_PER_BYTE", 100)
-    names = [f"w{number}" for number in range(20_000)]
-    dcp_writer.write(tmp_path / "x", names, shape=(2, 3), files=1)
-    assert len(opening.open_checkpoint(tmp_path / "x").tensors) == len(names)
-    file = tmp_path / "x" / "__0_0.distcp"
-    size = file.stat().st_size
-    # A hole is as long, and takes no space.
-    file.write_bytes(b"")
-    with file.open("r+b") as emptied:
-        emptied.truncate(size)
-    with pytest.raises(
-        FormatError, match=r"\.metadata has a pickle that takes over 1048576"
-    ):
+SAVES = pathlib.Path(__file__).parent / "data" / "dcp_saves"
+EXPECTED = {
+    "model.cut": np.arange(20, dtype=np.float32).reshape(5, 4),
+    "model.both": np.arange(6, dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    "path", ["per_rank", "per_rank/__1.metadata", "async", "no_dist"]
+)
+def test_other_saves_are_read_bit_equal(path):
+    checkpoint = opening.open_checkpoint(SAVES / path)
+    assert checkpoint.format == "PyTorch distributed checkpoint"
+    assert {each.name for each in checkpoint.tensors} == EXPECTED.keys()
+    for tensor in checkpoint.tensors:
+        assert_equal(values_of(tensor), EXPECTED[tensor.name])
+    assert dict(checkpoint.values) == {"step": 3}
+    files = {part.file for each in checkpoint.tensors for part in each.fragments}
+    assert checkpoint.check(sorted(files)) == []
+
+
+@pytest.mark.parametrize(
+    ("save", "match"),
+    [
+        ("zstd", r"\.metadata lists items that extensions changed.*'stream\.zstd/1'"),
+        ("safetensors", r"__0_0\.distcp has tensors as safetensors"),
+    ],
+)
+def test_extensions_and_other_formats_of_tensors_are_refused(save, match):
+    with pytest.raises(FormatError, match=match) as error:
+        opening.open_checkpoint(SAVES / save)
+    assert "save with" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("removed", "match"),
+    [("__0.metadata", r"lacks __0\.metadata"), ("__1.metadata", "lacks the part")],
+)
+def test_metadata_of_a_rank_that_is_missing_is_an_error(tmp_path, removed, match):
+    copied = shutil.copytree(SAVES / "per_rank", tmp_path / "x")
+    (copied / removed).unlink()
+    with pytest.raises(FormatError, match=match):
+        opening.open_checkpoint(copied)
+
+
+def test_metadata_of_two_saves_is_refused(tmp_path):
+    copied = shutil.copytree(SAVES / "per_rank", tmp_path / "x")
+    shutil.copy(SAVES / "async" / ".metadata", copied)
+    with pytest.raises(FormatError, match="of two saves"):
+        opening.open_checkpoint(copied)
+
+
+def test_tensors_of_other_shapes_on_each_rank_are_refused(tmp_path):
+    for rank, rows in ((0, 4), (1, 2)):
+        parts = dcp_files.parts()
+        parts.entries = {
+            "w": dcp_files.entry((rows, 2), [((row, 0), (2, 2)) for row in (0, 2)])
+        }
+        written = parts.write(tmp_path / f"{rank}")
+        (tmp_path / "x").mkdir(exist_ok=True)
+        shutil.copy(written / ".metadata", tmp_path / "x" / f"__{rank}.metadata")
+        shutil.copy(written / dcp_files.FILE, tmp_path / "x")
+    with pytest.raises(FormatError, match=r"float32\[4, 2\].*float32\[2, 2\]"):
         opening.open_checkpoint(tmp_path / "x")

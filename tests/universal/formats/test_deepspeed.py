@@ -4,18 +4,16 @@
 values that were put into its models and optimizers.
 """
 
-import os
 import re
 import shutil
 import struct
-import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import deepspeed, deepspeed_universal
+from elastic_ckpt.universal.formats import deepspeed
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values, torch_files
@@ -94,7 +92,7 @@ def expected(state, tensor, axes):
 
 @pytest.mark.parametrize("sample", ZERO)
 def test_every_state_of_every_parameter_is_read_bit_equal(samples, sample):
-    checkpoint = deepspeed.open_checkpoint(samples(sample))
+    checkpoint = opening.open_checkpoint(samples(sample))
     assert checkpoint.format == f"DeepSpeed {ZERO[sample]}"
     tp = tensor_parallel(sample)
     assert checkpoint.axes == ({"tp": tp} if tp > 1 else {})
@@ -116,12 +114,20 @@ def test_every_state_of_every_parameter_is_read_bit_equal(samples, sample):
         elif kind == "step":
             # This optimizer makes one step more, to create its states.
             assert stored_values.read(tensor) == 2 + ("zero0_bf16" in sample)
-    assert "torch" not in sys.modules
+    if "zero3" not in sample:
+        check_weights(checkpoint, sample)
+    elif "tp" not in sample:
+        array = kv.known("fp32", "frozen", (3, 5)).astype(ml_dtypes.bfloat16)
+        frozen = stored_values.read(by_key["frozen", "parameter", ()])
+        assert frozen.tobytes() == array.tobytes()
+    if "pp2" in sample:
+        # Ranges of data-parallel ranks are fragments of one tensor.
+        masters = [each for each in checkpoint.tensors if each.kind == "master"]
+        files = [{part.file for part in each.fragments} for each in masters]
+        assert 2 in map(len, files)
 
 
-@pytest.mark.parametrize("sample", [each for each in ZERO if "zero3" not in each])
-def test_weights_of_the_model_are_read_bit_equal(samples, sample):
-    checkpoint = deepspeed.open_checkpoint(samples(sample))
+def check_weights(checkpoint, sample):
     weights = [each for each in checkpoint.tensors if each.kind == "parameter"]
     dtype = np.float32 if sample in FLOAT32 else ml_dtypes.bfloat16
     for tensor in weights:
@@ -133,19 +139,15 @@ def test_weights_of_the_model_are_read_bit_equal(samples, sample):
     assert buffers == (set() if "pp2" in sample else {"scale"})
 
 
-@pytest.mark.parametrize("sample", ["zero3_dp2", "zero3_dp4"])
-def test_frozen_parameters_of_zero_3_are_joined(samples, sample):
-    checkpoint = deepspeed.open_checkpoint(samples(sample))
-    by_key = stored_values.by_key(checkpoint)
-    array = kv.known("fp32", "frozen", (3, 5)).astype(ml_dtypes.bfloat16)
-    frozen = stored_values.read(by_key["frozen", "parameter", ()])
-    assert frozen.tobytes() == array.tobytes()
-
-
 @pytest.mark.parametrize("sample", UNIVERSAL)
 def test_values_are_those_of_the_conversion_by_deepspeed(samples, sample):
     checkpoint = deepspeed.open_checkpoint(samples(sample))
-    converted = deepspeed_universal.open_checkpoint(samples(f"{sample}_universal"))
+    converted = opening.open_checkpoint(samples(f"{sample}_universal"))
+    assert converted.format == "DeepSpeed universal"
+    assert (
+        opening.open_checkpoint(samples(f"{sample}_universal") / "global_step2").tensors
+        == converted.tensors
+    )
     by_key = stored_values.by_key(converted)
     assert converted.axes == {}
     compared = 0
@@ -166,17 +168,6 @@ def test_values_are_those_of_the_conversion_by_deepspeed(samples, sample):
     assert left <= {("frozen", "master"), ("scale", "master")}
 
 
-def test_ranges_of_data_parallel_ranks_are_fragments_of_one_tensor(samples):
-    checkpoint = deepspeed.open_checkpoint(samples("zero1_tp2_pp2_dp2"))
-    files_of = {}
-    for tensor in checkpoint.tensors:
-        if tensor.kind == "master":
-            files = {os.path.basename(each.file) for each in tensor.fragments}
-            files_of.setdefault(tensor.name, []).append(files)
-    assert {len(held) for held in files_of.values()} == {2}
-    assert any(len(files) == 2 for held in files_of.values() for files in held)
-
-
 def test_patterns_and_affine_maps_are_values(samples):
     values = deepspeed.open_checkpoint(samples("zero1_tp2_pp2_dp2")).values
     info = values["universal_checkpoint_info"]
@@ -191,18 +182,6 @@ def test_patterns_and_affine_maps_are_values(samples):
         *(2, 0.01, 2),
     )
     assert values["optimizer/base_optimizer_state/param_groups/0/weight_decay"] == 0.1
-
-
-def test_what_a_universal_file_states_of_its_parameter_is_a_value(samples):
-    path = samples("zero1_tp2_pp2_dp2_universal")
-    values = deepspeed_universal.open_checkpoint(path).values
-    assert values["parameters/1.dense.weight/cat_dim"] == 1
-    assert values["parameters/tied_modules.embed.words.weight/vocab_tensor"] is True
-    shape = [
-        values[f"parameters/1.gate_up.weight/sub_param_shape/shape/{n}"] for n in "01"
-    ]
-    assert shape == [[kv.FF, kv.FF], kv.EMBED]
-    assert values["universal_checkpoint_info"]["original_vocab_size"] == kv.VOCAB
 
 
 def numbered(folder, groups, **optimizer):
@@ -266,11 +245,6 @@ def by_hand(
     return deepspeed.open_checkpoint(folder)
 
 
-def test_a_checkpoint_by_hand_is_read(tmp_path):
-    (tensor,) = by_hand(tmp_path).tensors
-    assert stored_values.read(tensor).tolist() == [[1, 2], [3, 4]]
-
-
 # The momentum is of whole parameters on each rank, then divided like the masters.
 WHOLE_MUON = ("zero1_muon_dp2", "zero2_muon_dp4")
 MUON = (
@@ -332,22 +306,6 @@ def test_the_momentum_of_muon_is_numbered_without_zero(samples):
     assert {each.shape for each in states} == {(16, 8), ()}
 
 
-@pytest.mark.parametrize("sample", MUON)
-def test_momentum_that_ranks_share_is_that_of_the_first(samples, sample):
-    is_whole = sample in WHOLE_MUON
-    files_of = {}
-    for tensor in deepspeed.open_checkpoint(samples(sample)).tensors:
-        files = {os.path.basename(each.file) for each in tensor.fragments}
-        files_of.setdefault(tensor.kind, {})[tensor.name] = sorted(files)
-    shared = {name: held for name, held in files_of["master"].items() if len(held) > 1}
-    shared = {
-        name: shared[name] for name in shared if name in files_of["momentum_buffer"]
-    }
-    assert shared
-    for name, held in shared.items():
-        assert files_of["momentum_buffer"][name] == held[: 1 if is_whole else None]
-
-
 def momentum(elements):
     """A momentum of this number of elements."""
     key = "0" if elements == 4 else "1"
@@ -372,7 +330,6 @@ OF_CONFIG = {"ds_config": {"optimizer": {"type": "Muon"}}}
 @pytest.mark.parametrize(
     "parts",
     [
-        {"base": muon(6), "stated": OF_STAGE},
         {"base": muon(6), "stated": PADDED},
         # Of BF16_Optimizer.
         {"base": muon(6)},
@@ -419,18 +376,12 @@ def test_momentum_in_parts_may_be_padded(tmp_path, parts):
     [
         ({"mapping": {"w": {"start": 0, "numel": 3}}}, "hold 3 elements of w"),
         ({"mapping": {"w": {"start": 1, "numel": 4}}}, "elements 1 to 5 of a tensor"),
-        ({"mapping": {"w": {"start": 0, "numel": 1 << 62}}}, "elements 0 to 46116"),
         ({"mapping": {"w": {"start": -1, "numel": 4}}}, "no place of w"),
-        ({"mapping": {"w": {"start": 0.0, "numel": 4}}}, "no place of w"),
-        ({"mapping": {"w": 4}}, "no place of w"),
         ({"mapping": {"v": {"start": 0, "numel": 4}}}, "has v, which param_shapes"),
-        ({"shape": (1 << 40, 1 << 40)}, "too large"),
-        ({"shape": (-2, -2)}, "which is none"),
         ({"shape": (1 << 30,)}, "hold 4 elements of w, which has 1073741824"),
         ({"flat": torch_files.tensor()}, "in a tensor of shape"),
         ({"flat": 4}, "has no states of group 0"),
         ({"counts": (3,)}, "partition_count of group 0"),
-        ({"counts": (0,)}, "partition_count of group 0"),
     ],
 )
 def test_lying_places_and_shapes_are_refused(tmp_path, parts, match):
@@ -456,62 +407,8 @@ def test_a_missing_file_is_named(copied, sample, name):
         deepspeed.open_checkpoint(folder)
 
 
-@pytest.mark.slow
-def test_truncated_files_are_refused_by_name(copied):
-    folder = copied("zero1_dp2")
-    content = (folder / FLAT).read_bytes()
-    for size in range(0, len(content), 97):
-        (folder / FLAT).write_bytes(content[:size])
-        with pytest.raises(FormatError, match=FLAT):
-            deepspeed.open_checkpoint(folder)
-
-
-def test_damaged_values_have_another_checksum(copied):
-    folder = copied("zero1_dp2")
-    checkpoint = deepspeed.open_checkpoint(folder)
-    files = sorted(
-        {part.file for each in checkpoint.tensors for part in each.fragments}
-    )
-    assert checkpoint.check(files) == []
-    (fragment,) = next(
-        each.fragments
-        for each in checkpoint.tensors
-        if (each.name, each.kind) == ("frozen", "second_moment")
-    )
-    with open(fragment.file, "r+b") as file:
-        file.seek(fragment.offset)
-        (byte,) = file.read(1)
-        file.seek(fragment.offset)
-        file.write(bytes([byte ^ 1]))
-    with pytest.raises(FormatError, match="CRC-32") as error:
-        checkpoint.check(files)
-    assert fragment.file in str(error.value)
-
-
-def test_code_in_an_optimizer_file_is_not_run(copied, tmp_path):
-    folder, touched = copied("zero1_dp2"), tmp_path / "touched"
-    value = {
-        "optimizer_state_dict": torch_files.Named("os", "system", f"touch {touched}")
-    }
-    torch_files.write(folder / FLAT, value)
-    with pytest.raises(FormatError, match=f"{FLAT} has no states of group 0"):
-        deepspeed.open_checkpoint(folder)
-    assert not touched.exists()
-
-
 @pytest.mark.parametrize("tag", ["../x", "/x", "", "absent"])
 def test_latest_leads_to_a_directory_beside_it(tmp_path, tag):
     (tmp_path / "latest").write_text(tag)
     with pytest.raises(FormatError, match="latest"):
         deepspeed.open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "sample", [*ZERO, *(f"{each}_universal" for each in UNIVERSAL)]
-)
-def test_the_format_is_detected(samples, sample):
-    checkpoint = opening.open_checkpoint(samples(sample))
-    is_universal = checkpoint.format == "DeepSpeed universal"
-    assert is_universal == sample.endswith("_universal")
-    step = opening.open_checkpoint(samples(sample) / "global_step2")
-    assert (step.format, step.tensors) == (checkpoint.format, checkpoint.tensors)

@@ -12,7 +12,6 @@ from orbax.checkpoint import v1
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.formats import source_files
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.reading.encoded_arrays import EncodedArrays
 from tests.universal.formats.fragment_values import values_of
@@ -103,10 +102,8 @@ def leaf(*keys, **value):
     [
         (leaf("w", "more"), r"w\.more is listed, and is not in the store"),
         (leaf("../../etc"), "the array '../../etc', which is not in it"),
-        (leaf("/etc"), "the array '/etc', which is not in it"),
         (leaf("w"), "w is listed twice"),
         (leaf(3), "does not list arrays as Orbax does"),
-        ({}, "does not list arrays as Orbax does"),
         ([], "does not list arrays as Orbax does"),
     ],
 )
@@ -124,9 +121,6 @@ def test_lists_of_arrays_that_do_not_fit_are_refused(tmp_path, entry, match):
         ({"shape": [2**40, 2**40]}, "w has the shape .* too large"),
         ({"shape": 3}, "w has no shape or type"),
         ({"dtype": "O"}, "w is of the unsupported type 'O'"),
-        ({"dtype": "V8"}, "w is of the unsupported type 'V8'"),
-        ({"dtype": "<i3"}, "w is of the unsupported type '<i3'"),
-        ({"dtype": "string"}, "w is of the unsupported type 'string'"),
         ({"dtype": ["a"]}, "w has no shape or type"),
     ],
 )
@@ -135,14 +129,6 @@ def test_arrays_with_lying_metadata_are_refused(tmp_path, change, match):
     file = tmp_path / "x" / "w" / ".zarray"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(FormatError, match=match):
-        opening.open_checkpoint(tmp_path / "x")
-
-
-def test_a_damaged_store_is_refused(tmp_path):
-    save_v1(tmp_path / "x", {"w": jnp.arange(3)})
-    manifest = next((tmp_path / "x").glob("*/manifest.ocdbt"))
-    manifest.write_bytes(manifest.read_bytes()[:-3])
-    with pytest.raises(FormatError, match="cannot be read"):
         opening.open_checkpoint(tmp_path / "x")
 
 
@@ -157,23 +143,6 @@ def test_a_step_without_a_pytree_is_refused(tmp_path):
     (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(FormatError, match="has no pytree"):
         opening.open_checkpoint(tmp_path)
-
-
-def test_a_list_of_many_arrays_is_as_large_as_their_bytes_allow(tmp_path, monkeypatch):
-    monkeypatch.setattr(source_files, "MOST_BYTES", 1000)
-    monkeypatch.setattr(source_files, "MOST_VALUES", 100)
-    monkeypatch.setattr(source_files, "_SMALL_BYTES", 100)
-    values = np.random.default_rng(0).random((10, 1000))
-    save_v1(tmp_path / "x", {f"w{number}": each for number, each in enumerate(values)})
-    assert len(opening.open_checkpoint(tmp_path / "x").tensors) == 10
-    for path in (tmp_path / "x").rglob("*"):
-        if path.parent.name == "d":
-            with path.open("r+b") as file:
-                size = path.stat().st_size
-                file.truncate(0)
-                file.truncate(size)
-    with pytest.raises(FormatError, match=r"_METADATA has \d+ bytes, and at most 1000"):
-        opening.open_checkpoint(tmp_path / "x")
 
 
 def test_arrays_compressed_by_blosc_are_refused(tmp_path):

@@ -1,6 +1,6 @@
-"""Writes samples of weights that PyTorch and llama.cpp's package save.
+"""Writes samples of weights that PyTorch saves.
 
-pip install torch==2.13.0 gguf==0.19.0 numpy
+pip install torch==2.13.0 numpy
 OMP_NUM_THREADS=1 python write_weights.py data/weights
 
 single/      pytorch_model.bin and config.json, as transformers wrote them
@@ -9,8 +9,6 @@ meta/        consolidated.*.pth of two model-parallel ranks, and params.json
 training.pt  a model, its optimizer, and objects of classes that readers do not have
 no_crc.pt    the model without checksums
 lazy.pt      tensors whose conj or neg bit is set
-plain.gguf   every type that is not quantized, and metadata of every kind
-quantized.gguf
 expected.npz the values; bfloat16 as int16
 """
 
@@ -23,7 +21,6 @@ import json
 import pathlib
 import sys
 
-import gguf
 import numpy as np
 import torch
 
@@ -107,44 +104,6 @@ def _training(path, model):
     torch.save(content, path)
 
 
-def _gguf(folder):
-    values = np.arange(6).reshape(2, 3)
-    writer = gguf.GGUFWriter(folder / "plain.gguf", "llama")
-    writer.add_block_count(2)
-    writer.add_uint8("kinds.uint8", 1)
-    writer.add_int8("kinds.int8", -1)
-    writer.add_uint16("kinds.uint16", 2)
-    writer.add_int16("kinds.int16", -2)
-    writer.add_int32("kinds.int32", -3)
-    writer.add_uint64("kinds.uint64", 2**40)
-    writer.add_int64("kinds.int64", -(2**40))
-    writer.add_float32("kinds.float32", 0.5)
-    writer.add_float64("kinds.float64", 0.25)
-    writer.add_bool("kinds.bool", True)
-    writer.add_token_list(["a", "bé", "c"])
-    writer.add_token_scores([0.5, 1.5, 2.5])
-    for name in ("float32", "float16", "float64", "int8", "int16", "int32", "int64"):
-        writer.add_tensor(f"{name}.weight", values.astype(name))
-    bfloat16 = torch.tensor(values, dtype=torch.bfloat16).view(torch.int16).numpy()
-    writer.add_tensor(
-        "bfloat16.weight", bfloat16, raw_dtype=gguf.GGMLQuantizationType.BF16
-    )
-    writer.add_tensor("vector", np.arange(5, dtype=np.float32))
-    _write(writer)
-    kind = gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(folder / "quantized.gguf", "llama")
-    packed = gguf.quants.quantize(np.ones((2, 32), np.float32), kind)
-    writer.add_tensor("blk.0.attn_q.weight", packed, raw_dtype=kind)
-    _write(writer)
-
-
-def _write(writer):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def main(directory):
     """Writes all samples."""
     folder = pathlib.Path(directory)
@@ -173,7 +132,6 @@ def main(directory):
     expected |= {name: _array(tensor) for name, tensor in lazy.items()}
     np.savez_compressed(folder / "expected.npz", **expected)
     _training(folder / "training.pt", model)
-    _gguf(folder)
 
 
 if __name__ == "__main__":

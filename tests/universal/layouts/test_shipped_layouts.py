@@ -1,21 +1,376 @@
-"""Shipped layouts are listed, loaded and recommended by name."""
+"""Every shipped layout makes of a fixed model what it always made, and back.
 
+`tests/golden/layouts.json` has a digest of the tensors that each case makes. With
+`--update-golden` this file writes it anew; the families (`tests/universal/families`)
+and MaxText (`tests/maxtext`) show that the trees are those of the models: by logits.
+"""
+
+import functools
+import json
 import os
 import re
 import subprocess
 import zipfile
+import zlib
+from typing import Any, NamedTuple
 
+import ml_dtypes
+import numpy as np
 import pytest
 
-from elastic_ckpt.universal import shipped_layouts
+from elastic_ckpt.universal import opening, shipped_layouts
+from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests.universal.layouts import hf_models as hf
-from tests.universal.layouts.test_maxtext_layouts import MODELS, maxtext
-from tests.universal.rules.relayout import saved, stored
+from tests.conftest import GOLDEN
+from tests.maxtext import small_models
+from tests.universal.formats import stored_values
+from tests.universal.rules.relayout import (
+    assert_same,
+    digest,
+    relayout,
+    saved,
+    stored,
+)
 
-# Trees have no ranks.
-OF_RANKS = {"megatron_ranks_to_hf", "deepspeed_example"}
+DIGESTS = GOLDEN / "layouts.json"
 DIRECTORY = shipped_layouts._IN_CHECKOUT
+# The layout to a plain tree, by Hugging Face's type of model.
+PLAIN = {
+    "llama": "hf_llama3",
+    "mixtral": "hf_mixtral",
+    "qwen2": "hf_qwen3",
+    "qwen3": "hf_qwen3",
+    "qwen3_moe": "hf_qwen3",
+    "gemma2": "hf_gemma3",
+    "gemma3_text": "hf_gemma3",
+    "olmo3": "hf_olmo3",
+    "gpt_oss": "hf_gpt_oss",
+    "deepseek_v2": "hf_deepseek3",
+    "deepseek_v3": "hf_deepseek3",
+    "llama4_text": "hf_llama4",
+    "qwen3_next": "hf_qwen3_next",
+}
+# Two of LLaMA are alike.
+MODELS = [name for name in small_models.MODELS if name not in ("llama2", "llama3.3")]
+# What is scaled on the way there returns within a rounding.
+SCALED = {
+    **dict.fromkeys(("llama", "mixtral"), re.compile("q_proj")),
+    **dict.fromkeys(("gemma2", "gemma3_text"), re.compile("norm|q_proj|embed")),
+}
+# Layouts that tests of their own have.
+ELSEWHERE = {"lora", "hf_fp8"}
+
+
+class Case(NamedTuple):
+    """A layout and what it reads.
+
+    Attributes:
+      layout: with all sizes.
+      tensors: arrays by name, or `Saved` tensors.
+      axes: the number of ranks by axis.
+      back: the arrays that the inverse restores; None if there is no way back.
+      rounded: names that are restored within a rounding.
+    """
+
+    layout: Layout
+    tensors: Any
+    axes: Any = None
+    back: Any = None
+    rounded: re.Pattern | None = None
+
+
+def of_model(layout, name, **sizes):
+    """The layout with the numbers of a model's `config.json`."""
+    numbers = {
+        f"config/{key}": value
+        for key, value in small_models.hf_config(name).items()
+        if type(value) is int
+    }
+    if isinstance(layout, str):
+        layout = shipped_layouts.load(layout)
+    return layout.with_sizes(sizes).with_values(numbers)
+
+
+def through(*names):
+    return Layout.from_dict({"through": names})
+
+
+def plain(name):
+    kind, arrays = small_models.hf_config(name)["model_type"], hf(name)
+    return Case(of_model(PLAIN[kind], name), arrays, back=arrays)
+
+
+@functools.cache
+def hf(name):
+    return small_models.tensors(name)
+
+
+def to_maxtext(name, form):
+    _, _, (layout, sizes) = small_models.MODELS[name]
+    arrays, kind = hf(name), small_models.hf_config(name)["model_type"]
+    back = dict(arrays)
+    if name == "gemma3":
+        # MaxText lacks the rows of the padding.
+        embedding = back["model.embed_tokens.weight"].copy()
+        embedding[small_models.VOCAB :] = 0
+        back["model.embed_tokens.weight"] = embedding
+    layout = of_model(layout + form, name, **sizes)
+    return Case(layout, arrays, back=back, rounded=SCALED.get(kind))
+
+
+def phi():
+    """LLaMA, with fused matrices."""
+    arrays = {}
+    for name, values in hf("llama3").items():
+        if ".q_proj" in name or ".gate_proj" in name:
+            parts = ("q", "k", "v") if ".q_proj" in name else ("gate", "up")
+            of_all = [hf("llama3")[re.sub(r"q_|gate_", f"{p}_", name)] for p in parts]
+            fused = "qkv_proj" if len(parts) == 3 else "gate_up_proj"
+            arrays[re.sub("q_proj|gate_proj", fused, name)] = np.concatenate(of_all)
+        elif not re.search("[kv]_proj|up_proj", name):
+            arrays[name] = values
+    return Case(of_model("hf_phi4", "llama3"), arrays, back=arrays)
+
+
+def stacked(name, layouts, **sizes):
+    arrays = hf(name)
+    return Case(of_model(through(*layouts), name, **sizes), arrays, back=arrays)
+
+
+def beside_vision(name):
+    arrays = {f"language_model.{key}": value for key, value in hf(name).items()}
+    kind = small_models.hf_config(name)["model_type"]
+    layout = of_model(through("hf_language_model", PLAIN[kind]), name)
+    tensors = {**arrays, "vision_tower.norm.weight": np.ones(3)}
+    return Case(layout, tensors, back=arrays)
+
+
+def four_bits():
+    """Experts of GPT-OSS as blocks of numbers of four bits, with scales."""
+    rng, tensors = np.random.default_rng(0), {}
+    for name, array in hf("gpt_oss").items():
+        if not re.search(r"experts\.\w+_proj$", name):
+            tensors[name] = array
+            continue
+        experts, inputs, outputs = array.shape
+        shape = (experts, outputs, inputs // 4, 2)
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, shape, np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(120, 130, shape[:3], np.uint8)
+    return Case(of_model("hf_gpt_oss", "gpt_oss"), tensors)
+
+
+def from_scanned(name, **sizes):
+    """From scanned layers of a state to others; six layers, three in each part."""
+    arrays = dict(hf("qwen3_moe"))
+    for tensor, values in hf("qwen3_moe").items():
+        later = re.sub(r"layers\.(\d)", lambda n: f"layers.{int(n[1]) + 3}", tensor)
+        if later != tensor:
+            arrays[later] = values + np.float32(1)
+    tree = relayout(of_model("hf_qwen3_to_maxtext", "qwen3_moe"), arrays)
+    state = {"step": np.int32(7), "opt_state/0/count": np.int32(5)}
+    for number, place in enumerate(("params", "opt_state/0/mu", "opt_state/0/nu")):
+        for path, values in tree.items():
+            state[path.replace("params", place, 1)] = values + np.float32(number)
+    rngs = "nnx_aux/model/decoder/{}rngs/dropout/{}"
+    at = "layers/self_attention/"
+    of_layers = {rngs.format(at, "count"): np.ones(6, np.uint32)}
+    outer = {rngs.format("", "count"): np.uint32(1)}
+    layout = shipped_layouts.load(name).inverse().with_sizes(sizes)
+    tree = {**state, **outer, **of_layers}
+    # Scanned layers alone have the others.
+    is_dropped = name == "maxtext_unscanned_to_scanned"
+    return Case(layout, tree, back={**state, **of_layers} if is_dropped else tree)
+
+
+def megatron_ranks(*, tp, pp, experts=""):
+    """Tensors of Megatron's ranks, as plain modules and Transformer Engine name them.
+
+    The last rows of the embedding are padding.
+    """
+    embed, mlp, d, kv, q, rows, expert_ranks = 10, 12, 4, 2, 3, 8, 2 if experts else 1
+    tensors = []
+    for stage, rank, ep in np.ndindex(pp, tp, expert_ranks):
+        qkv = "self_attention.linear_qkv"
+        layer = {
+            f"{qkv}.weight": (kv * (q + 2) * d // tp, embed),
+            "self_attention.linear_proj.weight": (embed, kv * q * d // tp),
+            f"{qkv}.layer_norm_weight": (embed,),
+        }
+        if experts:
+            layer["pre_mlp_layernorm.weight"] = (embed,)
+            layer["mlp.router.weight"] = (2 * expert_ranks, embed)
+            shapes = {"linear_fc1": (2 * mlp // tp, embed)}
+            shapes["linear_fc2"] = (embed, mlp // tp)
+            for number in range(2):
+                for leaf, shape in shapes.items():
+                    layer[f"mlp.experts.{experts.format(number, leaf)}"] = shape
+        else:
+            layer["mlp.linear_fc1.layer_norm_weight"] = (embed,)
+            layer["mlp.linear_fc1.weight"] = (2 * mlp // tp, embed)
+            layer["mlp.linear_fc2.weight"] = (embed, mlp // tp)
+        held = {
+            f"decoder.layers.{local}.{name}": shape
+            for local in range(2)
+            for name, shape in layer.items()
+        }
+        if stage == 0:
+            held["embedding.word_embeddings.weight"] = (rows, embed)
+        if stage == pp - 1:
+            held["output_layer.weight"] = (rows, embed)
+            held["decoder.final_layernorm.weight"] = (embed,)
+        ranks = {"pp": (stage, pp), "tp": (rank, tp), "ep": (ep, expert_ranks)}
+        ranks = {axis: number for axis, (number, count) in ranks.items() if count > 1}
+        for name, shape in held.items():
+            # Ranks have the same norms and routers, and different parts of the others.
+            is_same = "norm" in name or "router" in name
+            seed = {"pp": stage} if is_same else dict(ranks)
+            if "experts." not in name:
+                seed.pop("ep", None)
+            values = drawn(f"{name} {seed}", shape)
+            tensors.append(saved(name, values, **ranks))
+    axes = {"pp": pp, "tp": tp, "ep": expert_ranks}
+    layout = shipped_layouts.load(
+        "megatron_ranks_to_hf", sizes={"kv": kv, "q": q, "vocab": tp * rows - 3}
+    )
+    return Case(layout, tensors, {axis: n for axis, n in axes.items() if n > 1})
+
+
+def drawn(name, shape):
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return rng.standard_normal(shape, np.float32)
+
+
+def sample_of(name, layout, directory, **sizes):
+    path = stored_values.unpacked(f"{name}.tar.xz", directory)
+    checkpoint = opening.open_checkpoint(path)
+    tensors = [
+        saved(each.name, stored_values.read(each), each.kind, **dict(each.ranks))
+        for each in checkpoint.tensors
+    ]
+    made = shipped_layouts.load(layout, sizes=sizes).with_values(checkpoint.values)
+    return Case(made, tensors, checkpoint.axes)
+
+
+def to_megatron():
+    """From Hugging Face to Megatron's tensors over all ranks, and back."""
+    arrays, sizes = hf("mixtral"), {"vocab": small_models.VOCAB, "pad": 6}
+    inverse = shipped_layouts.load("megatron_to_hf", sizes=sizes).inverse()
+    return Case(of_model(inverse, "mixtral"), arrays, back=arrays)
+
+
+CASES = {
+    **{
+        f"{small_models.MODELS[name][2][0]}{form}: {name}": functools.partial(
+            to_maxtext, name, form
+        )
+        for name in MODELS
+        for form in ("", "_unscanned")
+    },
+    **{
+        f"{PLAIN[small_models.hf_config(name)['model_type']]}: {name}": (
+            functools.partial(plain, name)
+        )
+        for name in MODELS
+    },
+    "hf_phi4": phi,
+    "hf_llama3, stacked": lambda: stacked("llama3", ["hf_llama3", "stacked"]),
+    "hf_llama3, untied": lambda: Case(
+        of_model(through("hf_llama3", "untied"), "llama3"),
+        {key: each for key, each in hf("llama3").items() if key != "lm_head.weight"},
+    ),
+    "hf_deepseek3, stacked_blocks": lambda: stacked(
+        "deepseek3", ["hf_deepseek3", "stacked_blocks"], block=1, first=2
+    ),
+    "hf_llama4, stacked_blocks": lambda: stacked(
+        "llama4_maverick", ["hf_llama4", "stacked_blocks"], first=1, second=1
+    ),
+    "hf_language_model, hf_gemma3": lambda: beside_vision("gemma3"),
+    "hf_gpt_oss, MXFP4": four_bits,
+    "maxtext_unscanned_to_scanned": lambda: from_scanned(
+        "maxtext_unscanned_to_scanned"
+    ),
+    **{
+        name: functools.partial(from_scanned, name, stage=2)
+        for name in (
+            "maxtext_stages_to_scanned",
+            "maxtext_circular_to_scanned",
+            "maxtext_scanned_stages_to_scanned",
+        )
+    },
+    "megatron_to_hf, inverse": to_megatron,
+    "megatron_ranks_to_hf": lambda: megatron_ranks(tp=2, pp=2),
+    "megatron_ranks_to_hf, experts": lambda: megatron_ranks(
+        tp=1, pp=2, experts="local_experts.{}.{}.weight"
+    ),
+    "megatron_ranks_to_hf, grouped experts": lambda: megatron_ranks(
+        tp=1, pp=1, experts="{1}.weight{0}"
+    ),
+}
+SIZES = {"vocab": 13, "kv": 2, "q": 2}
+LLAMA = {**SIZES, "heads": 4}
+# What Megatron-core and DeepSpeed wrote, with the layout and its sizes.
+SAMPLES = [
+    ("deepspeed/zero1_tp2_pp2_dp2", "deepspeed_example", {"vocab": 13}),
+    (
+        "megatron/torch_dist_tp2_pp2",
+        "megatron_llama_to_maxtext",
+        {**LLAMA, "interleave": 1},
+    ),
+    (
+        "megatron/torch_dist_tp2_pp2",
+        "megatron_llama_to_maxtext",
+        {**LLAMA, "interleave": 2},
+    ),
+    ("megatron/torch_dist_ep2", "megatron_mixtral_to_maxtext", SIZES),
+    ("megatron/torch_dist_ep2", "megatron_to_hf", SIZES),
+    ("megatron/torch_dist_tp2_pp2", "megatron_to_hf", SIZES),
+]
+
+
+def check(name, made, request):
+    """Compares a digest with the golden one, or writes it (--update-golden)."""
+    digests = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
+    if request.config.getoption("--update-golden"):
+        digests[name] = digest(made)
+        DIGESTS.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n")
+    assert digest(made) == digests[name], "see --update-golden"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_makes_what_its_digest_says_and_comes_back(name, request):
+    case = CASES[name]()
+    made = relayout(case.layout, case.tensors, case.axes)
+    check(name, made, request)
+    if case.back is None:
+        return
+    assert case.layout.inverse().inverse() == case.layout
+    back = relayout(case.layout.inverse(), made)
+    for path, values in case.back.items():
+        if case.rounded and case.rounded.search(path):
+            np.testing.assert_allclose(back[path], values, rtol=0, atol=3e-7)
+            back[path] = values
+    assert_same(back, case.back)
+
+
+@pytest.mark.parametrize(("sample", "layout", "sizes"), SAMPLES)
+def test_a_sample_becomes_what_its_digest_says(
+    sample, layout, sizes, tmp_path, request
+):
+    case = sample_of(sample, layout, tmp_path, **sizes)
+    made = relayout(case.layout, case.tensors, case.axes)
+    chosen = f", interleave {sizes['interleave']}" if "interleave" in sizes else ""
+    check(f"{layout}, {sample}{chosen}", made, request)
+
+
+def test_every_shipped_layout_has_a_digest():
+    tested = {name for case in CASES for name in re.findall(r"\w+", case)}
+    tested |= {layout for _, layout, _ in SAMPLES}
+    tested |= {
+        os.path.basename(each.place).removesuffix(".yml")
+        for name in tested & {*shipped_layouts.shipped()}
+        for each in shipped_layouts.load(name).through
+    }
+    assert {*shipped_layouts.shipped()} - tested == ELSEWHERE
 
 
 def fitting(arrays):
@@ -23,37 +378,61 @@ def fitting(arrays):
     return shipped_layouts.fitting(stored(tensors))
 
 
-def test_the_page_lists_every_layout():
-    page = (DIRECTORY / "README.md").read_text()
-    assert (
-        sorted(re.findall(r"^\| `(\w+)` \|", page, re.M)) == shipped_layouts.shipped()
-    )
+def test_the_layouts_of_its_family_fit_a_model_and_no_others():
+    case = to_maxtext("qwen3_next", "")
+    layout = "hf_qwen3_next"
+    assert fitting(case.tensors) == [
+        layout,
+        f"{layout}_to_maxtext",
+        f"{layout}_to_maxtext_unscanned",
+    ]
+    made = relayout(case.layout, case.tensors)
+    assert fitting(made) == [f"{layout}_to_maxtext (inverse)"]
+    assert fitting({**case.tensors, "model.other.weight": np.ones(3)}) == []
 
 
-@pytest.mark.parametrize("name", sorted({*shipped_layouts.shipped()} - OF_RANKS))
-def test_a_layout_is_its_own_inverse_inverted(name):
-    layout = shipped_layouts.load(name)
-    assert layout.inverse().inverse() == layout
+@pytest.mark.parametrize("form", ["", "_unscanned"])
+def test_the_bias_of_experts_comes_back_from_where_training_saves_it(form):
+    case = to_maxtext("deepseek3", form)
+    tree = {
+        path.replace("params/params", "nnx_aux/model")
+        if path.endswith("gate/bias")
+        else path: value
+        for path, value in relayout(case.layout, case.tensors).items()
+    }
+    rest = {
+        "step": np.int32(1),
+        "opt_state/0/mu/params/decoder/decoder_norm/scale": np.ones(3),
+        "nnx_aux/model/decoder/rngs/params/count": np.uint32(1),
+    }
+    for layout in (case.layout.inverse(), case.layout.inverse().weights()):
+        assert_same(relayout(layout, {**tree, **rest}), case.tensors)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_a_model_fits_its_layout(model):
-    name, blocks = MODELS[model]
-    arrays = hf.model(*blocks)
-    assert name in fitting(arrays)
-    assert f"{name} (inverse)" in fitting(maxtext(model, arrays))
+def test_weights_in_blocks_of_fp8_are_multiplied_and_the_last_blocks_are_shorter():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(300, 192)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.normal(size=(3, 2)).astype(np.float32)
+    tensors = {"a.weight": values, "a.weight_scale_inv": scales, "norm": scales}
+    layout = shipped_layouts.load("hf_fp8").with_values({})
+    each = scales.repeat(128, 0)[:300].repeat(128, 1)[:, :192]
+    product = (values.astype(np.float32) * each).astype(ml_dtypes.bfloat16)
+    assert_same(relayout(layout, tensors), {"a.weight": product, "norm": scales})
 
 
-def test_a_tensor_without_a_rule_fits_no_layout():
-    _, blocks = MODELS["llama"]
-    arrays = hf.model(*blocks)
-    assert fitting({**arrays, "model.other.weight": arrays["model.norm.weight"]}) == []
-
-
-def test_an_unknown_name_is_refused_with_the_names_that_ship():
-    with pytest.raises(LayoutError, match=r"'llama'.* hf_llama_to_maxtext"):
-        shipped_layouts.load("llama")
+@pytest.mark.parametrize("is_inverse", [False, True])
+def test_what_only_a_user_knows_of_llama_has_to_be_chosen(is_inverse):
+    arrays = hf("llama3")
+    targets = relayout(of_model("hf_llama_to_maxtext", "llama3", interleave=1), arrays)
+    layout = shipped_layouts.load("hf_llama_to_maxtext", sizes={"kv": 2, "part": 14})
+    if is_inverse:
+        layout, arrays, targets = layout.inverse(), targets, arrays
+    with pytest.raises(
+        LayoutError, match=r"'interleave'.* 1 for .*; 2 for .*llama3\.1"
+    ):
+        relayout(layout, arrays, targets=targets)
+    with pytest.raises(LayoutError, match="interleave cannot be 3: 1 for"):
+        shipped_layouts.load("hf_llama_to_maxtext", sizes={"interleave": 3})
 
 
 def test_sizes_are_added_to_those_of_the_file():

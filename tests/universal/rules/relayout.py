@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import hashlib
+import math
 import operator
 
 import numpy as np
@@ -58,32 +60,36 @@ def relayout(layout, tensors, axes=None, *, targets=None):
     arrays = {
         name: np.zeros(each.shape, each.dtype) for name, each in matched.targets.items()
     }
-    times = {name: np.zeros(array.shape, int) for name, array in arrays.items()}
+    times = {name: np.zeros(array.shape, np.int8) for name, array in arrays.items()}
+    filled = dict.fromkeys(arrays, 0)
     for move in matched.moves:
-        contracted = [f for f, dim in enumerate(move.target_side.dims) if dim < 0]
+        contracted = tuple(f for f, dim in enumerate(move.target_side.dims) if dim < 0)
         values = [
-            np.broadcast_to(
-                view(tensors[source.tensor].values, source.viewed_as)[
-                    elements(source.side, move.sizes)
-                ],
+            elements(
+                view(tensors[source.tensor].values, source.viewed_as),
+                source.side,
                 move.sizes,
             )
             for source in move.sources
         ]
-        at = elements(move.target_side, move.sizes)
-        arithmetic = move.arithmetic
-        one = reduced(arithmetic, values, tuple(contracted))
         first = tuple(
             0 if f in contracted else slice(None) for f in range(len(move.sizes))
         )
-        at = tuple(each[first] for each in at)
-        put(arrays[move.target], at, one, arithmetic)
-        np.add.at(times[move.target], at, 1)
+        into, counts = (
+            elements(each[move.target], move.target_side, move.sizes)[(*first, ...)]
+            for each in (arrays, times)
+        )
+        put(into, reduced(move.arithmetic, values, contracted), move.arithmetic)
+        counts += 1
+        filled[move.target] += counts.size
     for fill in matched.fills:
         at = tuple(map(slice, fill.start, fill.stop))
         arrays[fill.target][at] = fill.value
         times[fill.target][at] += 1
-    assert all((count == 1).all() for count in times.values())
+        filled[fill.target] += times[fill.target][at].size
+    for name, count in times.items():
+        assert (count == 1).all(), name
+        assert filled[name] == count.size, name
     return arrays
 
 
@@ -120,20 +126,34 @@ def reduced(arithmetic, copies, contracted):
     return values / len(copies) if reduction is Reduction.MEAN else values
 
 
-def put(array, at, values, arithmetic):
+def put(array, values, arithmetic):
     if arithmetic is not None and (arithmetic.scale, arithmetic.shift) != (1, 0):
         values = np.asarray(values, np.float64) * arithmetic.scale + arithmetic.shift
-    array[at] = np.asarray(values).astype(array.dtype)
+    array[...] = np.asarray(values).astype(array.dtype)
 
 
-def elements(side, sizes):
-    """The indices of the elements of a side, an array for each dim of the tensor."""
-    numbers = np.indices(sizes)
-    indices = [np.full(sizes, start) for start in side.start]
-    for factor, (dim, step) in enumerate(zip(side.dims, side.steps, strict=True)):
+def elements(array, side, sizes):
+    """The elements of a side, as a view of its tensor."""
+    strides, last = [], list(side.start)
+    for dim, step, size in zip(side.dims, side.steps, sizes, strict=True):
+        strides.append(array.strides[dim] * step if dim >= 0 else 0)
         if dim >= 0:
-            indices[dim] = indices[dim] + numbers[factor] * step
-    return tuple(indices)
+            assert step >= 0
+            last[dim] += (size - 1) * step
+    if math.prod(sizes):
+        pairs = zip(side.start, last, array.shape, strict=True)
+        assert all(0 <= a <= b < size for a, b, size in pairs)
+    begin = array[(*(slice(start, None) for start in side.start), ...)]
+    return np.lib.stride_tricks.as_strided(begin, sizes, strides)
+
+
+def digest(arrays):
+    """A digest of the names, dtypes, shapes and values of arrays."""
+    made = hashlib.blake2b(digest_size=8)
+    for name, array in sorted(arrays.items()):
+        made.update(f"{name} {array.dtype} {array.shape}".encode())
+        made.update(np.ascontiguousarray(array).tobytes())
+    return made.hexdigest()
 
 
 def assert_same(arrays, expected):

@@ -23,57 +23,9 @@ def sharded(name, values, axis=0, **counts):
     return [saved(name, part, **{rank_axis: n}) for n, part in enumerate(parts)]
 
 
-def test_a_renamed_tensor_keeps_its_values():
-    w = numbered(2, 3)
-    made = relayout(rule({"a.w": "x y"}, {"b/w": "x y"}), {"a.w": w})
-    assert_same(made, {"b/w": w})
-
-
-def test_a_transposed_tensor_is_that_of_numpy():
-    w = numbered(2, 3, 4)
-    made = relayout(rule({"w": "x y z"}, {"w": "z x y"}), {"w": w})
-    assert_same(made, {"w": w.transpose(2, 0, 1)})
-
-
-def test_a_reshaped_tensor_is_that_of_numpy():
-    w = numbered(6, 4)
-    layout = rule({"w": "(a b) c"}, {"w": "1 a (b c)"}, sizes={"a": 2})
-    assert_same(relayout(layout, {"w": w}), {"w": w.reshape(1, 2, 12)})
-
-
-def test_rotary_halves_are_interleaved():
-    w = numbered(3 * 4 * 2, 5)
-    layout = rule(
-        {"w": "(heads two half) embed"},
-        {"w": "embed heads (half two)"},
-        sizes={"heads": 3, "two": 2},
-    )
-    split = w.reshape(3, 2, 4, 5)
-    expected = split.transpose(3, 0, 2, 1).reshape(5, 3, 8)
-    assert_same(relayout(layout, {"w": w}), {"w": expected})
-
-
 def test_a_scalar_is_moved():
     made = relayout(rule({"step": ""}, {"count": ""}), {"step": np.int32(7)})
     assert_same(made, {"count": np.array(7, np.int32)})
-
-
-def test_captures_become_a_dim():
-    layers = {f"layers.{n}.w": numbered(2, 3, start=10 * n) for n in range(12)}
-    made = relayout(rule({"layers.{l}.w": "x y"}, {"w": "y l x"}), layers)
-    assert_same(made, {"w": np.stack([w.T for w in layers.values()], axis=1)})
-
-
-def test_a_dim_becomes_captures():
-    w = numbered(3, 4, 2)
-    made = relayout(rule({"w": "x l y"}, {"layers_{l}/w": "y x"}), {"w": w})
-    assert_same(made, {f"layers_{n}/w": w[:, n].T for n in range(4)})
-
-
-def test_a_kept_capture_has_shapes_of_its_value():
-    tensors = {"a.w": numbered(2, 3), "b.w": numbered(4, 1), "10.w": numbered(1, 1)}
-    made = relayout(rule({"{x}.w": "i o"}, {"{x}/k": "o i"}), tensors)
-    assert_same(made, {f"{name[:-2]}/k": w.T for name, w in tensors.items()})
 
 
 def test_leading_zeros_are_a_number():
@@ -92,48 +44,6 @@ def test_names_that_count_from_1_are_a_dim_and_back():
         relayout(layout, {"0.w": numbered(2), **tensors})
 
 
-def test_names_that_count_from_2_keep_their_number():
-    tensors = {f"{n + 2}.w": numbered(3, start=n) for n in (0, 7, 98)}
-    layout = rule({"{n+2}.w": "x"}, {"{n:02}/w": "x"})
-    made = relayout(layout, tensors)
-    assert_same(made, {f"{n:02}/w": numbered(3, start=n) for n in (0, 7, 98)})
-    assert_same(relayout(layout.inverse(), made), tensors)
-
-
-def test_a_product_in_names_that_count_from_1():
-    tensors = {f"{n + 1}.w": numbered(2, start=10 * n) for n in range(6)}
-    layout = rule({"{(a b)+1}.w": "x"}, {"w": "b x a"}, sizes={"a": 3})
-    made = relayout(layout, tensors)
-    stacked = np.stack(list(tensors.values())).reshape(3, 2, 2)
-    assert_same(made, {"w": stacked.transpose(1, 2, 0)})
-    assert_same(relayout(layout.inverse(), made), tensors)
-
-
-def test_a_stack_of_stages_of_unequal_length():
-    layout = rule(
-        {"{stage}.{local}.w": "x"},
-        {"w": "layer x"},
-        index={"layer": {"by": ["stage", "local"], "values": [[0, 3], [1, 2, 4]]}},
-    )
-    numbers = {"0.0.w": 0, "0.1.w": 3, "1.0.w": 1, "1.1.w": 2, "1.2.w": 4}
-    tensors = {name: numbered(2, start=10 * n) for name, n in numbers.items()}
-    expected = {"w": np.stack([numbered(2, start=10 * n) for n in range(5)])}
-    made = relayout(layout, tensors)
-    assert_same(made, expected)
-    assert_same(relayout(layout.inverse(), made), tensors)
-
-
-def test_interleaved_stages_of_ranks():
-    tensors = [
-        saved(f"{vp}.{local}.w", numbered(2, start=100 * vp + 10 * pp + local), pp=pp)
-        for vp in range(2)
-        for pp in range(3)
-        for local in range(2)
-    ]
-    made = relayout(rule({"{vp}.{l}.w": "x"}, {"w": "(vp pp l) x"}), tensors, {"pp": 3})
-    assert_same(made, {"w": np.stack([each.values for each in tensors])})
-
-
 def test_stages_of_unequal_length_on_ranks():
     layout = rule(
         {"{local}.w": "x"},
@@ -149,30 +59,6 @@ def test_stages_of_unequal_length_on_ranks():
     assert_same(relayout(layout, tensors, {"pp": 2}), expected)
 
 
-def test_a_table_serves_only_rules_that_need_it():
-    layout = Layout.parse(
-        """
-version: 1
-index: {layer: {by: [local], values: [1, 0]}}
-rules:
-  - {from: {"{local}.w": "x"}, to: {"w": "layer x"}}
-  - {from: {"{layer}.norm": "x"}, to: {"norm_{layer}": "x"}}
-"""
-    )
-    tensors = {
-        "0.w": numbered(2),
-        "1.w": numbered(2, start=5),
-        "0.norm": numbered(2),
-        "1.norm": numbered(3),
-    }
-    expected = {
-        "w": np.stack([tensors["1.w"], tensors["0.w"]]),
-        "norm_0": numbered(2),
-        "norm_1": numbered(3),
-    }
-    assert_same(relayout(layout, tensors), expected)
-
-
 def test_ranks_of_the_layout_are_those_of_target_names():
     layout = rule({"w": "x y"}, {"{rank}/w": "x y@rank"})
     w = numbered(3, 4)
@@ -180,17 +66,6 @@ def test_ranks_of_the_layout_are_those_of_target_names():
         relayout(layout, {"w": w})
     layout = dataclasses.replace(layout, ranks={"rank": 2})
     assert_same(relayout(layout, {"w": w}), {"0/w": w[:, :2], "1/w": w[:, 2:]})
-
-
-def test_layers_of_stages_get_consecutive_numbers():
-    layout = rule({"{l}.w": "x"}, {"layers_{(pp l)}": "x"})
-    tensors = [
-        saved(f"{n}.w", numbered(2, start=10 * pp + n), pp=pp)
-        for pp in range(2)
-        for n in range(3)
-    ]
-    expected = {f"layers_{n}": each.values for n, each in enumerate(tensors)}
-    assert_same(relayout(layout, tensors, {"pp": 2}), expected)
 
 
 def test_a_scanned_stack_of_each_stage_has_its_width():
@@ -201,25 +76,6 @@ def test_a_scanned_stack_of_each_stage_has_its_width():
     )
     expected = {f"{n}": w[n] for n in range(5)}
     assert_same(relayout(layout, tensors, {"pp": 2}), expected)
-
-
-def test_the_first_and_the_last_stage_have_the_embedding():
-    tensors = [saved("w", numbered(3), pp=pp) for pp in (0, 3)]
-    layout = rule({"w": {"dims": "x", "replicated": ["pp"]}}, {"w": "x"})
-    assert_same(relayout(layout, tensors, {"pp": 4}), {"w": numbered(3)})
-
-
-def test_layers_of_two_kinds_become_one_stack():
-    dense = {f"dense.{n}.w": numbered(2, start=n) for n in range(2)}
-    sparse = {f"sparse.{n}.w": numbered(2, start=10 + n) for n in range(3)}
-    layout = rule({"dense.{a}.w": "x", "sparse.{b}.w": "x"}, {"w": "(a + b) x"})
-    expected = {"w": np.stack([*dense.values(), *sparse.values()])}
-    made = relayout(layout, {**sparse, **dense})
-    assert_same(made, expected)
-    layout = rule(
-        {"dense.{a}.w": "x", "sparse.{b}.w": "x"}, {"w": "(a + b) x"}, sizes={"a": 2}
-    )
-    assert_same(relayout(layout.inverse(), made), {**dense, **sparse})
 
 
 def test_two_rules_that_make_one_tensor_are_refused():
@@ -241,79 +97,6 @@ def test_a_tensor_without_elements_has_no_moves():
     assert_same(made, {"w": np.ones((3, 0))})
 
 
-def test_the_number_of_a_layer_is_split_into_stage_and_layer():
-    tensors = {f"{n}.w": numbered(2, start=n) for n in range(6)}
-    layout = rule({"{(s l)}.w": "x"}, {"{s}/w": "l x"}, sizes={"s": 2})
-    made = relayout(layout, tensors)
-    stacked = np.stack(list(tensors.values()))
-    assert_same(made, {"0/w": stacked[:3], "1/w": stacked[3:]})
-    assert_same(relayout(layout.inverse(), made), tensors)
-
-
-def test_grouped_query_key_value_over_ranks_is_split():
-    kv, d, embed = 4, 2, 5
-    parts = {
-        name: numbered(kv, n, d, embed, start=100 * n)
-        for name, n in (("q", 3), ("k", 1), ("v", 1))
-    }
-    fused = np.concatenate(list(parts.values()), axis=1).reshape(-1, embed)
-    made = relayout(
-        rule(
-            {"{layer}.qkv": "(kv@tp (q + k + v) d) embed"},
-            {
-                "query": "embed layer (kv q) d",
-                "key": "embed layer (kv k) d",
-                "value": "embed layer (kv v) d",
-            },
-            sizes={"kv": kv, "q": 3, "k": 1, "v": 1},
-        ),
-        sharded("0.qkv", fused, tp=2),
-        {"tp": 2},
-    )
-    names = {"query": "q", "key": "k", "value": "v"}
-    expected = {
-        name: parts[short].transpose(3, 0, 1, 2).reshape(embed, 1, -1, d)
-        for name, short in names.items()
-    }
-    assert_same(made, expected)
-
-
-def test_gate_and_up_are_fused_on_each_rank():
-    gate, up = numbered(6, 2), numbered(6, 2, start=50)
-    halves = zip(np.split(gate, 2), np.split(up, 2), strict=True)
-    ranks = [saved("w", np.concatenate(pair), tp=n) for n, pair in enumerate(halves)]
-    layout = rule(
-        {"w": "(gate@tp + up@tp) x"}, {"0": "x gate", "1": "x up"}, sizes={"up": 6}
-    )
-    assert_same(relayout(layout, ranks, {"tp": 2}), {"0": gate.T, "1": up.T})
-
-
-def test_experts_are_local_numbers_of_ranks():
-    experts = numbered(4, 2, 3)
-    tensors = [
-        saved(f"{n % 2}.w", expert, ep=n // 2) for n, expert in enumerate(experts)
-    ]
-    made = relayout(rule({"{e}.w": "i o"}, {"w": "(ep e) o i"}), tensors, {"ep": 2})
-    assert_same(made, {"w": experts.transpose(0, 2, 1)})
-
-
-def test_fused_experts_are_split_along_a_dim():
-    w = numbered(3 * 4, 2)
-    made = relayout(rule({"w": "(e x) y"}, {"{e}.w": "x y"}, sizes={"e": 3}), {"w": w})
-    assert_same(made, {f"{n}.w": w[4 * n : 4 * n + 4] for n in range(3)})
-
-
-def test_two_dims_are_sharded_over_two_axes():
-    w = numbered(4, 6)
-    tensors = [
-        saved("w", w[2 * tp : 2 * tp + 2, 2 * ep : 2 * ep + 2], tp=tp, ep=ep)
-        for tp in range(2)
-        for ep in range(3)
-    ]
-    made = relayout(rule({"w": "x@tp y@ep"}, {"w": "y x"}), tensors, {"tp": 2, "ep": 3})
-    assert_same(made, {"w": w.T})
-
-
 def test_a_dim_is_sharded_over_two_axes():
     w = numbered(12)
     tensors = [
@@ -323,31 +106,6 @@ def test_a_dim_is_sharded_over_two_axes():
     ]
     made = relayout(rule({"w": "x@(dp tp)"}, {"w": "x"}), tensors, {"tp": 2, "dp": 2})
     assert_same(made, {"w": w})
-
-
-def test_a_product_is_sharded_in_the_middle_of_a_row():
-    w = numbered(3, 4, 2)
-    layout = rule({"w": "(a b)@tp c"}, {"w": "b c a"}, sizes={"a": 3})
-    tensors = sharded("w", w.reshape(12, 2), tp=2)
-    assert_same(relayout(layout, tensors, {"tp": 2}), {"w": w.transpose(1, 2, 0)})
-
-
-def test_a_product_of_shards_is_sharded_again():
-    w = numbered(4, 6)
-    tensors = [
-        saved("w", w[2 * tp : 2 * tp + 2].reshape(-1)[4 * dp :][:4], tp=tp, dp=dp)
-        for tp in range(2)
-        for dp in range(3)
-    ]
-    layout = rule({"w": "(a@tp b)@dp"}, {"w": "b a"}, sizes={"a": 4})
-    assert_same(relayout(layout, tensors, {"tp": 2, "dp": 3}), {"w": w.T})
-
-
-def test_a_dim_is_sharded_by_widths():
-    w = numbered(8, 2)
-    tensors = [saved("w", w[:3], tp=0), saved("w", w[3:], tp=1)]
-    layout = rule({"w": "x@tp y"}, {"w": "y x"}, widths={"x": {"tp": [3, 5]}})
-    assert_same(relayout(layout, tensors, {"tp": 2}), {"w": w.T})
 
 
 def test_shards_are_named_by_their_rank_in_both_directions():

@@ -63,19 +63,6 @@ def test_of_optional_rules_for_one_tensor_that_with_a_source_fills_it(name):
     assert_same(made, expected)
 
 
-def test_two_optional_rules_with_sources_for_one_tensor_are_refused():
-    both = {"fused.norm.w": numbered(5), "norm.w": numbered(5)}
-    with pytest.raises(LayoutError, match="1 tensors are in several rules: norm"):
-        relayout(TWO_SPELLINGS, both, targets={"norm": numbered(5)})
-
-
-def test_a_parameter_is_not_dropped_as_a_state_of_the_same_name():
-    tensors = [saved("a.w", numbered(3)), saved("a.w", numbered(3), kind="master")]
-    assert_same(relayout(WEIGHTS_ALONE, tensors), {"a/w": numbered(3)})
-    with pytest.raises(LayoutError, match=r"1 tensors of the checkpoint.* b\.bias"):
-        relayout(WEIGHTS_ALONE, [*tensors, saved("b.bias", numbered(3))])
-
-
 SPELLINGS = """
 version: 1
 rules:

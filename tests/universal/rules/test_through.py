@@ -51,7 +51,6 @@ def three_sides(draw):
     return values_of, {each.name: each.size for each in [*names, *parts]}, drawn
 
 
-@pytest.mark.slow
 @given(three_sides())
 def test_two_layouts_make_what_the_second_makes_of_the_first(relation):
     values_of, sizes, (one, two, three) = relation
@@ -186,49 +185,3 @@ def test_a_file_leads_through_files_and_layouts_that_ship(tmp_path):
     (tmp_path / "both.yml").write_text("version: 1\nthrough: [nowhere]\nrules: []\n")
     with pytest.raises(LayoutError, match="`rules`, or layouts"):
         Layout.load(tmp_path / "both.yml")
-
-
-def test_values_beside_two_layouts_fill_leaves_of_the_last():
-    rules = [{"from": {"w": "..."}, "to": {"w": "..."}}]
-    both = Layout(
-        rules=(), through=(layout(*rules), layout(*rules)), fill={"step": 3.0}
-    )
-    tensors = {"w": numbered(2)}
-    expected = {**tensors, "step": np.array(3, np.float32)}
-    assert_same(relayout(both, tensors), expected)
-    assert_same(relayout(both, tensors, targets=expected), expected)
-    assert_same(relayout(both.inverse(), expected, targets=tensors), tensors)
-
-
-def test_bytes_are_read_as_another_dtype_by_the_first_alone():
-    first = layout({"from": {"x": "a"}, "to": {"w": "a"}})
-    second = layout(
-        {
-            "from": {"w": {"dims": "a", "as": "int8"}},
-            "to": {"k": {"dims": "a", "dtype": "float32"}},
-        }
-    )
-    with pytest.raises(LayoutError, match="`as` is for the bytes of a file"):
-        relayout(through(first, second), {"x": np.array([255], np.uint8)})
-
-
-def test_padding_of_the_first_is_repeated_by_the_second_or_refused():
-    def padded(name):
-        target = {name: "(v + r) d"}
-        return {"from": {name: "v d"}, "to": target, "pad": {"r": 7}}
-
-    first = layout(padded("x"), padded("y"), sizes={"r": 1})
-    tensors = {"x": numbered(2, 3), "y": numbered(2, 3)}
-    repeated = {"dims": "(v n) d", "replicated": ["n"]}
-    second = layout(
-        {"from": {"x": "v d"}, "to": {"x": repeated}},
-        {"from": {"y": "v d"}, "to": {"y": "d v"}},
-        sizes={"n": 2},
-    )
-    with_rows = np.concatenate([numbered(2, 3), np.full((1, 3), 7, np.float32)])
-    expected = {"x": np.repeat(with_rows, 2, axis=0), "y": with_rows.T}
-    assert_same(relayout(through(first, second), tensors), expected)
-    compared = {"x": "v d", "y": {"dims": "v d", "copy": "checked"}}
-    third = layout({"from": compared, "to": {"x": "v d"}})
-    with pytest.raises(LayoutError, match="the layout before pads what it is reduced"):
-        relayout(through(first, third), tensors)

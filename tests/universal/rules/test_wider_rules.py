@@ -29,20 +29,6 @@ def both_ways(made_by, tensors, expected, **sizes):
     assert_same(relayout(back, expected, targets=tensors), tensors)
 
 
-def test_an_unrelated_leaf_of_the_same_looks_belongs_to_its_own_rule():
-    tensors = {"h.a.w": numbered(2), "h.b.w": numbered(3), "scale": numbered(4)}
-    made_by = layout(
-        rule({"h.{x}.w": "n"}, {"layers/{x}": "n"}),
-        rule({"scale": "s"}, {"layers/scale": "s"}),
-    )
-    expected = {
-        "layers/a": tensors["h.a.w"],
-        "layers/b": tensors["h.b.w"],
-        "layers/scale": tensors["scale"],
-    }
-    assert_same(relayout(made_by, tensors, targets=expected), expected)
-
-
 def test_the_rule_that_matches_fewer_names_counts():
     tensors = {"a.w": numbered(2, 3), "b.w": numbered(2, 3), "norm.w": numbered(5)}
     made_by = layout(
@@ -78,15 +64,6 @@ def test_one_of_several_texts_is_a_name_or_a_position():
     both_ways(fused, parts, {"qkv": np.stack([*parts.values()], axis=1)})
 
 
-def test_a_dropped_tensor_is_not_used_by_a_rule_that_matches_it():
-    layers = {f"layers.{n}.w": numbered(2, start=n) for n in range(3)}
-    made_by = layout(
-        rule({"layers.{n}.w": "x"}, {"w": "n x"}), drop=["layers.2.*", "head.w"]
-    )
-    made = relayout(made_by, {**layers, "head.w": numbered(9)})
-    assert_same(made, {"w": np.stack([layers["layers.0.w"], layers["layers.1.w"]])})
-
-
 def test_a_tied_embedding_becomes_an_untied_head_too():
     embedding = numbered(5, 3)
     made_by = layout(
@@ -119,12 +96,6 @@ def test_a_tied_embedding_becomes_an_untied_head_too():
     assert_same(relayout(unchecked.inverse(), changed), {"embed.w": embedding})
 
 
-def test_two_targets_of_a_source_need_to_say_which_is_the_copy():
-    made_by = layout(rule({"w": "x"}, {"a": "x", "b": "x"}))
-    with pytest.raises(LayoutError, match="write `copy: checked`"):
-        relayout(made_by, {"w": numbered(2)})
-
-
 def test_keys_are_repeated_for_all_heads_and_compared_on_the_way_back():
     key = numbered(2 * 3, 5)
     made_by = layout(
@@ -151,19 +122,6 @@ def test_repeated_dims_are_left_or_averaged(option):
     )
     expected = values[:, 0] if option == "unchecked" else values.mean(axis=1)
     assert_same(relayout(made_by, {"w": values}), {"w": expected})
-
-
-def test_a_dense_matrix_becomes_that_of_each_expert():
-    dense = numbered(3, 4)
-    made_by = layout(
-        rule(
-            {"mlp.w": "out in"},
-            {"experts/{e}/w": {"dims": "in out", "replicated": ["e"]}},
-        ),
-        sizes={"e": 3},
-    )
-    expected = {f"experts/{n}/w": dense.T for n in range(3)}
-    both_ways(made_by, {"mlp.w": dense}, expected)
 
 
 def layers_of_two_kinds(count):
@@ -207,17 +165,6 @@ def test_dense_layers_come_before_those_of_experts():
     expected = {f"dense/{n}/w": values[n] for n in range(2)}
     expected["moe/w"] = np.stack(values[2:], axis=1)
     both_ways(made_by, layers, expected)
-
-
-def test_a_table_reorders_the_indices_of_a_dim():
-    values = numbered(5, 2)
-    made_by = layout(
-        rule({"w": "old x"}, {"w": "new x"}),
-        index={"new": {"by": ["old"], "values": [3, 4, 0, 1, 2]}},
-    )
-    expected = {"w": values[[2, 3, 4, 0, 1]]}
-    assert_same(relayout(made_by, {"w": values}), expected)
-    assert_same(relayout(made_by.inverse(), expected), {"w": values})
 
 
 def test_sizes_that_one_rule_knows_are_known_in_the_others():
@@ -333,24 +280,6 @@ def test_numbers_of_four_bits_are_two_in_a_byte():
     expected = values.reshape(experts, out, -1).transpose(0, 2, 1)
     made = relayout(made_by, {"w_blocks": blocks, "w_scales": scales})
     assert_same(made, {"w": np.ascontiguousarray(expected)})
-
-
-def test_a_number_for_scales_may_be_any():
-    size = {"s": {"value": "config/scale"}}
-    scaled = {"k": {"dims": "n", "scale": "s"}, "l": {"dims": "n", "shift": "-2 * s"}}
-    made_by = layout(
-        *(rule({f"x{name}": "n"}, {name: each}) for name, each in scaled.items()),
-        sizes=size,
-    )
-    for number in (0.25, -3, -1.5):
-        ones = np.ones(4, np.float32)
-        made = relayout(
-            made_by.with_values({"config/scale": number}), {"xk": ones, "xl": ones}
-        )
-        assert_same(made, {"k": ones * number, "l": ones - 2 * number})
-    lengths = layout(rule({"x": "(n s)"}, {"k": "n s"}), sizes=size)
-    with pytest.raises(LayoutError, match="the size of s cannot be 1/4"):
-        relayout(lengths.with_values({"config/scale": 0.25}), {"x": numbered(4)})
 
 
 @pytest.mark.parametrize(
@@ -476,15 +405,6 @@ def test_an_error_about_a_pattern_that_matches_nothing_names_the_nearest_tensor(
     assert "the nearest is 'model.norm.weight'" in text
 
 
-def test_a_name_that_a_rule_makes_and_the_target_lacks_is_named_with_the_nearest():
-    made_by = layout(rule({"{n}.w": "x"}, {"{n}/kernels": "x"}))
-    with pytest.raises(LayoutError) as caught:
-        relayout(made_by, {"a.w": numbered(2)}, targets={"a/kernel": numbered(2)})
-    text = str(caught.value)
-    assert "missing in the target: a/kernels (layout, line 1: rules[0]" in text
-    assert "the nearest is 'a/kernel'" in text
-
-
 def test_weights_without_scales_are_those_of_the_general_rule():
     made_by = layout(
         rule(
@@ -536,65 +456,6 @@ def test_an_instance_may_lack_the_layers_of_one_kind():
         relayout(made_by, names, targets=lacking)
 
 
-def test_each_part_of_a_weight_is_multiplied_by_its_part_of_the_scales():
-    made_by = layout(
-        rule(
-            {
-                "w": {
-                    "dims": "(ff (gate + up)) inner",
-                    "times": {"s": "(ff (gate + up))"},
-                }
-            },
-            {
-                "gate": {"dims": "inner ff gate", "dtype": "float32"},
-                "up": {"dims": "inner ff up", "dtype": "float32"},
-            },
-        ),
-        sizes={"gate": 1, "up": 1},
-    )
-    weight, scales = numbered(6, 2).astype(np.int8), numbered(6) + 1
-    product = (weight * scales[:, None]).reshape(3, 2, 2).astype(np.float32)
-    expected = {
-        "gate": product[:, :1].transpose(2, 0, 1),
-        "up": product[:, 1:].transpose(2, 0, 1),
-    }
-    assert_same(relayout(made_by, {"w": weight, "s": scales}), expected)
-
-
-def test_a_text_with_dots_needs_path_and_the_error_says_so():
-    rules = rule({"{n}.weight": "x"}, {"{n}/w": "x"})
-    tensors = {"a.b.weight": numbered(2)}
-    with pytest.raises(LayoutError, match=r"'a\.b\.weight' has dots: write \{n:path\}"):
-        relayout(layout(rules), tensors)
-    rules = rule({"{n:path}.weight": "x"}, {"{n}/w": "x"})
-    assert_same(relayout(layout(rules), tensors), {"a.b/w": numbered(2)})
-
-
-def test_equal_parts_of_a_sum_are_told_apart_by_names_of_size_1():
-    tensors = {"kv": numbered(2 * 3, 4)}
-    with pytest.raises(LayoutError, match=r"as in \(k kv \+ v kv\)"):
-        layout(rule({"kv": "(kv + kv) embed"}, {"k": "kv embed", "v": "kv embed"}))
-    made_by = layout(
-        rule({"kv": "(k kv + v kv) embed"}, {"k": "(k kv) embed", "v": "(v kv) embed"}),
-        sizes={"k": 1, "v": 1},
-    )
-    first, second = np.split(tensors["kv"], 2)
-    both_ways(made_by, tensors, {"k": first, "v": second})
-
-
-def test_names_of_one_kind_of_layers_count_from_where_it_begins():
-    layers = {f"layers.{n}.w": numbered(2, start=10 * n) for n in (2, 3, 4)}
-    made_by = layout(
-        rule({"layers.{(dense + moe)}.w": "x"}, {"moe/w": "moe x"}), sizes={"dense": 2}
-    )
-    expected = {"moe/w": np.stack(list(layers.values()))}
-    assert_same(relayout(made_by, layers), expected)
-    assert_same(relayout(made_by, layers, targets=expected), expected)
-    assert_same(relayout(made_by.inverse(), expected), layers)
-    with pytest.raises(LayoutError, match=r"layers\.1\.w' has dense, which the other"):
-        relayout(made_by, {**layers, "layers.1.w": numbered(2)})
-
-
 @pytest.mark.parametrize(
     ("size", "fits"), [(2, False), (3, True), (4, True), (5, False)]
 )
@@ -632,19 +493,6 @@ def test_scales_of_integers_need_a_word():
     assert_same(exponents, {"w": values * np.float32(2.0**-124)})
 
 
-def test_a_shape_tells_a_size_and_what_is_computed_of_it():
-    gate, up = numbered(3, 2), numbered(3, 2, start=50)
-    made_by = layout(
-        rule(
-            {"gate_up": "(gate + up) x"},
-            {"gate": "x gate", "up": "x up"},
-            sizes={"up": "gate"},
-        )
-    )
-    expected = {"gate": gate.T, "up": up.T}
-    both_ways(made_by, {"gate_up": np.concatenate([gate, up])}, expected)
-
-
 @pytest.mark.parametrize("size", ["2 * a", "a // 2", "2 ** a", "a * a"])
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_shapes_tell_whether_a_computed_size_is_right(size, names):
@@ -657,65 +505,6 @@ def test_shapes_tell_whether_a_computed_size_is_right(size, names):
     assert_same(relayout(made_by, tensors), expected)
     with pytest.raises(LayoutError, match=r"dim 0 of '.*' is \d+, |which is \d"):
         relayout(made_by, {"wa": numbered(8), "wb": numbered(right + 1)})
-
-
-@pytest.mark.parametrize("count", [5, 8, 12])
-def test_layers_of_two_kinds_come_back_without_a_tree(count):
-    layers = layers_of_two_kinds(count)
-    made_by = layout(
-        rule(
-            {"layers.{(block (local + global))~}.w": "x"},
-            {"local": "(block local)~ x", "global": "(block global)~ x"},
-        ),
-        sizes={"local": 3, "global": 1},
-    )
-    made = relayout(made_by, layers)
-    assert_same(relayout(made_by.inverse(), made), layers)
-
-
-def test_a_name_is_repeated_for_each_value_of_a_size():
-    made_by = layout(
-        rule(
-            {"w": "x"},
-            {"expert.{e}.w": {"dims": "x", "replicated": ["e"]}},
-            sizes={"e": 3},
-        )
-    )
-    expected = {f"expert.{n}.w": numbered(4) for n in range(3)}
-    both_ways(made_by, {"w": numbered(4)}, expected, e=3)
-    unknown = layout(
-        rule({"w": "x"}, {"expert.{e}.w": {"dims": "x", "replicated": ["e"]}})
-    )
-    with pytest.raises(LayoutError, match=r"number of values of \{e\} .* `sizes`"):
-        relayout(unknown, {"w": numbered(4)})
-
-
-def test_a_name_takes_the_size_of_another_rule():
-    tensors = {"router": numbered(3, 2), "shared": numbered(4)}
-    made_by = layout(
-        rule({"router": "e x"}, {"router": "x e"}),
-        rule({"shared": "y"}, {"e.{e}.w": {"dims": "y", "replicated": ["e"]}}),
-    )
-    expected = {"router": tensors["router"].T}
-    expected |= {f"e.{n}.w": tensors["shared"] for n in range(3)}
-    both_ways(made_by, tensors, expected)
-
-
-def test_a_pattern_whose_tensors_another_rule_has_names_that_rule():
-    made_by = layout(
-        rule({"{n}.w": "x"}, {"{n}/k": "x"}), rule({"a.w": "x"}, {"a/special": "x"})
-    )
-    with pytest.raises(LayoutError, match=r"\[0\].*'a\.w' is in .*\[1\]"):
-        relayout(made_by, {"a.w": numbered(2)})
-
-
-def test_texts_where_a_dim_is_meant_get_the_remedy():
-    tensors = {"q.w": numbered(2), "k.w": numbered(2)}
-    stacked = layout(rule({"{x}.w": "n"}, {"w": "x n"}))
-    with pytest.raises(LayoutError, match=r"has a text for x, .* \{x:one\|other\}"):
-        relayout(stacked, tensors)
-    listed = layout(rule({"{x:q|k}.w": "n"}, {"w": "x n"}))
-    assert_same(relayout(listed, tensors), {"w": np.stack([*tensors.values()])})
 
 
 @pytest.mark.parametrize("count", [4, 5, 6])

@@ -9,7 +9,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.universal.formats import safetensors_file
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests.universal.layouts import hf_models
+from tests.maxtext import small_models
 from tests.universal.writing import small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -37,17 +37,8 @@ def assert_same(arrays, expected):
         assert arrays[name].tobytes() == array.tobytes(), name
 
 
-def test_names_are_kept_through_a_step_of_orbax(tmp_path):
-    tensors = small_model.tensors(2, 16)
-    small_model.write(tmp_path / "source", tensors)
-    assert converted(tmp_path / "source", tmp_path / "steps" / "0") == 0
-    to = ["--to", "safetensors"]
-    assert converted(tmp_path / "steps" / "0", tmp_path / "back", *to) == 0
-    assert_same(tensors_of(tmp_path / "back"), tensors)
-
-
 def test_a_layout_that_ships_takes_its_sizes_from_the_command(tmp_path, capsys):
-    tensors = hf_models.model(hf_models.ATTENTION, hf_models.DENSE)
+    tensors = small_models.tensors("llama3")
     small_model.write(tmp_path / "source", tensors)
     given = [tmp_path / "source", tmp_path / "steps" / "0", "--dry-run"]
     rules = ["--rules", "hf_llama_to_maxtext"]
@@ -58,19 +49,6 @@ def test_a_layout_that_ships_takes_its_sizes_from_the_command(tmp_path, capsys):
     sizes = ["--size", "interleave=2", "--size", "d=14"]
     assert converted(*given, *rules, *sizes) == 0
     assert f"safetensors: {len(tensors)} tensors" in capsys.readouterr().out
-
-
-def test_sizes_complete_a_file(tmp_path):
-    values = np.arange(24, dtype=np.float32).reshape(6, 4)
-    small_model.write(tmp_path / "source", {"w": values})
-    (tmp_path / "layout.yml").write_text(LAYOUT)
-    given = [tmp_path / "source", tmp_path / "made", "--to", "safetensors"]
-    rules = ["--rules", tmp_path / "layout.yml"]
-    assert converted(*given, *rules, "--size", "kv=2") == 0
-    expected = {
-        "params/w": np.ascontiguousarray(values.reshape(2, 3, 4).transpose(2, 0, 1))
-    }
-    assert_same(tensors_of(tmp_path / "made"), expected)
 
 
 def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, capsys):
@@ -106,7 +84,6 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
 @pytest.mark.parametrize(
     ("line", "there", "back"),
     [
-        ("", "state", "state"),
         ("tree: items", "items", "state"),
         ("tree: {from: a, to: b-2}", "b-2", "a"),
     ],
@@ -126,7 +103,7 @@ def test_the_tree_of_a_step_is_named_by_the_layout(tmp_path, line, there, back):
     np.testing.assert_array_equal(tree["w"], values)
 
 
-@pytest.mark.parametrize("name", ["..", "a/b", "''", "_x", "[a]"])
+@pytest.mark.parametrize("name", ["..", "_x"])
 def test_a_tree_cannot_have_the_name_of_another_directory(name):
     with pytest.raises(LayoutError, match="line 7"):
         Layout.parse(f"{LAYOUT}\ntree: {name}\n")

@@ -19,7 +19,7 @@ from elastic_ckpt.universal.writing.safetensors_destination import (
 )
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits, read
-from tests.universal.writing import killed, random_tensors
+from tests.universal.writing import random_tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -91,33 +91,7 @@ def test_tensors_come_back_with_their_bits_however_they_are_cut(
             assert all(s.start % s.dtype.itemsize == 0 for s in spans.values())
 
 
-@pytest.mark.parametrize("num_records", [0, 1, 6])
-def test_a_conversion_that_was_killed_continues_with_the_files_that_are_missing(
-    num_records, source, tmp_path, monkeypatch
-):
-    killed.convert(job(tmp_path), num_records)
-    assert not (tmp_path / "model").exists()
-    records = list((tmp_path / "model.written").glob("0*.json"))
-    assert len(records) == num_records
-    written = []
-    write = writer.Writer.write
-
-    def noting(self, attempt, number, *rest):
-        written.append(number)
-        write(self, attempt, number, *rest)
-
-    monkeypatch.setattr(writer.Writer, "write", noting)
-    done = []
-    convert.convert(job(tmp_path), progress=lambda *each: done.append(each))
-    assert len(written) == len(source) - num_records
-    total = sum(array.nbytes for array in source.values())
-    assert done[0] == (num_records * total // len(source), total)
-    assert done[-1] == (total, total)
-    assert bits(read(tmp_path / "model")) == bits(source)
-    assert set(os.listdir(tmp_path)) == {"model", "source.safetensors"}
-
-
-@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "record", "source"])
+@pytest.mark.parametrize("damage", ["flipped", "missing", "record", "source"])
 def test_a_file_that_is_not_as_it_was_written_is_written_again(
     damage, source, tmp_path
 ):
@@ -132,8 +106,6 @@ def test_a_file_that_is_not_as_it_was_written_is_written_again(
         case "flipped":
             content[-7] ^= 4
             file.write_bytes(content)
-        case "cut":
-            file.write_bytes(content[:-7])
         case "missing":
             file.unlink()
         case "record":
@@ -147,33 +119,6 @@ def test_a_file_that_is_not_as_it_was_written_is_written_again(
     assert kept == [damage != "source" and number != 2 for number in range(8)]
     convert.convert(job(tmp_path))
     assert bits(read(tmp_path / "model")) == bits(source)
-
-
-def test_a_record_of_other_chunks_is_not_kept(source, tmp_path, monkeypatch):
-    killed.convert(job(tmp_path), 3)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**9)
-    done = []
-    convert.convert(job(tmp_path), progress=lambda *each: done.append(each[0]))
-    assert done[0] == 0
-    assert bits(read(tmp_path / "model")) == bits(source)
-
-
-@pytest.mark.usefixtures("source")
-def test_nothing_is_committed_before_all_is_written(tmp_path):
-    begun = writer.Writer(convert.destination_of(conversion.Conversion(job(tmp_path))))
-    attempt = begun.prepare()
-    for number in range(0, 8, 2):
-        begun.write(attempt, number)
-    with pytest.raises(errors.CheckpointError, match="lacks 4 of 8 files"):
-        begun.commit(attempt)
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.usefixtures("source")
-def test_an_existing_checkpoint_is_not_replaced(tmp_path):
-    convert.convert(job(tmp_path))
-    with pytest.raises(errors.CheckpointError, match="exists already"):
-        convert.convert(job(tmp_path))
 
 
 def test_tensors_that_cannot_be_written_are_one_error(tmp_path):
@@ -190,14 +135,10 @@ def test_tensors_that_cannot_be_written_are_one_error(tmp_path):
     assert set(os.listdir(tmp_path)) == {"source.safetensors", "layout.yml"}
 
 
-@pytest.mark.parametrize("most_file_bytes", [7000, 10**6])
 @pytest.mark.parametrize(
-    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.night)], indirect=True
 )
-def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
-    bucket, most_file_bytes, source, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(SafetensorsDestination, "most_file_bytes", most_file_bytes)
+def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(bucket, source, tmp_path):
     url = f"{bucket}/model"
     given = conversion.Job(
         source=str(tmp_path / "source.safetensors"), target=url, to="safetensors"

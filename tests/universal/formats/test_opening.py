@@ -1,4 +1,4 @@
-"""Checkpoints in buckets open as those on this machine do."""
+"""Checkpoints in buckets open as those on this machine do; what is none is refused."""
 
 import dataclasses
 import pathlib
@@ -9,21 +9,21 @@ from etils import epath
 from orbax.checkpoint import v1
 
 from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats.fragment_values import values_of
 
 DATA = pathlib.Path(__file__).parent / "data"
 
 
-@pytest.mark.parametrize("name", ["dcp", "dcp_hf"])
-def test_a_checkpoint_of_pytorch_opens_alike_in_a_bucket(bucket, name):
-    for file in (DATA / name).iterdir():
-        epath.Path(f"{bucket}/{name}/{file.name}").write_bytes(file.read_bytes())
-    local = opening.open_checkpoint(DATA / name)
-    remote = opening.open_checkpoint(f"{bucket}/{name}")
+def test_a_checkpoint_of_pytorch_opens_alike_in_a_bucket(bucket):
+    for file in (DATA / "dcp").iterdir():
+        epath.Path(f"{bucket}/dcp/{file.name}").write_bytes(file.read_bytes())
+    local = opening.open_checkpoint(DATA / "dcp")
+    remote = opening.open_checkpoint(f"{bucket}/dcp")
     assert [on_disk(tensor, bucket) for tensor in remote.tensors] == local.tensors
     assert dict(remote.values) == dict(local.values)
     files = [fragment.file for fragment in remote.tensors[0].fragments]
-    assert remote.check(files) == (files if name == "dcp_hf" else [])
+    assert remote.check(files) == []
 
 
 def on_disk(tensor, bucket):
@@ -44,3 +44,11 @@ def test_an_orbax_checkpoint_opens_in_a_bucket(bucket, tmp_path):
             copy.write_bytes(file.read_bytes())
     (tensor,) = opening.open_checkpoint(f"{bucket}/x").tensors
     assert values_of(tensor).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_path_of_no_format_is_refused_with_the_formats_that_are_read(tmp_path):
+    with pytest.raises(FormatError, match="does not exist"):
+        opening.open_checkpoint(tmp_path / "missing")
+    (tmp_path / "model.h5").write_text("x")
+    with pytest.raises(FormatError, match=r"has model\.h5; looked for were .*safetens"):
+        opening.open_checkpoint(tmp_path)

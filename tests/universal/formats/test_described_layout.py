@@ -6,7 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt import universal
@@ -21,7 +21,7 @@ from tests.universal.rules import relayout
 STATES = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 SAMPLES = (
     *("zero1_dp2", "zero2_dp4", "zero3_dp4", "zero1_pp2_dp2", "zero1_tp2_pp2_dp2"),
-    *("zero1_tp4", "zero3_tp2_dp2", "zero3_autotp2_dp2"),
+    *("zero1_tp4", "zero3_tp2_dp2"),
 )
 
 
@@ -55,18 +55,6 @@ def test_states_are_those_of_the_conversion_by_deepspeed(samples, sample):
             assert arrays[each].tobytes() == converted[each].tobytes(), each
 
 
-def test_weights_that_autotp_cut_are_whole(samples):
-    _, arrays = whole_values(samples("zero3_autotp2_dp2"))
-    masters = [name for name in arrays if name.startswith("master/")]
-    # Nine parameters in two blocks, an embedding and a head.
-    assert len(masters) == 9 * 2 + 2
-    for name in masters:
-        known = kv.known("fp32", name.removeprefix("master/"), arrays[name].shape)
-        # Masters began as weights in bfloat16.
-        array = known.astype(ml_dtypes.bfloat16).astype(np.float32)
-        assert arrays[name].tobytes() == array.tobytes(), name
-
-
 def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
     path = samples("zero1_tp2_pp2_dp2")
     tree, expected = {}, {}
@@ -98,13 +86,6 @@ def test_shards_of_experts_become_what_they_were_cut_from(samples):
             compared += ".deepspeed_experts." in name
     # Two layers of four experts with two matrices.
     assert compared == 3 * 2 * 4 * 2
-
-
-def test_one_rule_has_the_layers_that_are_alike(samples):
-    layout, _ = whole_values(samples("zero1_tp2_pp2_dp2"))
-    names = [rule.source[0].name for rule in layout.rules]
-    # One for tensors of its shape, and one for steps.
-    assert [name for name in names if "qkv" in name] == ["{n0:01}.qkv.weight"] * 2
 
 
 def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment")):
@@ -187,14 +168,6 @@ def test_moments_of_a_scaled_map_take_inverse_powers():
     assert arrays["second_moment/w"].tolist() == (3 * shard * 0.25).tolist()
 
 
-def test_the_momentum_of_a_scaled_map_takes_the_inverse_scale():
-    shard = relayout.numbered(3)
-    piece = block([3], [0, [1]], [0, [1]], [0, 1], scale=0.5)
-    info = affine((3,), [(3,), (3,)], [piece], [piece])
-    arrays = merged({"w": [shard, shard]}, info, kinds=("momentum_buffer",))
-    assert arrays["momentum_buffer/w"].tolist() == (shard * 0.5).tolist()
-
-
 @pytest.mark.parametrize("sample", ["zero1_muon_dp2", "zero2_offload_muon_dp2"])
 def test_the_momentum_of_muon_is_loaded_by_the_description(samples, sample):
     tensors = opening.open_checkpoint(samples(sample)).tensors
@@ -242,8 +215,6 @@ def cuts(draw):
     return ends[-1], held, draw(st.integers(0, 1)), draw(st.booleans())
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
 @given(cuts())
 def test_shards_of_any_parts_along_a_dim_are_joined(made):
     length, held, dim, has_padding = made
@@ -279,25 +250,20 @@ def whole_piece(**parts):
     [
         (None, "no universal_checkpoint_info"),
         ({"universal_checkpoint_version": 0.5}, "version 0.5"),
-        ({"universal_checkpoint_version": "x"}, "version 'x'"),
         ({"affine_map": {"version": 2}}, "version 2"),
         ({"tp_replicated_parameter_patterns": 1}, "is no list"),
-        ({"tp_replicated_parameter_patterns": [1]}, "no text"),
+        ({"tp_replicated_parameter_patterns": ["(w"]}, "is no regular expression"),
         ({"tp_replicated_parameter_patterns": ["w", ".*"]}, "both match"),
-        ({"tp_replicated_parameter_patterns": ["w", "w"]}, "both match"),
         ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "not describe"),
         ({"vocabulary_parameter_patterns": ["w"]}, "original_vocab_size is None"),
         ({"parameter_with_sub_params": [{"patterns": ["w"]}]}, "is no list"),
         (affine((4, 2), [(2, 2)] * 2, [whole_piece()], []), "no rank has 2"),
         (affine((2, 2), [(2, 2)] * 2, [whole_piece()], []), r"parts of \[2, 0\]"),
-        (affine((4, 2), [(2, 2)] * 2, *[[whole_piece()]] * 2), "no rank has 2"),
-        (affine((4, 2), [(2, 2)], [whole_piece()]), r"\[\(2, 2\)\] are stated"),
         (affine((4, 2), [(3, 2)] * 2, [], []), r"\(3, 2\)\] are stated"),
         (
             affine((4, 2), [(2, 2)] * 2, [whole_piece(shape=[2, 1])], []),
             "cuts the dims",
         ),
-        (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[9, [2, 1]])], []), "index 9"),
         (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[2, [2, 1]])], []), "outside"),
         (affine((4, 2), [(2, 2)] * 2, [], [{}]), "malformed"),
         (affine((4, 2), [(2, 2)] * 2, [whole_piece()] * 2, []), "rank 0 has 0 twice"),
@@ -315,10 +281,4 @@ def test_descriptions_that_do_not_fit_are_refused(info, match):
     shards = {"w": [relayout.numbered(2, 2)] * 2}
     _, checkpoint = checkpoint_of(shards, info)
     with pytest.raises(FormatError, match=match):
-        described_layout.layout(checkpoint)
-
-
-def test_other_formats_have_no_layout():
-    checkpoint = OpenedCheckpoint(format="safetensors", tensors=[], axes={})
-    with pytest.raises(FormatError, match="safetensors has no layout"):
         described_layout.layout(checkpoint)

@@ -1,0 +1,391 @@
+"""Hostile, truncated and changed checkpoints are one error; nothing is run or written.
+
+Parts with a checksum are refused or equal those saved: files of `torch.save`, and items
+of distributed checkpoints. Any other tensor that still has its name, type and shape has
+its values, unless its own bytes in safetensors or in Orbax's data files were changed.
+If a pickle was changed and its CRC-32 made to fit, values may be others.
+"""
+
+import binascii
+import json
+import os
+import pickle
+import random
+import struct
+import tracemalloc
+import zipfile
+
+import pytest
+
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats import source_budget, source_files, stored_zip
+from elastic_ckpt.universal.formats.format_error import FormatError
+from tests.universal.formats import dcp_files, torch_files
+from tests.universal.formats.dcp_files import FILE
+from tests.universal.formats.fragment_values import values_of
+from tests.universal.formats.source_contents import (
+    contents,
+    key_of,
+    key_of_weights,
+    problem_of,
+    sample,
+)
+
+MOST_BYTES = 64 << 20
+
+
+def used(path):
+    """Opens a checkpoint, compares its checksums, and reads all that it has."""
+    checkpoint = opening.open_checkpoint(path)
+    files = {each.file for t in checkpoint.tensors for each in t.fragments}
+    checkpoint.check(sorted(files))
+    for tensor in checkpoint.tensors:
+        values_of(tensor)
+    for name in checkpoint.values:
+        assert name in checkpoint.values
+        checkpoint.values[name]
+    return checkpoint
+
+
+def tree(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def refused(path, match):
+    """One error that names the path; memory is bounded and files are as before."""
+    before = tree(path.parent)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=match) as error:
+            used(path)
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(error.value)
+    assert tree(path.parent) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "mp_rank_00_model_states.pt", "latest", ".metadata"]
+)
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FormatError, match=f"{name} is no regular file"):
+        opening.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_checkpointed_iteration.txt"])
+def test_a_long_name_of_the_latest_step_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("1" + " " * 2000)
+    with pytest.raises(FormatError, match=f"{name} has 2001 bytes, and at most"):
+        opening.open_checkpoint(tmp_path)
+
+
+class Attack:
+    """Runs a command when Python unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("place", ["metadata", "item", "value"])
+def test_code_in_a_distributed_checkpoint_is_not_run(tmp_path, place):
+    touched = tmp_path / "touched"
+    code = pickle.dumps({"w": Attack(touched)}, protocol=4)
+    parts = dcp_files.parts()
+    if place == "item":
+        parts = dcp_files.parts(second=dcp_files.item((2, 2), content=code))
+    elif place == "value":
+        parts.entries["lr"] = torch_files.Object(
+            dcp_files.MODULE, "BytesStorageMetadata", {}
+        )
+        parts.items.append(dcp_files.item((2, 2), content=code))
+        at = sum(map(len, parts.items[:2]))
+        parts.stored.append((("lr", None), (FILE, at, len(parts.items[2]))))
+    path = parts.write(tmp_path / "x", code if place == "metadata" else None)
+    if place == "value":
+        assert used(path).values["lr"] == {"w": f"touch {touched}"}
+    else:
+        refused(path, "is no metadata" if place == "metadata" else "no tensor")
+    assert not touched.exists()
+
+
+def overlapping_item():
+    content = bytearray(
+        dcp_files.item((2, 2), entries={"data/0": bytes(16), "data/1": bytes(9)})
+    )
+    # The directory lists 62 bytes of the first, which end in the second.
+    sizes = content.rindex(b"archive/data/0") - 46 + 20
+    struct.pack_into("<II", content, sizes, 62, 62)
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("item", "match"),
+    [
+        (dcp_files.item((2, 2), compression=zipfile.ZIP_DEFLATED), "compressed"),
+        (overlapping_item(), "has entries that overlap"),
+        (dcp_files.item((2, 2), strides=(2**40, 1)), "not inside 4 elements"),
+        (dcp_files.item((2, 2), strides=(-2, 1)), "no number from 0 up"),
+        (dcp_files.item((2, 2), offset=1), "not inside 4 elements"),
+        (dcp_files.item((2, 2), elements=5), "5 elements take 20"),
+        (dcp_files.item((4, 1)), r"a tensor float32\[4, 1\] .* w is listed there as"),
+        (dcp_files.item((2, 2), kind="IntStorage"), r"a tensor int32\[2, 2\]"),
+        (dcp_files.item((2, 2), content=b"\x80\x02N."), "no tensor, but one is listed"),
+        (b"PK" * 50, "no file of PyTorch's"),
+    ],
+)
+def test_items_that_are_no_tensor_as_listed_are_refused(tmp_path, item, match):
+    parts = dcp_files.parts(second=item or b"x")
+    refused(parts.write(tmp_path / "x"), match)
+
+
+CHUNKS = [((0, 0), (2, 2)), ((2, 0), (2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "match"),
+    [
+        ((5, 2), CHUNKS, r"w lacks the part \[4:5, 0:2\]"),
+        ((3, 2), CHUNKS, "outside of"),
+        ((4, 2), [CHUNKS[0], ((1, 0), (2, 2))], "without values"),
+        ((4, 2), [CHUNKS[0]] * 2, "overlap|lacks the part"),
+        ((4, 2), [CHUNKS[0], ((2, 0), (2, 1))], "lacks the part"),
+        ((2**40, 2**40), CHUNKS, "too large"),
+    ],
+)
+def test_chunks_that_do_not_make_a_tensor_are_refused(tmp_path, shape, chunks, match):
+    parts = dcp_files.parts()
+    parts.entries["w"] = dcp_files.entry(shape, chunks)
+    refused(parts.write(tmp_path / "x"), match)
+
+
+@pytest.mark.parametrize(
+    ("place", "match"),
+    [
+        (("../x/" + FILE, 0, 9), "'../x/__0_0.distcp', which is not beside it"),
+        (("other.distcp", 0, 9), "other.distcp is missing"),
+        ((FILE, 0, 2**40), "overlap|cut short"),
+        ((FILE, 2**40, 9), "cut short"),
+        ((FILE, 2, 9), "overlap"),
+        ((FILE, -1, 9), "lists 9 bytes from -1"),
+    ],
+)
+def test_items_outside_of_their_file_are_refused(tmp_path, place, match):
+    parts = dcp_files.parts()
+    parts.stored[1] = (("w", (2, 0)), place)
+    refused(parts.write(tmp_path / "x"), match)
+
+
+def test_a_name_that_is_no_unicode_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    values = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({"w\ud800": values}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(path, r"a tensor of the name 'w\\ud800', which is no valid")
+
+
+# Numbers at which sizes and signs change.
+_EDGES = (0, 1, 0x7F, 0x80, 0xFF)
+_OPCODES = b"()]}.0acehjqrstuRQbBCGJKMNX\x81\x85\x86\x87\x8a\x8c\x8f\x90\x91\x93\x94"
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """The content with one to four changes of the same length, or one of another."""
+    if not content:
+        return b"x"
+    changed = bytearray(content)
+    if rng.random() < 0.2:
+        start, size = rng.randrange(len(content)), rng.randrange(1, 64)
+        part = content[start : start + size]
+        if rng.random() < 0.5:
+            del changed[start : start + size]
+        else:
+            changed[start:start] = part * rng.randrange(1, 4)
+        return bytes(changed)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randrange(len(content))
+        kind = rng.random()
+        if kind < 0.3:
+            changed[at] ^= 1 << rng.randrange(8)
+        elif kind < 0.5:
+            changed[at] = rng.choice(_EDGES)
+        elif kind < 0.8:
+            changed[at] = rng.choice(_OPCODES)
+        else:
+            # A part from elsewhere.
+            size, other = rng.randrange(1, 16), rng.randrange(len(content))
+            part = content[other : other + size][: len(content) - at]
+            changed[at : at + len(part)] = part
+    return bytes(changed)
+
+
+def mutated_pickle(path, rng: random.Random) -> bytes:
+    """The file with changes in a pickle that it holds, whose CRC-32 is made to fit.
+
+    Raises:
+      FormatError: if it holds none.
+    """
+    content = bytearray(path.read_bytes())
+    entries = stored_zip.entries(
+        lambda start, size: bytes(content[start : start + size]),
+        begin=0,
+        size=len(content),
+        stored_bytes=len(content),
+        place=str(path),
+        writer="a test",
+    )
+    pickles = [entries[name] for name in entries if name.endswith("data.pkl")]
+    if not pickles:
+        raise FormatError(f"{path} has no pickle")
+    entry = pickles[0]
+    pickled = bytes(content[entry.start : entry.start + entry.size])
+    changed = mutated(pickled, rng)[: entry.size].ljust(entry.size, b".")
+    content[entry.start : entry.start + entry.size] = changed
+    # The directory, behind all entries, has the number that counts.
+    at = content.rindex(entry.crc.to_bytes(4, "little"))
+    content[at : at + 4] = binascii.crc32(changed).to_bytes(4, "little")
+    return bytes(content)
+
+
+SAMPLES = [
+    *("dcp", "dcp_hf", "safetensors", "orbax", "weights/sharded", "weights/meta"),
+    *("deepspeed/zero1_dp2", "deepspeed/zero3_tp2_dp2", "deepspeed/zero1_muon_dp2"),
+    *("deepspeed/zero1_dp2_universal", "megatron/torch_dist_ep2"),
+    *("megatron/mp_rank_pp2_vp2", "forgather/pipeline-2x2"),
+]
+ZIPS = (".pt", ".pth", ".distcp", ".bin")
+
+
+def changed_tensors(path, file, content, changed):
+    """The keys of tensors without checksums whose own bytes differ in a file."""
+    is_orbax = path.name == "orbax"
+    if file.suffix != ".safetensors" and not (is_orbax and file.parent.name == "d"):
+        return set()
+    pairs = enumerate(zip(content, changed, strict=False))
+    positions = [at for at, (old, new) in pairs if old != new]
+    keys = set()
+    for tensor in opening.open_checkpoint(path).tensors:
+        held = [each for each in tensor.fragments if each.file == str(file)]
+        spans = [
+            (each.offset, each.box.volume * tensor.dtype.itemsize) for each in held
+        ]
+        if is_orbax or any(a <= at < a + n for a, n in spans for at in positions):
+            keys |= {key_of(tensor), key_of_weights(tensor)}
+    return keys
+
+
+def check_changed(path, before, rng):
+    """Changes a file, reads the checkpoint, and writes the file again.
+
+    Returns whether it was refused.
+    """
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    file = rng.choice(files)
+    content = file.read_bytes()
+    changed, is_fitting = mutated(content, rng), False
+    if rng.random() < 0.5 and file.suffix in ZIPS:
+        try:
+            changed, is_fitting = mutated_pickle(file, rng), True
+        except FormatError:
+            assert file.suffix == ".distcp"
+    exempt = changed_tensors(path, file, content, changed)
+    file.write_bytes(changed)
+    problem = problem_of(path)
+    if problem is not None:
+        assert str(path) in problem, file
+    elif not is_fitting:
+        after = contents(path)
+        if file.suffix in ZIPS:
+            assert after == before, file
+        kept = [key for key in before.keys() & after.keys() if key[0] == "tensor"]
+        differing = {key for key in kept if after[key] != before[key]}
+        assert differing <= exempt, file
+    file.write_bytes(content)
+    return problem is not None
+
+
+def check(name, directory, seeds):
+    path = sample(name, directory)
+    before = contents(path)
+    assert any(key[0] == "tensor" for key in before)
+    for seed in seeds:
+        check_changed(path, before, random.Random(f"{name} {seed}"))
+    assert contents(path) == before
+    return path
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_truncated_or_changed_file_is_one_error_or_is_read(tmp_path, name):
+    path = check(name, tmp_path, range(2))
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    num_refused = 0
+    for number, file in enumerate(
+        random.Random(name).sample(files, min(6, len(files)))
+    ):
+        content = file.read_bytes()
+        file.write_bytes(
+            content[: (0, len(content) // 2, len(content) - 1)[number % 3]]
+        )
+        problem = problem_of(path)
+        assert problem is None or str(tmp_path) in problem
+        num_refused += problem is not None
+        file.write_bytes(content)
+    assert num_refused
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("name", SAMPLES)
+def test_changed_bytes_are_one_error_or_are_read(name, tmp_path):
+    check(name, tmp_path, range(2, 300))
+
+
+def test_a_directory_of_a_zip_may_not_be_a_hole(tmp_path):
+    path, size = tmp_path / "x.pt", 3 << 30
+    with path.open("wb") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(struct.pack("<4s4xHHIIH", b"PK\x05\x06", 1, 1, size, 0, 0))
+    with pytest.raises(FormatError, match=rf"x\.pt .*directory would have {size} byt"):
+        opening.open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        # A memo of 2**31 numbers: Python's unpickler takes 32 GiB for it.
+        (b"\x80\x02]r\xff\xff\xff\x7f.", "takes over 536870912 bytes of memory"),
+        (b"\x80\x02" + b"N" + b"\x85" * 1_000_000 + b".", "nested deeper"),
+        # Python hashes tuples by recursion, beyond the stack.
+        (b"\x80\x02}(N" + b"\x85" * 1_000_000 + b"Nu.", "pickle that takes over"),
+        # A list that contains itself.
+        (b"\x80\x02]q\x00h\x00a.", "nested deeper"),
+    ],
+)
+def test_a_small_pickle_takes_little_memory(tmp_path, content, match):
+    refused(torch_files.write(tmp_path / "x.pt", None, content=content), match)
+    torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    assert used(tmp_path / "x.pt").tensors
+
+
+def test_values_of_all_files_count_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_budget, "MOST_BYTES", source_budget.MOST_BYTES >> 6)
+    value = {}
+    for _ in range(11):
+        value = {"a": value, "b": value}
+    for rank in range(20):
+        folder = tmp_path / f"mp_rank_{rank:02}"
+        folder.mkdir()
+        content = {"model": {}, "args": value}
+        torch_files.write(folder / "model_optim_rng.pt", content)
+    with pytest.raises(FormatError, match=r"model_optim_rng\.pt has values that take"):
+        opening.open_checkpoint(tmp_path)
+
+
+def test_json_of_too_many_values_is_refused_before_it_is_parsed():
+    content = b'{"a": [' + b"[0]," * 5_000_000 + b"0]}"
+    with pytest.raises(FormatError, match=r"x\.json has about 15\d+ values"):
+        source_files.parse_json(content, "x.json")

@@ -1,0 +1,588 @@
+"""Files of PyTorch and Meta are read bit-equal, without torch, and run nothing.
+
+`write_weights.py` wrote the weights.
+"""
+
+import collections
+import enum
+import io
+import json
+import os
+import pathlib
+import pickle
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats import (
+    plain_pickle,
+    torch_file,
+)
+from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
+from tests.universal.formats import source_contents, torch_files
+from tests.universal.formats.fragment_values import values_of
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"
+# Of torch 2.13.0: torch.save({"w": x.conj()}, ...), and of x.conj().imag.
+LAZY = pathlib.Path(__file__).parent / "data" / "lazy_bits"
+VALUES = np.load(GOLDEN / "values.npz")
+
+
+def test_tensors_of_every_type_are_read_bit_equal():
+    content = torch_file.read_arrays(GOLDEN / "types.pt")
+    tensors = content["tensors"]
+    names = [name for name in VALUES if name.startswith("types/")]
+    assert {f"types/{name}" for name in tensors} == set(names)
+    for name in names:
+        array, expected = tensors[name.removeprefix("types/")], VALUES[name]
+        if array.dtype == ml_dtypes.bfloat16:
+            array = array.view(np.int16)
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape), name
+        assert array.tobytes() == np.ascontiguousarray(expected).tobytes(), name
+    assert "torch" not in sys.modules
+
+
+def test_other_values_are_plain_ones():
+    content = torch_file.read_arrays(GOLDEN / "types.pt")
+    first, second = content.pop("same")
+    assert first is second
+    del content["tensors"]
+    assert content == {
+        "dtype": np.dtype(ml_dtypes.bfloat16),
+        "size": (2, 3),
+        "device": "cpu",
+        "bytes": b"\x00\xff",
+        "set": {1, 2},
+        "counter": {3: 1},
+        "numbers": [1, -1, 2**40, -(2**70), 0.5, float("inf"), True, None],
+        "tuple": (1, ("two", {"three": [4]})),
+    }
+
+
+def test_attributes_of_a_tensor_are_dropped(tmp_path):
+    # ZeRO-3 gives its flat tensors a number.
+    content = torch_files.with_attributes(torch_files.tensor())
+    array = torch_file.read_arrays(
+        torch_files.write(tmp_path / "x.pt", {"w": content})
+    )["w"]
+    assert (array.dtype, array.shape) == (np.float32, (2, 2))
+
+
+def refused(path, match):
+    with pytest.raises(FormatError, match=match) as error:
+        torch_file.read_arrays(path)
+    assert str(path) in str(error.value)
+
+
+class Attack:
+    """Runs a command when Python unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_code_in_a_pickle_is_not_run(tmp_path, protocol):
+    touched = tmp_path / "touched"
+    content = pickle.dumps({"w": Attack(touched)}, protocol=protocol)
+    path = torch_files.write(tmp_path / "x.pt", None, content=content)
+    assert torch_file.read_arrays(path) == {"w": f"touch {touched}"}
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (torch_files.Named("builtins", "eval", "1+1"), "1+1"),
+        (torch_files.Named("builtins", "getattr", {}, "clear"), {}),
+        (torch_files.Named("torch._utils", "_rebuild_tensor_v2.__globals__"), {}),
+        (torch_files.Global("os", "system"), "os.system"),
+        (torch_files.Global("torch", "bfloat16"), np.dtype(ml_dtypes.bfloat16)),
+    ],
+)
+def test_names_are_not_imported(tmp_path, value, read):
+    path = torch_files.write(tmp_path / "x.pt", value)
+    assert torch_file.read_arrays(path) == read
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (torch_files.tensor(offset=1), "not inside 4 elements"),
+        (torch_files.tensor(shape=(2, 2), strides=(3, 1)), "not inside"),
+        (torch_files.tensor(shape=(2**40,), strides=(0,)), "not inside"),
+        (torch_files.tensor(shape=(0, 2**62), strides=(1, 1)), "too large"),
+        (torch_files.tensor(shape=(-2, -2)), "no number from 0 up"),
+        (torch_files.tensor(strides=(-1, 1)), "no number from 0 up"),
+        (torch_files.tensor(offset=-1), "no number from 0 up"),
+        (torch_files.tensor(shape=(2,)), "1 dims and 2 strides"),
+        (torch_files.tensor(shape=[2, 2]), "no tuples"),
+        (torch_files.tensor(elements=5), "16 bytes, and 5 elements take 20"),
+        (torch_files.tensor(kind="DoubleStorage"), "4 elements take 32"),
+        (torch_files.tensor(key="1"), "no entry data/1"),
+        (torch_files.tensor(kind="OrderedDict"), "its type is torch.OrderedDict"),
+        (torch_files.Named("torch._utils", "_rebuild_tensor_v2", 1), "invalid tensor"),
+        (torch_files.Id("storage"), "no tuple of five"),
+        ({(1, (2,)): 3}, "key that is a nested or long tuple"),
+    ],
+)
+def test_lying_tensors_are_refused(tmp_path, value, match):
+    refused(torch_files.write(tmp_path / "x.pt", {"w": value}), match)
+
+
+@pytest.mark.parametrize("bit", ["conj", "neg"])
+@pytest.mark.parametrize("is_v3", [False, True])
+def test_a_lazy_bit_of_a_tensor_is_known(tmp_path, bit, is_v3):
+    def tensor(value):
+        module, name, arguments = torch_files.tensor().parts
+        if is_v3:
+            name = name.replace("v2", "v3")
+            arguments += (torch_files.Global("torch", "float32"),)
+        return torch_files.Named(module, name, *arguments, {bit: value})
+
+    unset = torch_files.write(tmp_path / "unset.pt", {"w": tensor(False)})
+    assert torch_file.read_arrays(unset)["w"].tolist() == [[1, 2], [3, 4]]
+    path = torch_files.write(tmp_path / "x.pt", {"w": tensor(True)})
+    assert torch_file.read(path, with_views=True).value["w"].view == bit
+    with pytest.raises(FormatError, match=rf"its {bit} bit is set, .* resolve_{bit}\("):
+        torch_file.read(path)
+
+
+def test_lazy_bits_of_files_of_torch_are_applied():
+    conj = torch_file.read_arrays(LAZY / "conj.pt")["w"]
+    assert conj.tolist() == [1 - 2j, 3 + 4j]
+    assert torch_file.read_arrays(LAZY / "neg.pt")["w"].tolist() == [-2, 4]
+    with pytest.raises(FormatError, match=r"its conj bit is set, .* resolve_conj\(\)"):
+        torch_file.read(LAZY / "conj.pt")
+
+
+def test_tensors_that_overlap_cannot_exhaust_memory(tmp_path):
+    views = [
+        torch_files.tensor(shape=(n, 1), strides=(1, s), elements=1 << 16)
+        for n in range(1 << 15, (1 << 15) + 40)
+        for s in range(3)
+    ]
+    entries = {"data/0": bytes(4 << 16)}
+    path = torch_files.write(tmp_path / "x.pt", views, entries=entries)
+    refused(path, "they overlap; clone them")
+
+
+def test_entries_that_are_compressed_or_missing_are_refused(tmp_path):
+    packed = torch_files.write(
+        tmp_path / "packed.pt", {}, compression=zipfile.ZIP_DEFLATED
+    )
+    refused(packed, "compressed")
+    with zipfile.ZipFile(tmp_path / "other.pt", "w") as archive:
+        archive.writestr("something", "else")
+    refused(tmp_path / "other.pt", "has no data.pkl")
+    (tmp_path / "old.pt").write_bytes(pickle.dumps({"w": 1}))
+    refused(tmp_path / "old.pt", "before PyTorch 1.6")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_entry_that_is_there_twice_is_refused(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("archive/data/0", bytes(16))
+    refused(path, "data/0 twice")
+
+
+def test_offsets_outside_of_the_file_and_overlaps_are_refused(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    content = path.read_bytes()
+    # The central directory's record of the storage: its sizes, and its header's offset.
+    at = content.rindex(b"archive/data/0") - 46
+
+    def written(*, size=None, offset=None):
+        changed = bytearray(content)
+        if size is not None:
+            struct.pack_into("<II", changed, at + 20, size, size)
+        if offset is not None:
+            struct.pack_into("<I", changed, at + 42, offset)
+        path.write_bytes(changed)
+
+    written(size=1 << 30)
+    refused(path, "not inside the")
+    written(size=62)
+    refused(path, "overlap")
+    written(offset=0)
+    refused(path, "has no entry where")
+    written(offset=1)
+    refused(path, "has no entry where")
+    written()
+    assert torch_file.read_arrays(path)["w"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_each_flipped_byte_is_an_error_or_changes_nothing_that_was_read(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    content = path.read_bytes()
+    expected = torch_file.read_arrays(path)["w"].tobytes()
+    for place in range(0, len(content), 5):
+        changed = bytearray(content)
+        changed[place] ^= 0x41
+        path.write_bytes(changed)
+        try:
+            read = torch_file.read_arrays(path)
+        except FormatError:
+            continue
+        assert [array.tobytes() for array in read.values()] == [expected], place
+
+
+def test_a_later_version_is_one_clear_error(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {}, entries={})
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    assert names[-1] == "archive/version"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", torch_files.pickled({}))
+        archive.writestr("archive/version", "11\n")
+    refused(path, "version b'11', and this program reads 1 to 10")
+    path.write_bytes(content)
+    assert torch_file.read_arrays(path) == {}
+
+
+DATA = pathlib.Path(__file__).parent / "data" / "weights"
+EXPECTED = np.load(DATA / "expected.npz")
+MODEL = ("0.weight", "1.weight", "2.weight", "2.bias")
+CONFIG = {"config/hidden_size": 4, "config/architectures": ["X"]}
+
+
+def expected(name):
+    array = EXPECTED[name]
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.int16 else array
+
+
+def assert_equal(values, array):
+    assert (values.dtype, values.shape) == (array.dtype, array.shape)
+    assert values.tobytes() == np.ascontiguousarray(array).tobytes()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("single", "single/pytorch_model.bin", "no_crc.pt"),
+        *("sharded", "sharded/pytorch_model.bin.index.json"),
+    ],
+)
+def test_a_model_is_read_bit_equal(path):
+    checkpoint = opening.open_checkpoint(DATA / path)
+    assert checkpoint.format == "PyTorch"
+    tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+    assert tuple(tensors) == MODEL
+    for name, tensor in tensors.items():
+        assert_equal(values_of(tensor), expected(name))
+    config = {} if path == "no_crc.pt" else CONFIG
+    assert config.items() <= checkpoint.values.items()
+    files = sorted({each.file for t in checkpoint.tensors for each in t.fragments})
+    # A file without checksums is not damaged, but cannot be verified.
+    assert checkpoint.check(files) == (files if path == "no_crc.pt" else [])
+
+
+def test_checksums_are_those_of_ranges_of_the_file():
+    checkpoint = opening.open_checkpoint(DATA / "single")
+    path = str(DATA / "single" / "pytorch_model.bin")
+    spans = [(start, stop) for start, stop, _ in checkpoint.checksums(path)]
+    for tensor in checkpoint.tensors:
+        (fragment,) = tensor.fragments
+        end = fragment.offset + values_of(tensor).nbytes
+        assert any(a <= fragment.offset and end <= b for a, b in spans)
+
+
+def test_each_byte_of_a_file_without_checksums_that_changes_is_read(tmp_path):
+    path = tmp_path / "x.pt"
+    shutil.copy(DATA / "no_crc.pt", path)
+    (fragment,) = opening.open_checkpoint(path).tensors[0].fragments
+    content = bytearray(path.read_bytes())
+    content[fragment.offset] ^= 1
+    path.write_bytes(content)
+    checkpoint = opening.open_checkpoint(path)
+    assert checkpoint.check([str(path)]) == [str(path)]
+    assert torch_file.read_arrays(path)["0.weight"].shape == (6, 4)
+
+
+def test_a_training_checkpoint_has_all_of_its_tensors_and_values():
+    checkpoint = opening.open_checkpoint(DATA / "training.pt")
+    names = {tensor.name for tensor in checkpoint.tensors}
+    assert {f"model.{name}" for name in MODEL} <= names
+    assert {"optimizer.state.0.exp_avg", "optimizer.state.1.step", "rng"} <= names
+    values = checkpoint.values
+    # Names of classes that are not known are plain values, and reject nothing.
+    wanted = {
+        "epoch": 3,
+        "args/lr": 0.1,
+        "args/dtype": "bfloat16",
+        "scope": 2,
+        "settings/rate": 0.5,
+        "settings/names": ["a"],
+        "counts/seen": [1, 2],
+        "device": "cuda:1",
+        "version": "2.13.0+cpu",
+        "path": "/data/x",
+        "optimizer/param_groups/0/lr": 0.1,
+        "model/1._extra_state/state": [b"state of another program", 0, None],
+    }
+    assert {key: values.get(key) for key in wanted} == wanted
+
+
+def test_files_of_model_parallel_ranks_are_an_axis():
+    checkpoint = opening.open_checkpoint(DATA / "meta")
+    assert checkpoint.format == "Meta consolidated"
+    assert checkpoint.axes == {"tp": 2}
+    assert checkpoint.values == {
+        "config/dim": 4,
+        "config/n_heads": 2,
+        "config/norm_eps": 1e-5,
+    }
+    parts = {(t.name, t.ranks): values_of(t) for t in checkpoint.tensors}
+    wq = [parts["layers.0.attention.wq.weight", (("tp", n),)] for n in range(2)]
+    whole = np.arange(32).astype(ml_dtypes.bfloat16).reshape(8, 4)
+    assert_equal(np.concatenate(wq), whole)
+    assert_equal(parts["norm.weight", (("tp", 1),)], whole[0])
+
+
+def test_a_missing_rank_of_meta_is_an_error(tmp_path):
+    shutil.copy(DATA / "meta" / "consolidated.01.pth", tmp_path)
+    with pytest.raises(FormatError, match=r"lacks consolidated\.00\.pth"):
+        opening.open_checkpoint(tmp_path)
+
+
+def test_lazy_bits_are_applied_where_values_are_moved():
+    checkpoint = opening.open_checkpoint(DATA / "lazy.pt")
+    views = {tensor.name: tensor.view for tensor in checkpoint.tensors}
+    assert views == {"conj": "conj", "neg": "neg", "both": "conj neg", "plain": ""}
+    for name, array in torch_file.read_arrays(DATA / "lazy.pt").items():
+        assert_equal(array, expected(name))
+    read = dict(source_contents.contents(DATA / "lazy.pt"))
+    for tensor in checkpoint.tensors:
+        values = read[source_contents.key_of(tensor)]
+        assert values == expected(tensor.name).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "match"),
+    [
+        ({"0.weight": "../x.bin"}, "lists 0.weight in '../x.bin', which is no file"),
+        ({"0.weight": "other.bin"}, r"other\.bin is missing"),
+        ({"absent": "pytorch_model-00001-of-00002.bin"}, "lacks absent, which"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, match):
+    shutil.copytree(DATA / "sharded", tmp_path / "x")
+    index = tmp_path / "x" / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(FormatError, match=match):
+        opening.open_checkpoint(tmp_path / "x")
+
+
+def test_several_files_without_an_index_need_a_choice(tmp_path):
+    for name in ("a.pt", "b.pt", "training_args.bin"):
+        torch_files.write(tmp_path / name, {"w": torch_files.tensor()})
+    with pytest.raises(FormatError, match=r"2 files of PyTorch \(a\.pt, b\.pt\)"):
+        opening.open_checkpoint(tmp_path)
+    (tmp_path / "b.pt").unlink()
+    assert [each.name for each in opening.open_checkpoint(tmp_path).tensors] == ["w"]
+
+
+def test_a_name_that_two_dicts_make_is_refused(tmp_path):
+    tensor = torch_files.tensor()
+    path = torch_files.write(tmp_path / "x.pt", {"a": {"b": tensor}, "a.b": tensor})
+    with pytest.raises(FormatError, match=r"has a\.b, and so has another"):
+        opening.open_checkpoint(path)
+
+
+def test_a_file_without_tensors_is_no_state_dict(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {"a": 1})
+    with pytest.raises(FormatError, match="has no tensors; it is no state dict"):
+        opening.open_checkpoint(path)
+
+
+class Plain:
+    """A class with attributes."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+class WithState:
+    """A class with a state that is no dict."""
+
+    def __getstate__(self):
+        return (1, 2)
+
+    def __setstate__(self, state):
+        raise AssertionError("called")
+
+
+class Slots:
+    """A class without a dict of attributes."""
+
+    __slots__ = ("a",)
+
+
+class Kind(enum.Enum):
+    """An enumeration."""
+
+    FIRST = 7
+
+
+class Version(str):
+    """A text."""
+
+
+def decoded(content, budget=None):
+    return plain_pickle.value(
+        content,
+        file="x.pkl",
+        budget=budget or SourceBudget(),
+        names={"torch.float32": "float32"},
+        tensor=list,
+    )
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_objects_become_records_of_their_attributes(protocol):
+    slots = Slots()
+    slots.a = 1
+    listed = collections.deque([1, 2])
+    defaults = collections.defaultdict(list, {"x": [1]})
+    value = {
+        "a": Plain(b=[1], c=Plain()),
+        "d": WithState(),
+        "slots": slots,
+        "kind": Kind.FIRST,
+        "path": pathlib.PosixPath("/x/y"),
+        "listed": listed,
+        "defaults": defaults,
+        "version": Version("2.13"),
+        "class": Plain,
+        "buffer": io.BytesIO(b"xyz"),
+        "complex": 1 + 2j,
+    }
+    read = decoded(pickle.dumps(value, protocol=protocol))
+    assert read == {
+        "a": {"b": [1], "c": {}},
+        "d": {"state": (1, 2)},
+        "slots": {"a": 1},
+        "kind": 7 if sys.version_info >= (3, 12) else read["kind"],
+        "path": "/x/y",
+        "listed": [1, 2],
+        "defaults": {"x": [1]},
+        "version": "2.13",
+        "class": f"{__name__}.Plain",
+        "buffer": {"state": (b"xyz", 0, None)},
+        "complex": {},
+    }
+    assert read["kind"] in (7, "FIRST")
+    assert isinstance(read["a"], plain_pickle.Record)
+
+
+def test_plain_values_are_as_they_were():
+    value = {
+        1: [2**70, -1, 0.5, float("inf"), True, None, "\ud800", b"\x00\xff"],
+        (1, "x", 1.5): ({2, 3}, frozenset([4])),
+    }
+    assert decoded(pickle.dumps(value)) == value
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        # Attributes of a class; of a class of the decoder; of a built-in one.
+        b"\x80\x02cx\ny\n(N}X\x01\x00\x00\x00aK\x01stb.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(N}X\x07\x00\x00\x00__new__K\x01stb.",
+        b"\x80\x02ctorch\nSize\n(N}X\x01\x00\x00\x00aK\x01stb.",
+        # A call of a text, and of an object.
+        b"\x80\x02X\x01\x00\x00\x00a)R.",
+        b"\x80\x02cx\ny\n)R)R.",
+        # An object of a text; an extension; a persistent id of none.
+        b"\x80\x02X\x01\x00\x00\x00a)\x81.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02NQ.",
+        b"\x80\x02N.N.",
+    ],
+)
+def test_what_the_decoder_does_not_do_is_one_error(content):
+    with pytest.raises(FormatError, match=r"x\.pkl .*"):
+        decoded(content)
+    tensor = torch_files.pickled(torch_files.tensor())
+    assert decoded(tensor)[3:6] == [0, [2, 2], [2, 1]]
+
+
+@pytest.mark.parametrize("key", [2**64, (2**64,), (1,) * 101, ((1,),), frozenset()])
+def test_keys_that_take_long_to_compare_are_refused(key):
+    with pytest.raises(FormatError, match=r"x\.pkl has a key that is a nested or long"):
+        decoded(pickle.dumps({key: 1}))
+
+
+def test_a_decoder_that_ends_is_replaced():
+    assert decoded(pickle.dumps(1)) == 1
+    process = plain_pickle._WORKER._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert decoded(pickle.dumps(2)) == 2
+    assert plain_pickle._WORKER._process is not process
+
+
+PARENT = """
+import os, pickle, sys, threading
+from elastic_ckpt.universal.formats import plain_pickle
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
+
+def decode(content):
+    return plain_pickle.value(
+        content, file="x", budget=SourceBudget(), names={}, tensor=list
+    )
+
+decode(pickle.dumps(1))
+print(plain_pickle._WORKER._process.pid, flush=True)
+if sys.argv[1] == "forks":
+    if os.fork() == 0:
+        assert decode(pickle.dumps(2)) == 2
+        os._exit(0)
+    os.wait()
+elif sys.argv[1] == "works":
+    keys = (n * (2**61 - 1) for n in range(2**70, 2**70 + 100_000))
+    items = b"".join(b"\\x8a\\x20" + key.to_bytes(32, "little") + b"N" for key in keys)
+    threading.Thread(
+        target=decode, args=[b"\\x80\\x04}(" + items + b"u."], daemon=True
+    ).start()
+    while plain_pickle._WORKER._lock.acquire(blocking=False):
+        plain_pickle._WORKER._lock.release()
+    print("working", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["works", "forks"])
+def test_a_killed_parent_leaves_no_process_behind(state):
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, state],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        pid = int(parent.stdout.readline())
+        if state == "works":
+            assert parent.stdout.readline() == "working\n"
+        status = pathlib.Path(f"/proc/{pid}/stat")
+        assert status.exists()
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 60
+    while status.exists() and status.read_text().split()[2] not in "ZX":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
