@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import run_world
-from elastic_ckpt.core import checked_json, errors, storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import claims, persistent_root
@@ -230,23 +230,6 @@ def test_the_record_of_a_line_that_was_damaged_is_named(run):
             run.world()
     record.write_bytes(content)
     assert run.newest() == (1, 101)
-
-
-def test_the_record_that_lines_had_before_there_were_claims_still_counts(run):
-    with run.world() as opened:
-        run.save(opened, *range(1, 5), line=1)
-        _, save = opened.latest.line[-1]
-    shutil.rmtree(run.path / "steps" / "worlds")
-    former = run.path / "steps" / "abandoned" / "line.json"
-    fields = {"run": tiered_steps.RUN, "save": f"{save}1", "parents": [[2, save]]}
-    storage.write_atomic(former, checked_json.to_bytes(fields, version=1))
-    assert run.newest() == (2, 102)
-    with run.world() as opened:
-        opened.load(1)
-        run.save(opened, 2, line=2)
-    assert os.listdir(run.path / "steps" / "worlds") == ["1.json"]
-    run.lose_ram()
-    assert run.newest() == (2, 202)
 
 
 def start(name):
