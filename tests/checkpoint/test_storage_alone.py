@@ -24,6 +24,7 @@ from tests.checkpoint.test_checkpointer import (
 )
 
 policies = ocp.training.preservation_policies
+P = jax.P("a")
 
 
 @pytest.fixture
@@ -54,7 +55,9 @@ def check(checkpointer, step, asked=None):
     assert counter.count == 10 * step
 
 
-def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path):
+def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    os.makedirs(tmp_path / "temporary")
     recorded = RecordedEvents()
     checkpointer = make(emit=recorded)
     assert [save(checkpointer, step) for step in range(1, 5)] == [False, True] * 2
@@ -70,20 +73,12 @@ def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path):
     assert [each["step"] for each in recorded.named("backed_up")] == [2, 4, 5]
     assert recorded.named("degraded") == []
     checkpointer.close()
+    # Nothing is left on this machine.
+    assert os.listdir(tmp_path / "temporary") == []
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
         assert [each.step for each in stock.checkpoints] == [2, 4, 5]
         restored = stock.load_checkpointables(4, {"state": abstract(state(0))})["state"]
         assert bits(restored) == bits(state(4))
-
-
-def test_nothing_is_left_on_this_machine(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    os.makedirs(tmp_path / "temporary")
-    checkpointer = make()
-    save(checkpointer, 2)
-    check(checkpointer, 2)
-    checkpointer.close()
-    assert os.listdir(tmp_path / "temporary") == []
 
 
 def test_an_interrupted_save_is_reported_and_removed(make, tmp_path):
@@ -144,26 +139,20 @@ def test_a_removed_step_does_not_bring_back_what_its_line_abandoned(make):
     assert again.latest.step == 3
 
 
-def test_a_run_can_drop_its_local_tier(make, tmp_path):
+def test_a_run_can_drop_gain_and_rename_its_local_tier(make, tmp_path):
     with_ram = make(tiers=[Local(tmp_path / "ram")], run="the run")
     save(with_ram, 2)
     with_ram.close()
     alone = make()
     check(alone, 2)
-    alone.close()
-    check(make(tiers=[Local(tmp_path / "ram")], run="the run"), 2)
-
-
-def test_a_run_can_gain_a_local_tier_and_rename_it(make, tmp_path):
-    alone = make()
-    save(alone, 2)
+    save(alone, 4)
     alone.close()
     with_ram = make(tiers=[Local(tmp_path / "ram")])
-    check(with_ram, 2)
-    save(with_ram, 3)
+    check(with_ram, 4)
+    save(with_ram, 5)
     with_ram.close()
     (tmp_path / "ram").rename(tmp_path / "renamed")
-    check(make(tiers=[Local(tmp_path / "renamed")]), 3)
+    check(make(tiers=[Local(tmp_path / "renamed")]), 5)
 
 
 @pytest.mark.parametrize("local", [[], ["ram"]])
@@ -180,28 +169,19 @@ def test_a_run_of_another_name_does_not_begin_anew_among_steps(make, tmp_path, l
 
 
 def test_a_flipped_bit_is_never_loaded_in_silence(make, tmp_path):
-    flip_bits(make, tmp_path, 30)
-
-
-@pytest.mark.night
-def test_none_of_300_flipped_bits_is_loaded_in_silence(make, tmp_path):
-    flip_bits(make, tmp_path, 300)
-
-
-def flip_bits(make, tmp_path, count):
-    """Flips bits of what was saved, one at a time, and restores with each."""
     saved = make(run="run")
     save(saved, 2)
     saved.close()
     step = tmp_path / "steps" / "2"
     everything = [path for path in sorted(step.rglob("*")) if path.is_file()]
     chance = random.Random(0)
-    sizes = [path.stat().st_size for path in everything]
     refused = 0
-    for path in chance.choices(everything, sizes, k=count):
+    # Large files twice, and one bit of each other file.
+    everything += [path for path in everything if path.stat().st_size > 500]
+    for path in everything:
         before = path.read_bytes()
-        at, bit = chance.randrange(len(before)), chance.randrange(8)
-        flipped = bytes([before[at] ^ 1 << bit])
+        at, bit = chance.randrange(len(before) or 1), chance.randrange(8)
+        flipped = bytes([before[at] ^ 1 << bit]) if before else b"x"
         path.write_bytes(before[:at] + flipped + before[at + 1 :])
         try:
             # A load returns the saved values, or raises.
@@ -209,26 +189,24 @@ def flip_bits(make, tmp_path, count):
         except errors.ElasticCkptError:
             refused += 1
         path.write_bytes(before)
-    assert refused > count / 10
+    assert refused > len(everything) / 10
     check(make(run="run"), 2)
 
 
-def contents(tree):
-    return {name: np.asarray(leaf).tobytes() for name, leaf in tree.items()}
+CAPTURES = {"auto": 8, "host": 1, "device": 8, "wait": 1, "in RAM": 8}
 
 
-@pytest.mark.parametrize("capture", ["auto", "host", "device", "wait", "in RAM"])
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("capture", CAPTURES)
 def test_a_loop_that_donates_its_state_saves_each_step_as_it_was(
-    make, tmp_path, capture, num_devices
+    make, tmp_path, capture
 ):
-    mesh = jax.make_mesh((num_devices,), ("a",), devices=jax.devices()[:num_devices])
-    sharding = jax.NamedSharding(mesh, jax.P("a"))
+    devices = jax.devices()[: CAPTURES[capture]]
+    over = jax.NamedSharding(jax.make_mesh((len(devices),), ("a",), devices=devices), P)
     step_of = jax.jit(
         lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0
     )
     tree = {
-        "large": jax.device_put(jnp.zeros((8, 2**17)), sharding),
+        "large": jax.device_put(jnp.zeros((8, 2**16)), over),
         "small": jnp.zeros(8, jnp.bfloat16),
     }
     if capture == "in RAM":
@@ -237,7 +215,7 @@ def test_a_loop_that_donates_its_state_saves_each_step_as_it_was(
     else:
         checkpointer = make(every=1, capture=capture)
     saved = {}
-    for step in range(4):
+    for step in range(3):
         response = checkpointer.save_async(step, tree)
         assert response is not None
         if capture == "wait":
@@ -249,4 +227,5 @@ def test_a_loop_that_donates_its_state_saves_each_step_as_it_was(
     checkpointer.wait()
     for step, expected in saved.items():
         restored = checkpointer.load(step, abstract(tree))
-        assert contents(restored) == contents(expected)
+        for name, values in expected.items():
+            assert np.asarray(restored[name]).tobytes() == values.tobytes()
