@@ -9,13 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-import elastic_ckpt as ec
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import summary
 from elastic_ckpt.core import clock, errors, events
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.peers import agent
@@ -129,33 +126,6 @@ def test_a_step_comes_back_bit_equal_under_another_sharding(make):
     assert event["persistent_bytes"] == event["bad_copies"] == 0
 
 
-def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
-    checkpointer = make(storage(tmp_path, every=4), every=3)
-    due = [step for step in range(1, 13) if checkpointer.should_save(step)]
-    assert due == [3, 4, 6, 8, 9, 12]
-    assert checkpointer.save_async(2, {"n": 1}) is None
-    assert checkpointer.save_async(2, {"n": 1}, force=True).result()
-    assert not checkpointer.should_save(1)
-    assert checkpointer.save_async(1, {"n": 1}, force=True) is None
-
-
-@pytest.mark.parametrize("has_ram", [True, False])
-def test_a_backup_that_is_due_is_made_at_the_first_step_that_is_saved(
-    make, tmp_path, has_ram
-):
-    if has_ram:
-        checkpointer = make(storage(tmp_path, every=6), every=4)
-    else:
-        checkpointer = ec.Checkpointer([ec.Persistent(tmp_path / "steps", every=6)])
-    with checkpointer:
-        # The loop saves no other step, as MaxText with its local_checkpoint_period.
-        for step in range(4, 41, 4):
-            checkpointer.save(step, {"n": step})
-            checkpointer.wait()
-    stored = [8, 12, 20, 24, 32, 36]
-    assert sorted(map(int, summary.steps(tmp_path / "steps"))) == stored
-
-
 def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
     recorded = RecordedEvents()
     checkpointer = make(storage(tmp_path, every=2), emit=recorded)
@@ -178,10 +148,9 @@ class LateClock(clock.Clock):
         return super().time_ns() + self._late_ns
 
 
-@pytest.mark.parametrize("tiers", [1, 0], ids=["beside_ram", "alone"])
-def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path, tiers):
+def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path):
     # Worlds may be shorter than the time between two backups.
-    chosen = [Local(tmp_path / "ram", every=1)][:tiers]
+    chosen = [Local(tmp_path / "ram", every=1)]
     chosen.append(Persistent(tmp_path / "steps", every_minutes=60))
     stored = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     for step, minutes in ((1, 0), (2, 30), (3, 61)):
@@ -190,23 +159,6 @@ def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path, tiers):
             parts = {"state": state(step), "data": Counter(step)}
             world.save_checkpointables(step, parts, force=step == 1)
         assert stored.steps() == ([1, 3] if step == 3 else [1])
-
-
-@pytest.mark.slow
-def test_thousands_of_small_leaves_are_backed_up_in_a_few_commits(make, tmp_path):
-    tree = {f"{n:04d}": np.full(3, n, np.float32) for n in range(1000)}
-    checkpointer = make(storage(tmp_path))
-    checkpointer.save(1, tree)
-    checkpointer.wait()
-    (store,) = (tmp_path / "steps" / "1" / "state").glob("ocdbt.process_*")
-    base = ts.KvStore.open(f"file://{store}/").result()
-    manifest = ts.ocdbt.dump(base).result()
-    # Each commit of a store is a generation of it.
-    assert manifest["versions"][-1]["generation_number"] < 10
-    loaded = ocp.training.Checkpointer(tmp_path / "steps").load(1)
-    assert {name: values.tobytes() for name, values in loaded.items()} == {
-        name: values.tobytes() for name, values in tree.items()
-    }
 
 
 def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
@@ -241,20 +193,6 @@ def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
     assert bits(restored) == bits({"state": tree, "ema": jnp.arange(4)})
     with pytest.raises(errors.CheckpointError, match="no 'opt'; it has"):
         checkpointer.metadata(checkpointable_name="opt")
-
-
-def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
-    recorded = RecordedEvents()
-    checkpointer = make(limit_bytes=300_000, emit=recorded)
-    assert checkpointer.save(1, {"w": jnp.zeros(10_000)})
-    checkpointer.wait()
-    assert not checkpointer.save(2, {"w": jnp.zeros(100_000)})
-    assert checkpointer.save(3, {"w": jnp.zeros(10_000)})
-    checkpointer.wait()
-    (event,) = recorded.named("degraded")
-    assert (event["tier"], event["step"]) == ("local", 2)
-    assert "limit 300000 bytes" in event["why"]
-    assert checkpointer.latest.step == 3
 
 
 def test_what_is_in_ram_is_its_owners_alone(make):
@@ -304,19 +242,6 @@ def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tm
         again = make(Peers(known=(address.url,)), emit=recorded, local="new")
         assert again.latest.step == 3
         assert recorded.named("degraded") == []
-
-
-@pytest.mark.parametrize(
-    ("tiers", "message"),
-    [
-        ([Local("/a"), Local("/b")], r"contains Local\(\.\.\.\) twice"),
-        ([Peers()], r"add ec.Local\(directory"),
-        ([Peers(), Persistent("/a", every=1)], r"add ec.Local\(directory"),
-    ],
-)
-def test_tiers_that_do_not_fit_together_are_refused(tiers, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        frontend.Checkpointer(tiers)
 
 
 def test_a_step_that_somebody_else_backed_up_is_found_by_looking_again(make, tmp_path):

@@ -1,15 +1,11 @@
 """Steps that are kept for their evaluations, or while another program reads them."""
 
-import functools
-import time
-
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
-from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import evaluations
 from tests.checkpoint.test_tier_retention import in_ram, opened, stored
@@ -66,18 +62,6 @@ def test_another_program_records_metrics_of_a_step_in_storage(tmp_path):
             ec.record_metrics(path, {"loss": 0.5})
     with pytest.raises(errors.CheckpointError, match="are not JSON"):
         ec.record_metrics(tmp_path / "steps" / "1", {"loss": object()})
-
-
-def test_what_a_line_recorded_that_the_run_left_does_not_count(tmp_path):
-    with opened(tmp_path, keep=keep()) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-        ec.pin(tmp_path / "steps" / "1")
-        checkpointer.record_metrics(2, {"loss": 0.1})
-        tiered_steps.save(checkpointer, 2)
-        checkpointer.load(1, go_back=True)
-        checkpointer.record_metrics(2, {"loss": 0.7})
-        tiered_steps.save(checkpointer, 2)
-        assert checkpointer.evaluations() == {2: {"loss": 0.7}}
 
 
 def test_metrics_need_storage_and_if_it_is_away_the_run_goes_on(tmp_path, monkeypatch):
@@ -139,26 +123,6 @@ def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, 
     evaluate(again, (6, 0.45), (7, 0.3), sign=sign)
     again.close()
     assert stored(tmp_path) == [1, 3, 7]
-
-
-@pytest.mark.slow
-def test_the_best_and_pinned_steps_reach_slow_storage(tmp_path, monkeypatch):
-    back_up = backup.HostBackup.back_up
-
-    @functools.wraps(back_up)
-    def slow(*args, **kwargs):
-        time.sleep(0.2)
-        return back_up(*args, **kwargs)
-
-    monkeypatch.setattr(backup.HostBackup, "back_up", slow)
-    run = saver(tmp_path, every=2, steps=[5])
-    for step, loss in enumerate((0.3, 0.2, 0.4, 0.5, 0.6, 0.7, 0.1, 0.8), start=1):
-        run.record(step, {"eval_loss": loss})
-        if run.is_due(step, last=False):
-            run.save(step, tiered_steps.state(step), last=False)
-    run.close()
-    # Others may be skipped.
-    assert {1, 2, 5, 7} <= set(stored(tmp_path))
 
 
 def go_back(run, to):

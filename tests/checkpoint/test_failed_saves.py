@@ -49,8 +49,10 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["storage", "ram and storage"])
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "ram and storage") for name in FAILURES), ("a late bug", "storage")],
+)
 def test_a_component_that_fails_is_not_blamed_on_storage(name, kind, tmp_path):
     error, when, message = FAILURES[name]
     tiers = [Persistent(tmp_path / "steps", every=1)]

@@ -118,8 +118,7 @@ def test_a_bug_reaches_each_driver_as_a_failure(drive):
     drive(fail)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
     drive, monkeypatch, lost
 ):

@@ -2,14 +2,11 @@
 
 import contextlib
 import os
-import pathlib
 import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import run_world
@@ -17,8 +14,6 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import claims, persistent_root
-from tests import shared_memory
-from tests.model import simulated_world, test_crash_points
 from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
@@ -94,142 +89,9 @@ def value(state):
     return number
 
 
-class Lines:
-    """A run in the simulation of `tests/model`, and the line of saves that counts.
-
-    Attributes:
-      line: the steps that count, each with the seed of its state.
-    """
-
-    def __init__(self, sim, store_every):
-        self._sim = sim
-        self._options = {"store_every": store_every}
-        self._seed = 0
-        self.line = []
-        self._stored = set()
-        # How many steps of the line the next save goes on from.
-        self._number = 0
-        sim.open((0, 1), **self._options)
-
-    def save(self, *, overwrite=False):
-        del self.line[self._number :]
-        step = self.line[-1][0] + 1 if self.line else 1
-        if overwrite and self.line:
-            step, _ = self.line.pop()
-        self._seed += 1
-        self.line.append((step, self._seed))
-        self._number = len(self.line)
-        self._sim.events.clear()
-        state = simulated_world.state_of(self._seed)
-        assert self._sim.world.save(step, state, overwrite=overwrite)
-        self._sim.world.wait()
-        if any(name == "backed_up" for name, _ in self._sim.events):
-            self._stored.add(self._seed)
-        # What stock Orbax finds, too.
-        root = persistent_root.PersistentRoot.from_path(self._sim.storage)
-        if self._seed in self._stored:
-            assert root.steps() == [s for s, seed in self.line if seed in self._stored]
-        self._check_list()
-
-    def go_back(self, number):
-        there = self._there()
-        save = there[number % len(there)]
-        self._check(save[0], save[1], go_back=True)
-        self._number = self.line.index(save) + 1
-
-    def begin_again(self, *, loses_memory):
-        self._sim.world.close()
-        if loses_memory:
-            for machine in (0, 1):
-                self._sim.evict(machine)
-            while self.line and self.line[-1][1] not in self._stored:
-                self.line.pop()
-        # A step that was loaded and not gone on from is forgotten.
-        self._number = len(self.line)
-        self._sim.open((0, 1), **self._options)
-        self._check_list()
-        if self.line:
-            self._check(None, self.line[-1][1])
-
-    def _there(self):
-        # The newest is in RAM.
-        newest = self.line[-1:]
-        return [each for each in self.line if each[1] in self._stored or each in newest]
-
-    def _check_list(self):
-        listed = [each.step for each in self._sim.world.checkpoints]
-        assert listed == [step for step, _ in self._there()]
-
-    def _check(self, step, seed, **options):
-        wanted = {"state": simulated_world.abstract()}
-        read = self._sim.world.load_checkpointables(step, wanted, **options)["state"]
-        for name, values in simulated_world.state_of(seed).items():
-            assert read[name].tobytes() == values.tobytes()
-
-
-# A number: a load of one of the steps that are there, to go on from.
-ACTS = st.sampled_from(["save", "overwrite", "again", "memory is lost", 0, 1, 2])
-
-
-@given(st.sampled_from([1, 1, 2, 100]), st.lists(ACTS, min_size=2, max_size=8))
-@example(1, [0, "save", 0, "save", "save", "memory is lost"])
-@example(1, [1, "overwrite", "again", "save", "overwrite"])
-@example(2, ["save", 0, "again", 0, "save", "memory is lost", "save"])
-@example(100, ["overwrite", "memory is lost", "save", "again", "save"])
-@pytest.mark.slow
-def test_the_line_that_a_run_took_last_counts_and_no_other(store_every, acts):
-    with (
-        shared_memory.directory("lines") as directory,
-        simulated_world.Simulation(pathlib.Path(directory)) as sim,
-    ):
-        lines = Lines(sim, store_every)
-        for act in ["save"] * 3 + acts:
-            if act in ("save", "overwrite"):
-                lines.save(overwrite=act == "overwrite")
-            elif act in ("again", "memory is lost"):
-                lines.begin_again(loses_memory=act != "again")
-            elif lines.line:
-                lines.go_back(act)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_while_it_goes_back_has_one_line_without_memory_too():
-    history = test_crash_points.HISTORIES["go back"]
-    found = []
-    for number in range(1, test_crash_points.num_changes(*history) + 1, 6):
-        with test_crash_points.crash_at("go back", "all", number, torn=False) as run:
-            for machine in test_crash_points.WORLD:
-                run.evict(machine)
-            run.open(test_crash_points.WORLD)
-            found.append(run.head.step)
-    # The old line, then the new one: by its record alone, or by its first step.
-    assert {3, 1} <= {*found}
-    assert found == sorted(found, key=[3, 1, 2].index)
-
-
 @pytest.fixture
 def run(tmp_path):
     return Run(tmp_path)
-
-
-def test_the_record_of_a_line_that_was_damaged_is_named(run):
-    with run.world() as opened:
-        run.save(opened, 1, 2, line=1)
-    with run.world(every=100) as opened:
-        opened.load(1)
-        run.save(opened, 2, line=2)
-    run.lose_ram()
-    record = run.path / "steps" / "worlds" / "2.json"
-    content = record.read_bytes()
-    for damaged in (
-        content[:-3],
-        content.replace(b'"parents": [[1', b'"parents": [[2'),
-    ):
-        record.write_bytes(damaged)
-        with pytest.raises(errors.CheckpointError, match=r"2\.json .*; restore the"):
-            run.world()
-    record.write_bytes(content)
-    assert run.newest() == (1, 101)
 
 
 def start(name):

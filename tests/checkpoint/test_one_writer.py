@@ -9,14 +9,12 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, process
 from elastic_ckpt.tiers.persistent import claims, writer
 from tests import runs, shared_memory
-from tests.universal import safetensors_files
 
 # Saves steps until it is killed, and says which are durable.
 PROGRAM = """
@@ -55,7 +53,6 @@ _SLOW = pytest.mark.slow
     params=[
         "local",
         pytest.param("gs", marks=_SLOW),
-        pytest.param("s3", marks=_SLOW),
     ]
 )
 def steps(request, steps_in):
@@ -99,20 +96,6 @@ def test_a_number_is_not_edited_where_a_program_writes(steps):
         first.stdin.write("\n")
         first.stdin.flush()
         assert first.stdout.readline() == "2\n"
-
-
-@_SLOW
-def test_nothing_is_converted_into_where_a_program_is_about_to_write(steps, tmp_path):
-    source = tmp_path / "model.safetensors"
-    safetensors_files.write(source, {"w": np.zeros(4, np.float32)})
-    with running(FAR, steps, until="begun\n"):
-        ended = runs.cli("convert", source, f"{steps}/0")
-        assert ended.returncode == 1, ended.stdout
-        assert "on far, since" in ended.stderr
-        assert "or convert into another directory" in ended.stderr
-    ended = runs.cli("convert", source, f"{steps}/0")
-    assert ended.returncode == 0, ended.stderr
-    assert writer.live(steps) is None
 
 
 def value(checkpointer):

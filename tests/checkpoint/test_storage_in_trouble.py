@@ -190,26 +190,3 @@ def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks)
     root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     assert root.steps()[0] == 2
     assert root.steps()[-1] >= 6
-
-
-def test_an_end_without_ram_is_an_error_too(tmp_path, breaks):
-    from elastic_ckpt import frontend
-
-    checkpointer = frontend.Checkpointer([storage(tmp_path)], run="run")
-    breaks(errno.EROFS)
-    assert not checkpointer.save(1, state(1))
-    with pytest.raises(errors.CheckpointError, match="step 1 was due in persistent"):
-        checkpointer.close()
-
-
-@pytest.mark.slow
-def test_what_a_rollback_abandons_is_not_due_any_more(make, tmp_path, breaks):  # noqa: F811
-    checkpointer = make(storage(tmp_path))
-    assert checkpointer.save(1, state(1))
-    checkpointer.wait()
-    breaks(errno.ENOSPC)
-    assert checkpointer.save(2, state(2))
-    checkpointer.wait()
-    breaks(None)
-    checkpointer.load(1, state(0))
-    checkpointer.close()

@@ -90,19 +90,6 @@ def test_the_next_step_is_stored_if_a_due_one_could_not_be(
     check(make(storage(tmp_path, every=4), local="other"), 5)
 
 
-def test_a_step_goes_to_ram_again_when_it_fits(make, tmp_path, monkeypatch):  # noqa: F811
-    checkpointer = make(storage(tmp_path, every=2))
-    with monkeypatch.context() as patch:
-        patch.setattr(ram_disk.RamDisk, "free_bytes", lambda _: -1)
-        assert save(checkpointer, 2)
-    assert not os.listdir(tmp_path / "ram" / "hosts" / "0") or not list(
-        (tmp_path / "ram" / "hosts" / "0").glob("2-*")
-    )
-    assert save(checkpointer, 3)
-    check(checkpointer, 3)
-    assert list((tmp_path / "ram" / "hosts" / "0").glob("3-*"))
-
-
 class Witness:
     """A component that notes the directory of the host, and who may read it."""
 

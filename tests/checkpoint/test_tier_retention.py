@@ -32,7 +32,6 @@ def opened(tmp_path, **options):
     ("keep", "kept"),
     [
         (None, [1, 2, 3, 4]),
-        (policies.LatestN(2), [3, 4]),
         (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1), [2, 4]),
     ],
 )
@@ -50,9 +49,7 @@ def test_policies_of_orbax_decide_what_stays_in_storage(tmp_path, keep, kept):
 @pytest.mark.parametrize(
     ("keep", "kept"),
     [
-        (policies.LatestN(2), [4, 5]),
         (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2), [2, 3, 5]),
-        (policies.EveryNSteps(2), [2, 4, 5]),
         (policies.EveryNSeconds(10**6), [1, 5]),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint import tree_structure
-from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest
 
@@ -94,15 +93,6 @@ def test_a_sharding_over_devices_that_are_gone_is_left_out():
     here = tree_structure.saved_trees(contents(text, **leaf))["w"]
     assert here.sharding == over
     assert tree_structure.saved_trees(contents(elsewhere, **leaf))["w"].sharding is None
-
-
-def test_manifests_of_before_give_dicts_of_arrays():
-    leaves = {"state/a/0": ((2,), "float32"), "n": ((), "int64")}
-    assert tree_structure.saved_trees(contents(None, **leaves)) == {
-        "state": {"a": {"0": jax.ShapeDtypeStruct((2,), np.float32)}},
-        # JAX would make it an int32.
-        "n": trees.AbstractArray(shape=(), dtype=np.dtype(np.int64)),
-    }
 
 
 @pytest.mark.parametrize(

@@ -165,21 +165,6 @@ def test_equal_holders_are_read_from_evenly():
     assert max(reads.values()) <= 1.15 * sum(reads.values()) / 2
 
 
-def test_readers_of_one_box_spread_over_its_holders():
-    step = search.Step.from_offers(OFFERS)
-    readers = [
-        dataclasses.replace(saved_worlds.host(n), domains={"slice": "near"})
-        for n in range(10, 50)
-    ]
-    rows = [(n, "w", boxes.Box(start=(7,), stop=(8,))) for n in range(40)]
-    plan = read_plan.plan(
-        step, readers, read_plan.Wanted.from_boxes(rows, contents=WHOLE)
-    )
-    first = [plan.read(n).choices[0][0].host.number for n in range(40)]
-    assert 12 <= first.count(1) <= 28
-    assert first.count(1) + first.count(2) == 40
-
-
 def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
     def cut(number, parts, **options):
         held = [(0, part) for part in saved_worlds.grid([64], [parts])]

@@ -65,8 +65,6 @@ def test_what_must_stay_stays(steps, policy, in_flight, preserved, later):
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        (policies.LatestN(2), [8, 9]),
-        (policies.EveryNSteps(4), [0, 4, 8, 9]),
         (policies.EveryNSeconds(180), [0, 3, 6, 9]),
         (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2), [5, 6, 9]),
         (policies.CustomSteps([3]), [3, 9]),

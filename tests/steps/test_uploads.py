@@ -4,7 +4,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.steps import holdings, manifest, uploads
@@ -71,23 +71,16 @@ def test_items_of_idle_machines_alone_are_uploaded_by_hosts_too(offers, data):
 
 
 @given(saved_worlds.saved(), st.randoms(use_true_random=False))
-def test_every_host_computes_the_same_whatever_the_order_of_offers(offers, random):
+def test_every_host_computes_the_same_whatever_the_order(offers, random):
     hosts = [offer.host for offer in offers]
     first = uploads.uploads(holdings.Holdings.from_offers(offers), hosts)
-    random.shuffle(offers)
-    second = uploads.uploads(holdings.Holdings.from_offers(offers), hosts)
+    shuffled = random.sample(offers, len(offers))
+    second = uploads.uploads(holdings.Holdings.from_offers(shuffled), hosts)
     assert first.host.tolist() == second.host.tolist()
-
-
-@given(saved_worlds.saved(), st.randoms(use_true_random=False))
-def test_every_host_computes_the_same_whatever_the_order_of_hosts(offers, random):
-    hosts = [offer.host for offer in offers]
-    holding = holdings.Holdings.from_offers(offers)
-    first = uploads.uploads(holding, hosts)
     random.shuffle(hosts)
-    second = uploads.uploads(holding, hosts)
-    assert first.host.tolist() == second.host.tolist()
-    assert first.row.tolist() == second.row.tolist()
+    third = uploads.uploads(holdings.Holdings.from_offers(offers), hosts)
+    assert first.host.tolist() == third.host.tolist()
+    assert first.row.tolist() == third.row.tolist()
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 1000), min_size=1, max_size=40))
@@ -120,7 +113,6 @@ def least_possible(holding):
     )
 
 
-@settings(max_examples=30)
 @given(saved_worlds.saved(most_hosts=6))
 def test_no_host_has_far_more_than_the_best_assignment_would_give_it(offers):
     holding = holdings.Holdings.from_offers(offers)
