@@ -1,4 +1,7 @@
-"""Runs that go back to an older step, or save one anew: which saves count then."""
+"""Runs that go back to an older step, or save one anew: which saves count then.
+
+`tests/model` goes back and overwrites in random histories, and crashes at each change.
+"""
 
 import contextlib
 import os
@@ -29,41 +32,18 @@ class Run:
     def __init__(self, path):
         self.path = path
 
-    def world(
-        self,
-        *,
-        stored=True,
-        keep_in_ram=None,
-        limit_bytes=None,
-        ram="ram",
-        **options,
-    ):
-        steps = self.path / "steps" if stored else None
-        return tiered_steps.checkpointer(
-            self.path / ram,
-            steps,
-            keep_in_ram=keep_in_ram,
-            limit_bytes=limit_bytes,
-            **options,
-        )
+    def world(self, *, ram="ram", **options):
+        ram, steps = self.path / ram, self.path / "steps"
+        return tiered_steps.checkpointer(ram, steps, **options)
 
-    def save(self, opened, *steps, line):
+    def save(self, opened, *steps, line, **options):
         for step in steps:
-            assert opened.save(step, {"w": jnp.full(4, 100 * line + step)})
+            state = {"w": jnp.full(4, 100 * line + step)}
+            assert opened.save(step, state, **options)
             opened.wait()
 
-    def overwrite(self, opened, step, *, line):
-        values = {"w": jnp.full(4, 100 * line + step)}
-        assert opened.save(step, values, overwrite=True)
-        opened.wait()
-
-    def newest(self, **options):
-        """The newest step for a new world, and its values."""
-        with self.world(**options) as opened:
-            step = opened.latest.step
-            return step, value(opened.load(None))
-
     def steps(self, **options):
+        """The steps that a new world finds, with their values."""
         with self.world(**options) as opened:
             return [
                 (each.step, value(opened.load(each))) for each in opened.checkpoints
@@ -80,13 +60,14 @@ class Run:
         root = persistent_root.PersistentRoot.from_path(self.path / "steps")
         return [step for step, _ in root.set_aside_steps()]
 
-    def lose_ram(self):
-        shutil.rmtree(self.path / "ram")
-
 
 def value(state):
     (number,) = set(np.asarray(state["w"]).tolist())
     return number
+
+
+def old(*steps):
+    return [(step, 100 + step) for step in steps]
 
 
 @pytest.fixture
@@ -102,22 +83,20 @@ def start(name):
 @pytest.mark.parametrize("steps", [[], [1, 2, 3]])
 def test_saves_of_a_replaced_start_do_not_count(run, steps):
     ended = contextlib.suppress(errors.ReplacedError)
-    with ended, run.world(ram="of-a", **start("a")) as old:
-        run.save(old, *steps, line=1)
+    with ended, run.world(ram="of-a", **start("a")) as replaced:
+        run.save(replaced, *steps, line=1)
         with run.world(ram="of-b", **start("b")) as new:
-            assert [old.claim_world(), new.claim_world()] == [1, 2]
+            assert [replaced.claim_world(), new.claim_world()] == [1, 2]
             # The old start saves on, until it is to commit a step to storage.
-            with pytest.raises(errors.ReplacedError, match="b, has continued it"):
-                run.save(old, 4, line=1)
-            with pytest.raises(errors.ReplacedError, match="b, has continued it"):
-                run.save(old, 5, line=1)
+            for step in (4, 5):
+                with pytest.raises(errors.ReplacedError, match="b, has continued it"):
+                    run.save(replaced, step, line=1)
             assert [each.step for each in new.checkpoints] == steps
             run.save(new, 4, line=2)
-        assert old.latest.step == 4
-        old.wait()
+        assert replaced.latest.step == 4
+        replaced.wait()
     # Also where the memory of the old start is.
-    assert run.newest(ram="of-a") == (4, 204)
-    assert run.stock() == [*((step, 100 + step) for step in steps), (4, 204)]
+    assert run.steps(ram="of-a") == run.stock() == [*old(*steps), (4, 204)]
 
 
 def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(run):
@@ -130,26 +109,22 @@ def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(run):
         assert value(opened.load(5)) == 205
         assert value(opened.load(6)) == 106
         run.save(opened, 7, line=1)
-    assert run.newest() == (7, 107)
-    assert run.stock() == [(step, 100 + step) for step in range(1, 8)]
+    assert run.steps() == run.stock() == old(*range(1, 8))
     assert run.set_aside() == [5]
 
 
 def test_a_fallback_names_its_parent_and_the_incomplete_step_does_not_count(run):
     with run.world(keep_in_ram=ALL) as opened:
         run.save(opened, *range(1, 4), line=1)
-        (slot,) = (run.path / "ram" / "hosts").iterdir()
-        (last,) = (each for each in slot.iterdir() if each.name.startswith("3-"))
-        shutil.rmtree(last / "state")
         # Stored values of step 3 are lost in RAM and in storage.
-        shutil.rmtree(run.path / "steps" / "3" / "state")
+        for step in (*run.path.glob("ram/hosts/*/3-*"), run.path / "steps" / "3"):
+            shutil.rmtree(step / "state")
     with run.world(keep_in_ram=ALL) as opened:
         assert value(opened.load(None)) == 102
         parent = (opened.latest.step, opened.latest.save)
         run.save(opened, 3, line=2)
         assert opened.latest.line == (parent, (3, opened.latest.save))
-    assert run.newest(keep_in_ram=ALL) == (3, 203)
-    assert run.stock() == [(1, 101), (2, 102), (3, 203)]
+    assert run.steps(keep_in_ram=ALL) == run.stock() == [*old(1, 2), (3, 203)]
 
 
 def test_retention_prefers_what_it_promised_to_abandoned_steps(run):
@@ -175,49 +150,40 @@ def test_steps_of_plain_orbax_are_abandoned_too(run):
         assert opened.latest.step == 3
         opened.load(1, {"w": jnp.zeros(4, jnp.int32)})
         run.save(opened, 2, line=2)
-    assert run.newest() == (2, 202)
-    assert run.stock() == [(1, 101), (2, 202)]
+    assert run.steps() == run.stock() == [(1, 101), (2, 202)]
 
 
-LARGE = {"w": jnp.full(100_000, 202)}
-
-
-def test_an_overwrite_that_does_not_fit_into_ram_replaces_what_is_there(run):
+def test_only_the_newest_step_is_overwritten_whether_it_fits_into_ram_or_not(run):
     with run.world(limit_bytes=300_000) as opened:
-        run.save(opened, 2, line=1)
-        assert opened.save(2, LARGE, overwrite=True)
-    assert run.newest() == (2, 202)
-    assert run.stock() == run.steps() == [(2, 202)]
-
-
-def test_only_the_newest_step_is_overwritten(run):
-    with run.world() as opened:
-        run.save(opened, 1, 2, 3, line=1)
+        run.save(opened, 1, 2, line=1)
         with pytest.raises(
-            errors.CheckpointError, match="only the newest step can, which is 3"
+            errors.CheckpointError, match="only the newest step can, which is 2"
         ):
-            opened.save(2, {"w": jnp.full(4, 202)}, overwrite=True)
-    assert run.stock() == run.steps() == [(1, 101), (2, 102), (3, 103)]
+            run.save(opened, 1, line=2, overwrite=True)
+        assert opened.save(2, {"w": jnp.full(100_000, 202)}, overwrite=True)
+    assert run.stock() == run.steps() == [(1, 101), (2, 202)]
 
 
 def test_where_steps_are_written_in_place_they_are_copied_aside(run, monkeypatch):
-    in_place = lambda path: persistent_root.PersistentRoot(  # noqa: E731
-        path=storage.absolute(path), in_place=True
-    )
+    def in_place(path):
+        return persistent_root.PersistentRoot(
+            path=storage.absolute(path), in_place=True
+        )
+
     monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", in_place)
     with run.world() as opened:
         run.save(opened, *range(1, 5), line=1)
         opened.load(2)
         run.save(opened, 3, line=2)
     assert run.set_aside() == [3, 4]
-    run.lose_ram()
-    assert run.steps() == [(1, 101), (2, 102), (3, 203)]
+    shutil.rmtree(run.path / "ram")
+    assert run.steps() == [*old(1, 2), (3, 203)]
     with run.world() as opened:
         assert value(opened.load(4)) == 104
         run.save(opened, 5, line=1)
     assert run.set_aside() == [3]
-    run.lose_ram()
-    assert run.steps() == [(1, 101), (2, 102), (3, 103), (4, 104), (5, 105)]
+    shutil.rmtree(run.path / "ram")
+    assert run.steps() == old(1, 2, 3, 4, 5)
 
 
 def test_what_a_line_abandons():

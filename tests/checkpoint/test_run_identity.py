@@ -65,12 +65,6 @@ def test_ram_of_another_run_of_the_same_name_is_refused(tmp_path, ram):
     refused(tiers(ram, tmp_path / "a"), ram)
 
 
-def test_ram_of_a_run_whose_storage_was_removed_is_refused(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"), 4, 5)
-    shutil.rmtree(tmp_path / "a")
-    refused(tiers(ram, tmp_path / "a"), ram)
-
-
 def test_ram_of_a_run_whose_storage_was_removed_is_continued_with_its_identity(
     tmp_path, ram
 ):

@@ -4,30 +4,11 @@ import jax.numpy as jnp
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.choices import Local, Persistent
 
-PRESERVE = ocp.training.preservation_policies.PreserveAll()
+KEPT = {"keep": ocp.training.preservation_policies.PreserveAll()}
 METRICS = {"loss": 0.5, "nested": {"a": [1, 2]}}
 CUSTOM = {"note": "x", "numbers": [1, 2.5, None]}
-
-
-@pytest.fixture
-def make(tmp_path):
-    made = []
-
-    def make(local="ram", *, every=1):
-        tiers = [
-            Local(tmp_path / local, keep=PRESERVE),
-            Persistent(tmp_path / "steps", every=every),
-        ]
-        made.append(frontend.Checkpointer(tiers, run="run"))
-        return made[-1]
-
-    yield make
-    for checkpointer in made:
-        checkpointer.close()
 
 
 def noted(checkpoint):
@@ -35,7 +16,7 @@ def noted(checkpoint):
 
 
 def test_a_step_has_its_metrics_and_metadata_wherever_it_is_found(make, tmp_path):
-    checkpointer = make(every=2)
+    checkpointer = make(every=2, local=KEPT)
     checkpointer.save(1, {"w": jnp.ones(2)})
     checkpointer.save(2, {"w": jnp.ones(2)}, metrics=METRICS, custom_metadata=CUSTOM)
     expected = [(1, None, None), (2, METRICS, CUSTOM)]
@@ -44,7 +25,7 @@ def test_a_step_has_its_metrics_and_metadata_wherever_it_is_found(make, tmp_path
     assert noted(checkpointer.metadata()) == expected[1]
     assert noted(checkpointer.checkpointables_metadata(1)) == expected[0]
     checkpointer.close()
-    from_ram, from_storage = make(), make("other ram")
+    from_ram, from_storage = make(local=KEPT), make(ram="other ram")
     assert noted(from_ram.latest) == noted(from_storage.latest) == expected[1]
     assert list(map(noted, from_ram.checkpoints)) == expected
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
@@ -65,7 +46,7 @@ def test_steps_that_orbax_alone_saved_are_listed_with_what_they_have(make, tmp_p
         committed = [
             each.commit_timestamp_nsecs for each in map(stock.metadata, (3, 7))
         ]
-    checkpointer = make()
+    checkpointer = make(local=KEPT)
     assert list(map(noted, checkpointer.checkpoints)) == expected
     times = [each.commit_timestamp_nsecs for each in checkpointer.checkpoints]
     assert times == committed
@@ -77,7 +58,7 @@ def test_steps_that_orbax_alone_saved_are_listed_with_what_they_have(make, tmp_p
 
 
 def test_a_step_that_exists_is_saved_only_to_overwrite_it(make, tmp_path):
-    checkpointer = make()
+    checkpointer = make(local=KEPT)
     with ocp.training.Checkpointer(tmp_path / "stock") as stock:
         for each in (stock, checkpointer):
             for step in (2, 4):

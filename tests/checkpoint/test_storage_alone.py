@@ -11,55 +11,19 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt import frontend
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.core import storage as files
-from elastic_ckpt.tiers.choices import Local, Persistent
-from tests.checkpoint.test_checkpointer import (
-    Counter,
-    RecordedEvents,
-    abstract,
-    bits,
-    state,
-)
+from elastic_ckpt.core import errors
+from tests.checkpoint.test_checkpointer import abstract, bits, check, save, state
+from tests.recorded_events import RecordedEvents
 
 policies = ocp.training.preservation_policies
 P = jax.P("a")
-
-
-@pytest.fixture
-def make(tmp_path):
-    made = []
-
-    def make(emit=events.nobody, tiers=(), run=None, **options):
-        stored = Persistent(tmp_path / "steps", **(options or {"every": 2}))
-        made.append(frontend.Checkpointer([*tiers, stored], run=run, emit=emit))
-        return made[-1]
-
-    yield make
-    for checkpointer in made:
-        checkpointer.close()
-
-
-def save(checkpointer, step, **options):
-    parts = {"state": state(step), "data": Counter(10 * step)}
-    return checkpointer.save_checkpointables(step, parts, **options)
-
-
-def check(checkpointer, step, asked=None):
-    counter = Counter()
-    restored = checkpointer.load_checkpointables(
-        asked, {"state": abstract(state(0)), "data": counter}
-    )
-    assert bits(restored["state"]) == bits(state(step))
-    assert counter.count == 10 * step
 
 
 def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     os.makedirs(tmp_path / "temporary")
     recorded = RecordedEvents()
-    checkpointer = make(emit=recorded)
+    checkpointer = make(ram=None, every=2, emit=recorded)
     assert [save(checkpointer, step) for step in range(1, 5)] == [False, True] * 2
     assert checkpointer.latest.path == tmp_path / "steps" / "4"
     assert (tmp_path / "steps" / "4").is_dir()
@@ -82,13 +46,13 @@ def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path, monkeypat
 
 
 def test_an_interrupted_save_is_reported_and_removed(make, tmp_path):
-    checkpointer = make()
+    checkpointer = make(ram=None, every=2)
     save(checkpointer, 2)
     checkpointer.close()
     half = tmp_path / "steps" / "4.orbax-checkpoint-tmp-000000000000001"
     (half / "state").mkdir(parents=True)
     recorded = RecordedEvents()
-    again = make(emit=recorded)
+    again = make(ram=None, every=2, emit=recorded)
     again.wait()
     assert not half.exists()
     (event,) = recorded.named("step_interrupted")
@@ -96,33 +60,26 @@ def test_an_interrupted_save_is_reported_and_removed(make, tmp_path):
     assert (event["step"], event["resume_step"]) == (4, 2)
 
 
-def test_a_failed_save_is_reported_and_the_next_is_made(make, tmp_path, monkeypatch):
+def test_a_failed_save_is_reported_and_the_next_is_made(make, breaks):
     recorded = RecordedEvents()
-    checkpointer = make(emit=recorded)
+    checkpointer = make(ram=None, every=2, emit=recorded)
     save(checkpointer, 2)
-    write = files.write_atomic
-
-    def fail(target, content, **options):
-        if os.fspath(target).startswith(str(tmp_path / "steps")):
-            raise OSError(errno.EROFS, "read-only")
-        write(target, content, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "write_atomic", fail)
-        response = checkpointer.save_async(4, state(4))
-        assert not response.result()
-        assert not response.durable()
+    breaks(errno.EROFS)
+    response = checkpointer.save_async(4, state(4))
+    assert not response.result()
+    assert not response.durable()
+    breaks(None)
     assert checkpointer.latest.step == 2
     checkpointer.wait()
     (event,) = recorded.named("degraded")
     assert (event["tier"], event["step"]) == ("persistent", 4)
     assert save(checkpointer, 6)
     checkpointer.close()
-    check(make(), 6)
+    check(make(ram=None), 6)
 
 
 def test_a_removed_step_does_not_bring_back_what_its_line_abandoned(make):
-    checkpointer = make(every=1)
+    checkpointer = make(ram=None)
     for step in (1, 2, 3):
         save(checkpointer, step)
     check(checkpointer, 1, 1)
@@ -130,7 +87,7 @@ def test_a_removed_step_does_not_bring_back_what_its_line_abandoned(make):
     checkpointer.delete(2)
     assert checkpointer.latest.step == 1
     checkpointer.close()
-    again = make(every=1)
+    again = make(ram=None)
     assert [each.step for each in again.checkpoints] == [1]
     # An abandoned step is there for a caller who names it, and its line goes on.
     check(again, 3, 3)
@@ -140,38 +97,32 @@ def test_a_removed_step_does_not_bring_back_what_its_line_abandoned(make):
 
 
 def test_a_run_can_drop_gain_and_rename_its_local_tier(make, tmp_path):
-    with_ram = make(tiers=[Local(tmp_path / "ram")], run="the run")
-    save(with_ram, 2)
-    with_ram.close()
-    alone = make()
-    check(alone, 2)
-    save(alone, 4)
-    alone.close()
-    with_ram = make(tiers=[Local(tmp_path / "ram")])
-    check(with_ram, 4)
-    save(with_ram, 5)
-    with_ram.close()
+    with make(every=2, run="the run") as with_ram:
+        save(with_ram, 2)
+    with make(ram=None, every=2, run=None) as alone:
+        check(alone, 2)
+        save(alone, 4)
+    with make(every=2, run=None) as with_ram:
+        check(with_ram, 4)
+        save(with_ram, 5)
     (tmp_path / "ram").rename(tmp_path / "renamed")
-    check(make(tiers=[Local(tmp_path / "renamed")]), 5)
+    check(make(ram="renamed", run=None), 5)
 
 
-@pytest.mark.parametrize("local", [[], ["ram"]])
-def test_a_run_of_another_name_does_not_begin_anew_among_steps(make, tmp_path, local):
-    tiers = [Local(tmp_path / name) for name in local]
-    one = make(tiers=tiers, run="one")
-    save(one, 2)
-    one.close()
+@pytest.mark.parametrize("ram", [None, "ram"])
+def test_a_run_of_another_name_does_not_begin_anew_among_steps(make, ram):
+    with make(ram=ram, run="one") as one:
+        save(one, 2)
     with pytest.raises(
         errors.RunError, match="another run, 'one', and this run is 'tw"
     ):
-        make(tiers=tiers, run="two")
-    check(make(tiers=tiers), 2)
+        make(ram=ram, run="two")
+    check(make(ram=ram, run=None), 2)
 
 
 def test_a_flipped_bit_is_never_loaded_in_silence(make, tmp_path):
-    saved = make(run="run")
-    save(saved, 2)
-    saved.close()
+    with make(ram=None) as saved:
+        save(saved, 2)
     step = tmp_path / "steps" / "2"
     everything = [path for path in sorted(step.rglob("*")) if path.is_file()]
     chance = random.Random(0)
@@ -185,21 +136,20 @@ def test_a_flipped_bit_is_never_loaded_in_silence(make, tmp_path):
         path.write_bytes(before[:at] + flipped + before[at + 1 :])
         try:
             # A load returns the saved values, or raises.
-            check(make(run="run"), 2)
+            with make(ram=None) as opened:
+                check(opened, 2)
         except errors.ElasticCkptError:
             refused += 1
         path.write_bytes(before)
     assert refused > len(everything) / 10
-    check(make(run="run"), 2)
+    check(make(ram=None), 2)
 
 
 CAPTURES = {"auto": 8, "host": 1, "device": 8, "wait": 1, "in RAM": 8}
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
-def test_a_loop_that_donates_its_state_saves_each_step_as_it_was(
-    make, tmp_path, capture
-):
+def test_a_loop_that_donates_its_state_saves_each_step_as_it_was(make, capture):
     devices = jax.devices()[: CAPTURES[capture]]
     over = jax.NamedSharding(jax.make_mesh((len(devices),), ("a",), devices=devices), P)
     step_of = jax.jit(
@@ -210,10 +160,9 @@ def test_a_loop_that_donates_its_state_saves_each_step_as_it_was(
         "small": jnp.zeros(8, jnp.bfloat16),
     }
     if capture == "in RAM":
-        ram = Local(tmp_path / "ram", keep=policies.PreserveAll())
-        checkpointer = make(tiers=[ram], every=100)
+        checkpointer = make(every=100, local={"keep": policies.PreserveAll()})
     else:
-        checkpointer = make(every=1, capture=capture)
+        checkpointer = make(ram=None, capture=capture)
     saved = {}
     for step in range(3):
         response = checkpointer.save_async(step, tree)

@@ -120,15 +120,6 @@ def test_what_goes_on_in_the_background_comes_to_the_same(both):
     assert seen == [{"n": 2}]
 
 
-def test_a_save_that_is_cancelled_leaves_nothing(both):
-    ours, _ = both
-    ours.save_async(1, {"n": 1})
-    ours.cancel(1)
-    assert ours.checkpoints == []
-    ours.cancel()
-    assert ours.latest is None
-
-
 def test_former_names_do_what_the_present_ones_do(both):
     ours, _ = both
     assert ours.save_pytree(1, {"n": 1}, metrics={"loss": 0.5})
@@ -139,15 +130,6 @@ def test_former_names_do_what_the_present_ones_do(both):
     assert ours.load_pytree_async(1).result() == {"n": 1}
     assert ours.pytree_metadata(1).metadata == {"n": 0}
     assert ours.pytree_metadata().custom_metadata == {"a": 1}
-
-
-def test_metadata_without_a_name_are_of_the_tree_that_orbax_takes(both):
-    for checkpointer in both:
-        checkpointer.save_checkpointables(1, {"b": {"y": 1}, "a": {"x": 1}})
-        checkpointer.save_checkpointables(2, {"a": {"x": 1}, "state": {"n": 1}})
-        checkpointer.wait()
-        assert checkpointer.metadata(1).metadata == {"x": 0}
-        assert checkpointer.metadata(2).metadata == {"n": 0}
 
 
 def partial():
@@ -179,37 +161,6 @@ def test_a_context_has_parts_loaded(both, tmp_path):
                 checkpointer.load(1, part)
 
 
-SAVING = {
-    "array.saving.use_zarr3": False,
-    "array.saving.use_ocdbt": False,
-    "array.saving.use_compression": False,
-    "array.saving.storage_options.dtype": "bfloat16",
-    "array.saving.scoped_storage_options_creator": print,
-    "array.saving.array_metadata_store": None,
-    "file.path_class": pathlib.Path,
-    "multiprocessing.primary_host": None,
-    "multiprocessing.active_processes": {0},
-    "asynchronous.post_finalization_callback": print,
-    "file.path_permission_mode": 0o750,
-    "checkpointables.registry": ocp.handlers.local_registry(
-        include_global_registry=False
-    ),
-}
-LOADING = {
-    "array.loading.enable_padding_and_truncation": True,
-    "array.loading.raise_array_data_missing_error": False,
-    "checkpoint_layout": ocp.options.CheckpointLayout.SAFETENSORS,
-}
-TUNING = {
-    "memory.write_concurrent_bytes": 2**20,
-    "array.saving.use_replica_parallel": False,
-    "array.saving.ocdbt_target_data_file_size": 2**20,
-    "asynchronous.timeout_secs": 5,
-    "multiprocessing.barrier_sync_key_prefix": "mine",
-    "array.loading.use_load_and_broadcast": False,
-}
-
-
 def context_with(option, value):
     context = ocp.Context()
     *groups, last = option.split(".")
@@ -223,6 +174,7 @@ def context_with(option, value):
 def test_options_that_would_be_ignored_are_refused_by_name_and_others_are_taken(both):
     ours, _ = both
     assert ours.save(1, {"n": 1})
+    layout = ocp.options.CheckpointLayout.SAFETENSORS
 
     def save():
         ours.save(2, {"n": 2})
@@ -230,17 +182,24 @@ def test_options_that_would_be_ignored_are_refused_by_name_and_others_are_taken(
     def load():
         ours.load_async(1)
 
-    calls = [(option, value, save) for option, value in SAVING.items()]
-    calls += [(option, value, load) for option, value in LOADING.items()]
-    calls.append(("checkpoint_layout", LOADING["checkpoint_layout"], save))
-    trash = "deletion.gcs_deletion_options.todelete_full_path"
-    calls.append((trash, "trash", lambda: ours.delete(1)))
-    for option, value, call in calls:
+    for option, value, call in (
+        ("array.saving.use_zarr3", False, save),
+        ("array.saving.storage_options.dtype", "bfloat16", save),
+        ("file.path_class", pathlib.Path, save),
+        ("multiprocessing.primary_host", None, save),
+        ("checkpoint_layout", layout, save),
+        ("checkpoint_layout", layout, load),
+        ("array.loading.enable_padding_and_truncation", True, load),
+        (
+            "deletion.gcs_deletion_options.todelete_full_path",
+            "trash",
+            lambda: ours.delete(1),
+        ),
+    ):
         context = context_with(option, value)
         with context, pytest.raises(errors.CheckpointError, match=f"{option}.*="):
             call()
-    for step, (option, value) in enumerate(TUNING.items(), start=2):
-        with context_with(option, value):
-            assert ours.save(step, {"n": step})
-            assert ours.load(step) == {"n": step}
-            assert ours.delete(step)
+    with context_with("memory.write_concurrent_bytes", 2**20):
+        assert ours.save(2, {"n": 2})
+        assert ours.load(2) == {"n": 2}
+        assert ours.delete(2)

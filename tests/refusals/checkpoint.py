@@ -38,6 +38,11 @@ def reader(directory, call):
         call(checkpointer)
 
 
+def read(directory):
+    with ec.Checkpointer([ec.Persistent(directory)], read_only=True) as checkpointer:
+        checkpointer.load()
+
+
 READ_ONLY = {"says": "opened with read_only=True", "error": errors.CheckpointError}
 
 REFUSALS = {
@@ -56,6 +61,11 @@ REFUSALS = {
     ),
     "a reader that distrusts": Refusal(
         lambda path: reader(path, lambda c: c.distrust(2)), **READ_ONLY, writes=True
+    ),
+    "a directory that is not there": Refusal(
+        lambda path: read(path / "stepz"),
+        r"no directory .*stepz; save",
+        error=errors.CheckpointError,
     ),
     "best of none": Refusal(lambda _: best_steps.BestN(-1), "BestN"),
     "a domain without a name": Refusal(

@@ -28,11 +28,7 @@ def test_the_best_are_preserved():
         assert kept(losses, n, higher_is_better=True) == highest
 
 
-@given(
-    st.lists(st.none() | st.floats(), max_size=12),
-    st.integers(0, 5),
-    st.booleans(),
-)
+@given(st.lists(st.none() | st.floats(), max_size=12), st.integers(0, 5), st.booleans())
 def test_no_step_that_is_left_out_is_better_than_one_that_is_preserved(
     losses, n, higher
 ):

@@ -1,13 +1,11 @@
 import dataclasses
 import json
 
-import ml_dtypes
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import checked_json, digest, errors
+from elastic_ckpt.core import checked_json, errors
 from elastic_ckpt.steps import manifest, manifest_file
 from tests import own_formats
 from tests.tiers import saved_worlds
@@ -149,17 +147,3 @@ def test_only_keys_of_stores_may_look_like_other_directories(file):
     outside = forged(fragments=fragments(files=[f"../{file}"]))
     with pytest.raises(checked_json.UnreadableError, match="is not a manifest"):
         manifest_file.parse(outside, stores=True)
-
-
-@given(st.data())
-def test_any_flipped_bit_of_values_changes_their_digest(data):
-    shape = data.draw(st.lists(st.integers(1, 5), max_size=3))
-    kind = data.draw(
-        st.sampled_from([np.float32, np.int8, np.bool_, ml_dtypes.bfloat16])
-    )
-    values = np.zeros(shape, kind)
-    flat = np.frombuffer(bytearray(values.tobytes()), np.uint8).copy()
-    flat[data.draw(st.integers(0, flat.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    spoilt = flat.view(values.dtype).reshape(shape)
-    assert digest.values_digest(spoilt) != digest.values_digest(values)
-    assert digest.values_digest(values.T.copy().T) == digest.values_digest(values)

@@ -23,11 +23,7 @@ def held(step, *, complete=True, loss=None):
 
 def deleted(steps, policy, *, newest, in_flight=(), preserved=()):
     return retention.steps_to_delete(
-        steps,
-        policy,
-        newest_complete=newest,
-        in_flight=in_flight,
-        preserved=preserved,
+        steps, policy, newest_complete=newest, in_flight=in_flight, preserved=preserved
     )
 
 

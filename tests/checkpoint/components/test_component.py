@@ -3,15 +3,11 @@
 import collections
 import json
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint.components import nodes
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.checkpoint.components.rng import Rng
 from elastic_ckpt.core import errors
@@ -50,9 +46,7 @@ def saved(tmp_path, turns):
     """The directories of a component of four hosts, by pattern."""
     for pattern in PATTERNS:
         turns.save(
-            tmp_path / pattern,
-            4,
-            lambda host, p=pattern: made(p, OLD[owner(p, host)]),
+            tmp_path / pattern, 4, lambda host, p=pattern: made(p, OLD[owner(p, host)])
         )
     return tmp_path
 
@@ -130,13 +124,6 @@ def test_another_pattern_than_before_is_a_resize(saved, turns):
     ) == [10, 10]
 
 
-def test_a_computed_group_needs_its_mesh(tmp_path):
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    component = Component([1], lambda: "per_group", axis="data", mesh=mesh)
-    simulated_hosts.save(component, tmp_path)
-    assert (tmp_path / "group.npz").exists()
-
-
 class Object:
     """An object that counts, with a state under either pair of names."""
 
@@ -207,11 +194,6 @@ def test_a_state_that_is_missing_is_named(saved, turns):
 
 def _of_first_node(host):
     return made("per_node", host, on_resize="from_first")
-
-
-def test_one_host_is_on_one_node():
-    assert len(nodes.Nodes(None).of_all_hosts()) == 1
-    assert nodes.this_node() == nodes.this_node() != ""
 
 
 @pytest.fixture(params=["ours", "orbax"])

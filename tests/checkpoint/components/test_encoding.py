@@ -123,14 +123,6 @@ def test_any_nesting_comes_back(state):
     same(turned(state), state)
 
 
-def test_a_state_is_that_of_the_moment_in_which_it_was_taken():
-    array, inner = np.zeros(3), [1]
-    taken = encoding.encode({"a": array, "l": inner})
-    array[:] = 1
-    inner.append(2)
-    same(encoding.decode(taken), {"a": np.zeros(3), "l": [1]})
-
-
 def test_nodes_of_a_pytree_are_made_of_those_of_the_current_state():
     params = {"w": jnp.ones(3), "b": jnp.zeros(2)}
     optimizer = optax.adamw(optax.linear_schedule(0.1, 0.0, 10))
@@ -173,13 +165,6 @@ def test_arrays_take_the_sharding_of_the_current_state():
     assert state["k"].sharding == replicated
 
 
-def test_an_array_that_jax_would_narrow_is_refused():
-    taken = encoding.encode({"w": jnp.arange(2)})
-    wide = encoding.Encoded(taken.tree, [np.arange(2, dtype=np.int64)])
-    with pytest.raises(errors.CheckpointError, match="jax_enable_x64"):
-        encoding.decode(wide)
-
-
 def test_numbers_have_paths_and_all_else_stays_as_it_was():
     encoded = encoding.encode(leaves())
     listed = encoding.numbers(encoded)
@@ -188,34 +173,6 @@ def test_numbers_have_paths_and_all_else_stays_as_it_was():
     assert all(number.value.size == 1 for number in listed)
     same = encoding.replaced(encoded, {n.path: n.value for n in listed})
     assert state_file.to_bytes(same) == state_file.to_bytes(encoded)
-
-
-def test_states_have_equal_leaves_only_if_they_are_equal():
-    states = [
-        {"a": [1, 2], "b": None},
-        {"a": (1, 2), "b": None},
-        {"a": [1, 2, 3], "b": None},
-        {"a": [1, 2.0], "b": None},
-        {"a": [1, 2], "b": "null"},
-        {"a": [1, True], "b": None},
-        {"a": [1, 2], "b": None, "c": {}},
-        {"a": [1, 2], "b": Point(1, math.nan)},
-        {"a": [1, 2], "b": (1, math.nan)},
-        {1: 0, "1": 1},
-        {1: 1, "1": 0},
-        np.zeros(2, np.float32),
-        jnp.zeros(2, np.float32),
-        jax.random.key(0),
-        np.asarray(jax.random.key_data(jax.random.key(0))),
-        0,
-        b"",
-        "",
-    ]
-    texts = [
-        repr(sorted(encoding.leaves(encoding.encode(state)).items(), key=str))
-        for state in states
-    ]
-    assert len(set(texts)) == len(states)
 
 
 def test_fields_of_nodes_are_in_paths():

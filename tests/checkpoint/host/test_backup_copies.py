@@ -14,13 +14,7 @@ from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.peers import (
-    agent,
-    backup_directory,
-    peer,
-    peer_client,
-    secret,
-)
+from elastic_ckpt.tiers.peers import agent, backup_directory, secret
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import saved_worlds, served
 
@@ -95,7 +89,7 @@ FILES = {"data/a": b"part a", "data/b": b"part b"}
 
 def test_a_backup_host_fetches_what_is_requested_and_keeps_what_all_have(tmp_path):
     root = tmp_path / "backup"
-    with peers(tmp_path, dict.fromkeys((10, 20, 30, 40), FILES)) as tables:
+    with peers(tmp_path, dict.fromkeys((10, 20, 30, 40, 50), FILES)) as tables:
         assert refill.refill(str(root)) is None
         for step in (10, 20, 30):
             fetched, taken = fetch(root, tables[step])
@@ -104,39 +98,14 @@ def test_a_backup_host_fetches_what_is_requested_and_keeps_what_all_have(tmp_pat
         assert held(root) == [20, 30]
         _, taken = fetch(root, tables[40], saves=((20, "0"),))
         assert taken.num_bytes == 12
-    assert held(root) == [20, 30, 40]
+        assert held(root) == [20, 30, 40]
+        # A part that cannot be fetched leaves the step before.
+        file = tmp_path / "peer/hosts/0/50-0/data/b"
+        file.write_bytes(b"part c")
+        with pytest.raises(errors.CheckpointError, match="no good copy"):
+            fetch(root, tables[50])
+    assert held(root) == [40]
     directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(
         0, StepId(40, "0")
     )
     assert (directory / "data/a").read_bytes() == FILES["data/a"]
-
-
-def test_a_part_that_cannot_be_fetched_leaves_the_steps_before(tmp_path):
-    root = tmp_path / "backup"
-    with peers(tmp_path, {10: FILES, 20: FILES}) as tables:
-        fetch(root, tables[10])
-        file = tmp_path / "peer/hosts/0/20-0/data/b"
-        file.write_bytes(b"part c")
-        with pytest.raises(errors.CheckpointError, match="no good copy"):
-            fetch(root, tables[20])
-    assert held(root) == [10]
-
-
-def test_a_bad_copy_of_a_backup_host_is_repaired(tmp_path):
-    root = tmp_path / "backup"
-    with peers(tmp_path, dict.fromkeys((10, 20, 30), FILES)) as tables:
-        fetch(root, tables[10])
-        disk = ram_disk.RamDisk(root, run=served.RUN)
-        directory = disk.step_directory(0, StepId(10, "0"))
-        (directory / "data/a").write_bytes(b"part x")
-        with served.serving(agent.Service(root=str(root))) as address:
-            client = peer_client.PeerClient(secret.read(secret.path(root)))
-            with contextlib.closing(client):
-                offered = peer.Peer(address.url, client, served.RUN).offers(10)
-                (source,) = offered.sources.values()
-                source.put_right("data/a", FILES["data/a"])
-        assert (directory / "data/a").read_bytes() == FILES["data/a"]
-        # It fetches and removes steps as before.
-        for step in (20, 30):
-            fetch(root, tables[step])
-        assert held(root) == [20, 30]

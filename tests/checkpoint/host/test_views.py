@@ -59,7 +59,6 @@ FOREIGN = {
     "device_put": lambda x: jax.device_put(x, jax.devices()[0]),
     "device_put to shards": lambda x: jax.device_put(x, sharding(8)),
     "asarray": jnp.asarray,
-    "data of a shard": lambda x: jax.device_put(x, sharding(2)).addressable_data(0),
     "from_dlpack": jax.dlpack.from_dlpack,
     "callback": lambda x: jax.make_array_from_callback(
         x.shape, sharding(4), lambda index: x[index]
@@ -75,18 +74,13 @@ def test_memory_that_others_may_change_is_copied(how):
     for _ in range(2):
         memory = foreign()
         array = jax.block_until_ready(FOREIGN[how](memory))
+    if how == "device_put":
+        # Or else the test proves nothing.
+        assert array.unsafe_buffer_pointer() == memory.ctypes.data
     before = np.asarray(array).tobytes()
     captured = take_again(array)
     memory[:] = -1
     assert content(captured) == before
-
-
-def test_memory_of_numpy_is_taken_over_as_it_is():
-    # Or else the test above proves nothing.
-    memory = foreign()
-    array = jax.device_put(memory, jax.devices()[0])
-    assert array.unsafe_buffer_pointer() == memory.ctypes.data
-    assert not capture.is_result_of_program(array)
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -125,8 +119,3 @@ def test_a_leaf_that_each_step_replaces_is_copied_and_any_other_once(step):
     del array
     # An array that is gone is not kept.
     assert gone() is None
-
-
-def test_small_arrays_are_copied():
-    array = add(jnp.zeros(16))
-    assert not held_in_place(take_again(array), array)
