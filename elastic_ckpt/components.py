@@ -5,7 +5,6 @@ from etils import epy
 from elastic_ckpt.core import renamed
 
 with epy.lazy_api_imports(globals()):
-    from elastic_ckpt.checkpoint.components.array_patterns import pattern_of
     from elastic_ckpt.checkpoint.components.component import Component
     from elastic_ckpt.checkpoint.components.loading import Summary, load, named
     from elastic_ckpt.checkpoint.components.rng import Rng
@@ -28,6 +27,5 @@ __all__ = [
     "Summary",
     "load",
     "named",
-    "pattern_of",
     "validate",
 ]

@@ -73,7 +73,6 @@ def is_file_name(name: str) -> bool:
 def to_bytes(manifest: Manifest) -> bytes:
     """Returns the canonical content of `manifest`."""
     contents, host = manifest.contents, manifest.host
-    # The first manifests of this version did not have these.
     parents = {"parents": list(map(list, contents.parents))} if contents.parents else {}
     texts = {name: getattr(contents, name) for name in _ADDED}
     fields: dict[str, storage.Json] = {
@@ -211,8 +210,7 @@ def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
     require(is_host_id(host["id"]), "the host's id")
     require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
     listed = [content["leaves"], content["components"]]
-    # The first manifests lack the time: the save is named after it.
-    listed.append(content["time_ms"] if "time_ms" in content else int(content["save"]))
+    listed.append(content["time_ms"])
     listed.append(content.get("metrics"))
     listed.append(content.get("parents", []))
     listed.append({name: content[name] for name in _ADDED if name in content})

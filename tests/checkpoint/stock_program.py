@@ -61,10 +61,7 @@ def load(root, kind, shape):
     mesh = jax.make_mesh(
         shape, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
     )
-    with (
-        context,
-        ocp.training.Checkpointer(root) as checkpointer,
-    ):
+    with context, ocp.training.Checkpointer(root) as checkpointer:
         latest = checkpointer.latest
         metadata = checkpointer.checkpointables_metadata(latest.step).metadata
         wanted = abstract(metadata["state"], mesh)

@@ -2,59 +2,32 @@
 
 import os
 import pathlib
-import shutil
 import stat
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-import elastic_ckpt as ec
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import summary
-from elastic_ckpt.core import clock, errors, events
+from elastic_ckpt.core import clock, errors
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
-from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import persistent_root
 from tests import shared_memory
+from tests.checkpoint.test_component_io import Counter
 from tests.recorded_events import RecordedEvents
-from tests.tiers import served
 
-MESH = jax.make_mesh((4, 2), ("a", "b"))
 SPEC = PartitionSpec("a", "b")
-
-
-class Counter:
-    """A component."""
-
-    def __init__(self, count=0):
-        self.count = count
-
-    async def save(self, directory):
-        taken = self.count
-
-        async def write():
-            path = await directory.await_creation()
-            (path / "count").write_text(str(taken))
-
-        return write()
-
-    async def load(self, directory):
-        async def read():
-            self.count = int((directory / "count").read_text())
-
-        return read()
 
 
 def state(step, spec=SPEC):
     values = np.arange(64, dtype=np.float32).reshape(8, 8) + step
+    over = NamedSharding(jax.make_mesh((4, 2), ("a", "b")), spec)
     return {
         "params": {
-            "w": jax.device_put(values, NamedSharding(MESH, spec)),
+            "w": jax.device_put(values, over),
             "b": jnp.full(5, step, jnp.bfloat16),
         },
         "key": jax.random.key(step),
@@ -74,48 +47,44 @@ def abstract(tree):
 
 
 def bits(tree):
-    return jax.tree.map(
-        lambda leaf: (
-            np.asarray(
-                jax.random.key_data(leaf)
-                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                else leaf
-            ).tobytes()
-            if isinstance(leaf, jax.Array)
-            else leaf
-        ),
-        tree,
+    def bits_of(leaf):
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return np.asarray(leaf).tobytes()
+
+    return jax.tree.map(bits_of, tree)
+
+
+def save(checkpointer, step, **options):
+    parts = {"state": state(step), "data": Counter(10 * step)}
+    return checkpointer.save_checkpointables(step, parts, **options)
+
+
+def check(checkpointer, step, asked=None):
+    """A step, the newest one unless another is asked for, is as it was saved."""
+    counter = Counter()
+    restored = checkpointer.load_checkpointables(
+        asked, {"state": abstract(state(0)), "data": counter}
     )
+    assert bits(restored["state"]) == bits(state(step))
+    assert counter.count == 10 * step
 
 
-@pytest.fixture
-def make(tmp_path):
-    made = []
-
-    def make(*tiers, emit=events.nobody, local="ram", **options):
-        chosen = [Local(tmp_path / local, **options), *tiers]
-        made.append(frontend.Checkpointer(chosen, run="run", emit=emit))
-        return made[-1]
-
-    yield make
-    for checkpointer in made:
-        checkpointer.close()
-
-
-def storage(tmp_path, **options):
-    return Persistent(tmp_path / "steps", **{"every": 1, **options})
+def stored(tmp_path):
+    return persistent_root.PersistentRoot.from_path(tmp_path / "steps").steps()
 
 
 def test_a_step_comes_back_bit_equal_under_another_sharding(make):
-    saved = make()
+    saved = make(every=None)
     assert saved.latest is None
-    parts = {"state": state(3), "data": Counter(7)}
-    assert saved.save_checkpointables(3, parts)
+    assert save(saved, 3)
     assert saved.latest.step == 3
     saved.close()
     other = state(0, PartitionSpec(None, ("b", "a")))
     counter, recorded = Counter(), RecordedEvents()
-    restored = make(emit=recorded).load_checkpointables(
+    restored = make(every=None, emit=recorded).load_checkpointables(
         None, {"state": abstract(other), "data": counter}
     )
     assert bits(restored["state"]) == bits(state(3))
@@ -123,49 +92,24 @@ def test_a_step_comes_back_bit_equal_under_another_sharding(make):
         other["params"]["w"].sharding, 2
     )
     assert restored["data"] is counter
-    assert counter.count == 7
+    assert counter.count == 30
     (event,) = recorded.named("restored_from")
     assert event["local_bytes"] > 0
     assert event["persistent_bytes"] == event["bad_copies"] == 0
 
 
-def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
-    checkpointer = make(storage(tmp_path, every=4), every=3)
-    due = [step for step in range(1, 13) if checkpointer.should_save(step)]
-    assert due == [3, 4, 6, 8, 9, 12]
-    assert checkpointer.save_async(2, {"n": 1}) is None
-    assert checkpointer.save_async(2, {"n": 1}, force=True).result()
-    assert not checkpointer.should_save(1)
-    assert checkpointer.save_async(1, {"n": 1}, force=True) is None
-
-
-@pytest.mark.parametrize("has_ram", [True, False])
-def test_a_backup_that_is_due_is_made_at_the_first_step_that_is_saved(
-    make, tmp_path, has_ram
-):
-    if has_ram:
-        checkpointer = make(storage(tmp_path, every=6), every=4)
-    else:
-        checkpointer = ec.Checkpointer([ec.Persistent(tmp_path / "steps", every=6)])
-    with checkpointer:
-        # The loop saves no other step, as MaxText with its local_checkpoint_period.
-        for step in range(4, 41, 4):
-            checkpointer.save(step, {"n": step})
-            checkpointer.wait()
-    stored = [8, 12, 20, 24, 32, 36]
-    assert sorted(map(int, summary.steps(tmp_path / "steps"))) == stored
-
-
 def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
     recorded = RecordedEvents()
-    checkpointer = make(storage(tmp_path, every=2), emit=recorded)
+    checkpointer = make(every=2, emit=recorded)
     for step in range(1, 6):
-        assert checkpointer.save(step, state(step))
+        assert save(checkpointer, step)
         checkpointer.wait()
     assert [each.step for each in checkpointer.checkpoints] == [2, 4, 5]
     assert [each["step"] for each in recorded.named("backed_up")] == [2, 4]
     names = os.listdir(tmp_path / "ram" / "hosts" / "0")
     assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
+    assert not checkpointer.should_save(1)
+    assert checkpointer.save_async(1, {"n": 1}, force=True) is None
 
 
 class LateClock(clock.Clock):
@@ -178,44 +122,25 @@ class LateClock(clock.Clock):
         return super().time_ns() + self._late_ns
 
 
-@pytest.mark.parametrize("tiers", [1, 0], ids=["beside_ram", "alone"])
-def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path, tiers):
+def test_minutes_go_on_from_the_backup_of_the_world_before(tmp_path):
     # Worlds may be shorter than the time between two backups.
-    chosen = [Local(tmp_path / "ram", every=1)][:tiers]
-    chosen.append(Persistent(tmp_path / "steps", every_minutes=60))
-    stored = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+    tiers = [Local(tmp_path / "ram", every=1)]
+    tiers.append(Persistent(tmp_path / "steps", every_minutes=60))
     for step, minutes in ((1, 0), (2, 30), (3, 61)):
         late = LateClock(minutes * 60 * 10**9)
-        with clock.replaced(late), frontend.Checkpointer(chosen, run="run") as world:
-            parts = {"state": state(step), "data": Counter(step)}
-            world.save_checkpointables(step, parts, force=step == 1)
-        assert stored.steps() == ([1, 3] if step == 3 else [1])
+        with clock.replaced(late), frontend.Checkpointer(tiers, run="run") as world:
+            world.save(step, {"n": step}, force=step == 1)
+        assert stored(tmp_path) == ([1, 3] if step == 3 else [1])
 
 
-@pytest.mark.slow
-def test_thousands_of_small_leaves_are_backed_up_in_a_few_commits(make, tmp_path):
-    tree = {f"{n:04d}": np.full(3, n, np.float32) for n in range(1000)}
-    checkpointer = make(storage(tmp_path))
-    checkpointer.save(1, tree)
-    checkpointer.wait()
-    (store,) = (tmp_path / "steps" / "1" / "state").glob("ocdbt.process_*")
-    base = ts.KvStore.open(f"file://{store}/").result()
-    manifest = ts.ocdbt.dump(base).result()
-    # Each commit of a store is a generation of it.
-    assert manifest["versions"][-1]["generation_number"] < 10
-    loaded = ocp.training.Checkpointer(tmp_path / "steps").load(1)
-    assert {name: values.tobytes() for name, values in loaded.items()} == {
-        name: values.tobytes() for name, values in tree.items()
-    }
-
-
-def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
-    make, tmp_path
-):
+def test_a_step_that_orbax_alone_saved_is_found_and_told_as_unverified(make, tmp_path):
+    recorded = RecordedEvents()
+    checkpointer = make(emit=recorded)
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
         stock.save_checkpointables(9, {"state": {"w": jnp.arange(4.0)}})
-    recorded = RecordedEvents()
-    checkpointer = make(storage(tmp_path), emit=recorded)
+    # Somebody else's step is found by looking again.
+    assert checkpointer.latest is None
+    checkpointer.reload()
     assert checkpointer.latest.step == 9
     restored = checkpointer.load(None, {"w": jnp.zeros(4)})
     assert bits(restored) == bits({"w": jnp.arange(4.0)})
@@ -224,7 +149,7 @@ def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
 
 
 def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
-    checkpointer = make()
+    checkpointer = make(every=None)
     tree = {"layers": [jnp.arange(6.0).reshape(2, 3), jnp.ones((), jnp.bfloat16)]}
     parts = {"state": tree, "ema": jnp.arange(4), "data": Counter(1)}
     checkpointer.save_checkpointables(4, parts)
@@ -236,94 +161,28 @@ def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
     assert of_state["layers"][0] == jax.ShapeDtypeStruct((2, 3), np.float32)
     assert of_state["layers"][1].dtype == jnp.bfloat16
     assert bits(checkpointer.load(checkpointer.latest, of_state)) == bits(tree)
-    assert bits(checkpointer.load()) == bits(tree)
     restored = checkpointer.load_checkpointables()
     assert bits(restored) == bits({"state": tree, "ema": jnp.arange(4)})
     with pytest.raises(errors.CheckpointError, match="no 'opt'; it has"):
         checkpointer.metadata(checkpointable_name="opt")
 
 
-def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
-    recorded = RecordedEvents()
-    checkpointer = make(limit_bytes=300_000, emit=recorded)
-    assert checkpointer.save(1, {"w": jnp.zeros(10_000)})
-    checkpointer.wait()
-    assert not checkpointer.save(2, {"w": jnp.zeros(100_000)})
-    assert checkpointer.save(3, {"w": jnp.zeros(10_000)})
-    checkpointer.wait()
-    (event,) = recorded.named("degraded")
-    assert (event["tier"], event["step"]) == ("local", 2)
-    assert "limit 300000 bytes" in event["why"]
-    assert checkpointer.latest.step == 3
-
-
-def test_what_is_in_ram_is_its_owners_alone(make):
+def test_what_is_in_ram_is_its_owners_alone():
     with shared_memory.directory("private") as directory:
         root = pathlib.Path(directory, "ram")
         # As a volume may be given.
         root.mkdir(mode=0o755)
         before = os.umask(0)
         try:
-            checkpointer = make(Peers(), local=root)
-            assert checkpointer.save_checkpointables(
-                1, {"state": state(1), "data": Counter(7)}
-            )
-            checkpointer.load_checkpointables(
-                None, {"state": abstract(state(0)), "data": Counter()}
-            )
-            paths = [root, *root.rglob("*")]
-            assert {"agent.json", "agents.json", "lock", "count", "zarr.json"} <= {
-                path.name for path in paths
-            }
-            checkpointer.close()
+            with frontend.Checkpointer([Local(root), Peers()], run="run") as opened:
+                assert save(opened, 1)
+                check(opened, 1)
+                paths = [root, *root.rglob("*")]
+                assert {"agent.json", "agents.json", "lock", "count", "zarr.json"} <= {
+                    path.name for path in paths
+                }
         finally:
             os.umask(before)
         for path in [root, *root.rglob("*")]:
             mode = stat.S_IMODE(path.stat().st_mode)
             assert mode == (0o700 if path.is_dir() else 0o600), path
-
-
-@pytest.mark.slow
-def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tmp_path):
-    make(local="idle").save(3, state(3))
-    service = agent.Service(root=str(tmp_path / "idle"))
-    with served.serving(service) as address:
-        recorded = RecordedEvents()
-        new = make(Peers(known=(address.url,)), emit=recorded, local="new")
-        assert new.latest is None
-        (event,) = recorded.named("degraded")
-        assert (event["tier"], event["step"]) == ("peer", 0)
-        secret_file = tmp_path / "new" / "secret"
-        assert (
-            f"{address.url} does not take the secret in {secret_file}" in event["why"]
-        )
-        new.close()
-        # The remedy that the event names.
-        shutil.copy(tmp_path / "idle" / "secret", secret_file)
-        recorded = RecordedEvents()
-        again = make(Peers(known=(address.url,)), emit=recorded, local="new")
-        assert again.latest.step == 3
-        assert recorded.named("degraded") == []
-
-
-@pytest.mark.parametrize(
-    ("tiers", "message"),
-    [
-        ([Local("/a"), Local("/b")], r"contains Local\(\.\.\.\) twice"),
-        ([Peers()], r"add ec.Local\(directory"),
-        ([Peers(), Persistent("/a", every=1)], r"add ec.Local\(directory"),
-    ],
-)
-def test_tiers_that_do_not_fit_together_are_refused(tiers, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        frontend.Checkpointer(tiers)
-
-
-def test_a_step_that_somebody_else_backed_up_is_found_by_looking_again(make, tmp_path):
-    checkpointer = make(storage(tmp_path))
-    assert checkpointer.latest is None
-    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
-        stock.save_checkpointables(4, {"state": {"n": jnp.ones(1)}})
-    assert checkpointer.latest is None
-    checkpointer.reload()
-    assert checkpointer.latest.step == 4

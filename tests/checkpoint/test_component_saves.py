@@ -1,20 +1,19 @@
-"""Components that write no file, or whose `save` raises, in every tier."""
+"""Components that write no file, raise or hang: their step fails, and nothing else."""
 
 import asyncio
 import contextlib
-import pathlib
+import errno
+import os
 import threading
 import tracemalloc
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.components.component import Component
-from elastic_ckpt.core import host_memory
-from elastic_ckpt.tiers.choices import Local, Persistent
+from elastic_ckpt.core import errors, host_memory
+from tests.recorded_events import RecordedEvents
 
 
 class Silent:
@@ -38,21 +37,50 @@ class Silent:
         return read()
 
 
-class Failing:
-    """A component whose `save` raises."""
+class Failing(Silent):
+    """A component that raises, or hangs until it is released.
 
-    def __init__(self, error):
-        self.error = error
+    Args:
+      error: that it raises; None has it hang.
+      at_once: whether `save` does so, and not the writing of the state.
+      blocks: whether it blocks its event loop.
+    """
+
+    save_timeout_secs = 0.2
+
+    def __init__(self, error=None, *, at_once=False, blocks=False):
+        self._error = error
+        self._at_once = at_once
+        self._blocks = blocks
+        self.released, self.ended = threading.Event(), threading.Event()
 
     async def save(self, directory):
-        (directory.path / "half").write_text("cut")
-        raise self.error
+        async def write():
+            path = await directory.await_creation()
+            if not self._at_once:
+                await self._fail()
+            with contextlib.suppress(FileNotFoundError):
+                (path / "half").write_text("late")
 
-    async def load(self, directory):
-        raise NotImplementedError
+        if self._at_once:
+            with contextlib.suppress(FileNotFoundError):
+                (directory.path / "half").write_text("cut")
+            await self._fail()
+        return write()
+
+    async def _fail(self):
+        if self._error:
+            raise self._error
+        try:
+            if self._blocks:
+                self.released.wait()
+            else:
+                await asyncio.sleep(3600)
+        finally:
+            self.ended.set()
 
 
-class Whole:
+class Whole(Silent):
     """A component that begins to save, and would write a file."""
 
     async def save(self, directory):
@@ -62,157 +90,115 @@ class Whole:
 
         return write()
 
-    async def load(self, directory):
-        raise NotImplementedError
+
+STATE = {"w": np.ones(2, np.float32)}
 
 
-class Hanging:
-    """A component that hangs until it is released.
-
-    Args:
-      in_background: whether the writing of the state hangs, not the taking of it.
-      blocks: whether it blocks its event loop.
-    """
-
-    save_timeout_secs = 0.2
-
-    def __init__(self, *, in_background, blocks):
-        self._in_background = in_background
-        self._blocks = blocks
-        self.released, self.ended = threading.Event(), threading.Event()
-
-    async def save(self, directory):
-        async def write():
-            path = await directory.await_creation()
-            if self._in_background:
-                await self._hang()
-            with contextlib.suppress(FileNotFoundError):
-                (path / "half").write_text("late")
-
-        if not self._in_background:
-            await self._hang()
-        return write()
-
-    async def _hang(self):
-        try:
-            if self._blocks:
-                self.released.wait()
-            else:
-                await asyncio.sleep(3600)
-        finally:
-            self.ended.set()
-
-    async def load(self, directory):
-        raise NotImplementedError
+def left(tmp_path):
+    """The steps in RAM, and parts of steps that were given up."""
+    slot = tmp_path / "ram" / "hosts" / "0"
+    there = [path.name.partition("-")[0] for path in slot.glob("[0-9]*")]
+    return there, list(tmp_path.rglob("half"))
 
 
-@pytest.fixture
-def make(tmp_path):
-    made = []
+def test_a_component_without_files_comes_back_also_to_orbax(make, tmp_path):
+    with make() as saved:
+        assert saved.save_checkpointables(1, {"state": STATE, "data": Silent()})
+    for ram in ("ram", "another machine's ram"):
+        data = Silent()
+        with make(ram=ram) as opened:
+            restored = opened.load_checkpointables(None, {"state": STATE, "data": data})
+        assert restored["data"] is data
+        assert data.loaded
+        assert restored["state"]["w"].tolist() == [1, 1]
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        data = Silent()
+        assert set(stock.checkpointables_metadata(1).metadata) == {"state", "data"}
+        stock.load_checkpointables(1, {"data": data})
+        assert data.loaded
 
-    def make(local="ram", *, stored=True):
-        tiers = [Local(tmp_path / local)]
-        tiers += [Persistent(tmp_path / "steps", every=1)] if stored else []
-        made.append(frontend.Checkpointer(tiers, run="run"))
-        return made[-1]
 
-    yield make
-    for checkpointer in made:
+REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+FAILURES = {
+    "a bug": (TypeError("no such thing"), "no such thing"),
+    "a late bug": (ValueError("cut in two"), "cut in two"),
+    "a service of its own": (REFUSED, "Connection refused"),
+    "a wrong state": (errors.DataError("no position"), "no position"),
+    "one that hangs": (None, r"\['data'\] were not saved in time"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ram"), [*((name, "ram") for name in FAILURES), ("a late bug", None)]
+)
+def test_a_component_that_fails_is_not_blamed_on_storage(name, ram, make):
+    error, message = FAILURES[name]
+    recorded = RecordedEvents()
+    checkpointer = make(ram=ram, emit=recorded)
+    assert checkpointer.save(1, STATE)
+    parts = {"state": STATE, "data": Failing(error, at_once=name == "a bug")}
+    if name == "a bug":
+        with pytest.raises(TypeError, match=message):
+            checkpointer.save_checkpointables(2, parts)
+    else:
+        assert not checkpointer.save_checkpointables(2, parts)
+    with pytest.raises(errors.CheckpointError, match=message) as caught:
         checkpointer.close()
+    told = str(caught.value)
+    assert told.startswith("step 2 was due in persistent storage and is not there: it")
+    assert "correct the component" in told
+    assert "no tier has it" in told
+    for elsewhere in ("storage back", "faster storage", "RAM has", "bring it"):
+        assert elsewhere not in told
+    assert [each["cause"] for each in recorded.named("degraded")] == ["component"]
+    with make(ram=ram, emit=recorded) as checkpointer:
+        assert checkpointer.latest.step == 1
+        assert not checkpointer.save_checkpointables(2, {"data": Failing(REFUSED)})
+        assert checkpointer.save(3, STATE)
+        checkpointer.wait()
+        assert checkpointer.is_durable(3)
+    # Storage had not failed, so it does not recover.
+    assert not recorded.named("storage_recovered")
 
 
-def files_below(directory):
-    return list(pathlib.Path(directory).rglob("half"))
-
-
-@pytest.mark.parametrize("local", ["ram", "another machine's ram"])
-def test_a_component_without_files_comes_back(make, local):
-    saved = make()
-    parts = {"state": {"w": jnp.arange(4.0)}, "data": Silent()}
-    assert saved.save_checkpointables(1, parts)
-    saved.close()
-    data = Silent()
-    restored = make(local).load_checkpointables(
-        None, {"state": {"w": jnp.zeros(4)}, "data": data}
-    )
-    assert restored["data"] is data
-    assert data.loaded
-    assert restored["state"]["w"].tolist() == [0, 1, 2, 3]
-
-
-def test_orbax_loads_a_component_without_files(make, tmp_path):
-    saved = make()
-    parts = {"state": {"w": jnp.arange(4.0)}, "data": Silent()}
-    assert saved.save_checkpointables(1, parts)
-    saved.close()
-    with ocp.training.Checkpointer(tmp_path / "stock") as stock:
-        stock.save_checkpointables(1, parts)
-    for directory in (tmp_path / "stock", tmp_path / "steps"):
-        with ocp.training.Checkpointer(directory) as stock:
-            data = Silent()
-            assert set(stock.checkpointables_metadata(1).metadata) == {"state", "data"}
-            stock.load_checkpointables(1, {"data": data})
-            assert data.loaded
-
-
-@pytest.mark.parametrize("error", [TypeError("no such thing"), OSError("disk full")])
-def test_a_component_that_cannot_save_fails_its_step_alone(
-    make, tmp_path, error, monkeypatch
-):
-    allocated = []
-    allocate = host_memory.allocate
+def test_the_memory_of_a_step_that_failed_is_used_again(make, tmp_path, monkeypatch):
+    allocated, allocate = [], host_memory.allocate
     monkeypatch.setattr(
         host_memory, "allocate", lambda n: (allocated.append(n), allocate(n))[1]
     )
-    checkpointer = make(stored=False)
+    checkpointer = make(every=None)
     tree = {"large": np.zeros(2**20, np.uint8), "small": np.zeros(8)}
-    parts = {"state": tree, "first": Whole(), "second": Failing(error)}
     for step in (1, 2):
-        if isinstance(error, OSError):
-            # Full storage is no reason to stop the training.
-            assert not checkpointer.save_checkpointables(step, parts)
-        else:
-            with pytest.raises(TypeError, match="no such thing"):
-                checkpointer.save_checkpointables(step, parts)
+        failing = Failing(OSError("disk full"), at_once=True)
+        parts = {"state": tree, "first": Whole(), "second": failing}
+        # Full storage is no reason to stop the training.
+        assert not checkpointer.save_checkpointables(step, parts)
         checkpointer.wait()
-        assert files_below(tmp_path) == []
-    slot = tmp_path / "ram" / "hosts" / "0"
-    assert [path.name for path in slot.iterdir() if path.is_dir()] == []
     assert checkpointer.save(3, tree)
-    # The memory of a step that failed is used again by the next.
     assert len(allocated) == 1
+    assert left(tmp_path) == (["3"], [])
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_component_that_hangs_fails_its_step_alone(
-    make, tmp_path, in_background, blocks
-):
+@pytest.mark.parametrize(("at_once", "blocks"), [(True, True), (False, False)])
+def test_a_component_that_hangs_fails_its_step_alone(make, tmp_path, at_once, blocks):
     checkpointer = make()
-    tree = {"w": np.zeros(8, np.uint8)}
-    hanging = Hanging(in_background=in_background, blocks=blocks)
-    parts = {"state": tree, "slow": hanging, "data": Silent()}
+    hanging = Failing(at_once=at_once, blocks=blocks)
+    parts = {"state": STATE, "slow": hanging, "data": Silent()}
     try:
         assert not checkpointer.save_checkpointables(1, parts)
     finally:
         hanging.released.set()
     # The abandoned save ends meanwhile, and leaves no file.
     assert hanging.ended.wait(60)
-    assert checkpointer.save_checkpointables(2, {"state": tree, "data": Silent()})
+    assert checkpointer.save_checkpointables(2, {"state": STATE, "data": Silent()})
     checkpointer.wait()
-    assert files_below(tmp_path) == []
-    slot = tmp_path / "ram" / "hosts" / "0"
-    assert [p.name[0] for p in slot.iterdir() if p.is_dir()] == ["2"]
+    assert left(tmp_path) == (["2"], [])
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_a_component_costs_one_copy_of_its_values(make, stored):
-    checkpointer = make(stored=stored)
-    part = Component({"lr": 0.1}, "global")
-    assert checkpointer.save_checkpointables(1, {"part": part})
-    checkpointer.wait()
-    values = np.arange(2**23, dtype=np.float64)
-    part.state = {"values": values}
+def test_a_component_costs_one_copy_of_its_values(make):
+    checkpointer = make()
+    values = np.arange(2**22, dtype=np.float64)
+    part = Component({"values": values}, "global")
 
     def cost(call):
         tracemalloc.start()

@@ -8,17 +8,14 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_world
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import storage
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.persistent import claims
-from tests.checkpoint.test_looking_back import Counter
+from tests.checkpoint.test_component_io import Counter
 from tests.recorded_events import RecordedEvents
 
 # Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
-WANTED = {"state": None, "data": Counter()}
-DATA = {"data": Counter()}
 
 
 class Run:
@@ -27,14 +24,15 @@ class Run:
     def __init__(self, path):
         self.path = path
 
-    def open(self, *, every=2, stored=True, emit=None, **options):
+    def open(self, name=None):
         keep = ocp.training.preservation_policies.PreserveAll()
         tiers = [Local(self.path / "ram", every=1, keep=keep)]
-        if stored:
-            tiers.append(Persistent(self.path / "steps", every=every))
+        tiers.append(Persistent(self.path / "steps", every=2))
         self.recorded = RecordedEvents()
-        emit = emit or self.recorded
-        return frontend.Checkpointer(tiers, run="run", emit=emit, **options)
+        world = run_world.ALONE
+        if name:
+            world = run_world.RunWorld(claimant=claims.Claimant(name=name))
+        return frontend.Checkpointer(tiers, run="run", emit=self.recorded, world=world)
 
     def save(self, checkpointer, *steps, line=1):
         for step in steps:
@@ -44,15 +42,13 @@ class Run:
 
     def load(self, checkpointer, step=None):
         """Loads a step with its data; returns the number in its state."""
-        state = checkpointer.load_checkpointables(step, WANTED)["state"]
+        wanted = {"state": None, "data": Counter()}
+        state = checkpointer.load_checkpointables(step, wanted)["state"]
         (number,) = set(map(int, state["w"]))
         return number
 
     def distrusted(self):
         return self.recorded.named("restore_distrusted")
-
-    def lose_ram(self):
-        shutil.rmtree(self.path / "ram")
 
 
 @pytest.fixture
@@ -64,8 +60,11 @@ def run(tmp_path):
     return run
 
 
-def test_the_newest_earlier_step_in_storage_is_gone_on_from(run):
-    with run.open() as checkpointer:
+@pytest.mark.parametrize(
+    ("is_memory_lost", "names"), [(False, ("a", "b")), (True, (None, None))]
+)
+def test_the_newest_earlier_step_in_storage_is_gone_on_from(run, is_memory_lost, names):
+    with run.open(names[0]) as checkpointer:
         assert run.load(checkpointer) == 105
         run.save(checkpointer, 6)
         back = checkpointer.distrust(7, why="the loss is nan")
@@ -74,161 +73,54 @@ def test_the_newest_earlier_step_in_storage_is_gone_on_from(run):
         assert run.distrusted() == [
             {"step": 7, "restored_step": 5, "to_step": 4, "why": "the loss is nan"}
         ]
+    # It is on record before anything is saved or loaded.
+    if is_memory_lost:
+        shutil.rmtree(run.path / "ram")
+    with run.open(names[1]) as checkpointer:
         assert run.load(checkpointer) == 104
         run.save(checkpointer, 5, 6, line=2)
     with run.open() as checkpointer:
         assert run.load(checkpointer) == 206
-        assert [each.step for each in checkpointer.checkpoints] == [1, 2, 3, 4, 5, 6]
         assert run.load(checkpointer, 5) == 205
 
 
-def test_the_step_itself_does_not_count_though_it_is_in_storage(run):
+def test_a_step_from_ram_is_distrusted_once_and_soon_after_it_was_loaded(run):
     with run.open() as checkpointer:
-        run.load(checkpointer, 4)
-        assert checkpointer.distrust(5).step == 2
-        assert run.load(checkpointer) == 102
-
-
-@pytest.mark.parametrize("is_memory_lost", [False, True])
-@pytest.mark.parametrize("claims_worlds", [False, True])
-@pytest.mark.parametrize("saved", [[], [6]], ids=["nothing", "to storage"])
-def test_it_is_on_record_before_anything_is_saved_or_loaded(
-    run, is_memory_lost, claims_worlds, saved
-):
-    def world(name):
-        if not claims_worlds:
-            return run_world.ALONE
-        return run_world.RunWorld(claimant=claims.Claimant(name=name))
-
-    with run.open(world=world("one")) as checkpointer:
+        assert checkpointer.distrust(6) is None
         run.load(checkpointer)
-        run.save(checkpointer, *saved)
-        assert checkpointer.distrust(7).step == 4
-    if is_memory_lost:
-        run.lose_ram()
-    with run.open(world=world("two")) as checkpointer:
-        assert checkpointer.latest.step == 4
-        assert run.load(checkpointer) == 104
-        run.save(checkpointer, 5, line=2)
-    with run.open() as checkpointer:
-        assert run.load(checkpointer) == 205
-
-
-LOADS = {
-    "all at once": lambda c, step: c.load_checkpointables(step, WANTED),
-    "the data first": lambda c, step: (
-        c.load_checkpointables(step, DATA),
-        c.load(step),
-    ),
-    "the state first": lambda c, step: (
-        c.load(step),
-        c.load_checkpointables(step, DATA),
-    ),
-}
-
-
-@pytest.mark.parametrize("way", LOADS)
-def test_a_step_that_came_from_ram_is_distrusted_but_not_one_from_storage(run, way):
-    with run.open() as checkpointer:
-        run.save(checkpointer, 6)
-        LOADS[way](checkpointer, 6)
-        assert checkpointer.distrust(7).step == 4
-        assert len(run.distrusted()) == 1
-        LOADS[way](checkpointer, 4)
-        run.save(checkpointer, 6)
-    run.lose_ram()
-    with run.open() as checkpointer:
-        LOADS[way](checkpointer, 6)
-        assert checkpointer.distrust(7) is None
-        assert checkpointer.latest.step == 6
-    assert run.distrusted() == []
-
-
-def test_a_step_whose_arrays_stayed_on_the_devices_is_distrusted(run):
-    with run.open() as checkpointer:
-        checkpointer.load_checkpointables(5, DATA)
-        assert checkpointer.distrust(6).step == 4
-
-
-def test_a_step_that_was_looked_at_and_then_gone_on_from_is_distrusted(run):
-    with run.open() as checkpointer:
-        run.load(checkpointer)
-        checkpointer.load(3)
-        run.save(checkpointer, 4, line=2)
-        assert checkpointer.distrust(6).step == 2
-
-
-def test_a_run_that_loaded_nothing_has_nothing_to_distrust(run):
-    with run.open() as checkpointer:
-        run.save(checkpointer, 6)
-        assert checkpointer.distrust(7) is None
-        assert checkpointer.latest.step == 6
-    assert run.distrusted() == []
-
-
-def test_each_load_is_distrusted_once(run):
-    with run.open() as checkpointer:
-        run.load(checkpointer)
-        assert checkpointer.distrust(6).step == 4
+        assert checkpointer.distrust(8, within=3).step == 4
         # Step 4 is in RAM as well.
         assert run.load(checkpointer) == 104
         assert checkpointer.distrust(6) is None
         assert checkpointer.latest.step == 4
         run.save(checkpointer, 5, 6, line=2)
-        # Another load.
-        assert run.load(checkpointer, 5) == 205
+        # Another load, whose arrays stayed on the devices.
+        checkpointer.load_checkpointables(5, {"data": Counter()})
         assert checkpointer.distrust(6).step == 4
     assert len(run.distrusted()) == 2
-
-
-@pytest.mark.parametrize(("step", "within", "to_step"), [(8, 3, 4), (9, 3, None)])
-def test_it_has_to_be_soon_after_the_load(run, step, within, to_step):
     with run.open() as checkpointer:
-        run.load(checkpointer)
-        back = checkpointer.distrust(step, within=within)
-        assert getattr(back, "step", None) == to_step
-        assert checkpointer.latest.step == (to_step or 5)
+        # The step itself does not count, though it is in storage.
+        run.load(checkpointer, 4)
+        assert checkpointer.distrust(5).step == 2
+        run.load(checkpointer, 4)
+        assert checkpointer.distrust(8, within=3) is None
+    shutil.rmtree(run.path / "ram")
+    with run.open() as checkpointer:
+        # A step from storage is not distrusted.
+        run.load(checkpointer, 4)
+        assert checkpointer.distrust(5) is None
+        assert checkpointer.latest.step == 4
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_without_an_earlier_step_in_storage_nothing_changes_but_it_is_said(
-    tmp_path, stored
+def test_without_a_record_or_an_earlier_step_nothing_changes_but_it_is_said(
+    run, monkeypatch
 ):
-    run = Run(tmp_path)
-    with run.open(every=3, stored=stored) as checkpointer:
-        run.save(checkpointer, 1, 2, 3)
-    with run.open(every=3, stored=stored) as checkpointer:
-        run.load(checkpointer)
-        assert checkpointer.distrust(4) is None
-        assert checkpointer.latest.step == 3
-        (event,) = run.distrusted()
-        assert event["to_step"] is None
-        run.save(checkpointer, 4)
-    with run.open(every=3, stored=stored) as checkpointer:
-        assert run.load(checkpointer) == 104
-
-
-def test_a_damaged_step_in_storage_is_passed_over(run):
-    manifests = list((run.path / "steps" / "4").rglob("manifest*"))
-    assert manifests
-    for manifest in manifests:
-        manifest.unlink()
-    shutil.rmtree(run.path / "steps" / "4" / "state")
-    with run.open() as checkpointer:
-        run.load(checkpointer)
-        assert checkpointer.distrust(6).step == 2
-
-
-@pytest.mark.parametrize("is_taken", [False, True])
-def test_storage_that_takes_no_record_changes_nothing(run, monkeypatch, is_taken):
     with run.open() as checkpointer:
         run.load(checkpointer)
         create = storage.create
 
         def refuse(path, *arguments, **options):
             if "worlds" in str(path):
-                if is_taken:
-                    create(path, *arguments, **options)
                 raise PermissionError(13, "it is read-only", str(path))
             return create(path, *arguments, **options)
 
@@ -237,16 +129,9 @@ def test_storage_that_takes_no_record_changes_nothing(run, monkeypatch, is_taken
         assert checkpointer.latest.step == 5
         (event,) = run.recorded.named("degraded")
         assert event["why"].startswith("the run does not go back to storage: ")
-        assert run.distrusted()[0]["to_step"] is None
         monkeypatch.setattr(storage, "create", create)
-        run.save(checkpointer, 6)
     with run.open() as checkpointer:
-        assert run.load(checkpointer) == 106
-
-
-def test_a_reader_cannot_distrust(run):
-    with (
-        run.open(read_only=True) as checkpointer,
-        pytest.raises(errors.CheckpointError, match="opened with read_only=True"),
-    ):
-        checkpointer.distrust(6)
+        run.load(checkpointer, 2)
+        assert checkpointer.distrust(3) is None
+        (event,) = run.distrusted()
+        assert event["to_step"] is None

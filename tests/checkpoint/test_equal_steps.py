@@ -66,11 +66,3 @@ def test_the_newest_step_from_before_a_finding_stays_once(tmp_path, values):
         again.save(7, bad)
     assert again.preserved == [4, 6]
     assert stored(tmp_path) == [2, 4, 6, 7]
-
-
-@pytest.mark.slow
-def test_without_a_step_from_before_nothing_is_preserved(tmp_path, values):
-    run = Run(tmp_path)
-    with run.checkpointer:
-        run.save(1, flipped(values, jax.devices()[4], 20))
-    assert run.events == [("replicas_differ", 1), ("validated", 1)]

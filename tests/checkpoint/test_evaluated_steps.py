@@ -1,18 +1,15 @@
 """Steps that are kept for their evaluations, or while another program reads them."""
 
-import functools
-import time
-
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
-from elastic_ckpt.checkpoint.host import backup
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import evaluations
 from tests.checkpoint.test_tier_retention import in_ram, opened, stored
+from tests.recorded_events import RecordedEvents
 from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
@@ -68,51 +65,34 @@ def test_another_program_records_metrics_of_a_step_in_storage(tmp_path):
         ec.record_metrics(tmp_path / "steps" / "1", {"loss": object()})
 
 
-def test_what_a_line_recorded_that_the_run_left_does_not_count(tmp_path):
-    with opened(tmp_path, keep=keep()) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-        ec.pin(tmp_path / "steps" / "1")
-        checkpointer.record_metrics(2, {"loss": 0.1})
-        tiered_steps.save(checkpointer, 2)
-        checkpointer.load(1, go_back=True)
-        checkpointer.record_metrics(2, {"loss": 0.7})
-        tiered_steps.save(checkpointer, 2)
-        assert checkpointer.evaluations() == {2: {"loss": 0.7}}
-
-
 def test_metrics_need_storage_and_if_it_is_away_the_run_goes_on(tmp_path, monkeypatch):
     with (
         tiered_steps.checkpointer(tmp_path / "ram") as checkpointer,
         pytest.raises(errors.CheckpointError, match="add Persistent"),
     ):
         checkpointer.record_metrics(1, {"loss": 0.1})
-    events = []
-
-    def emit(name, **fields):
-        events.append((name, fields.get("tier"), fields.get("why")))
+    recorded = RecordedEvents()
 
     def away(*_):
         raise OSError(5, "storage is away")
 
-    with opened(tmp_path, emit=emit) as checkpointer:
+    with opened(tmp_path, emit=recorded) as checkpointer:
         monkeypatch.setattr(evaluations, "record", away)
         checkpointer.record_metrics(1, {"loss": 0.1})
-    (why,) = (
-        why for name, tier, why in events if (name, tier) == ("degraded", "persistent")
-    )
-    assert "its metrics were not recorded: host 0: [Errno 5]" in why
+    (event,) = recorded.named("degraded")
+    assert "its metrics were not recorded: host 0: [Errno 5]" in event["why"]
 
 
 LOWEST_LOSS = ec.BestN(0)
 
 
-def saver(tmp_path, *, every=100, keep=None, best=LOWEST_LOSS, steps=()):
+def saver(tmp_path, *, every=100, keep=None, best=LOWEST_LOSS):
     """A saver of a run that saves its best step."""
     tiers = [
         ec.Local(tmp_path / "ram", every=every),
         ec.Persistent(tmp_path / "steps", every=every, keep=keep),
     ]
-    saved = run_saver.Saved(best=best, steps=steps, in_background=False)
+    saved = run_saver.Saved(best=best, in_background=False)
     checkpointer = frontend.Checkpointer(tiers, run="run", slice_name="s0")
     return run_saver.RunSaver(checkpointer, saved, data=tiered_steps.Cursors())
 
@@ -126,10 +106,9 @@ def evaluate(run, *steps, sign=1):
             run._checkpointer.wait()
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, mode):
-    sign = 1 if mode == "min" else -1
-    best = ec.BestN(0, higher_is_better=mode == "max")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, sign):
+    best = ec.BestN(0, higher_is_better=sign < 0)
     first = saver(tmp_path, best=best)
     losses = (1, 0.5), (2, 0.6), (3, 0.4), (4, 0.4), (5, float("nan"))
     evaluate(first, *losses, sign=sign)
@@ -141,52 +120,9 @@ def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, 
     assert stored(tmp_path) == [1, 3, 7]
 
 
-@pytest.mark.slow
-def test_the_best_and_pinned_steps_reach_slow_storage(tmp_path, monkeypatch):
-    back_up = backup.HostBackup.back_up
-
-    @functools.wraps(back_up)
-    def slow(*args, **kwargs):
-        time.sleep(0.2)
-        return back_up(*args, **kwargs)
-
-    monkeypatch.setattr(backup.HostBackup, "back_up", slow)
-    run = saver(tmp_path, every=2, steps=[5])
-    for step, loss in enumerate((0.3, 0.2, 0.4, 0.5, 0.6, 0.7, 0.1, 0.8), start=1):
-        run.record(step, {"eval_loss": loss})
-        if run.is_due(step, last=False):
-            run.save(step, tiered_steps.state(step), last=False)
-    run.close()
-    # Others may be skipped.
-    assert {1, 2, 5, 7} <= set(stored(tmp_path))
-
-
-def go_back(run, to):
-    """Goes back to a step as a run that diverged, and saves it again."""
-    good = next(each for each in run.complete() if each.step == to)
-    run.save_again(to, run.go_back(good, None, data=tiered_steps.Cursors()))
-
-
 def set_aside(tmp_path):
     names = (path.name for path in (tmp_path / "steps" / "abandoned").iterdir())
     return sorted(int(name.partition("-")[0]) for name in names)
-
-
-def test_after_a_rollback_the_steps_left_behind_do_not_rank(tmp_path):
-    best = ec.BestN(1, metric="eval_loss")
-    keep = policies.AnyPreservationPolicy([policies.LatestN(3), best])
-    run = saver(tmp_path, every=2, keep=keep)
-    evaluate(run, (2, 0.5), (4, 0.4), (5, 0.1), (6, 0.2))
-    assert stored(tmp_path) == [4, 5, 6]
-    go_back(run, 4)
-    evaluate(run, (5, 0.9), (6, 0.8), (8, 0.7), (10, 0.6))
-    # Step 4 is the best again, though it was evaluated before.
-    assert stored(tmp_path) == [4, 6, 8, 10]
-    assert set_aside(tmp_path) == []
-    listed = run._checkpointer.evaluations()
-    losses = {step: each["eval_loss"] for step, each in listed.items()}
-    assert losses == {4: 0.4, 6: 0.8, 8: 0.7, 10: 0.6}
-    run.close()
 
 
 def test_after_a_rollback_preserved_steps_stay(tmp_path):
@@ -198,23 +134,15 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
     assert stored(tmp_path) == [2, 4, 6]
     (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
     ec.pin(newest)
-    go_back(run, 2)
+    # As a run that diverged, which saves the step that it goes back to again.
+    good = next(each for each in run.complete() if each.step == 2)
+    run.save_again(2, run.go_back(good, None, data=tiered_steps.Cursors()))
     # The old saves are set aside; the new one of the step counts as preserved.
     evaluate(run, (8, 0.5), (10, 0.5))
     assert stored(tmp_path) == [2, 10]
     assert set_aside(tmp_path) == [2, 4]
     assert in_ram(tmp_path) == [6, 10]
     run.close()
-
-
-def test_watching_ends_in_time_and_warns_of_a_directory_that_is_missing(
-    tmp_path, caplog
-):
-    missing = tmp_path / "stepz"
-    watched = ec.watch_steps(missing, poll_secs=3600, timeout_secs=0.01)
-    assert list(watched) == []
-    (record,) = caplog.records
-    assert f"there is no directory {missing} yet" in record.getMessage()
 
 
 def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):

@@ -1,15 +1,13 @@
 """Both kinds of hosts keep one contract: in every process, and under one controller."""
 
 import contextlib
-import pathlib
-import types
 from concurrent import futures
 
 import numpy as np
 import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
-from elastic_ckpt.checkpoint import hosts, rendezvous, restore, save_stages
+from elastic_ckpt.checkpoint import hosts, rendezvous, restore
 from elastic_ckpt.checkpoint.host.answers import HostsFailedError, Readiness
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.reader import HostReader
@@ -95,31 +93,26 @@ def test_answers_of_all_hosts_come_in_their_order(drive):
     assert same(shared) == [readiness] * len(shared)
 
 
-@pytest.mark.parametrize(("call", "failed"), [("all", [0, 1]), ("first", [0])])
-def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive, call, failed):
-    drive(join)
-
-    def fail(driver):
-        with pytest.raises(HostsFailedError) as raised:
-            getattr(driver, call)(HostReader.open_step, StepId(9, "1"))
-        return raised.value.of_host
-
-    of_host = same(drive(fail))
-    assert sorted(of_host) == failed
-    assert all("step 9" in why for why in of_host.values())
-
-
-def test_a_bug_reaches_each_driver_as_a_failure(drive):
-    def fail(driver):
+def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive):
+    def bug(driver):
         # No host has joined.
         with pytest.raises(HostsFailedError, match="AssertionError"):
             driver.first(StepSearch.complete_steps)
 
-    drive(fail)
+    def fail(driver, call):
+        with pytest.raises(HostsFailedError) as raised:
+            getattr(driver, call)(HostReader.open_step, StepId(9, "1"))
+        return raised.value.of_host
+
+    drive(bug)
+    drive(join)
+    for call, failed in (("all", [0, 1]), ("first", [0])):
+        of_host = same(drive(lambda driver, call=call: fail(driver, call)))
+        assert sorted(of_host) == failed
+        assert all("step 9" in why for why in of_host.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
     drive, monkeypatch, lost
 ):
@@ -164,34 +157,3 @@ def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
         np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
     # The messages of host 0 stay in its memory.
     assert read_alone == [1] * lost
-
-
-def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
-    trees = {"state": {"n": np.arange(6.0)}}
-    one = {"step_id": StepId(1, "5")}
-    emitted = []
-
-    def save(driver):
-        directory = pathlib.Path(driver.capture(**one, trees=trees).directory, "data")
-        directory.mkdir(parents=True)
-        if driver.own == 0:
-            (directory / "cursors.json").write_text("{}")
-        driver.all(HostSaver.write, **one, components=("data",), problem=None)
-        parts = {"data": {"cursors.json": 0}}
-        driver.all(HostSaver.commit, WrittenStep(**one, parts=parts, notes=NOTES))
-        stages = save_stages.SaveStages(
-            driver, emit=lambda name, **fields: emitted.append((name, fields))
-        )
-        committed = types.SimpleNamespace(step=1, **one)
-        return stages.replicate(committed), stages.replicate(committed)
-
-    drive(join)
-    first, again = same(drive(save))
-    assert first == again
-    assert not first.has_diverged
-    assert not first.has_failed
-    copied = [fields["copies"] for name, fields in emitted if name == "replicated"]
-    num_drivers = len(copied) // 2
-    # Under one controller the tree has one holder, too.
-    assert min(copied[:num_drivers]) >= 1
-    assert copied[num_drivers:] == [0] * num_drivers

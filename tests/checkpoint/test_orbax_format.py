@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import orbax_format
-from elastic_ckpt.core import errors
 
 Point = collections.namedtuple("Point", "x y")
 Nothing = collections.namedtuple("Nothing", "")
@@ -177,20 +176,3 @@ def test_abstract_arrays_are_described_as_those_that_they_stand_for(tree):
         for each in (trees, abstract)
     )
     assert first == second
-
-
-def test_leaves_are_named_as_in_manifests_and_as_in_orbax():
-    trees = {"state": {"params": {"w": ones(2)}, "opt": [Point(1, ones(3))]}}
-    stored = orbax_format.stored_arrays(trees, dict.fromkeys(chunks(trees), (1,)))
-    names = {path: (each.checkpointable, each.name) for path, each in stored.items()}
-    assert names == {
-        "state/opt/0/x": ("state", "opt.0.x"),
-        "state/opt/0/y": ("state", "opt.0.y"),
-        "state/params/w": ("state", "params.w"),
-    }
-
-
-def test_a_leaf_that_orbax_does_not_save_is_named():
-    trees = {"state": {"a": [np.float32(1)]}}
-    with pytest.raises(errors.CheckpointError, match="state/a/0 is a float32"):
-        orbax_format.metadata_files(trees, (), chunks=chunks(trees), step=times())

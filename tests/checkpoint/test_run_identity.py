@@ -1,6 +1,5 @@
 """The identity of a run: RAM counts for the run alone whose storage has the same."""
 
-import json
 import pathlib
 import shutil
 
@@ -66,12 +65,6 @@ def test_ram_of_another_run_of_the_same_name_is_refused(tmp_path, ram):
     refused(tiers(ram, tmp_path / "a"), ram)
 
 
-def test_ram_of_a_run_whose_storage_was_removed_is_refused(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"), 4, 5)
-    shutil.rmtree(tmp_path / "a")
-    refused(tiers(ram, tmp_path / "a"), ram)
-
-
 def test_ram_of_a_run_whose_storage_was_removed_is_continued_with_its_identity(
     tmp_path, ram
 ):
@@ -85,12 +78,6 @@ def test_ram_of_a_run_whose_storage_was_removed_is_continued_with_its_identity(
     assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
     save(tiers(ram, tmp_path / "a"), 8)
     assert newest(tiers(None, tmp_path / "a")) == (8, 8)
-
-
-def test_a_ram_disk_without_steps_is_taken(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"))
-    save(tiers(ram, tmp_path / "b"), 1)
-    assert newest(tiers(ram, tmp_path / "b")) == (1, 1)
 
 
 def test_storage_alone_and_storage_that_is_added_have_the_identity(tmp_path, ram):
@@ -122,21 +109,6 @@ def test_the_disks_of_hosts_without_storage_are_of_one_run():
         run_identity.agreed(None, disks, list, fresh="2")
 
 
-def test_the_golden_identity_is_read(tmp_path):
-    golden = pathlib.Path(__file__).parent.parent / "golden" / "run_v1.json"
-    (tmp_path / run_identity.FILE).write_bytes(golden.read_bytes())
-    identity = run_identity.Identity(
-        name="0123456789abcdef0123456789abcdef", is_stored=True
-    )
-    assert run_identity.of_storage(tmp_path).identity == identity
-    # These bytes are what is written.
-    run_identity.create(tmp_path / "new", identity)
-    assert (tmp_path / "new" / run_identity.FILE).read_bytes() == golden.read_bytes()
-    other = run_identity.Identity(name="f" * 32, is_stored=True)
-    with pytest.raises(errors.RunError, match="another run started"):
-        run_identity.create(tmp_path / "new", other)
-
-
 def test_a_run_from_before_gets_its_identity_at_its_next_start(tmp_path, ram):
     save(tiers(ram, tmp_path / "a"), 4, 5)
     save(tiers(ram, tmp_path / "a"), 6)
@@ -148,29 +120,6 @@ def test_a_run_from_before_gets_its_identity_at_its_next_start(tmp_path, ram):
     refused(tiers(ram, tmp_path / "b"), ram)
 
 
-def test_ram_from_before_that_storage_has_overtaken_counts(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"), 4)
-    behind = ram.with_name("behind")
-    shutil.copytree(ram, behind)
-    save(tiers(ram, tmp_path / "a"), 8)
-    shutil.rmtree(ram)
-    behind.rename(ram)
-    forget(tmp_path / "a", ram)
-    assert newest(tiers(ram, tmp_path / "a")) == (8, 8)
-
-
-@pytest.mark.parametrize("has_identity", [False, True])
-def test_ram_from_before_of_another_run_is_refused(tmp_path, ram, has_identity):
-    save(tiers(ram, tmp_path / "a"), 4, 5)
-    save(tiers(None, tmp_path / "b"), 4)
-    forget(ram)
-    if not has_identity:
-        forget(tmp_path / "b")
-    refused(tiers(ram, tmp_path / "b"), ram)
-    # Storage that is empty does not have its newest step either.
-    refused(tiers(ram, tmp_path / "c"), ram)
-
-
 def test_storage_that_is_out_of_reach_leaves_the_identity_of_ram(tmp_path, ram):
     save(tiers(ram, tmp_path / "a"), 4, 5)
     # It can be neither listed nor read.
@@ -180,17 +129,3 @@ def test_storage_that_is_out_of_reach_leaves_the_identity_of_ram(tmp_path, ram):
     (tmp_path / "a").unlink()
     (tmp_path / "away").rename(tmp_path / "a")
     assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
-
-
-def test_a_damaged_identity_is_an_error_that_names_it(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"), 4)
-    for directory in (ram, tmp_path / "a"):
-        path = directory / run_identity.FILE
-        content = path.read_bytes()
-        altered = {**json.loads(content), "name": "0" * 32}
-        path.write_text(json.dumps(altered))
-        with pytest.raises(errors.CheckpointError, match="was altered") as raised:
-            newest(tiers(ram, tmp_path / "a"))
-        assert str(path) in str(raised.value)
-        path.write_bytes(content)
-    assert newest(tiers(ram, tmp_path / "a")) == (4, 4)

@@ -11,7 +11,6 @@ import pytest
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.saver import HostSaver
-from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory
@@ -105,25 +104,6 @@ def test_the_newest_step_that_has_its_copies_is_kept_until_another_has(sim):
     assert in_ram(sim) == [5, 6]
 
 
-def test_a_step_without_copies_is_not_kept_for_want_of_room(sim):
-    sim.open((0, 1), store_every=1000)
-    save(sim, 1)
-    disk = ram_disk.RamDisk(sim.roots[0], run=simulated_world.RUN, limit_bytes=2**20)
-    used = 2**20 - disk.free_bytes()
-    sim.world.close()
-    sim.open((0, 1), store_every=1000, limit_bytes=2 * used)
-    assert restore(sim) == 1
-    sim.network.failing.add(1)
-    saved = save(sim, 2, 3, 4)
-    # Step 3 does not fit: the first goes.
-    assert saved == [True, False, True]
-    ((step, why),) = told(sim, "local")
-    assert step == 3
-    assert why.startswith("it was not saved: host ")
-    assert f"limit {2 * used} bytes" in why
-    assert in_ram(sim) == [4]
-
-
 def test_a_step_whose_replicas_differ_replaces_none_and_is_not_stored(sim, monkeypatch):
     sim.open((0, 1), store_every=1)
     save(sim, 1)
@@ -191,44 +171,6 @@ def test_what_went_bad_before_it_was_copied_or_stored_is_told(sim):
     assert steps(sim, "backed_up") == [1]
 
 
-def test_a_backup_is_made_of_what_has_its_copies_and_of_late_ones_the_newest(sim):
-    sim.open((0, 1), store_every=1)
-    sim.threads.late = frozenset({"replicate", "back-up"})
-    begin(sim, 1, 2, 3)
-    assert not steps(sim, "backed_up")
-    sim.world.wait()
-    names = [name for name, _ in sim.events if name in ("replicated", "backed_up")]
-    assert names[:2] == ["replicated", "backed_up"]
-    assert steps(sim, "backed_up") == [1, 3]
-
-
-def test_a_step_that_is_being_backed_up_stays_in_ram_when_it_is_saved_again(sim):
-    sim.open((0, 1), store_every=1)
-    sim.threads.late = frozenset({"back-up"})
-    begin(sim, 1)
-    again = {"state": simulated_world.state_of(2)}
-    sim.world.save_checkpointables_async(1, again, overwrite=True)
-    assert in_ram(sim) == [1, 1]
-    sim.threads.late = frozenset()
-    sim.threads.catch_up()
-    sim.world.wait()
-    ((step, why),) = told(sim, "persistent")
-    assert step == 1
-    assert why.startswith("the backup of an earlier step is not done; it comes next")
-    assert steps(sim, "backed_up") == [1, 1]
-    save(sim, 2)
-    assert in_ram(sim) == [2]
-
-
-def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(sim):
-    sim.threads.late = frozenset({"clean"})
-    sim.open((0, 1), store_every=1)
-    begin(sim, 1)
-    sim.world.wait()
-    names = [name for name, _ in sim.events if name in ("degraded", "backed_up")]
-    assert names == ["backed_up"]
-
-
 STAGES = {
     "peer": (HostCopies, "take"),
     "persistent": (HostBackup, "back_up"),
@@ -288,18 +230,6 @@ def test_a_host_that_is_missing_is_named_at_the_end(sim, number, call, remedy):
         sim.world.close()
     missing = "step 1 was due in persistent storage and is not there"
     assert str(caught.value) == f"{missing}: {why}; {remedy}"
-
-
-def test_what_cannot_be_described_is_given_up_on_all_hosts(sim, monkeypatch):
-    sim.open((0, 1), store_every=1000)
-    with monkeypatch.context() as patch:
-        patch.setattr(StepDescription, "notes", lambda *_: 1 / 0)
-        assert save(sim, 1) == [False]
-    ((step, why),) = told(sim, "local")
-    assert step == 1
-    assert "host 1: the step was not described: ZeroDivisionError" in why
-    assert save(sim, 2) == [True]
-    assert in_ram(sim) == in_ram(sim, 1) == [2]
 
 
 @pytest.mark.parametrize("left_secs", [0.0, 0.01])

@@ -92,18 +92,9 @@ def test_a_backup_that_is_due_is_made_at_the_first_saved_step(
             newest = step if is_due else newest
 
 
-def test_going_back_begins_to_count_again(make):
-    made = make(Local("/ram", every=4), every=6)
-    assert due(made, [4, 8, 12]) == [4, 8, 12]
-    made.go_on_from([Step(4)])
-    assert [made.is_backup_due(Step(s), is_saving=False) for s in (5, 8)] == [
-        *(False, True)
-    ]
-
-
-@pytest.mark.parametrize("secs", [0.5, 1.0, 20.0, 300.0])
+@pytest.mark.parametrize("secs", [0.5, 20.0])
 def test_minutes_are_counted_without_a_local_tier(make, secs):
-    steps = range(1, 5000)
+    steps = range(1, 3000)
     steps_due = due(make(every_minutes=10), steps, secs, make.clock)
     period = max(1, round(600 / secs))
     gaps = [after - before for before, after in itertools.pairwise(steps_due)]
@@ -112,12 +103,6 @@ def test_minutes_are_counted_without_a_local_tier(make, secs):
     assert all(period <= gap <= period + 17 for gap in gaps)
     if secs < 20:
         assert len(make.asked) < len(steps) / 4
-
-
-def test_minutes_are_counted_from_the_backup_of_an_earlier_world(make):
-    steps = range(1, 30)
-    made = make(every_minutes=10, since_secs=500.0)
-    assert due(made, steps, 60.0, make.clock)[0] == 2
 
 
 def test_beside_a_local_tier_minutes_are_counted_by_the_stages(make):

@@ -1,38 +1,14 @@
 """`latest`, `checkpoints` and `metadata` return the same of a step as Orbax's."""
 
-import json
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
-from elastic_ckpt.steps import manifest, manifest_file
-from elastic_ckpt.tiers.choices import Local, Persistent
 
-PRESERVE = ocp.training.preservation_policies.PreserveAll()
+KEPT = {"keep": ocp.training.preservation_policies.PreserveAll()}
 METRICS = {"loss": 0.5, "nested": {"a": [1, 2]}}
 CUSTOM = {"note": "x", "numbers": [1, 2.5, None]}
-
-
-@pytest.fixture
-def make(tmp_path):
-    made = []
-
-    def make(local="ram", *, every=1):
-        tiers = [
-            Local(tmp_path / local, keep=PRESERVE),
-            Persistent(tmp_path / "steps", every=every),
-        ]
-        made.append(frontend.Checkpointer(tiers, run="run"))
-        return made[-1]
-
-    yield make
-    for checkpointer in made:
-        checkpointer.close()
 
 
 def noted(checkpoint):
@@ -40,7 +16,7 @@ def noted(checkpoint):
 
 
 def test_a_step_has_its_metrics_and_metadata_wherever_it_is_found(make, tmp_path):
-    checkpointer = make(every=2)
+    checkpointer = make(every=2, local=KEPT)
     checkpointer.save(1, {"w": jnp.ones(2)})
     checkpointer.save(2, {"w": jnp.ones(2)}, metrics=METRICS, custom_metadata=CUSTOM)
     expected = [(1, None, None), (2, METRICS, CUSTOM)]
@@ -49,7 +25,7 @@ def test_a_step_has_its_metrics_and_metadata_wherever_it_is_found(make, tmp_path
     assert noted(checkpointer.metadata()) == expected[1]
     assert noted(checkpointer.checkpointables_metadata(1)) == expected[0]
     checkpointer.close()
-    from_ram, from_storage = make(), make("other ram")
+    from_ram, from_storage = make(local=KEPT), make(ram="other ram")
     assert noted(from_ram.latest) == noted(from_storage.latest) == expected[1]
     assert list(map(noted, from_ram.checkpoints)) == expected
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
@@ -70,7 +46,7 @@ def test_steps_that_orbax_alone_saved_are_listed_with_what_they_have(make, tmp_p
         committed = [
             each.commit_timestamp_nsecs for each in map(stock.metadata, (3, 7))
         ]
-    checkpointer = make()
+    checkpointer = make(local=KEPT)
     assert list(map(noted, checkpointer.checkpoints)) == expected
     times = [each.commit_timestamp_nsecs for each in checkpointer.checkpoints]
     assert times == committed
@@ -82,7 +58,7 @@ def test_steps_that_orbax_alone_saved_are_listed_with_what_they_have(make, tmp_p
 
 
 def test_a_step_that_exists_is_saved_only_to_overwrite_it(make, tmp_path):
-    checkpointer = make()
+    checkpointer = make(local=KEPT)
     with ocp.training.Checkpointer(tmp_path / "stock") as stock:
         for each in (stock, checkpointer):
             for step in (2, 4):
@@ -96,45 +72,3 @@ def test_a_step_that_exists_is_saved_only_to_overwrite_it(make, tmp_path):
         checkpointer.save_checkpointables(2, {"state": {"n": 0}})
     assert checkpointer.save(4, {"n": 5}, overwrite=True)
     assert checkpointer.load() == {"n": 5}
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_before_loads_whatever_its_keys_are(make, monkeypatch):
-    tree = {
-        "a/b": jnp.arange(3.0),
-        "~": {"c": np.arange(2), "k": jax.random.key(1)},
-        "l": [1, (2, None)],
-    }
-    checkpointer = make()
-    with monkeypatch.context() as patch:
-        # As manifests were written before they had trees and escaped keys.
-        patch.setattr(manifest_file, "_ADDED", ())
-        patch.setattr("elastic_ckpt.checkpoint.host.trees.escaped", lambda key: key)
-        checkpointer.save(1, tree)
-        checkpointer.close()
-    for local in ("ram", "other ram"):
-        manifest_file._contents.cache_clear()
-        old_checkpointer = make(local)
-        assert (
-            old_checkpointer.checkpointables_metadata(1)
-            .metadata["state"]["l"]["0"]
-            .shape
-            == ()
-        )
-        loaded = old_checkpointer.load(1, tree)
-        assert loaded["a/b"].tolist() == [0, 1, 2]
-        assert loaded["~"]["c"].tolist() == [0, 1]
-        assert loaded["~"]["k"] == jax.random.key(1)
-        assert loaded["l"] == [1, (2, None)]
-        as_it_was = old_checkpointer.load()
-        assert as_it_was["a"]["b"].tolist() == [0, 1, 2]
-        assert as_it_was["l"]["1"]["0"].tolist() == 2
-        with pytest.raises(errors.CheckpointError, match="state/a/b: saved"):
-            old_checkpointer.load(1, {**tree, "a/b": jnp.ones(5)})
-
-
-def test_paths_of_before_are_those_without_escapes():
-    old = manifest.Contents(leaves=(), components={})
-    new = manifest.Contents(leaves=(), components={}, trees=json.dumps({}))
-    assert old.listed_path("a~1b/~0~01") == "a/b/~~1"
-    assert new.listed_path("a~1b/~0~01") == "a~1b/~0~01"

@@ -1,60 +1,28 @@
-"""Storage that fails for a while: the run reports it, and the backlog is small."""
+"""Storage that fails for a while, and RAM that does not take a step."""
 
 import errno
 import os
+import pathlib
+import shutil
+import stat
 import threading
 
 import pytest
 
 from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.core import storage as files
-from elastic_ckpt.tiers.persistent import persistent_root
-from tests.checkpoint.test_checkpointer import (  # noqa: F401
-    RecordedEvents,
-    make,
-    state,
-    storage,
-)
+from elastic_ckpt.tiers.ram import ram_disk
+from tests.checkpoint.test_checkpointer import check, save, stored
+from tests.checkpoint.test_component_io import Counter
+from tests.recorded_events import RecordedEvents
+from tests.tiers import tiered_steps
+
+# Orbax warns about loads without a sharding.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 CAUSES = {
     errno.ENOSPC: ("full", "make room there, or keep fewer steps"),
-    errno.EROFS: ("read_only", "mount it so that it can be written to"),
     errno.EACCES: ("refused", "check who may write there"),
 }
-
-
-@pytest.fixture
-def breaks(tmp_path, monkeypatch):
-    """Has storage fail with an errno; None has it work."""
-    write, number = files.write_atomic, [None]
-
-    def write_atomic(target, content, **options):
-        if number[0] and os.fspath(target).startswith(str(tmp_path / "steps")):
-            raise OSError(number[0], os.strerror(number[0]))
-        write(target, content, **options)
-
-    monkeypatch.setattr(files, "write_atomic", write_atomic)
-
-    def breaks(new):
-        number[0] = new
-
-    return breaks
-
-
-@pytest.fixture
-def hangs(tmp_path, monkeypatch):
-    """Makes writes to storage wait until the returned event is set again."""
-    write, is_answering = files.write_atomic, threading.Event()
-    is_answering.set()
-
-    def write_atomic(target, content, **options):
-        if os.fspath(target).startswith(str(tmp_path / "steps")):
-            is_answering.wait()
-        write(target, content, **options)
-
-    monkeypatch.setattr(files, "write_atomic", write_atomic)
-    yield is_answering
-    is_answering.set()
 
 
 @pytest.fixture
@@ -74,18 +42,14 @@ def backlog(monkeypatch):
 
 @pytest.mark.parametrize("number", CAUSES)
 def test_a_cause_is_reported_and_storage_recovers_by_itself(
-    make,  # noqa: F811
-    tmp_path,
-    breaks,
-    backlog,
-    number,
+    make, tmp_path, breaks, backlog, number
 ):
     cause, advice = CAUSES[number]
     recorded = RecordedEvents()
-    checkpointer = make(storage(tmp_path), emit=recorded)
+    checkpointer = make(emit=recorded)
     for step in range(1, 6):
         breaks(number if step in (2, 3, 4) else None)
-        assert checkpointer.save(step, state(step))
+        assert save(checkpointer, step)
         if step == 5:
             checkpointer.wait()
         else:
@@ -103,24 +67,21 @@ def test_a_cause_is_reported_and_storage_recovers_by_itself(
     assert recovered["steps"] == 4
     assert max(backlog) == 4
     assert backlog[-1] == 0
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    assert root.steps() == [1, 5]
+    assert stored(tmp_path) == [1, 5]
     checkpointer.close()
 
 
 def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
-    make,  # noqa: F811
-    tmp_path,
-    hangs,
-    backlog,
+    make, tmp_path, breaks, backlog
 ):
     recorded = RecordedEvents()
-    checkpointer = make(storage(tmp_path), emit=recorded)
-    assert checkpointer.save(1, state(1))
+    checkpointer = make(emit=recorded)
+    assert save(checkpointer, 1)
     checkpointer.wait()
-    hangs.clear()
+    is_answering = threading.Event()
+    breaks(is_answering)
     for step in (2, 3, 4):
-        assert checkpointer.save(step, state(step))
+        assert save(checkpointer, step)
         checkpointer._stages.wait_for_commit()
         checkpointer._stages._copy_stage.wait()
     checkpointer._events.flush()
@@ -132,7 +93,7 @@ def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
     assert {each["cause"] for each in late} == {"slow"}
     assert all("use faster storage" in each["why"] for each in late)
     assert backlog[-1] == 3
-    hangs.set()
+    is_answering.set()
     checkpointer._stages._backup_stage.wait()
     checkpointer._events.flush()
     # One that is stored late leaves two that are due.
@@ -143,36 +104,16 @@ def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
     assert (recovered["step"], recovered["cause"]) == (4, "slow")
     assert recovered["steps"] == 2
     assert backlog[-1] == 0
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    assert root.steps() == [1, 2, 4]
+    assert stored(tmp_path) == [1, 2, 4]
 
 
-def test_ram_keeps_one_step_that_waits_and_drops_it_when_a_newer_one_waits(
-    make,  # noqa: F811
-    tmp_path,
-    breaks,
-):
-    checkpointer = make(storage(tmp_path))
-    breaks(errno.ENOSPC)
-    for step in range(1, 8):
-        assert checkpointer.save(step, state(step))
-        checkpointer._stages._backup_stage.wait()
-        checkpointer._stages._copy_stage.wait()
-        in_ram = {path.name for path in (tmp_path / "ram/hosts/0").glob("*-*")}
-        assert len(in_ram) <= 3
-    breaks(None)
-    checkpointer.close()
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    assert root.steps() == [7]
-
-
-def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks):  # noqa: F811
-    checkpointer = make(storage(tmp_path, every=2))
-    assert checkpointer.save(2, state(2))
+def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks):
+    checkpointer = make(every=2)
+    assert save(checkpointer, 2)
     checkpointer.wait()
     breaks(errno.ENOSPC)
     for step in (3, 4, 6, 7):
-        checkpointer.save(step, state(step))
+        save(checkpointer, step)
         checkpointer.wait()
     with pytest.raises(errors.CheckpointError) as raised:
         checkpointer.close()
@@ -183,33 +124,83 @@ def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks)
     assert "make room there" in message
     # The next start backs it up from RAM.
     breaks(None)
-    again = make(storage(tmp_path, every=2))
+    again = make(every=2)
     assert again.latest.step == 7
-    again.load(None, state(0))
+    again.load_checkpointables(None, {"state": None, "data": Counter()})
     again.close()
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    assert root.steps()[0] == 2
-    assert root.steps()[-1] >= 6
+    assert stored(tmp_path)[0] == 2
+    assert stored(tmp_path)[-1] >= 6
 
 
-def test_an_end_without_ram_is_an_error_too(tmp_path, breaks):
-    from elastic_ckpt import frontend
-
-    checkpointer = frontend.Checkpointer([storage(tmp_path)], run="run")
-    breaks(errno.EROFS)
-    assert not checkpointer.save(1, state(1))
-    with pytest.raises(errors.CheckpointError, match="step 1 was due in persistent"):
-        checkpointer.close()
-
-
-@pytest.mark.slow
-def test_what_a_rollback_abandons_is_not_due_any_more(make, tmp_path, breaks):  # noqa: F811
-    checkpointer = make(storage(tmp_path))
-    assert checkpointer.save(1, state(1))
-    checkpointer.wait()
-    breaks(errno.ENOSPC)
-    assert checkpointer.save(2, state(2))
-    checkpointer.wait()
-    breaks(None)
-    checkpointer.load(1, state(0))
+@pytest.mark.parametrize("is_full", [False, True])
+def test_due_steps_are_stored_and_others_are_not(make, tmp_path, monkeypatch, is_full):
+    recorded = RecordedEvents()
+    monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: not is_full)
+    checkpointer = make(every=2, emit=recorded, local={"limit_bytes": 100})
+    saved = [save(checkpointer, step) for step in range(1, 6)]
+    assert saved == [False, True, False, True, False]
+    assert checkpointer.latest.step == 4
+    assert checkpointer.is_durable(4)
+    check(checkpointer, 4)
+    assert [each["step"] for each in recorded.named("backed_up")] == [2, 4]
+    assert [each["step"] for each in recorded.named("saved")] == [2, 4]
+    reasons = {each["step"]: each["why"] for each in recorded.named("degraded")}
+    assert all("limit 100 bytes" in each for each in reasons.values())
+    assert [step for step, why in reasons.items() if "without RAM" in why] == [2, 4]
     checkpointer.close()
+    check(make(ram="other"), 4)
+    assert stored(tmp_path) == [2, 4]
+
+
+def test_the_next_step_is_stored_if_a_due_one_could_not_be(make, breaks):
+    recorded = RecordedEvents()
+    checkpointer = make(every=4, emit=recorded, local={"limit_bytes": 100})
+    breaks(errno.EROFS)
+    assert not save(checkpointer, 4)
+    breaks(None)
+    assert save(checkpointer, 5)
+    assert not save(checkpointer, 6)
+    assert [each["step"] for each in recorded.named("backed_up")] == [5]
+    checkpointer.close()
+    check(make(ram="other"), 5)
+
+
+class Witness:
+    """A component that notes the directory of the host, and who may read it."""
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            (path / "part").write_text("part")
+            self.directory = pathlib.Path(os.fspath(path)).parents[1]
+            self.mode = stat.S_IMODE(self.directory.stat().st_mode)
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            assert [each.name for each in directory.iterdir()] == ["part"]
+
+        return read()
+
+
+def test_hosts_of_a_machine_write_elsewhere_in_private_directories_of_their_own(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    witnesses = []
+    # Two slices of one run, and one of another run that has its name.
+    for slice_ram in ("slice-0", "slice-1", "slice-0"):
+        shutil.rmtree(tmp_path / slice_ram, ignore_errors=True)
+        with tiered_steps.checkpointer(tmp_path / slice_ram) as opened:
+            witnesses.append(Witness())
+            assert opened.save_checkpointables(1, {"data": witnesses[-1]})
+            assert opened.load_checkpointables(1, {"data": Witness()})
+    assert {witness.directory.parent for witness in witnesses} == {
+        tmp_path / "elsewhere"
+    }
+    assert len({witness.directory for witness in witnesses}) == 3
+    assert {witness.mode for witness in witnesses} == {0o700}
+    assert not os.listdir(tmp_path / "elsewhere")

@@ -28,43 +28,29 @@ def opened(tmp_path, **options):
     return tiered_steps.checkpointer(tmp_path / "ram", tmp_path / "steps", **options)
 
 
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    [
-        (None, [1, 2, 3, 4]),
-        (policies.LatestN(2), [3, 4]),
-        (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1), [2, 4]),
-    ],
-)
-def test_policies_of_orbax_decide_what_stays_in_storage(tmp_path, keep, kept):
-    with opened(tmp_path, keep=keep) as checkpointer:
-        for step in range(1, 5):
-            loss = abs(step - 2.2)
-            tiered_steps.save(checkpointer, step, metrics={"loss": loss})
-    assert stored(tmp_path) == kept
-    assert in_ram(tmp_path) == [4]
-    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
-    assert root.leftovers() == []
+BEST = policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1)
 
 
 @pytest.mark.parametrize(
-    ("keep", "kept"),
+    ("keep", "keep_in_ram", "kept", "kept_in_ram"),
     [
-        (policies.LatestN(2), [4, 5]),
-        (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2), [2, 3, 5]),
-        (policies.EveryNSteps(2), [2, 4, 5]),
-        (policies.EveryNSeconds(10**6), [1, 5]),
+        (None, BEST, [1, 2, 3, 4], [2, 4]),
+        (BEST, policies.EveryNSteps(2), [2, 4], [2, 4]),
+        (policies.LatestN(2), policies.EveryNSeconds(10**6), [3, 4], [1, 4]),
     ],
 )
-def test_policies_of_orbax_decide_what_stays_in_ram_over_a_new_world(
-    tmp_path, keep, kept
+def test_policies_of_orbax_decide_what_stays_in_each_tier_also_over_a_new_world(
+    tmp_path, keep, keep_in_ram, kept, kept_in_ram
 ):
-    for steps in ([1, 2, 3], [4, 5]):
-        with opened(tmp_path, keep_in_ram=keep) as checkpointer:
+    for steps in ([1, 2], [3, 4]):
+        with opened(tmp_path, keep=keep, keep_in_ram=keep_in_ram) as checkpointer:
             for step in steps:
                 loss = abs(step - 2.2)
                 tiered_steps.save(checkpointer, step, metrics={"loss": loss})
-    assert in_ram(tmp_path) == kept
+    assert stored(tmp_path) == kept
+    assert in_ram(tmp_path) == kept_in_ram
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+    assert root.leftovers() == []
 
 
 def test_what_is_preserved_by_hand_stays_in_ram_over_a_new_world(tmp_path):

@@ -30,7 +30,7 @@ ROOMS = {
         ["elastic", "training", "monitoring", "simulation", "inspect"],
     ),
 }
-SHARED_TESTS = ["refusals", "formats"]
+SHARED_TESTS = ["refusals", "own_formats"]
 
 # A mutant that an endless loop keeps from ending is dead, too.
 MAX_SECS = 600

@@ -1,8 +1,7 @@
 import dataclasses
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import storage_cause
@@ -80,7 +79,6 @@ def test_no_lost_host_and_no_lost_slice_loses_what_was_guaranteed(offers, copies
     )
 
 
-@settings(max_examples=30)
 @given(saved_worlds.saved())
 def test_the_order_of_manifests_and_hosts_does_not_matter(offers):
     def copies(listed):
@@ -123,22 +121,6 @@ def in_kinds(num_hosts, **number_of):
     return table(offers), hosts_of(offers)
 
 
-def test_a_close_copy_is_in_another_inner_domain():
-    holding, hosts = in_kinds(
-        12, block=lambda number: number // 6, slice=lambda number: number // 3
-    )
-    policy = placement.Policy(copies=2, domain="block", inner="slice")
-    placed = placement.place(holding, hosts, policy)
-    assert not placed.shortfalls
-    domains = {host.id: host.domains for host in hosts}
-    for ids in holders(holding, placed):
-        blocks = sorted(domains[each]["block"] for each in ids)
-        assert blocks in (["0", "0", "1"], ["0", "1", "1"])
-        assert len({domains[each]["slice"] for each in ids}) == 3
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12),
     st.integers(1, 3),
@@ -167,17 +149,13 @@ def test_the_loss_of_a_domain_of_either_kind_loses_nothing(labels, copies):
             assert len(ids) == copies + 1
 
 
-@pytest.mark.parametrize(("replicas", "copies"), [(2, 1), (4, 1), (4, 2), (4, 3)])
-def test_replicas_of_data_parallelism_are_holders_and_nothing_is_copied(
-    replicas, copies
-):
-    offers = uniform(4, 2, replicas=replicas)
-    policy = placement.Policy(copies=copies)
-    placed = placement.place(table(offers), hosts_of(offers), policy)
-    assert (len(placed.item), placed.shortfalls) == (0, ())
-
-
-def test_what_was_copied_is_not_copied_again():
+def test_what_has_its_copies_is_not_copied_again():
+    # Replicas of data parallelism are holders, too.
+    for replicas, copies in ((2, 1), (4, 2), (4, 3)):
+        offers = uniform(4, 2, replicas=replicas)
+        policy = placement.Policy(copies=copies)
+        placed = placement.place(table(offers), hosts_of(offers), policy)
+        assert (len(placed.item), placed.shortfalls) == (0, ())
     offers = uniform(4, 4)
     hosts = hosts_of(offers)
     placed = placement.place(table(offers), hosts)
@@ -207,82 +185,17 @@ def received(offers, placed):
     return changed
 
 
-def test_after_a_slice_is_lost_only_what_it_held_is_copied_anew():
-    offers = uniform(4, 4)
-    held = received(offers, placement.place(table(offers), hosts_of(offers)))
-    left = [offer for offer in held if offer.host.domains["slice"] != "s1"]
-    holding = table(left)
-    placed = placement.place(holding, hosts_of(left))
-    short = {n for n in range(holding.num_items) if len(holding.holders(n)) < 3}
-    assert set(placed.item.tolist()) == short
-    assert 0 < len(short) < len(holding.leaf)
-    assert not placed.shortfalls
-
-
-@pytest.mark.parametrize("shape", [(1, 24), (2, 12), (6, 4), (24, 1)])
-def test_no_host_holds_or_sends_much_more_than_another(shape):
-    holding = table(uniform(*shape, boxes_a_host=64))
-    hosts = hosts_of(holding.offers)
-    placed = placement.place(holding, hosts)
-    assert len(placed.item) == 2 * len(holding.leaf)
-    got = np.bincount(placed.target, minlength=len(hosts))
-    sent = np.bincount(placed.source, minlength=len(hosts))
-    # Each holds its own 64 and receives about 128.
-    assert got.max() + 64 <= 1.3 * (64 + 128)
-    assert set(sent) == {128}
-
-
-@pytest.mark.parametrize("gone", [{13}, set(range(16, 24))], ids=["host", "slice"])
-def test_a_host_or_a_slice_that_comes_or_goes_moves_little(gone):
-    offers = uniform(6, 8, boxes_a_host=32)
-    hosts = hosts_of(offers)
-    holding = table(offers)
-    left = [host for host in hosts if host.number not in gone]
-
-    def targets(there):
-        placed = placement.place(holding, there, placement.Policy(copies=1))
-        return {
-            (int(box), placed.hosts[target].id)
-            for box, target in zip(placed.item, placed.target, strict=True)
-        }
-
-    before = targets(hosts)
-    # Its own boxes have no holder now; they are no part of the comparison.
-    own = {
-        box
-        for box in range(holding.num_items)
-        if holding.holders(box)[0].host not in left
-    }
-    stay = {
-        copy
-        for copy in before
-        if copy[0] not in own and copy[1] in {host.id for host in left}
-    }
-    moved = stay - targets(left)
-    assert len(stay) > 0.6 * len(before)
-    assert len(moved) <= 0.2 * len(before), len(moved) / len(before)
-
-
-def test_one_large_and_one_small_slice_spread_over_all_hosts():
-    whole = saved_worlds.contents({"w": [400]})
-    parts = saved_worlds.grid([400], [400])
-    offers = [
-        saved_worlds.offer(
-            dataclasses.replace(
-                saved_worlds.host(n), domains={"slice": "small" if n < 4 else "large"}
-            ),
-            whole,
-            [(0, part) for part in parts[10 * n : 10 * n + 10]],
-        )
-        for n in range(40)
-    ]
-    hosts = hosts_of(offers)
-    placed = placement.place(table(offers), hosts, placement.Policy(copies=1))
-    assert not placed.shortfalls
-    got = np.bincount(placed.target, minlength=40)
-    # 360 boxes of the large slice are for 4 hosts.
-    assert got[:4].sum() == 360
-    assert got[:4].max() <= 1.6 * 90
+def test_no_host_holds_or_sends_much_more_than_another():
+    for shape in ((1, 24), (6, 4), (24, 1)):
+        holding = table(uniform(*shape, boxes_a_host=32))
+        hosts = hosts_of(holding.offers)
+        placed = placement.place(holding, hosts)
+        assert len(placed.item) == 2 * len(holding.leaf)
+        got = np.bincount(placed.target, minlength=len(hosts))
+        sent = np.bincount(placed.source, minlength=len(hosts))
+        # Each holds its own 32 and receives about 64.
+        assert got.max() + 32 <= 1.3 * (32 + 64)
+        assert set(sent) == {64}
 
 
 def test_hosts_on_one_machine_are_lost_together():
@@ -324,19 +237,6 @@ def test_a_shortfall_says_which_boxes_and_why():
     }
 
 
-def test_assumed_data_parallelism_copies_nothing_and_says_what_it_risks():
-    offers = uniform(4, 2, replicas=2)
-    lone = saved_worlds.offer(offers[0].host, offers[0].manifest.contents, [])
-    holding = table([lone, *offers[1:]])
-    policy = placement.Policy(copies=1, assume_data_parallelism=True)
-    placed = placement.place(holding, hosts_of(offers), policy)
-    assert not len(placed.item)
-    assert {each.lacks: len(each.items) for each in placed.shortfalls} == {
-        "domain": 16,
-        "copies": 16,
-    }
-
-
 def test_replicas_with_other_values_are_told():
     first, *rest = uniform(4, 2, replicas=2)
     fragments = first.manifest.fragments
@@ -365,16 +265,3 @@ def test_a_step_is_complete_after_the_loss_of_any_host_or_slice(offers):
         for lost in slices:
             left = [o for o in held if o.host.domains["slice"] != lost]
             assert search.newest(left)
-
-
-def test_without_hosts_or_boxes_or_copies_nothing_is_copied():
-    offers = uniform(2, 2)
-    nothing = saved_worlds.offer(offers[0].host, offers[0].manifest.contents, [])
-    for holding, hosts, copies, lacks in (
-        (table(offers), [], 2, ["holder"]),
-        (table([nothing]), hosts_of(offers), 2, []),
-        (table(offers), hosts_of(offers), 0, []),
-    ):
-        placed = placement.place(holding, hosts, placement.Policy(copies=copies))
-        assert not len(placed.item)
-        assert [short.lacks for short in placed.shortfalls] == lacks

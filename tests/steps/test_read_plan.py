@@ -1,4 +1,3 @@
-import collections
 import dataclasses
 
 import numpy as np
@@ -149,35 +148,6 @@ def test_the_nearest_copy_is_read_and_the_others_are_next():
     (file,) = read_plan.files(search.Step.from_offers(OFFERS), reader, "rng")
     numbers = [offer.host.number for offer in file[1]]
     assert (file[0], numbers[:2] + numbers[-1:]) == (RNG, [2, 1, 4])
-
-
-def test_equal_holders_are_read_from_evenly():
-    step = search.Step.from_offers(OFFERS)
-    reads = collections.Counter()
-    for number in range(5, 25):
-        reader = dataclasses.replace(
-            saved_worlds.host(number), domains={"slice": "near"}
-        )
-        plan = read_plan.plan(step, [reader], wanted_whole())
-        for piece in range(len(plan)):
-            reads[plan.read(piece).choices[0][0].host.number] += 1
-    assert set(reads) == {1, 2}
-    assert max(reads.values()) <= 1.15 * sum(reads.values()) / 2
-
-
-def test_readers_of_one_box_spread_over_its_holders():
-    step = search.Step.from_offers(OFFERS)
-    readers = [
-        dataclasses.replace(saved_worlds.host(n), domains={"slice": "near"})
-        for n in range(10, 50)
-    ]
-    rows = [(n, "w", boxes.Box(start=(7,), stop=(8,))) for n in range(40)]
-    plan = read_plan.plan(
-        step, readers, read_plan.Wanted.from_boxes(rows, contents=WHOLE)
-    )
-    first = [plan.read(n).choices[0][0].host.number for n in range(40)]
-    assert 12 <= first.count(1) <= 28
-    assert first.count(1) + first.count(2) == 40
 
 
 def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():

@@ -23,11 +23,7 @@ def held(step, *, complete=True, loss=None):
 
 def deleted(steps, policy, *, newest, in_flight=(), preserved=()):
     return retention.steps_to_delete(
-        steps,
-        policy,
-        newest_complete=newest,
-        in_flight=in_flight,
-        preserved=preserved,
+        steps, policy, newest_complete=newest, in_flight=in_flight, preserved=preserved
     )
 
 
@@ -65,8 +61,6 @@ def test_what_must_stay_stays(steps, policy, in_flight, preserved, later):
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        (policies.LatestN(2), [8, 9]),
-        (policies.EveryNSteps(4), [0, 4, 8, 9]),
         (policies.EveryNSeconds(180), [0, 3, 6, 9]),
         (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2), [5, 6, 9]),
         (policies.CustomSteps([3]), [3, 9]),

@@ -7,7 +7,7 @@ It is a `checked_json` file that host 0 writes:
 * `states`: the names of all states in their order; the file of one is `<name>.npz`
 * `hosts`: how many hosts there were
 * `kind`: the class of the state, for people
-* `on_resize`, `required`: how it was declared, for people; older files lack them
+* `on_resize`, `required`: how it was declared, for people
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Description:
       states: the names of all states, in order.
       hosts: how many hosts there were.
       kind: the class of the state.
-      on_resize: the rule that it was declared with, as `resize.name_of`; None if it
-        is not in the file. The program that loads it declares its own.
-      required: whether it was declared as required; None likewise.
+      on_resize: the rule that it was declared with, as `resize.name_of`. The program
+        that loads it declares its own.
+      required: whether it was declared as required.
     """
 
     pattern: str
@@ -44,15 +44,13 @@ class Description:
     states: tuple[str, ...]
     hosts: int
     kind: str
-    on_resize: str | None = None
-    required: bool | None = None
+    on_resize: str
+    required: bool
 
 
 def to_bytes(description: Description) -> bytes:
     """The content of the file."""
-    fields = {
-        name: value for name, value in vars(description).items() if value is not None
-    }
+    fields = dict(vars(description))
     if description.pattern == sharing.PER_HOST:
         fields["pattern"] = sharing.SAVED_PER_HOST
     return checked_json.to_bytes(fields, version=VERSION)
@@ -71,8 +69,8 @@ def from_bytes(content: bytes) -> Description:
         states=tuple(fields["states"]),
         hosts=fields["hosts"],
         kind=fields["kind"],
-        on_resize=fields.get("on_resize"),
-        required=fields.get("required"),
+        on_resize=fields["on_resize"],
+        required=fields["required"],
     )
 
 

@@ -39,8 +39,10 @@ class Rng(Component):
             key.dtype, jax.dtypes.prng_key
         )
         if not is_key or key.shape:
+            # Arrays are shown in several lines.
+            shown = " ".join(repr(seed).split())
             raise errors.ConfigError(
-                f"Rng takes a number or one typed key, not {seed!r}; make a key with"
+                f"Rng takes a number or one typed key, not {shown}; make a key with"
                 " jax.random.key, or of an old one with jax.random.wrap_key_data"
             )
         super().__init__({"key": key, "taken": 0}, "global", required=required)

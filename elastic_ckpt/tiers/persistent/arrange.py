@@ -10,21 +10,16 @@ back. Where a step lies decides nothing: killed at any point, it can be repeated
 
 from __future__ import annotations
 
-from elastic_ckpt.core import bucket_clients, checked_json, errors
+from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest_file
 from elastic_ckpt.steps.line import Line
 from elastic_ckpt.steps.step_id import StepId
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.tiers.persistent.persistent_root import (
-    ABANDONED,
     PersistentRoot,
     committed_save,
     manifest_names,
 )
-
-# The record of the newest line before there were claims.
-_FORMER_RECORD = "line.json"
-_FORMER_VERSION = 1
 
 
 def record(root: PersistentRoot, line: Line, *, run: str) -> None:
@@ -51,23 +46,9 @@ def recorded_lines(root: PersistentRoot, *, run: str) -> list[Line]:
       CheckpointError: if the record cannot be read.
     """
     newest = claims.newest(root.path)
-    if newest is not None:
-        return [newest.line] if newest.run == run else []
-    path = root.path / ABANDONED / _FORMER_RECORD
-    try:
-        fields = checked_json.parse(
-            path.read_bytes(), what="record of a line", version=_FORMER_VERSION
-        )
-    except FileNotFoundError:
+    if newest is None or newest.run != run:
         return []
-    except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
-        raise errors.CheckpointError(
-            f"record of a line {path} {error}; restore the file from a copy, or remove"
-            " it to continue from the newest step, which may be one that was abandoned"
-        ) from None
-    if fields["run"] != run:
-        return []
-    return [Line.from_fields(fields["save"], fields["parents"])]
+    return [newest.line]
 
 
 def arrange(root: PersistentRoot, line: Line, *, run: str, step: int) -> None:

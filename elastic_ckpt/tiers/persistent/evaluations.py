@@ -200,5 +200,5 @@ def _read(path: epath.Path) -> Evaluation | None:
         # A step whose metric is lost counts as one without; the run goes on.
         logging.warning("the evaluation %s %s; it is not counted", path, error)
         return None
-    del fields["version"]
-    return Evaluation(**fields)
+    names = (field.name for field in dataclasses.fields(Evaluation))
+    return Evaluation(**{name: fields[name] for name in names})

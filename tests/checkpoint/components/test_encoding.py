@@ -2,11 +2,14 @@
 
 import collections
 import dataclasses
+import json
 import math
+import pathlib
 import struct
 
 import jax
 import jax.numpy as jnp
+import jsonschema
 import ml_dtypes
 import numpy as np
 import optax
@@ -18,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from elastic_ckpt.checkpoint.components import encoding, state_file
 from elastic_ckpt.core import errors
 
+SCHEMAS = pathlib.Path(encoding.__file__).parent / "schemas"
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -61,36 +65,46 @@ def same(one, other):
         assert one == other
 
 
-LEAVES = {
-    "none": None,
-    "bool": True,
-    "int": 2**70,
-    "negative zero": -0.0,
-    "infinite": -math.inf,
-    "nan": struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0],
-    "text": "é\n\ud800",
-    "bytes": b"\0\xff",
-    "empty": [{}, [], ()],
-    "numpy": np.arange(6, dtype=">i2").reshape(2, 3),
-    "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    "no dims": np.array(3.5, np.float32),
-    "no elements": np.zeros((0, 3), np.uint8),
-    "texts": np.array(["a", "bcd"]),
-    "scalar": np.float64(0.1),
-    "bfloat16 scalar": ml_dtypes.bfloat16(1.5),
-    "bfloat16": np.array([1.5, -0.0, math.nan], ml_dtypes.bfloat16),
-    "int4": np.array([-8, 7], ml_dtypes.int4),
-    "float8": jnp.array([1.0, 448.0], jnp.float8_e4m3fn),
-    "array": jnp.arange(4, dtype=jnp.bfloat16),
-    "key": jax.random.key(3),
-    "keys": jax.random.split(jax.random.key(3, impl="rbg"), 2),
-    "dict": {"b": 1, "a": (2, [3.0, None]), 7: True},
-}
+def leaves():
+    """A value of each kind, by its kind."""
+    return {
+        "none": None,
+        "bool": True,
+        "int": 2**70,
+        "negative zero": -0.0,
+        "infinite": -math.inf,
+        "nan": struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0],
+        "text": "é\n\ud800",
+        "bytes": b"\0\xff",
+        "empty": [{}, [], ()],
+        "numpy": np.arange(6, dtype=">i2").reshape(2, 3),
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "no dims": np.array(3.5, np.float32),
+        "no elements": np.zeros((0, 3), np.uint8),
+        "texts": np.array(["a", "bcd"]),
+        "scalar": np.float64(0.1),
+        "bfloat16 scalar": ml_dtypes.bfloat16(1.5),
+        "bfloat16": np.array([1.5, -0.0, math.nan], ml_dtypes.bfloat16),
+        "int4": np.array([-8, 7], ml_dtypes.int4),
+        "float8": jnp.array([1.0, 448.0], jnp.float8_e4m3fn),
+        "array": jnp.arange(4, dtype=jnp.bfloat16),
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(3, impl="rbg"), 2),
+        "dict": {"b": 1, "a": (2, [3.0, None]), 7: True},
+    }
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_a_value_comes_back_with_its_bits_and_type(name):
-    same(turned({name: LEAVES[name]}), {name: LEAVES[name]})
+def test_a_value_of_each_kind_comes_back_with_its_bits_and_type(tmp_path):
+    same(turned(leaves()), leaves())
+    # Equal states have equal bytes, and NumPy reads them without pickle.
+    first, second = (state_file.to_bytes(encoding.encode(leaves())) for _ in range(2))
+    assert first == second
+    path = tmp_path / "global.npz"
+    path.write_bytes(first)
+    with np.load(path, allow_pickle=False) as archive:
+        assert archive["0"].tolist() == leaves()["numpy"].tolist()
+        tree = json.loads(archive["state"].tobytes())
+    jsonschema.validate(tree, json.loads((SCHEMAS / "state.json").read_text()))
 
 
 json_values = st.recursive(
@@ -109,19 +123,6 @@ def test_any_nesting_comes_back(state):
     same(turned(state), state)
 
 
-def test_equal_states_have_equal_bytes():
-    first, second = (state_file.to_bytes(encoding.encode(LEAVES)) for _ in range(2))
-    assert first == second
-
-
-def test_a_state_is_that_of_the_moment_in_which_it_was_taken():
-    array, inner = np.zeros(3), [1]
-    taken = encoding.encode({"a": array, "l": inner})
-    array[:] = 1
-    inner.append(2)
-    same(encoding.decode(taken), {"a": np.zeros(3), "l": [1]})
-
-
 def test_nodes_of_a_pytree_are_made_of_those_of_the_current_state():
     params = {"w": jnp.ones(3), "b": jnp.zeros(2)}
     optimizer = optax.adamw(optax.linear_schedule(0.1, 0.0, 10))
@@ -132,24 +133,20 @@ def test_nodes_of_a_pytree_are_made_of_those_of_the_current_state():
     same(turned(saved, current), saved)
 
 
-@pytest.mark.parametrize("current", [None, (0, 0), {"x": 0}, Params(w=0, b=0)])
-def test_a_node_that_the_current_state_lacks_is_named(current):
-    with pytest.raises(
-        errors.CheckpointError, match=r"state\['p'\] was saved as a .*Point"
-    ):
-        turned({"p": Point(1, 2)}, {"p": current})
+def test_a_node_that_the_current_state_lacks_is_named():
+    for current in (None, (0, 0), {"x": 0}, Params(w=0, b=0)):
+        with pytest.raises(
+            errors.CheckpointError, match=r"state\['p'\] was saved as a .*Point"
+        ):
+            turned({"p": Point(1, 2)}, {"p": current})
     with pytest.raises(errors.CheckpointError, match="current state has nothing"):
         turned({"p": Point(1, 2)}, {})
 
 
-@pytest.mark.parametrize(
-    "value",
-    [object(), np.array([object()]), {1.5: 0}, {(1, 2): 0}, 1j, {1, 2}, lambda: 0],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_value_that_cannot_be_saved_is_named(value):
-    with pytest.raises(errors.CheckpointError, match=r"the state\['a'\]\[1\] is"):
-        encoding.encode({"a": [0, value]})
+def test_a_value_that_cannot_be_saved_is_named():
+    for value in (object(), np.array([object()]), {1.5: 0}, {(1, 2): 0}, 1j, {1, 2}):
+        with pytest.raises(errors.CheckpointError, match=r"the state\['a'\]\[1\] is"):
+            encoding.encode({"a": [0, value]})
 
 
 def test_arrays_take_the_sharding_of_the_current_state():
@@ -168,49 +165,14 @@ def test_arrays_take_the_sharding_of_the_current_state():
     assert state["k"].sharding == replicated
 
 
-def test_an_array_that_jax_would_narrow_is_refused():
-    taken = encoding.encode({"w": jnp.arange(2)})
-    wide = encoding.Encoded(taken.tree, [np.arange(2, dtype=np.int64)])
-    with pytest.raises(errors.CheckpointError, match="jax_enable_x64"):
-        encoding.decode(wide)
-
-
 def test_numbers_have_paths_and_all_else_stays_as_it_was():
-    encoded = encoding.encode(LEAVES)
+    encoded = encoding.encode(leaves())
     listed = encoding.numbers(encoded)
     paths = [number.path for number in listed]
     assert len(set(paths)) == len(paths)
     assert all(number.value.size == 1 for number in listed)
     same = encoding.replaced(encoded, {n.path: n.value for n in listed})
     assert state_file.to_bytes(same) == state_file.to_bytes(encoded)
-
-
-def test_states_have_equal_leaves_only_if_they_are_equal():
-    states = [
-        {"a": [1, 2], "b": None},
-        {"a": (1, 2), "b": None},
-        {"a": [1, 2, 3], "b": None},
-        {"a": [1, 2.0], "b": None},
-        {"a": [1, 2], "b": "null"},
-        {"a": [1, True], "b": None},
-        {"a": [1, 2], "b": None, "c": {}},
-        {"a": [1, 2], "b": Point(1, math.nan)},
-        {"a": [1, 2], "b": (1, math.nan)},
-        {1: 0, "1": 1},
-        {1: 1, "1": 0},
-        np.zeros(2, np.float32),
-        jnp.zeros(2, np.float32),
-        jax.random.key(0),
-        np.asarray(jax.random.key_data(jax.random.key(0))),
-        0,
-        b"",
-        "",
-    ]
-    texts = [
-        repr(sorted(encoding.leaves(encoding.encode(state)).items(), key=str))
-        for state in states
-    ]
-    assert len(set(texts)) == len(states)
 
 
 def test_fields_of_nodes_are_in_paths():
@@ -225,24 +187,3 @@ def test_fields_of_nodes_are_in_paths():
     count, point = encoding.decode(edited, state)
     assert (count.count, point.x, point.y.w, point.y.b) == (4, 1.5, 5, [True])
     assert type(count.count) is np.int32
-
-
-@given(st.data())
-def test_every_cut_and_every_changed_byte_is_noticed(data):
-    state = {"a": np.arange(4), "b": [1, "text"]}
-    content = bytearray(state_file.to_bytes(encoding.encode(state)))
-    place = data.draw(st.integers(0, len(content) - 1))
-    if data.draw(st.booleans()):
-        del content[place:]
-    else:
-        content[place] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(errors.CheckpointError, match="cut short or altered"):
-        state_file.from_bytes(bytes(content))
-
-
-def test_numpy_reads_the_file_without_pickle(tmp_path):
-    path = tmp_path / "global.npz"
-    path.write_bytes(state_file.to_bytes(encoding.encode({"w": np.arange(3)})))
-    with np.load(path, allow_pickle=False) as archive:
-        assert sorted(archive) == ["0", "state"]
-        assert archive["0"].tolist() == [0, 1, 2]

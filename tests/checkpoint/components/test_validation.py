@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 import elastic_ckpt as ec
 from elastic_ckpt.checkpoint.components import device_digests
 from elastic_ckpt.checkpoint.host import capture
-from elastic_ckpt.core import errors
 from tests.checkpoint.components.flipped import flipped, with_leaf
 
 P = PartitionSpec
@@ -39,96 +38,42 @@ def train_state(mesh):
             {"bias": placed(np.full(5, 0.5, jnp.bfloat16), mesh)},
         ],
     }
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    opt_state = jax.jit(optimizer.init)(params)
-    opt_state = jax.tree.map(
-        lambda leaf: placed(np.asarray(leaf), mesh, *_spec(leaf)), opt_state
-    )
     return {
         "params": params,
-        "opt_state": opt_state,
+        "opt_state": optax.ScaleByAdamState(
+            count=placed(np.int32(7), mesh), mu=params, nu=params
+        ),
         "rng": jax.device_put(jax.random.key(3), NamedSharding(mesh, P())),
-        "step": placed(np.int32(7), mesh),
         "host": {"epoch": 3, "mean": np.float64(0.5), "name": "tiny"},
     }
 
 
-def _spec(leaf):
-    return ("fsdp",) if leaf.ndim == 2 and leaf.shape[0] == 4 else ()
-
-
-def flips(state, number, *, seed=0):
-    """Random (path, device, the state with a flipped bit)."""
-    generator = np.random.default_rng(seed)
+def test_a_flipped_bit_of_a_replica_is_found_wherever_it_is(mesh):
+    state = train_state(mesh)
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    able = [
-        n
-        for n, (_, leaf) in enumerate(leaves)
-        if isinstance(leaf, jax.Array) and leaf.dtype != jax.random.key(0).dtype
-    ]
-    for _ in range(number):
-        chosen = int(generator.choice(able))
-        path, leaf = leaves[chosen]
+    generator = np.random.default_rng(0)
+    chosen = [n for n, (_, leaf) in enumerate(leaves) if hasattr(leaf, "sharding")]
+    for number in chosen:
+        path, leaf = leaves[number]
+        if leaf.dtype == jax.random.key(0).dtype:
+            continue
         device = jax.devices()[generator.integers(8)]
         part = leaf.addressable_shards[0].data
-        element = int(generator.integers(part.size))
         bit = int(generator.integers(8 * part.dtype.itemsize))
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        yield (
-            name,
-            device,
-            with_leaf(
-                state,
-                chosen,
-                lambda leaf, device=device, bit=bit, element=element: flipped(
-                    leaf, device, bit, element=element
-                ),
-            ),
-        )
-
-
-def check_flips(state, number):
-    for name, device, changed in flips(state, number):
+        element = int(generator.integers(part.size))
+        spoilt = flipped(leaf, device, bit, element=element)
+        changed = with_leaf(state, number, lambda _, spoilt=spoilt: spoilt)
         for level in DIGESTS:
             (finding,) = ec.components.validate(changed, level=level)
-            assert finding.leaf == name
+            assert finding.leaf == jax.tree_util.keystr(
+                path, simple=True, separator="/"
+            )
             assert finding.is_certain
             assert finding.devices == (device.id,)
             assert finding.hosts == (0,)
-            if level == "full":
-                assert finding.differing == 1
-
-
-def test_a_flipped_bit_of_a_replica_is_found_wherever_it_is(mesh):
-    check_flips(train_state(mesh), 10)
-
-
-@pytest.mark.slow
-def test_two_hundred_of_two_hundred_flipped_bits_are_found(mesh):
-    check_flips(train_state(mesh), 200)
-
-
-@pytest.mark.parametrize("level", ["none", "quick", "tensor", "full"])
-def test_a_clean_state_has_no_finding(mesh, level):
-    assert ec.components.validate(train_state(mesh), level=level) == []
-
-
-@pytest.mark.slow
-def test_a_thousand_of_a_thousand_clean_states_have_no_finding(mesh):
-    state = train_state(mesh)
-    draw = jax.jit(
-        lambda seed: jax.tree.map(
-            lambda leaf: jax.random.bits(
-                jax.random.key(seed), leaf.shape, jnp.uint32
-            ).astype(leaf.dtype),
-            state["params"],
-        ),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state["params"]),
-    )
-    for seed in range(1000):
-        drawn = {**state, "params": draw(seed)}
-        level = ("quick", "tensor", "full")[seed % 3]
-        assert ec.components.validate(drawn, level=level) == []
+            assert level == "tensor" or finding.differing == 1
+    for level in ("none", "quick", *DIGESTS):
+        assert ec.components.validate(state, level=level) == []
 
 
 def test_bits_of_every_dtype_count(mesh):
@@ -204,25 +149,6 @@ def test_arrays_with_one_holder_and_arrays_on_other_meshes_are_taken(mesh):
         assert [(f.leaf, f.devices) for f in findings] == [("a", (0,)), ("b", (1,))]
 
 
-def test_arrays_in_the_memory_of_hosts_are_compared(mesh):
-    clean = placed(np.ones(3, np.float32), mesh)
-    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-    (other,) = {"pinned_host"} & kinds - {jax.devices()[0].default_memory().kind}
-    changed = flipped(clean, jax.devices()[2], 1)
-    parts = [
-        jax.device_put(
-            shard.data, SingleDeviceSharding(shard.device, memory_kind=other)
-        )
-        for shard in changed.addressable_shards
-    ]
-    in_host = jax.make_array_from_single_device_arrays(
-        clean.shape, NamedSharding(mesh, P(), memory_kind=other), parts
-    )
-    for level in ("quick", *DIGESTS):
-        (finding,) = ec.components.validate([in_host], level=level)
-        assert finding.devices == (2,)
-
-
 def test_of_two_copies_that_differ_none_is_the_suspect():
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     changed = flipped(placed(np.ones(3, np.float32), mesh), jax.devices()[0], 9)
@@ -240,21 +166,6 @@ def test_the_first_replica_is_named_if_it_is_the_one_that_differs(mesh):
     assert str(finding) == (
         "w[0:3] of device 0 of host 0 differs from 7 equal copies, in 1 element"
     )
-
-
-def test_differences_within_the_tolerance_are_no_findings(mesh):
-    for dtype in (np.float32, jnp.bfloat16, np.complex64):
-        clean = placed(np.full(3, 100, dtype), mesh)
-        changed = flipped(clean, jax.devices()[1], 0)
-        for tolerance, number in ((0.0, 1), (1e-9, 1), (0.01, 0)):
-            findings = ec.components.validate(
-                [changed], level="full", tolerance=tolerance
-            )
-            assert len(findings) == number
-    counter = flipped(placed(np.full(3, 100, np.int32), mesh), jax.devices()[1], 0)
-    assert ec.components.validate([counter], level="full", tolerance=0.1)
-    nan = placed(np.full(3, np.nan, np.float32), mesh)
-    assert not ec.components.validate([nan], level="full", tolerance=0.1)
 
 
 def test_a_structure_of_many_leaves_is_compiled_once(mesh):
@@ -276,10 +187,3 @@ def test_a_swap_of_two_elements_changes_the_digest():
         swapped[[0, other]] = swapped[[other, 0]]
         digests.add(int(digest(swapped.reshape(40, 3))))
     assert len(digests) == 119
-
-
-def test_what_cannot_be_compared_is_named():
-    with pytest.raises(errors.CheckpointError, match="'a/b' is a object"):
-        ec.components.validate({"a": {"b": object()}})
-    with pytest.raises(errors.ConfigError, match="none, quick, tensor, full"):
-        ec.components.validate({}, level="all")

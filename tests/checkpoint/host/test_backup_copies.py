@@ -1,7 +1,6 @@
 """Backup hosts together get one copy of each part, and fetch it whole or not at all."""
 
 import contextlib
-import types
 
 import numpy as np
 import pytest
@@ -10,18 +9,12 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.checkpoint.host import copies, refill
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.steps import part_message, part_table, placement
+from elastic_ckpt.steps import part_message, part_table
 from elastic_ckpt.steps.holdings import Holdings, Offer
 from elastic_ckpt.steps.part_message import PartMessage
 from elastic_ckpt.steps.part_table import PartTable
 from elastic_ckpt.steps.step_id import StepId
-from elastic_ckpt.tiers.peers import (
-    agent,
-    backup_directory,
-    peer,
-    peer_client,
-    secret,
-)
+from elastic_ckpt.tiers.peers import agent, backup_directory, secret
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import saved_worlds, served
 
@@ -96,7 +89,7 @@ FILES = {"data/a": b"part a", "data/b": b"part b"}
 
 def test_a_backup_host_fetches_what_is_requested_and_keeps_what_all_have(tmp_path):
     root = tmp_path / "backup"
-    with peers(tmp_path, dict.fromkeys((10, 20, 30, 40), FILES)) as tables:
+    with peers(tmp_path, dict.fromkeys((10, 20, 30, 40, 50), FILES)) as tables:
         assert refill.refill(str(root)) is None
         for step in (10, 20, 30):
             fetched, taken = fetch(root, tables[step])
@@ -105,118 +98,14 @@ def test_a_backup_host_fetches_what_is_requested_and_keeps_what_all_have(tmp_pat
         assert held(root) == [20, 30]
         _, taken = fetch(root, tables[40], saves=((20, "0"),))
         assert taken.num_bytes == 12
-    assert held(root) == [20, 30, 40]
+        assert held(root) == [20, 30, 40]
+        # A part that cannot be fetched leaves the step before.
+        file = tmp_path / "peer/hosts/0/50-0/data/b"
+        file.write_bytes(b"part c")
+        with pytest.raises(errors.CheckpointError, match="no good copy"):
+            fetch(root, tables[50])
+    assert held(root) == [40]
     directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(
         0, StepId(40, "0")
     )
     assert (directory / "data/a").read_bytes() == FILES["data/a"]
-
-
-def test_a_part_that_cannot_be_fetched_leaves_the_steps_before(tmp_path):
-    root = tmp_path / "backup"
-    with peers(tmp_path, {10: FILES, 20: FILES}) as tables:
-        fetch(root, tables[10])
-        file = tmp_path / "peer/hosts/0/20-0/data/b"
-        file.write_bytes(b"part c")
-        with pytest.raises(errors.CheckpointError, match="no good copy"):
-            fetch(root, tables[20])
-    assert held(root) == [10]
-
-
-def test_who_sends_a_request_learns_at_once_that_it_cannot_be_done(tmp_path):
-    root = tmp_path / "backup"
-    with (
-        peers(tmp_path, {10: FILES, 20: FILES}) as tables,
-        served.serving(agent.Service(root=str(root))) as address,
-        contextlib.closing(peer_client.PeerClient(secret.read(secret.path(root)))) as c,
-    ):
-        world = types.SimpleNamespace(
-            client=c,
-            exchanges={"copies": None},
-            peer_at=lambda url: peer.Peer(url, c, served.RUN),
-        )
-        host = copies.HostCopies(world)
-        for step in (10, 20):
-            host._request(address.url, PartMessage(tables=(tables[step],)))
-            if step == 20:
-                (tmp_path / "peer/hosts/0/20-0/data/b").write_bytes(b"part c")
-                with pytest.raises(errors.CheckpointError, match="no good copy"):
-                    refill.refill(str(root))
-            else:
-                refill.refill(str(root))
-            problems = host._await_backups(StepId(step, "0"))
-            assert len(problems) == (step == 20)
-    (problem,) = problems
-    assert problem.startswith(f"the backup host at {address.url} has not fetched its")
-    assert "no good copy" in problem
-
-
-@pytest.mark.parametrize("num_gone", [0, 1])
-def test_a_backup_host_makes_no_step_safe_of_which_a_part_is_on_no_host(
-    tmp_path, num_gone
-):
-    whole = saved_worlds.contents({"w": [3]})
-    boxes = saved_worlds.grid([3], [3])
-    offers = [
-        saved_worlds.offer(saved_worlds.host(n, 1, 3), whole, [(0, boxes[n])])
-        for n in range(3)
-    ]
-    (table,) = part_table.joined([PartTable.from_offer(offer) for offer in offers])
-    exchange = types.SimpleNamespace(
-        merged=lambda: PartMessage(tables=(table,)), deal=lambda _: None
-    )
-    root = tmp_path / "backup"
-    backup_directory.make(root)
-    with (
-        served.serving(agent.Service(root=str(root))) as address,
-        contextlib.closing(peer_client.PeerClient(secret.read(secret.path(root)))) as c,
-    ):
-        world = types.SimpleNamespace(
-            client=c,
-            exchanges={"copies": exchange},
-            hosts=[offer.host for offer in offers[num_gone:]],
-            copy_policy=placement.Policy(copies=0),
-            agent_urls={},
-            peers=types.SimpleNamespace(backups=[address.url]),
-            peer_at=lambda url: peer.Peer(url, c, served.RUN),
-        )
-        placed = copies.HostCopies(world).place(table.saved.step_id)
-    assert placed.num_machines == (0 if num_gone else 2)
-
-
-def test_a_bad_copy_of_a_backup_host_is_repaired(tmp_path):
-    root = tmp_path / "backup"
-    with peers(tmp_path, dict.fromkeys((10, 20, 30), FILES)) as tables:
-        fetch(root, tables[10])
-        disk = ram_disk.RamDisk(root, run=served.RUN)
-        directory = disk.step_directory(0, StepId(10, "0"))
-        (directory / "data/a").write_bytes(b"part x")
-        with served.serving(agent.Service(root=str(root))) as address:
-            client = peer_client.PeerClient(secret.read(secret.path(root)))
-            with contextlib.closing(client):
-                offered = peer.Peer(address.url, client, served.RUN).offers(10)
-                (source,) = offered.sources.values()
-                source.put_right("data/a", FILES["data/a"])
-        assert (directory / "data/a").read_bytes() == FILES["data/a"]
-        # It fetches and removes steps as before.
-        for step in (20, 30):
-            fetch(root, tables[step])
-        assert held(root) == [20, 30]
-
-
-def test_a_directory_that_a_program_of_an_earlier_version_made_is_that_of_a_backup_host(
-    tmp_path,
-):
-    with peers(tmp_path, {10: FILES}) as tables:
-        (tmp_path / "backup" / "backup_host").write_bytes(b"")
-        fetch(tmp_path / "backup", tables[10])
-    assert held(tmp_path / "backup") == [10]
-
-
-def test_a_damaged_request_is_refused(tmp_path):
-    backup_directory.make(tmp_path)
-    secret.adopt(tmp_path, "the-secret-of-this-run")
-    (tmp_path / backup_directory.REQUEST).write_bytes(b"x" * 64)
-    with pytest.raises(errors.CheckpointError, match="cut short or altered"):
-        refill.refill(str(tmp_path))
-    assert refill.refill(str(tmp_path)) is None

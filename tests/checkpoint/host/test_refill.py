@@ -9,7 +9,6 @@ from elastic_ckpt.checkpoint.host import refill
 from elastic_ckpt.steps import manifest, placement
 from elastic_ckpt.tiers.peers import agent, known_agents, secret, world_record
 from elastic_ckpt.tiers.ram import machine, ram_disk
-from tests.faults import spoilt_files
 from tests.tiers import served, tiered_steps
 
 STEP = 3
@@ -32,7 +31,7 @@ def disk(tmp_path):
     return disk
 
 
-def join(disk, peer, url, *, copies=1, limit_bytes=None):
+def join(disk, peer, url):
     """Has both machines be in a new world, as far as the agent of a node sees it."""
     secret.adopt(disk.root, secret.read_or_create(peer.root))
     known = {"url": url, "seen": 1, "certificate_sha256": None}
@@ -50,8 +49,8 @@ def join(disk, peer, url, *, copies=1, limit_bytes=None):
         world_record.WorldRecord(
             run=tiered_steps.RUN,
             hosts=hosts,
-            policy=placement.Policy(copies=copies),
-            limit_bytes=limit_bytes,
+            policy=placement.Policy(copies=1),
+            limit_bytes=None,
         ),
     )
 
@@ -89,34 +88,3 @@ def test_a_machine_without_a_step_gets_all_parts_as_they_were_saved(peer, disk):
         assert parts(disk, STEP) == parts(peer, STEP)
         # Then nothing is left to do.
         assert refill.refill(str(disk.root)) is None
-
-
-def test_nothing_is_done_without_copies_peers_or_a_world(peer, disk):
-    assert refill.refill(str(disk.root)) is None
-    with serving(peer) as url:
-        join(disk, peer, url, copies=0)
-        assert refill.refill(str(disk.root)) is None
-    join(disk, peer, url)
-    assert refill.refill(str(disk.root)) is None
-    assert not disk.steps()
-
-
-def test_a_bad_part_of_a_peer_is_not_copied(peer, disk):
-    ((offer, files),) = peer.offers(STEP).sources.items()
-    part = offer.manifest.fragments.row(0, contents=offer.manifest.contents)
-    spoilt_files.change_first_byte(pathlib.Path(files.directory, part.file))
-    with serving(peer) as url:
-        join(disk, peer, url)
-        _, taken = refill.refill(str(disk.root))
-    assert taken.problems
-    good, bad = parts(peer, STEP)[0], parts(disk, STEP)[0]
-    assert bad.items() < good.items()
-
-
-def test_copies_that_do_not_fit_are_an_error(peer, disk, capsys):
-    with serving(peer) as url:
-        join(disk, peer, url, limit_bytes=10)
-        assert refill.main([str(disk.root)]) == 1
-    error = capsys.readouterr().err
-    assert "copies for this node were not made: step 3 needs" in error
-    assert not disk.known_saves()

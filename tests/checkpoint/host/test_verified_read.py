@@ -1,6 +1,5 @@
 """Verified reads: what is handed out is what was saved, or an error names it."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,22 +125,6 @@ def test_without_a_good_copy_the_error_names_leaf_box_and_every_holder():
     assert "at host host-00 it is not what was saved" in message
     assert "at host host-01 it is missing" in message
     assert message.endswith("bring back a host that has it, or restore an older step")
-
-
-def test_bytes_are_counted_by_holder_each_chunk_once():
-    contents, sources = saved(4)
-    halves = saved_worlds.grid(SHAPE, (1, 2))
-    _, reader = read(contents, sources, [("w", half) for half in halves])
-    # Both halves need every chunk, and no chunk is read twice.
-    assert sorted(reader.read_bytes.values()) == [2 * 6 * 4] * 4
-
-
-def test_what_is_read_lies_in_memory_of_its_own():
-    contents, sources = saved(1)
-    (first, second), _ = read(contents, sources, [("w", boxes.whole(SHAPE))] * 2)
-    first[...] = 0
-    assert second.tobytes() == saved_worlds.values("w", SHAPE).tobytes()
-    assert not np.shares_memory(first, second)
 
 
 class Slow(Memory):

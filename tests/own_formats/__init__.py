@@ -1,0 +1,306 @@
+"""Every format that this library writes for itself, with a golden file.
+
+`test_own_formats.py` runs the same attacks on each. Add a row for a new format.
+"""
+
+import base64
+import json
+import pathlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from elastic_ckpt import steps as steps_room
+from elastic_ckpt.checkpoint import components as components_room
+from elastic_ckpt.checkpoint.components import description, encoding, state_file
+from elastic_ckpt.core import checked_json, process
+from elastic_ckpt.steps import manifest_file
+from elastic_ckpt.steps.line import Line
+from elastic_ckpt.tiers import run_identity
+from elastic_ckpt.tiers.persistent import (
+    claims,
+    evaluations,
+    orbax_digests,
+    persistent_root,
+    renewed,
+    run_agents,
+    writer,
+)
+from tests.tiers import saved_worlds
+
+STEPS = pathlib.Path(steps_room.__file__).parent
+COMPONENTS = pathlib.Path(components_room.__file__).parent
+
+
+class OwnFormat(NamedTuple):
+    """A format of ours.
+
+    Attributes:
+      golden: A file in tests/golden.
+      file: Its path below the directory that is written and read.
+      value: What is in the golden file.
+      content: The bytes of the value, as the product writes them.
+      read: Reads a directory and returns the value, or raises an error that names the
+        file.
+      schema: Of its JSON, if it has one.
+      page: Names each field.
+      lost: What `read` returns of a file that is damaged, if that is no error.
+    """
+
+    golden: str
+    file: str
+    value: object
+    content: Callable[[pathlib.Path], bytes]
+    read: Callable[[pathlib.Path], object]
+    schema: pathlib.Path | None = None
+    page: pathlib.Path | None = None
+    lost: object = None
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the file is JSON: the golden file of any other is base64."""
+        return not self.golden.endswith(".txt")
+
+    def golden_bytes(self, directory: pathlib.Path) -> bytes:
+        """The content of the golden file."""
+        content = (directory / self.golden).read_bytes()
+        return content if self.is_json else base64.decodebytes(content)
+
+    def fields(self, content: bytes) -> dict:
+        """The JSON object in the file."""
+        assert self.is_json
+        return json.loads(content)
+
+
+def manifest():
+    """A host with two of four parts of a matrix, a scalar and two cursors."""
+    contents = saved_worlds.contents(
+        {"params/b": [], "params/empty": [3, 0], "params/w": [8, 4]},
+        **{"data/cursors": 8, "data/state": 1},
+    )
+    parts = saved_worlds.grid([8, 4], [4, 1])
+    offer = saved_worlds.offer(
+        saved_worlds.host(1, 2, 4, rack="r7"),
+        contents.__class__(
+            leaves=contents.leaves,
+            components=contents.components,
+            time_ms=1_790_000_000_123,
+            metrics='{"loss":2}',
+            parents=((4, "000000000000001"), (39, "000000000000002")),
+            trees='{"shardings":[],"trees":{"params":{"b":"array","w":"numpy"}}}',
+            custom_metadata='{"note":"x"}',
+            is_due=True,
+        ),
+        [(2, parts[3]), (0, saved_worlds.boxes.whole(())), (2, parts[1])],
+        files=[saved_worlds.data_file(2, 3)],
+        step=40,
+    )
+    return offer.manifest
+
+
+DESCRIPTION = description.Description(
+    pattern="per_group",
+    axes=("data",),
+    states=("group-model-0", "group-model-1"),
+    hosts=4,
+    kind="builtins.dict",
+    on_resize="from_first",
+    required=True,
+)
+STATE = {
+    "lr": 0.1,
+    "ema": (np.array([1.5, -2.0], ml_dtypes.bfloat16), None),
+    "steps": [3, True, "text", np.int64(7)],
+}
+IDENTITY = run_identity.Identity(
+    name="0123456789abcdef0123456789abcdef", is_stored=True
+)
+CLAIM = claims.Claim(
+    run="run-7",
+    number=1,
+    claimant="host-01-7-0123abcd",
+    line=Line(save="000000000000003", parents=((4, "000000000000001"),)),
+    time_ms=1_790_000_000_123,
+)
+EVALUATION = evaluations.Evaluation(
+    run="run-7", step=40, save="000000000000003", metrics='{"loss":2}'
+)
+AGENTS = run_agents.RunAgents(
+    run="run-7", urls={"host-01": "http://10.0.0.1:9000", "host-02": "http://[::1]:9"}
+)
+WRITER = renewed.Record(
+    name="a",
+    process=process.Process(
+        host="far", pid=7, boot_id="b", pid_namespace="1", start_ticks=3
+    ),
+    since_ms=1_790_000_000_123,
+    duration_secs=60.0,
+    count=2,
+)
+ORBAX_FILES = {"state/_METADATA": b"{}", "_CHECKPOINT_METADATA": b"[]"}
+
+
+def _written(file: str, write: Callable[[pathlib.Path], object]):
+    """The content of a file that `write` makes in a directory."""
+
+    def content(directory):
+        write(directory)
+        return (directory / file).read_bytes()
+
+    return content
+
+
+def _read_manifest(directory):
+    path = directory / "manifest-host-01.json"
+    return manifest_file.to_bytes(manifest_file.read(path, run="run-7", step=40))
+
+
+def _read_state(directory):
+    path = epath.Path(directory / "global.npz")
+    return repr(encoding.decode(state_file.read(path)))
+
+
+def _read_evaluations(directory):
+    root = persistent_root.PersistentRoot.from_path(directory)
+    line = Line(save="000000000000003", parents=())
+    return evaluations.counted(root, line, run="run-7")
+
+
+def _records(directory):
+    return renewed.Records(
+        directory=epath.Path(directory / writer.DIRECTORY), what="x", remedy="y"
+    )
+
+
+def _write_record(directory):
+    (directory / writer.DIRECTORY).mkdir()
+    _records(directory).write(1, WRITER)
+
+
+def _read_record(directory):
+    _, record = _records(directory).newest()
+    return (record.name, record.process, record.since_ms, record.count)
+
+
+def _read_listed(directory):
+    for path, content in ORBAX_FILES.items():
+        (directory / path).parent.mkdir(exist_ok=True)
+        (directory / path).write_bytes(content)
+    return orbax_digests.read(epath.Path(directory))
+
+
+OWN = {
+    "manifest": OwnFormat(
+        golden="manifest_v1.json",
+        file="manifest-host-01.json",
+        value=manifest_file.to_bytes(manifest()),
+        content=lambda _: manifest_file.to_bytes(manifest()),
+        read=_read_manifest,
+        schema=STEPS / "schemas" / "manifest.json",
+        page=STEPS / "FORMAT.md",
+    ),
+    "component": OwnFormat(
+        golden="component_v1.json",
+        file=description.FILE,
+        value=DESCRIPTION,
+        content=lambda _: description.to_bytes(DESCRIPTION),
+        read=lambda directory: description.read(epath.Path(directory)),
+        schema=COMPONENTS / "schemas" / "component.json",
+        page=COMPONENTS / "FORMAT.md",
+    ),
+    "state of a component": OwnFormat(
+        golden="component_state_v1.txt",
+        file="global.npz",
+        value=repr(STATE),
+        content=lambda _: state_file.to_bytes(encoding.encode(STATE)),
+        read=_read_state,
+    ),
+    "identity of a run": OwnFormat(
+        golden="run_v1.json",
+        file=run_identity.FILE,
+        value=IDENTITY,
+        content=_written(
+            run_identity.FILE, lambda path: run_identity.create(path, IDENTITY)
+        ),
+        read=lambda directory: run_identity.of_storage(directory).identity,
+        page=STEPS / "FORMAT.md",
+    ),
+    "claim of a world": OwnFormat(
+        golden="claim_v1.json",
+        file="worlds/1.json",
+        value=CLAIM,
+        content=lambda _: claims._to_bytes(CLAIM),
+        read=claims.newest,
+        page=STEPS / "FORMAT.md",
+    ),
+    "evaluation": OwnFormat(
+        golden="evaluation_v1.json",
+        file="evaluations/40-000000000000003.json",
+        value=[(40, '{"loss":2}')],
+        content=_written(
+            "evaluations/40-000000000000003.json",
+            lambda path: evaluations.record(
+                persistent_root.PersistentRoot.from_path(path), EVALUATION
+            ),
+        ),
+        read=_read_evaluations,
+        lost=[],
+    ),
+    "agents of a run": OwnFormat(
+        golden="agents_v1.json",
+        file=run_agents.FILE,
+        value=AGENTS,
+        content=_written(run_agents.FILE, lambda path: run_agents.write(path, AGENTS)),
+        read=run_agents.read,
+        page=STEPS / "FORMAT.md",
+    ),
+    "record of a writer": OwnFormat(
+        golden="writer_v1.json",
+        file="writers/1.json",
+        value=("a", WRITER.process, WRITER.since_ms, 2),
+        content=_written("writers/1.json", _write_record),
+        read=_read_record,
+    ),
+    "list of Orbax's files": OwnFormat(
+        golden="orbax_digests_v1.json",
+        file=orbax_digests.FILE,
+        value=ORBAX_FILES,
+        content=lambda _: orbax_digests.to_bytes(ORBAX_FILES),
+        read=_read_listed,
+    ),
+}
+
+
+def damages(content: bytes) -> dict[str, bytes]:
+    """Files that are none, by what has happened to one."""
+    places = range(0, len(content) - 1, max(1, len(content) // 40))
+    spoilt = {f"cut at {end}": content[:end] for end in places}
+    for place in places:
+        flipped = bytes([content[place] ^ 1])
+        spoilt[f"flipped at {place}"] = content[:place] + flipped + content[place + 1 :]
+    return spoilt | {"twice": content + content, "zeros": bytes(len(content))}
+
+
+def other_json(content: bytes) -> dict[str, bytes]:
+    """JSON that is not of the format, or is of another version."""
+    fields = json.loads(content)
+    version = fields.pop("version")
+    fields.pop("digest")
+    return {
+        "a list": b"[]",
+        "an empty object": b"{}",
+        "deep": b"[" * 10**5,
+        "a later version": checked_json.to_bytes(fields, version=version + 1),
+        "version 0": checked_json.to_bytes(fields, version=0),
+    }
+
+
+def with_unknown_field(content: bytes) -> bytes:
+    """The file as a program might write it that knows one field more."""
+    fields = json.loads(content)
+    version = fields.pop("version")
+    del fields["digest"]
+    return checked_json.to_bytes({**fields, "unknown": [1]}, version=version)
