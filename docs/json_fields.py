@@ -158,21 +158,6 @@ class Verified:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Components:
-    """What `components` prints.
-
-    Attributes:
-      step: its number.
-      save: which save of it.
-      components: its parts.
-    """
-
-    step: int
-    save: str
-    components: tuple[survey.StepComponent, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Converted:
     """What `convert` prints.
 
@@ -203,7 +188,6 @@ OUTPUTS: dict[str, tuple[type, ...]] = {
     "status": (status.Status,),
     "inspect": (Inspected,),
     "verify": (Verified,),
-    "components": (Components,),
     "convert": (Converted,),
     "convert --dry-run": (summary.Summary,),
 }

@@ -42,8 +42,6 @@ VERBS = {
     "inspect": "show the steps of a run: their arrays, their data state, the tiers"
     " that have them, and what the loss of a host or slice would cost",
     "verify": "read every copy of a checkpoint, in every tier, and compare them",
-    "components": "show the trees and components of a step, their sharing and their"
-    " sizes",
     "convert": "convert a checkpoint, of this or another program, to another layout",
     "modify": "change numbers in the newest step, such as the learning rate",
     "pin": "keep steps that would otherwise be deleted",
