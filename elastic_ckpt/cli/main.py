@@ -15,8 +15,6 @@ from etils import epy
 from elastic_ckpt.core import bucket_clients, errors, storage_cause
 
 with epy.lazy_imports():
-    import argcomplete
-
     from elastic_ckpt.elastic import termination
     from elastic_ckpt.training import load, run_directory
 
@@ -62,9 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
       closed it.
     """
     parser = build_parser()
-    if "_ARGCOMPLETE" in os.environ:
-        # A shell asks for completions; ends the process.
-        argcomplete.autocomplete(parser)
     parsed = _parsed(parser, arguments)
     try:
         return parsed.execute(parsed)
@@ -120,10 +115,7 @@ def _parsed(
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="elastic-ckpt",
-        description="Elastic data and checkpoints for JAX.",
-        epilog="To complete verbs, options and keys in bash or zsh, add to its startup"
-        ' file: eval "$(register-python-argcomplete elastic-ckpt)"',
+        prog="elastic-ckpt", description="Elastic data and checkpoints for JAX."
     )
     parser.add_argument(
         "--version",

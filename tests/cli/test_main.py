@@ -1,6 +1,5 @@
 import importlib.metadata
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -56,56 +55,6 @@ def test_the_version_is_that_of_what_is_installed():
     assert text.startswith(f"elastic-ckpt {version('elastic-ckpt')} (")
     for name in ("jax", "orbax-checkpoint", "grain"):
         assert f"{name} {version(name)}" in text
-
-
-def completed(line, tmp_path):
-    """The completions that a shell would get at the end of a line."""
-    directory = tmp_path / "found"
-    environment = os.environ | {
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(directory),
-        "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-        "COMP_TYPE": "9",
-        # As bash breaks words.
-        "_ARGCOMPLETE_COMP_WORDBREAKS": " \"'><=;|&(:",
-    }
-    program = pathlib.Path(sys.executable).parent / "elastic-ckpt"
-    subprocess.run([program], env=environment, cwd=tmp_path, check=True)
-    return directory.read_text().split("\v") if directory.exists() else []
-
-
-@pytest.mark.slow
-def test_a_shell_completes_verbs_options_files_keys_and_values(tmp_path):
-    (tmp_path / "run.yml").touch()
-    assert completed("elastic-ckpt ins", tmp_path) == ["inspect"]
-    assert "--strict" in completed("elastic-ckpt verify --", tmp_path)
-    assert completed("elastic-ckpt train ru", tmp_path) == ["run.yml"]
-    keys_found = completed("elastic-ckpt train run.yml checkpoint_p", tmp_path)
-    assert keys_found == ["checkpoint_period="]
-    # Bash treats the text after the `=` as a separate word.
-    assert completed("elastic-ckpt train run.yml hardware=", tmp_path) == [
-        "cpu", "gpu", "tpu",
-    ]  # fmt: skip
-    assert completed("elastic-ckpt config run.yml packing=f", tmp_path) == ["false"]
-
-
-def test_completing_imports_no_library_of_the_training():
-    program = (
-        "import os, sys\n"
-        "os.environ['_ARGCOMPLETE'] = '1'\n"
-        "sys.modules['argcomplete'] = type('Stand-in', (), {\n"
-        "    'autocomplete': lambda parser: sys.exit(str(sorted(\n"
-        "        {'jax', 'grain', 'orbax', 'numpy', 'yaml'} & set(sys.modules))))\n"
-        "})\n"
-        "from elastic_ckpt.cli import main\n"
-        "main.main(['train'])\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert ended.stderr == "['yaml']\n"
 
 
 def test_the_config_verb_prints_what_would_run_and_where_it_is_set(tmp_path):
