@@ -26,8 +26,7 @@ VERBS = {
     "config": "print the configuration that would run, and where each key is set",
     "data": "write a directory of texts as one file of training data",
     "audit": "prove that a run trained on the batches of a one-host run, each once",
-    "plan": "show which host would read which shards of the data, and what a change"
-    " moves",
+    "plan": "show which host would read which shards of the data",
     "simulate": "show what failures would cost a run, for several settings side by"
     " side",
     "manifest": "write the JobSet for Kubernetes, or the batch script for Slurm, that"

@@ -8,7 +8,7 @@ from elastic_ckpt.cli import main
 
 # Options for which 0 has a meaning.
 ZERO = {
-    *("--cost", "--port", "--rack-hosts", "--seed", "--shards", "--step", "--to"),
+    *("--cost", "--port", "--rack-hosts", "--seed", "--shards", "--step"),
     # Which kinds and costs may be 0 is for the simulation to say.
     *("--fails", "--repair"),
 }
