@@ -43,8 +43,6 @@ VERBS = {
     "modify": "change numbers in the newest step, such as the learning rate",
     "pin": "keep steps that would otherwise be deleted",
 }
-# What verbs were called before.
-_RENAMED = {"preserve": "pin"}
 _IS_SETTING = re.compile(r"\w+=").match
 # Verbs that launchers start again when they fail.
 _LAUNCHED = ("train", "maxtext")
@@ -101,8 +99,6 @@ def _parsed(
 ) -> argparse.Namespace:
     # argparse takes no further `key=value` once an option has followed the file.
     given = sys.argv[1:] if arguments is None else arguments
-    if given and given[0] in _RENAMED:
-        parser.error(f"{given[0]} is called {_RENAMED[given[0]]} now")
     parsed, rest = parser.parse_known_args(given)
     if rest and not (hasattr(parsed, "overrides") and all(map(_IS_SETTING, rest))):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

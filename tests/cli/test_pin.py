@@ -1,6 +1,3 @@
-import pytest
-
-from elastic_ckpt.cli import main
 from elastic_ckpt.tiers import preserved
 from tests import runs
 from tests.tiers import tiered_steps
@@ -28,9 +25,3 @@ def test_what_is_no_step_is_refused_and_nothing_is_marked(tmp_path):
         output = runs.verb("pin", steps / "1", path, code=1)
         assert f"{path} is not the directory of a step" in output
     assert not preserved.is_preserved(steps / "1")
-
-
-def test_the_former_name_of_the_verb_names_the_present_one(capsys):
-    with pytest.raises(SystemExit):
-        main.main(["preserve", "steps/1"])
-    assert "preserve is called pin now" in capsys.readouterr().err
