@@ -428,8 +428,7 @@ def rollbacks(config: schema.Config) -> Rollbacks:
     return Rollbacks(
         most=config.divergence.divergence_max_rollbacks,
         margin=config.divergence.divergence_rollback_steps,
-        # A run that goes on from another one cannot begin anew.
-        first_due=0 if config.model.init_from_optimizer else first_save,
+        first_due=first_save,
     )
 
 
@@ -439,11 +438,7 @@ def initial_weights(section: schema.ModelSection) -> InitialWeights | None:
 
     if not section.init_from:
         return None
-    return InitialWeights(
-        path=section.init_from,
-        layout=section.init_from_layout,
-        is_whole_state=section.init_from_optimizer,
-    )
+    return InitialWeights(path=section.init_from, layout=section.init_from_layout)
 
 
 # Slices and hosts.

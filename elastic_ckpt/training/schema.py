@@ -109,11 +109,6 @@ class ModelSection:
         " local or in a bucket; its data state is not used. Once the run has saved a"
         " step, it continues from that step and does not read this one again.",
     )
-    init_from_optimizer: bool = key(
-        False,
-        "Also read the optimizer state and the step number from init_from, to"
-        " continue that training. If false, both start afresh.",
-    )
     init_from_layout: str = key(
         "",
         "Layout of init_from: a YAML file, or the name of a layout that ships. It"
