@@ -118,7 +118,10 @@ def files(says: str, error: type[Exception], **keys: str) -> Refusal:
     return Refusal(call, says, error)
 
 
-HEADER = '{"version":1,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4}\n'
+HEADER = (
+    '{"version":5,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4,'
+    '"data":{},"world":1,"left_out":[]}\n'
+)
 STEP = f'{{"step":0,"loss":1.5,"digest":"{"00" * 16}",'
 
 

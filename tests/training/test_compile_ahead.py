@@ -12,7 +12,7 @@ from tests import runs
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_jax_cache")
-def test_the_training_loads_what_was_compiled_ahead_and_nothing_is_written(
+def test_training_loads_what_was_compiled_ahead_and_nothing_is_written(
     tmp_path, corpus
 ):
     config = load.load(runs.write_config(tmp_path, corpus, steps=2, slices=2))

@@ -111,7 +111,7 @@ def run_verb(capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_audit_proves_a_loop_that_was_killed_and_changed_its_devices(
+def test_every_verb_reads_a_loop_that_was_killed_and_changed_its_devices(
     place, capsys, monkeypatch
 ):
     monkeypatch.chdir(place)
@@ -121,44 +121,27 @@ def test_audit_proves_a_loop_that_was_killed_and_changed_its_devices(
     assert audited["num_steps"] == audited["num_row_identical_steps"] == 12
     assert audited["is_count_exact"]
     assert len(audited["hosts"]) == 2
-
-
-@pytest.mark.slow
-def test_audit_finds_that_other_data_was_trained_on(place, capsys, monkeypatch):
-    monkeypatch.chdir(place)
     code, output = run_verb(capsys, "audit", "run", "--data", "program:other_data")
     assert code == 1
     assert "FAILED: step 1, row 0: example" in output
-
-
-@pytest.mark.slow
-def test_audit_asks_for_the_data_of_a_loop(place, capsys):
-    assert main.main(["audit", str(place / "run")]) != 0
-    assert "name it with --data MODULE:NAME" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_status_shows_steps_tiers_and_the_loss(place, capsys):
-    _, output = run_verb(capsys, "status", place / "run")
-    assert "run: finished" in output
-    assert "12 of 12" in output
-    assert "in RAM     step 12" in output
-    assert "in storage step 12" in output
-    _, output = run_verb(capsys, "status", place / "run", "--json")
+    _, output = run_verb(capsys, "status", "run")
+    for text in (
+        "run: finished",
+        "12 of 12",
+        "in RAM     step 12",
+        "in storage step 12",
+    ):
+        assert text in output
+    _, output = run_verb(capsys, "status", "run", "--json")
     assert json.loads(output)["progress"]["loss"] > 0
-
-
-@pytest.mark.slow
-def test_report_is_written(place, capsys):
-    code, _ = run_verb(capsys, "report", place / "run", "--no-audit")
-    assert code == 0
+    assert run_verb(capsys, "report", "run", "--no-audit")[0] == 0
     assert "Run run" in (place / "run" / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_slices_of_a_loop_are_not_scaled(place, capsys):
-    assert main.main(["scale", str(place / "run"), "--slices", "2"]) != 0
-    assert "your own training loop" in capsys.readouterr().err
+    for verb, text in (
+        (["audit", "run"], "name it with --data MODULE:NAME"),
+        (["scale", "run", "--slices", "2"], "your own training loop"),
+    ):
+        assert main.main(verb) != 0
+        assert text in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -175,7 +158,7 @@ def batches_of(data):
     return ec.batches(data, mesh=mesh, global_batch_size=4)
 
 
-def test_a_live_loop_is_training(tmp_path, data, capsys):
+def test_live_loop_is_training(tmp_path, data, capsys):
     batches = batches_of(data)
     tiers = [ec.Persistent(tmp_path / "saved", every=1)]
     with (
@@ -241,7 +224,7 @@ def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path, data):
     assert all(record.loss != record.loss for record in attempt.records)
 
 
-def test_an_error_of_the_loop_is_the_end_of_its_events(tmp_path):
+def test_error_of_the_loop_is_the_end_of_its_events(tmp_path):
     tiers = [ec.Persistent(tmp_path / "saved", every=100)]
     with pytest.raises(ZeroDivisionError):
         fail_in(ec.RunDirectory(tmp_path / "run", tiers=tiers))
@@ -332,7 +315,7 @@ def train(directory, data, *, until, poisoned=None, within=20):
 
 
 @pytest.mark.slow
-def test_a_loop_distrusts_what_it_restored_from_ram_by_one_call(
+def test_loop_distrusts_what_it_restored_from_ram_by_one_call(
     tmp_path, data, capsys, monkeypatch
 ):
     expected = train(tmp_path / "undisturbed", data, until=9)
