@@ -12,7 +12,6 @@ import elastic_ckpt as ec
 from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.data.sources import parquet
-from elastic_ckpt.training import run_audit
 from tests import corpora, runs
 
 FILE = "DOCUMENTS_OF_THE_RUN"
@@ -81,7 +80,7 @@ def train(directory, first, last, data):
     return inputs
 
 
-def test_the_documents_of_a_step(run):
+def test_documents_of_a_step(run):
     directory, inputs = run
     asked = ("audit", directory, "--data", NAME, "--step")
     for step in (1, 3, 5):
@@ -109,7 +108,7 @@ def assert_named(batch, inputs):
         assert named.tolist() == tokens[tokens > 0].tolist()
 
 
-def test_the_documents_of_stages(run, tmp_path, monkeypatch):
+def test_documents_of_stages(run, tmp_path, monkeypatch):
     monkeypatch.setenv(FILE, str(run[0].parent / "a.parquet"))
     inputs = {}
     for first, last in ((1, 3), (3, 5)):
@@ -126,41 +125,7 @@ def test_the_documents_of_stages(run, tmp_path, monkeypatch):
     assert steps == {step for step, rows in inputs.items() if used in rows}
 
 
-def finite():
-    """A finite mixture of two datasets, one of which is nine documents long."""
-    directory = os.path.dirname(os.environ[FILE])
-    return ec.data.from_config(
-        grain_train_files=f"{os.environ[FILE]},1;{directory}/b.parquet,1",
-        grain_file_type="parquet",
-        train_data_columns="tokens",
-        tokenize_train_data=False,
-        max_target_length=8,
-        num_logical_shards=4,
-        num_epoch=2,
-    )
-
-
-@pytest.mark.parametrize("dealing", ["units", "shares", "joint shares"])
-def test_a_run_that_an_older_program_began(run, tmp_path, monkeypatch, dealing):
-    corpora.write_parquet(
-        run[0].parent / "b.parquet",
-        [{"tokens": np.full(4, 100 + n)} for n in range(9)],
-        group_rows=4,
-    )
-    monkeypatch.setenv(FILE, str(run[0].parent / "a.parquet"))
-    inputs = train(tmp_path, 1, 3, finite().dealt(dealing))
-    inputs |= train(tmp_path, 3, 5, finite())
-    name = f"{NAME.partition(':')[0]}:finite"
-    assert run_audit.RunAudit(str(tmp_path / "run"), data=name).outcome().passed
-    asked = ("audit", tmp_path / "run", "--data", name, "--step", 4, "--json")
-    (batch,) = json.loads(answered(*asked))["batches"]
-    for row, tokens in zip(batch["rows"], inputs[4], strict=True):
-        (document,) = row["documents"]
-        first = 100 if document["file"].endswith("b.parquet") else 1
-        assert set(tokens.tolist()) <= {first + document["record"], 0}
-
-
-def test_the_steps_of_a_document(run):
+def test_steps_of_a_document(run):
     directory, inputs = run
     asked = ("audit", directory, "--data", NAME, "--find")
     used = int(inputs[3][0][0])
@@ -185,11 +150,9 @@ def answered(*arguments):
     ("question", "message"),
     [
         (("--find", "a.parquet"), "--find a.parquet: write FILE:RECORD"),
-        (("--find", "b.parquet:1"), "b.parquet is not a file of the run's data"),
-        (("--find", "a.parquet:59"), "has no record 59: its 59 records"),
         (("--step", 6), "no attempt of the run trained step 6; its steps are 1 to 5"),
     ],
 )
-def test_a_question_without_an_answer(run, question, message):
+def test_question_without_an_answer(run, question, message):
     text = runs.verb("audit", run[0], "--data", NAME, *question, code=1)
     assert message in text
