@@ -50,7 +50,7 @@ def test_without_storage_a_loss_may_leave_nothing(offers):
     }
 
 
-def test_the_newest_step_of_each_tier(offers):
+def test_newest_step_of_each_tier(offers):
     newest = status.newest_steps(offers)
     assert [(each.tier, each.step) for each in newest] == [
         ("local", 30),
@@ -60,7 +60,7 @@ def test_the_newest_step_of_each_tier(offers):
 
 
 @given(st.data())
-def test_a_loss_costs_what_a_search_without_that_host_finds(data):
+def test_loss_costs_what_a_search_without_that_host_finds(data):
     offers = [
         each
         for step in (10, 20)
