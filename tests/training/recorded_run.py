@@ -54,7 +54,6 @@ def of_stage(
     packing="concat_then_split",
     weights=formats.WEIGHTS,
     epochs=None,
-    vocab_size=None,
 ):
     """The data of a stage, as `from_config` makes it."""
     made = pipeline.LanguagePipeline(
@@ -70,7 +69,6 @@ def of_stage(
         packing=packing,
         window=4,
         truncate=not packing,
-        vocab_size=vocab_size,
     )
     return sharded_data.ShardedData(
         make_shard=made,

@@ -226,50 +226,36 @@ def test_loss_that_is_not_finite_soon_after_a_restore_distrusts_it(step, is_dist
         # Once for each restore.
         none.after_step(step, NAN)
         assert none.decision is None
+    # Another state is trusted.
+    none.distrust_until(9, go_back)
+    none.set_state(none.get_state())
+    none.after_step(7, NAN)
+    assert len(go_back.asked) == is_distrusted
+    assert not none.reads(8)
 
 
 @pytest.mark.parametrize("answer", [True, False])
 @pytest.mark.parametrize("action", list(Action))
-def test_divergence_distrusts_a_restore_before_anything_else_is_done(action, answer):
+@pytest.mark.parametrize("is_divergence", [True, False])
+def test_divergence_distrusts_a_restore_before_anything_else_is_done(
+    action, answer, is_divergence
+):
     class Diverged(Counter):
         def after_step(self, step, report):
             found = super().after_step(step, report)
-            return found and dataclasses.replace(found, is_divergence=True)
+            return found and dataclasses.replace(found, is_divergence=is_divergence)
 
     go_back = GoneBack(answer)
     one = made(one=Diverged(action))
     one.distrust_until(5, go_back)
     for step in (1, 2):
         one.after_step(step, REPORT)
-    assert go_back.asked == [(2, "one: it counts")]
-    assert one.is_distrusted == answer
-    if not answer:
+    # What is no divergence may ask for it.
+    is_asked = is_divergence or action is Action.DISTRUST
+    assert go_back.asked == [(2, "one: it counts")] * is_asked
+    assert one.is_distrusted == (answer and is_asked)
+    if not one.is_distrusted:
         decided = action not in (Action.WARN, Action.DISTRUST)
         assert (one.decision is not None) == decided
         if decided:
             assert one.decision.action is action
-
-
-def test_what_is_no_divergence_distrusts_nothing_unless_it_asks_for_that():
-    go_back = GoneBack()
-    several = made(stops=Counter(Action.STOP), asks=Counter(Action.DISTRUST, at=3))
-    several.distrust_until(5, go_back)
-    for step in (1, 2):
-        several.after_step(step, REPORT)
-    assert go_back.asked == []
-    assert several.decision.action is Action.STOP
-    several.go_on()
-    several.distrust_until(5, go_back)
-    several.after_step(3, REPORT)
-    assert go_back.asked == [(3, "asks: it counts")]
-    assert several.is_distrusted
-
-
-def test_another_state_is_trusted():
-    go_back = GoneBack()
-    none = callbacks.Callbacks()
-    none.distrust_until(5, go_back)
-    none.set_state(none.get_state())
-    none.after_step(1, NAN)
-    assert go_back.asked == []
-    assert not none.reads(1)

@@ -137,16 +137,6 @@ def test_divergence_that_a_detector_finds_is_first_a_reason_to_distrust(
 
 
 @pytest.mark.slow
-def test_state_that_stayed_on_the_devices_is_distrusted(tmp_path, corpus, undisturbed):
-    run = Run(tmp_path / "run", corpus)
-    kept = run.train(6).state
-    ended = run.train(12, handed_over=lambda *_: poisoned(kept))
-    assert [(each["restored_step"], each["to_step"]) for each in run.events] == [(6, 4)]
-    check_same(run, ended.state, undisturbed)
-    run.audit()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_recorded", "starts"), [(False, [0, 6, 6, 4]), (True, [0, 6, 4])]
 )
@@ -172,29 +162,4 @@ def test_run_that_dies_while_it_goes_back_continues_from_storage(
     assert len(run.events) == (not is_recorded)
     assert run.starts() == starts
     check_same(run, ended.state, undisturbed)
-    run.audit()
-
-
-@pytest.mark.slow
-def test_batch_size_that_has_grown_since_is_that_of_the_step_again(
-    tmp_path, corpus, monkeypatch
-):
-    ramp = {
-        "global_batch_size": 0,
-        "per_device_batch_size": 4,
-        "enable_rampup_batch_size": True,
-        "per_device_batch_size_start": 2,
-        "per_device_batch_size_increment": 1,
-        "global_rampup_samples": 60,
-    }
-    other = Run(tmp_path / "undisturbed", corpus, **ramp)
-    expected = other.train(9).state
-    rows = [step.num_rows for step in runs.steps(other.path)]
-    assert rows == [8] * 4 + [12] * 2 + [16] * 3
-    run = Run(tmp_path / "run", corpus, **ramp)
-    poison(monkeypatch, 6)
-    run.train(6)
-    ended = run.train(9)
-    assert run.starts() == [0, 6, 4]
-    check_same(run, ended.state, (other, expected))
     run.audit()

@@ -3,10 +3,8 @@
 import fcntl
 import shutil
 
-import jax.numpy as jnp
 import pytest
 
-import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import jobs, runs, shared_memory
@@ -140,20 +138,3 @@ def test_run_whose_output_is_removed_ends_with_an_error(tmp_path, corpus):
     # Nothing was written that looks like a run.
     assert not (tmp_path / "tiny" / "config.json").exists()
     assert not list((tmp_path / "tiny").glob("checkpoints/[0-9]*"))
-
-
-@pytest.mark.parametrize("is_in_ram", [False, True])
-def test_storage_that_is_removed_is_an_error_of_the_next_save(tmp_path, ram, is_in_ram):
-    steps = tmp_path / "steps"
-    tiers = [ec.Persistent(steps, every=1), *([ec.Local(ram)] if is_in_ram else [])]
-    checkpointer = ec.Checkpointer(tiers, run="tiny")
-    assert checkpointer.save(1, {"w": jnp.ones(4)})
-    checkpointer.wait()
-    shutil.rmtree(steps)
-    with pytest.raises(errors.RunError, match=f"{steps} was removed"):
-        checkpointer.save_async(2, {"w": jnp.ones(4)}).durable()
-    with pytest.raises(errors.RunError, match="was removed"):
-        checkpointer.save(3, {"w": jnp.ones(4)})
-    with pytest.raises(errors.RunError, match="was removed"):
-        checkpointer.close()
-    assert not list(steps.glob("[0-9]*"))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.persistent import leases, persistent_root
 from elastic_ckpt.universal import loading, shipped_layouts
 from elastic_ckpt.universal.rules.layout import Layout
@@ -117,16 +117,6 @@ def test_run_begins_with_the_weights_of_another_program_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_weights_come_from_a_bucket(bucket, tmp_path, corpus, params, foreign):
-    path = f"{bucket}/llama"
-    safetensors_files.write(
-        storage.absolute(f"{path}/model.safetensors"), as_other_program_has_it(params)
-    )
-    keys = {**foreign, "init_from": path}
-    check_begun(begun(configured(tmp_path / "run", corpus, **keys)), params)
-
-
-@pytest.mark.slow
 def test_run_begins_with_a_step_of_ours_and_reads_it_once(
     tmp_path, corpus, monkeypatch
 ):
@@ -162,24 +152,11 @@ def test_run_begins_with_a_step_of_ours_and_reads_it_once(
         begun(configured(tmp_path / "other", corpus, **keys))
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ('    to: {"params/embed": "vocab embed"}', r"line 3: rules\[0\]"),
-        ('    onto: {"params/embedding": "vocab embed"}', "line 4: .*unknown key"),
-        ('    to: {"params/embedding": "vocab"}', r"line 3: rules\[0\]"),
-    ],
-)
-def test_error_in_a_layout_names_its_file_and_line(
-    tmp_path, corpus, foreign, changed, message
-):
-    lines = LAYOUT.splitlines()
-    lines[3] = changed
+def test_error_in_a_layout_names_its_file_and_line(tmp_path, corpus, foreign):
     layout = tmp_path / "layout.yml"
-    layout.write_text("\n".join(lines))
-    with pytest.raises(LayoutError, match=message) as raised:
+    layout.write_text(LAYOUT.replace("params/embedding", "params/embed"))
+    with pytest.raises(LayoutError, match=rf"{layout}.*line 3: rules\[0\]"):
         begun(configured(tmp_path / "run", corpus, **foreign))
-    assert str(layout) in str(raised.value)
 
 
 @pytest.mark.slow

@@ -69,21 +69,15 @@ def test_start_that_was_refused_leaves_no_event(config, error):
 
 def test_stop_that_was_asked_for_is_known(config):
     with journal.kept(config, events.nobody) as emit:
+        live = pytest.raises(errors.RunError, match="written by another live run")
+        with live, journal.kept(config, events.nobody):
+            raise AssertionError("two at a time")
         assert not emit.is_stopped
         emit("run_stopped", step=4, saved=True)
         assert emit.is_stopped
     assert json.dumps(recorded(config)[0]) == (
         '{"event": "run_stopped", "step": 4, "saved": true}'
     )
-
-
-def test_run_has_one_journal_at_a_time(config):
-    with (
-        journal.kept(config, events.nobody),
-        pytest.raises(errors.RunError, match="is being written by another live run"),
-        journal.kept(config, events.nobody),
-    ):
-        raise AssertionError("two at a time")
 
 
 def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
@@ -101,14 +95,6 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
     # Step 5 in the first start, and step 6 in the second.
     assert names.count("productive_secs") == 2
     assert names.count("again_secs") == 1
-
-
-def test_damaged_file_of_metrics_does_not_hold_up_a_start(config, caplog):
-    damaged = f"{run_directory.path_of(config)}/{run_directory.METRICS}/run.jsonl"
-    storage.write_atomic(damaged, b"{\n{}\n")
-    with journal.kept(config, events.nobody):
-        pass
-    assert "run.jsonl, line 1: not a JSON object" in caplog.text
 
 
 def claim(config, save):

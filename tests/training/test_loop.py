@@ -108,8 +108,10 @@ def run(journal, **changes):
 
 
 def test_what_is_saved_is_logged_and_durable_before(journal):
-    assert run(journal) == (3, 3)
+    barrier = journal.calls.append
+    assert run(journal, barrier=lambda: barrier("all have compiled")) == (3, 3)
     assert journal.calls == [
+        "all have compiled",
         "step 0",
         "log 0",
         "emit 1/3: 0.0",
@@ -162,12 +164,6 @@ def test_host_that_writes_no_log_is_one_step_behind_the_devices_too(journal):
     assert journal.calls == order
 
 
-def test_data_that_ends_with_a_step_that_is_everywhere_is_not_saved_again(journal):
-    journal.is_due = lambda step, *, last: step == 2 and not last
-    assert run(journal, batches=Batches(journal, 2)) == (2, 2)
-    assert [call for call in journal.calls if call.startswith("save")] == ["save 2: 2"]
-
-
 def test_batch_size_changes_before_the_step_that_it_is_of(journal):
     sizes = batch_size.Schedule(stages=((0, 8), (1, 16), (2, 24)))
     run(journal, sizes=sizes, log=None, saver=None)
@@ -182,61 +178,13 @@ def test_first_step_is_compiled_and_the_first_of_each_new_batch_size(journal):
     assert journal.compilations == [1, 3]
 
 
-def test_hosts_meet_when_they_have_compiled_and_before_they_step(journal):
-    calls = journal.calls
-    compiled = journal.compiled
-
-    def noted(*arguments, step):
-        calls.append("compile")
-        return compiled(*arguments, step=step)
-
-    journal.compiled = noted
-    run(journal, barrier=lambda: calls.append("barrier"))
-    assert calls[:4] == ["compile", "barrier", "step 0", "log 0"]
-    assert calls.count("barrier") == 1
-
-
 @pytest.mark.parametrize("step", [1, 2])
 def test_loop_that_is_to_stop_saves_the_step_and_ends_there(journal, step):
     # Step 2 is due anyway, and is saved once.
     assert run(journal, is_stopping=lambda done: done == step) == (step, step)
-    assert [c for c in journal.calls if c.startswith("save")] == [
-        f"save {step}: {step}"
-    ]
-    assert journal.calls.index(f"log {step - 1}") < journal.calls.index(
-        f"save {step}: {step}"
-    )
-
-
-def test_first_step_that_is_reported_is_saved_at_a_signal(journal):
-    def is_stopping(done):
-        is_reported = any(call.startswith("emit") for call in journal.calls)
-        # A signal before the first question ends the run without a save.
-        assert done > 1 or not is_reported
-        return is_reported
-
-    assert run(journal, is_stopping=is_stopping) == (2, 2)
-    assert "save 2: 2" in journal.calls
-
-
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_world_that_is_to_end_for_another_one_does_not_begin_its_first_step(
-    journal, asked_first
-):
-    answers = iter([asked_first, True])
-    changes = {"is_ending": lambda _: next(answers), "is_left": lambda: True}
-    assert run(journal, is_stopping=lambda _: False, **changes) == (0, 0)
-    # It does not compile, nor read a batch, if it is to end before that.
-    assert journal.compilations == ([] if asked_first else [1])
-    assert journal.calls == []
-
-
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_run_that_is_to_end_before_its_first_step_saves_that_one(journal, asked_first):
-    answers = iter([asked_first, True])
-    changes = {"is_ending": lambda _: next(answers)}
-    assert run(journal, is_stopping=lambda _: False, **changes) == (1, 1)
-    assert "save 1: 1" in journal.calls
+    saves = [call for call in journal.calls if call.startswith("save")]
+    assert saves == [f"save {step}: {step}"]
+    assert journal.calls.index(f"log {step - 1}") < journal.calls.index(*saves)
 
 
 class Recorded:
@@ -268,6 +216,22 @@ class Recorded:
 def called(journal, **options):
     recorded = callbacks.Callbacks({"recorded": Recorded(journal, **options)})
     return looped(journal, steps=4, log=None, callbacks=recorded)
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+@pytest.mark.parametrize("is_left", [True, False])
+def test_loop_that_is_to_end_begins_its_first_step_unless_it_left_for_another_world(
+    journal, is_asked_first, is_left
+):
+    answers = iter([is_asked_first, True])
+    changes = {"is_ending": lambda _: next(answers), "is_left": lambda: is_left}
+    done = int(not is_left)
+    assert run(journal, is_stopping=lambda _: False, **changes) == (done, done)
+    assert ("save 1: 1" in journal.calls) == (not is_left)
+    if is_left:
+        # It does not compile, nor read a batch, if it is to end before that.
+        assert journal.compilations == ([] if is_asked_first else [1])
+        assert journal.calls == []
 
 
 def test_callbacks_are_called_one_step_behind_and_before_a_save(journal):

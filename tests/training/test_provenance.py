@@ -22,7 +22,7 @@ from elastic_ckpt.data import (
     stages,
 )
 from tests import corpora, formats
-from tests.training.recorded_run import ORIGINS, SIZES, Run, of_stage, pieces_of
+from tests.training.recorded_run import SIZES, Run, of_stage, pieces_of
 
 PIPELINES = [name for name in formats.PIPELINES if not name.endswith("_singly")]
 
@@ -141,12 +141,10 @@ def test_documents_of_a_step_and_steps_of_a_document(parts, name):
     run = Run().attempt(formats.data(parts["parquet"], name), sizes, saves=(2, 4))
     check_steps(run, name, (5,))
     check_found(run, name, samples=4)
-
-
-@pytest.mark.parametrize("file_format", ["arrayrecord", "jsonl"])
-def test_documents_of_a_step_of_other_formats(parts, file_format):
-    data = formats.data(parts[file_format], "everything")
-    check_steps(Run().attempt(data, [12] * 3, saves=(2,)), "everything", (2,))
+    if name == "plain":
+        for file_format in ("arrayrecord", "jsonl"):
+            data = formats.data(parts[file_format], name)
+            check_steps(Run().attempt(data, [12] * 2), name, (1,))
 
 
 def test_saved_state_changes_only_what_is_read(parts):
@@ -180,13 +178,6 @@ def test_step_that_was_trained_again_has_one_batch_unless_rows_were_left_out(
     assert [(b.attempts, b.is_current, b.position) for b in found] == batches
     check_steps(run, "chunk", (2, 4, 5))
     assert bool(check_found(run, "chunk", samples=30)["left_out"]) == bool(skip)
-
-
-def test_documents_of_a_run_that_crashed_and_went_on_with_smaller_batches(parts):
-    data = formats.data(parts["parquet"], "best_fit")
-    run = Run().attempt(data, [12] * 5, saves=(3,)).attempt(data, [8] * 2, start=3)
-    check_steps(run, "best_fit", (4,))
-    check_found(run, "best_fit", samples=10)
 
 
 def test_weights_that_change_when_a_run_continues(parts):
@@ -262,11 +253,6 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window():
             assert run.inputs[1, step][each.row].tolist() == [number]
 
 
-def test_tokens_that_are_checked_against_a_vocabulary(parts):
-    data = of_stage(parts["parquet"], vocab_size=max(ORIGINS) + 1)
-    check_steps(Run().attempt(data, [12] * 3), "mixture", (2,))
-
-
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_rows_of_positional_data_are_its_records_in_their_order(corpus, is_listed):
     data = positional_data.PositionalData(files=(corpus,), max_target_length=16)
@@ -324,16 +310,6 @@ def test_code_of_the_users_after_the_tokens_is_refused(parts):
         asked(run.provenance(), 1)
 
 
-def test_states_of_other_files_are_refused(parts):
-    run = Run().attempt(formats.data(parts["parquet"], "plain"), [12] * 2, saves=(1,))
-    other = run.saved[0].state.pipeline | {"pipeline": "other"}
-    run.saved[0] = dataclasses.replace(
-        run.saved[0], state=dataclasses.replace(run.saved[0].state, pipeline=other)
-    )
-    with pytest.raises(errors.DataError, match="saved by another pipeline"):
-        run.provenance()
-
-
 def without_records(attempt, number):
     """An attempt whose log ends early."""
     return dataclasses.replace(attempt, records=attempt.records[:number])
@@ -375,10 +351,10 @@ def test_rows_that_no_step_has_are_those_of_the_next_steps(curriculum):
 def test_documents_of_a_run_that_was_given_stages(curriculum):
     run = Run().attempt(curriculum.stages[0].data, [12] * 4, saves=(2, 3))
     run.attempt(curriculum, [12] * 4 + [6] * 3, start=3, saves=(4, 6, 7))
-    readings = check_steps(run, "mixture", range(2, 10))
+    readings = check_steps(run, "mixture", range(5, 10))
     # Reading begins at the last state, of whichever stage.
     assert [each.from_step for each in readings][-4:] == [6, 7, 7, 7]
-    outcomes = check_found(run, "mixture", samples=8, datasets=formats.DATASETS)
+    outcomes = check_found(run, "mixture", samples=4, datasets=formats.DATASETS)
     assert outcomes["used"]
 
 
