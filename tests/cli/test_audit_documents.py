@@ -1,6 +1,5 @@
 """`audit --find` and `--step` of a run that a loop of one's own has recorded."""
 
-import functools
 import json
 import os
 
@@ -18,7 +17,7 @@ FILE = "DOCUMENTS_OF_THE_RUN"
 NAME = "tests.cli.test_audit_documents:data"
 
 
-def make_shard(shard, length=8):
+def make_shard(shard):
     read = records.Records(
         parquet.Parquet(files=(os.environ[FILE],), columns=("tokens",)),
         shard=shard,
@@ -28,20 +27,12 @@ def make_shard(shard, length=8):
     tokens = token_blocks.Tokens(
         read, documents=language.Documents(column="tokens", tokenizer=None)
     )
-    examples = language.Examples(tokens, length=length, truncate=False)
-    return language.packed(examples, packing="concat_then_split", length=length, seed=0)
+    examples = language.Examples(tokens, length=8, truncate=False)
+    return language.packed(examples, packing="concat_then_split", length=8, seed=0)
 
 
 def data():
     return ec.data.sharded(make_shard, pipeline="packed")
-
-
-def staged():
-    """Rows of twice the length from step 4 on, the fourth."""
-    later = ec.data.sharded(functools.partial(make_shard, length=16), pipeline="packed")
-    return ec.data.staged(
-        [ec.data.Stage(begin=0, data=data()), ec.data.Stage(begin=3, data=later)]
-    )
 
 
 @pytest.fixture(scope="module")
@@ -106,23 +97,6 @@ def assert_named(batch, inputs):
         documents = [(d["record"] + 1, d["num_tokens"]) for d in in_rows[row]]
         named = np.repeat(*np.transpose(documents))
         assert named.tolist() == tokens[tokens > 0].tolist()
-
-
-def test_documents_of_stages(run, tmp_path, monkeypatch):
-    monkeypatch.setenv(FILE, str(run[0].parent / "a.parquet"))
-    inputs = {}
-    for first, last in ((1, 3), (3, 5)):
-        inputs |= train(tmp_path, first, last, staged())
-    asked = ("audit", tmp_path / "run", "--data", f"{NAME.partition(':')[0]}:staged")
-    for step, length in ((3, 8), (4, 16), (5, 16)):
-        answer = json.loads(answered(*asked, "--step", step, "--json"))
-        (batch,) = answer["batches"]
-        assert inputs[step].shape == (4, length)
-        assert_named(batch, inputs[step])
-    used = int(inputs[4][0][0])
-    answer = json.loads(answered(*asked, "--find", f"a.parquet:{used - 1}", "--json"))
-    steps = {use["step"] for use in answer["found"][0]["uses"]}
-    assert steps == {step for step, rows in inputs.items() if used in rows}
 
 
 def test_steps_of_a_document(run):

@@ -2,9 +2,7 @@
 
 import json
 
-import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.tiers.persistent import persistent_root
@@ -58,15 +56,3 @@ def test_run_in_a_bucket_is_inspected_verified_and_shown(run):
     assert [each["path"] for each in tiers["leftovers"]] == [
         str(root / "checkpoints" / "2")
     ]
-
-
-# Orbax reads no other store with the protocol of S3 than Amazon's.
-@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_stock_orbax_loads_a_step_from_a_bucket(run):
-    with ocp.training.Checkpointer(f"{run}/checkpoints") as orbax:
-        restored = orbax.load_checkpointables(2, {"state": None})["state"]
-    expected = tiered_steps.state(2)["params"]["w"]
-    assert (
-        np.asarray(restored["params"]["w"]).tobytes() == np.asarray(expected).tobytes()
-    )

@@ -43,37 +43,3 @@ def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, c
     assert "2 hosts, batches of 12: blocked, rows identical to those of one host" in (
         lines
     )
-
-
-def test_bytes_that_move_are_those_of_the_stage_with_such_batches(tmp_path, corpus):
-    config = runs.write_config(
-        tmp_path,
-        corpus,
-        num_logical_shards=6,
-        data_stages=json.dumps(
-            [
-                {"begin_step": 0, "global_batch_size": 12},
-                {"begin_step": 3, "max_target_length": 64, "global_batch_size": 9},
-                {"begin_step": 5, "global_batch_size": 9},
-                {"begin_step": 7, "global_batch_size": 9},
-            ]
-        ),
-    )
-    short, long = 6 * 16 * 4 + 8, 6 * 64 * 4 + 8
-    options = ("plan", config, "--hosts", "3", "--batches", "12,9,15")
-    outlooks = json.loads(runs.verb(*options, "--json"))["outlooks"]
-    assert [
-        (each["global_batch_size"], each["begin_steps"], each["moved_bytes"])
-        for each in outlooks
-    ] == [
-        (12, [0], 0),
-        (9, [3], 6 * long),
-        (9, [5, 7], 6 * short),
-        # No stage has this size.
-        (15, [0, 5, 7], outlooks[3]["moved_rows"] * short),
-        (15, [3], outlooks[4]["moved_rows"] * long),
-    ]
-    assert outlooks[3]["moved_rows"] > 0
-    shown = runs.verb(*options)
-    assert "3 hosts, batches of 9, stage from step 3: striped, " in shown
-    assert "3 hosts, batches of 9, stages from step 5, 7: striped, " in shown

@@ -68,20 +68,12 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
             " continues it from the newest complete step",
         ),
         (
-            [("restored_from", RAM | {"step": 2, "local_bytes": 3072})],
-            "restored step 2: 3 KiB from this host's RAM",
-        ),
-        (
             [("restored_from", RAM | {"step": 2, "bad_copies": 2, "repaired": 1})],
             "restored step 2: data; 1 of 2 bad copies put right",
         ),
         (
             [("world_started", {"world": 2, "slices": [0, 2], "spares": [1]})],
             "world 2 starts on slices 0, 2, spare: 1",
-        ),
-        (
-            [("evaluated", {"step": 4, "loss": 1.5, "batches": 2, "secs": 1.0})],
-            "step 4: evaluated 2 batches, loss 1.5000",
         ),
         (
             [("scale_requested", {"slices": 1, "chosen": [3]})],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.core import errors
 from elastic_ckpt.inspect import plot
 from elastic_ckpt.training import report, step_log
 
@@ -121,14 +121,6 @@ def test_steps_that_a_later_attempt_repeats_do_not_count():
     assert counted.counted == [8, 0, 1]
     assert [step for step, _ in counted.losses(is_counted=True)] == [*range(1, 10)]
     assert [step for step, _ in counted.losses(is_counted=False)] == [9, 10, 11, 12]
-
-
-def test_goodput_is_the_sum_over_all_starts_and_files():
-    name = metrics.GOODPUT_SECS["productive"].name
-    lines = [{"metric": name, "sum": 2.0, "time": 1.0, "step": 1}]
-    content = record(files={"run": lines, "host-00000": lines})
-    assert content.goodput_secs["productive"] == 4.0
-    assert [line["sum"] for line in content.lines(metrics.GOODPUT_SECS["productive"])]
 
 
 def test_failed_audit_is_shown_with_its_reason():

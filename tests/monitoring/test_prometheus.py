@@ -44,14 +44,6 @@ def test_level_is_its_last_value_and_an_amount_its_sum(listener):
     assert "elastic_ckpt_data_bytes_total 4.0" in served
 
 
-def test_two_in_one_process_do_not_share_what_they_count(listener):
-    metrics.DATA_ROWS.record(8)
-    with contextlib.closing(prometheus.Prometheus(port=0)) as later:
-        metrics.DATA_ROWS.record(4)
-        assert "elastic_ckpt_data_rows_total 4.0" in scrape(later)
-    assert "elastic_ckpt_data_rows_total 12.0" in scrape(listener)
-
-
 def test_client_that_hangs_up_leaves_no_traceback(listener, capfd):
     for _ in range(10):
         with socket.create_connection(("127.0.0.1", listener.port)) as client:

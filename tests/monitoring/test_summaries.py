@@ -26,21 +26,6 @@ class Kept:
         return [summary for batch in self.batches for summary in batch]
 
 
-class FullDisk(Kept):
-    """A sink that fails so many times."""
-
-    def __init__(self, failures):
-        super().__init__()
-        self.failures = failures
-
-    def write(self, batch):
-        self.failures -= 1
-        if self.failures >= 0:
-            self.wrote.set()
-            raise OSError("no space left")
-        super().write(batch)
-
-
 @pytest.fixture
 def start():
     started = []
@@ -79,21 +64,6 @@ def test_intervals_grow_with_the_run(start):
     assert listener._pause_secs() == 10.0
     listener._began_secs -= 100_000
     assert listener._pause_secs() == pytest.approx(100.0, abs=1.0)
-
-
-def test_full_disk_fails_no_recording_and_is_told_once(start, caplog):
-    sink = FullDisk(failures=2)
-    listener = start(sink, interval_secs=0.01)
-    for value in (1, 2):
-        sink.wrote.clear()
-        metrics.DATA_ROWS.record(value)
-        assert sink.wrote.wait(600)
-    metrics.DATA_ROWS.record(3)
-    listener.close()
-    assert [s.last for s in sink.all()] == [3.0]
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 1
-    assert "cannot be written to kept (no space left); the run continues" in messages[0]
 
 
 def test_disk_that_hangs_holds_up_neither_recording_nor_the_end(

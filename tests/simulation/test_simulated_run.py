@@ -58,7 +58,7 @@ def seconds(outcome):
     return {cause: round(secs, 2) for cause, secs in outcome.secs.items() if secs > 0.1}
 
 
-def test_run_without_failures_trains_all_the_time():
+def test_lost_slice_costs_the_steps_since_the_last_save():
     outcome = simulate(plan())
     # The first step costs nothing here, and the world starts once.
     assert seconds(outcome) == {"productive": 99.0, "start": 7.0}
@@ -66,9 +66,6 @@ def test_run_without_failures_trains_all_the_time():
     assert outcome.bytes["saved"] == 10 * 4 * STATE_BYTES
     assert outcome.bytes["backed_up"] == 2 * STATE_BYTES
     assert outcome.restores == {}
-
-
-def test_lost_slice_costs_the_steps_since_the_last_save():
     # Step 1 is done at 7 s, so that 35.5 s is within step 30.
     outcome = simulate(plan(), at(35.5, "kill_slice", 1))
     assert (outcome.losses, outcome.planned, outcome.steps_lost) == (1, 0, 9)
@@ -80,12 +77,9 @@ def test_lost_slice_costs_the_steps_since_the_last_save():
         "start": 14.0,
     }
     assert outcome.restores == {"local": 1}
-
-
-def test_slice_that_returns_is_used_after_a_step_that_is_saved():
+    # A slice that returns is used after a step that is saved, and reads from others.
     outcome = simulate(plan(), at(35.5, "kill_slice", 1), at(50.0, "return_slice", 1))
     assert (outcome.losses, outcome.planned, outcome.steps_lost) == (1, 1, 9)
-    # It reads from the others.
     assert outcome.restores == {"local": 1, "distant": 1}
     assert outcome.bytes["read_distant"] == STATE_BYTES
 

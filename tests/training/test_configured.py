@@ -86,15 +86,6 @@ def test_number_of_a_machine_is_that_of_its_launcher_unless_it_is_set():
     assert place(environment, elastic_machine=0).number == 0
 
 
-def test_hosts_are_started_on_cpus_and_gpus():
-    world = {"hosts": 4, "slices": 4, "global_batch_size": 24}
-    configured.check_local(refusals.read({**world, "hardware": "cpu"}))
-    configured.check_local(
-        refusals.read({**world, "hardware": "gpu", "devices_per_host": 2})
-    )
-    multicontroller.check_devices("cpu")
-
-
 def test_devices_of_one_process_stand_for_slices_if_the_run_is_elastic():
     simulated = {"hosts": 1, "slices": 4, "elastic_enabled": True}
     assert configured.is_simulated(refusals.read(simulated))
@@ -116,10 +107,3 @@ def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
     multicontroller.configure(hardware, slot=2)
     assert updates["jax_platforms"] == "cuda,cpu"
     assert updates["jax_cuda_visible_devices"] == "8,9,10,11"
-
-
-def test_nothing_is_compiled_ahead_where_hosts_have_all_devices():
-    keys = {"elastic_enabled": True, "hosts": 2, "slices": 2}
-    for hardware, secs in (("cpu", 600.0), ("gpu", 0.0)):
-        config = refusals.read({**keys, "hardware": hardware})
-        assert configured.limits(config).compile_ahead_secs == secs

@@ -1,6 +1,5 @@
 """How runs end: with their data, an error, a taken name, a directory that is gone."""
 
-import fcntl
 import shutil
 
 import pytest
@@ -114,27 +113,3 @@ def test_run_does_not_begin_with_the_steps_of_another_one(tmp_path, corpus, ram)
         begun = job(directory, local_checkpoint_directory=f"{ram}/{directory}")
         assert begun.start_step == start_step
         begun.close()
-
-
-@pytest.mark.slow
-def test_run_whose_output_is_removed_ends_with_an_error(tmp_path, corpus):
-    config = runs.write_config(
-        tmp_path, corpus, steps=10000, checkpoint_period=4, log_period=1
-    )
-    with runs.Started("train", config) as started:
-        # It waits until its lines are read, long before its last step.
-        fcntl.fcntl(started.stdout, fcntl.F_SETPIPE_SZ, 4096)
-        said = []
-        for line in started.stdout:
-            said.append(line)
-            if line.startswith("step 6"):
-                shutil.rmtree(tmp_path / "tiny")
-                break
-        said += started.stdout
-    output = "".join(said)
-    assert started.returncode == 1, output
-    assert f"{tmp_path}/tiny/" in output
-    assert "was removed" in output
-    # Nothing was written that looks like a run.
-    assert not (tmp_path / "tiny" / "config.json").exists()
-    assert not list((tmp_path / "tiny").glob("checkpoints/[0-9]*"))
