@@ -24,7 +24,7 @@ from elastic_ckpt.inspect import (
     verification,
 )
 from elastic_ckpt.simulation import simulated_run
-from elastic_ckpt.training import audit, change_plan, provenance
+from elastic_ckpt.training import audit, provenance
 from elastic_ckpt.universal.writing import summary
 
 
@@ -78,7 +78,7 @@ class StepDocuments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outlooks:
-    """What `plan --hosts --batches` prints.
+    """What `plan` prints.
 
     Attributes:
       num_shards: number of logical shards.
@@ -87,17 +87,6 @@ class Outlooks:
 
     num_shards: int
     outlooks: tuple[plan.Outlook, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What `plan --from --to` adds.
-
-    Attributes:
-      decision: the kind of `decided`.
-    """
-
-    decision: Literal["train", "wait", "stop"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,21 +147,6 @@ class Verified:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Components:
-    """What `components` prints.
-
-    Attributes:
-      step: its number.
-      save: which save of it.
-      components: its parts.
-    """
-
-    step: int
-    save: str
-    components: tuple[survey.StepComponent, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Converted:
     """What `convert` prints.
 
@@ -197,13 +171,11 @@ OUTPUTS: dict[str, tuple[type, ...]] = {
     "audit": (audit.Audit, Passed),
     "audit --find": (FoundDocument,),
     "audit --step": (StepDocuments,),
-    "plan --hosts --batches": (Outlooks,),
-    "plan --from --to": (Decision, change_plan.ChangePlan),
+    "plan": (Outlooks,),
     "simulate": (Setting, simulated_run.Outcome),
     "status": (status.Status,),
     "inspect": (Inspected,),
     "verify": (Verified,),
-    "components": (Components,),
     "convert": (Converted,),
     "convert --dry-run": (summary.Summary,),
 }

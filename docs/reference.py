@@ -90,9 +90,8 @@ _JSON = """\
 # JSON of the command line
 
 With `--json`, a verb prints one JSON value with the fields below, so that programs need
-not read the text that it prints for people. `status --watch --json` prints one line
-each time. `[]` stands for each item of a list, `*` for any name, and `null` for what is
-not known or not there, as the meaning says.
+not read the text that it prints for people. `[]` stands for each item of a list, `*`
+for any name, and `null` for what is not known or not there, as the meaning says.
 
 These fields are frozen: a change to one is in the [changelog](../about/changelog.md).
 New fields may be added, so ignore those that your program does not know.

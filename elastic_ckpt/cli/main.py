@@ -15,8 +15,6 @@ from etils import epy
 from elastic_ckpt.core import bucket_clients, errors, storage_cause
 
 with epy.lazy_imports():
-    import argcomplete
-
     from elastic_ckpt.elastic import termination
     from elastic_ckpt.training import load, run_directory
 
@@ -28,8 +26,7 @@ VERBS = {
     "config": "print the configuration that would run, and where each key is set",
     "data": "write a directory of texts as one file of training data",
     "audit": "prove that a run trained on the batches of a one-host run, each once",
-    "plan": "show which host would read which shards of the data, and what a change"
-    " moves",
+    "plan": "show which host would read which shards of the data",
     "simulate": "show what failures would cost a run, for several settings side by"
     " side",
     "manifest": "write the JobSet for Kubernetes, or the batch script for Slurm, that"
@@ -42,14 +39,10 @@ VERBS = {
     "inspect": "show the steps of a run: their arrays, their data state, the tiers"
     " that have them, and what the loss of a host or slice would cost",
     "verify": "read every copy of a checkpoint, in every tier, and compare them",
-    "components": "show the trees and components of a step, their sharing and their"
-    " sizes",
     "convert": "convert a checkpoint, of this or another program, to another layout",
     "modify": "change numbers in the newest step, such as the learning rate",
     "pin": "keep steps that would otherwise be deleted",
 }
-# What verbs were called before.
-_RENAMED = {"preserve": "pin"}
 _IS_SETTING = re.compile(r"\w+=").match
 # Verbs that launchers start again when they fail.
 _LAUNCHED = ("train", "maxtext")
@@ -64,9 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
       closed it.
     """
     parser = build_parser()
-    if "_ARGCOMPLETE" in os.environ:
-        # A shell asks for completions; ends the process.
-        argcomplete.autocomplete(parser)
     parsed = _parsed(parser, arguments)
     try:
         return parsed.execute(parsed)
@@ -109,8 +99,6 @@ def _parsed(
 ) -> argparse.Namespace:
     # argparse takes no further `key=value` once an option has followed the file.
     given = sys.argv[1:] if arguments is None else arguments
-    if given and given[0] in _RENAMED:
-        parser.error(f"{given[0]} is called {_RENAMED[given[0]]} now")
     parsed, rest = parser.parse_known_args(given)
     if rest and not (hasattr(parsed, "overrides") and all(map(_IS_SETTING, rest))):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -122,10 +110,7 @@ def _parsed(
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="elastic-ckpt",
-        description="Elastic data and checkpoints for JAX.",
-        epilog="To complete verbs, options and keys in bash or zsh, add to its startup"
-        ' file: eval "$(register-python-argcomplete elastic-ckpt)"',
+        prog="elastic-ckpt", description="Elastic data and checkpoints for JAX."
     )
     parser.add_argument(
         "--version",

@@ -1,11 +1,8 @@
-"""The arguments `CONFIG key=value...` of verbs, and how a shell completes them."""
+"""The arguments `CONFIG key=value...` of verbs."""
 
 from __future__ import annotations
 
 import argparse
-
-from elastic_ckpt.core import sections
-from elastic_ckpt.training import keys
 
 
 def add_arguments(
@@ -23,30 +20,9 @@ def add_arguments(
         nargs=None if is_required else "?",
         help=f"a YAML file, for example {example}",
     )
-    overrides = parser.add_argument(
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="settings that override those of the file",
     )
-    # argcomplete calls it.
-    overrides.completer = complete  # pyrefly: ignore
-
-
-def complete(prefix: str, **context: object) -> list[str]:
-    """The overrides that begin with `prefix`: keys, then values where they are few."""
-    del context
-    key, equals, _ = prefix.partition("=")
-    known = keys.keys()
-    if not equals:
-        return [f"{name}=" for name in known if name.startswith(prefix)]
-    if key not in known:
-        return []
-    _, field = known[key]
-    choices = field.metadata["choices"] or (
-        (True, False) if field.type == "bool" else ()
-    )
-    texts = [
-        value if isinstance(value, str) else sections.render(value) for value in choices
-    ]
-    return [f"{key}={text}" for text in texts if f"{key}={text}".startswith(prefix)]

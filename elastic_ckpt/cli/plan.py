@@ -1,9 +1,4 @@
-"""`elastic-ckpt plan`: what hosts would read, by hosts and batch size, or by slices.
-
-With `--hosts` and `--batches` it shows which host would read which shards. With a
-configuration, `--from` and `--to` it shows what a run would do when its slices change:
-the decision, the mesh and batch, and the bytes of the state that each host would read.
-"""
+"""`elastic-ckpt plan`: which host would read which shards, by hosts and batch size."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from collections.abc import Sequence
 
 from etils import epy
 
-from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.core import option_numbers
 from elastic_ckpt.training import load
 
 with epy.lazy_imports():
@@ -27,8 +22,6 @@ with epy.lazy_imports():
         stages,
     )
     from elastic_ckpt.data.lm import pipeline
-    from elastic_ckpt.elastic import decision
-    from elastic_ckpt.training import change_plan
 
 _SHOWN_RANGES = 3
 
@@ -43,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts",
         type=option_numbers.positive_counts,
+        required=True,
         help="numbers of hosts, separated by commas",
     )
     parser.add_argument(
         "--batches",
         type=option_numbers.positive_counts,
+        required=True,
         help="global batch sizes, separated by commas",
     )
     parser.add_argument(
@@ -56,31 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="number of logical shards; by default the smallest that fits",
     )
-    parser.add_argument(
-        "--from",
-        dest="before",
-        type=option_numbers.positive_count,
-        metavar="N",
-        help="number of slices before a change",
-    )
-    parser.add_argument(
-        "--to",
-        dest="after",
-        type=option_numbers.count,
-        metavar="N",
-        help="number of slices after the change",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the outlook of every combination, or the plan of a change of slices."""
-    if arguments.before is not None or arguments.after is not None:
-        return _run_change(arguments)
-    if None in (arguments.hosts, arguments.batches):
-        raise errors.ConfigError(
-            "give --hosts and --batches, or a configuration with --from and --to"
-        )
+    """Prints the outlook of every combination."""
     hosts, batches = arguments.hosts, arguments.batches
     data = load.load(arguments.config).data if arguments.config else None
     num_shards = (
@@ -133,44 +108,6 @@ def _outlooks_of(
                     outlook = dataclasses.replace(outlook, begin_steps=alike)
                 found.append(outlook)
     return found
-
-
-def _run_change(arguments: argparse.Namespace) -> int:
-    if not arguments.config or arguments.before is None or arguments.after is None:
-        raise errors.ConfigError("--from and --to need each other and a configuration")
-    config = load.load(arguments.config)
-    planned = change_plan.plan(config, before=arguments.before, after=arguments.after)
-    kind = type(planned.decided).__name__.lower()
-    content = {"decision": kind, **dataclasses.asdict(planned)}
-    print(json.dumps(content, indent=2) if arguments.json else describe_change(planned))
-    return 0
-
-
-def describe_change(planned: change_plan.ChangePlan) -> str:
-    """The plan of a change as text."""
-    lost = f", without {_ranges(planned.lost)}" if planned.lost else ""
-    head = f"slices {_ranges(planned.before)}{lost}:"
-    decided = planned.decided
-    if isinstance(decided, decision.Wait):
-        return f"{head} wait up to {decided.within_secs:g} s, then stop: {decided.why}"
-    if isinstance(decided, decision.Stop):
-        return f"{head} stop: {decided.why}"
-    spares = _ranges(decided.spares) if decided.spares else "none"
-    axes = ", ".join(f"{name}={size}" for name, size in planned.mesh.items())
-    parts = "" if decided.accumulated == 1 else f", in {decided.accumulated} parts"
-    lines = [
-        f"{head} train on slices {_ranges(decided.slices)}, spares: {spares}",
-        f"mesh {axes}; {decided.rows} rows, {planned.rows_per_device} a device at a"
-        f" time{parts}",
-        "bytes of the state that each host reads: from its own RAM, from peers, from"
-        " storage",
-    ]
-    lines += [
-        f"  slice {each.slice}, host {each.host}: {each.own_bytes}, {each.peer_bytes},"
-        f" {each.storage_bytes}"
-        for each in planned.reads
-    ]
-    return "\n".join(lines)
 
 
 def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
 
 from etils import epy
 
-from elastic_ckpt.core import errors, storage_cause
+from elastic_ckpt.core import storage_cause
 
 with epy.lazy_imports():
     from elastic_ckpt.inspect import replica_findings, status
 
-_WATCH_SECS = 5.0
 # Of a value of the last event.
 _MAX_VALUE = 100
 
@@ -28,38 +26,17 @@ _MAX_VALUE = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     parser.add_argument("run", help="the directory of a run")
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help=f"show it again every {_WATCH_SECS:g} seconds, until Ctrl-C",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows the status once, or until Ctrl-C."""
-    if not arguments.watch:
-        print(_shown(arguments, indent=2))
-        return 0
-    # The first screen is there before the next one replaces it.
-    clear = "\033[H\033[J" if sys.stdout.isatty() and not arguments.json else ""
-    try:
-        while True:
-            try:
-                print(f"{clear}{_shown(arguments, indent=None)}", flush=True)
-            except errors.DataError as error:
-                # A file that is just being written; it is read again.
-                print(f"not readable now: {error}", flush=True)
-            time.sleep(_WATCH_SECS)
-    except KeyboardInterrupt:
-        return 0
-
-
-def _shown(arguments: argparse.Namespace, *, indent: int | None) -> str:
+    """Shows the status."""
     content = status.collect(arguments.run)
     if arguments.json:
-        return json.dumps(dataclasses.asdict(content), indent=indent)
-    return describe(content, now=time.time())
+        print(json.dumps(dataclasses.asdict(content), indent=2))
+    else:
+        print(describe(content, now=time.time()))
+    return 0
 
 
 def describe(content: status.Status, *, now: float) -> str:

@@ -81,7 +81,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "step_passed_over": ("step", "why"),
     "went_back": ("step", "to_step"),
     "component_not_loaded": ("step", "component", "why"),
-    "weights_loaded": ("path", "bytes", "step", "secs"),
+    "weights_loaded": ("path", "bytes", "secs"),
     "weights_skipped": ("path", "step"),
     "restored_from": (
         "step",

@@ -257,7 +257,7 @@ ERRORS = (
     Entry(
         name="OtherModelError",
         symptom="The tree of the checkpoint is not that of the model.",
-        commands=("elastic-ckpt components RUN", "elastic-ckpt convert --list SOURCE"),
+        commands=("elastic-ckpt inspect RUN", "elastic-ckpt convert --list SOURCE"),
         remedy="Set the keys of the model as they were, or choose another `run_name`."
         " For weights of another program give their layout, `init_from_layout`.",
     ),

@@ -82,7 +82,7 @@ class Timeline:
             self._asked_secs = self._clock()
         elif name == "run_started":
             self._start_step = int(str(fields["start_step"]))
-        elif name in ("weights_loaded", "restored_from"):
+        elif name == "restored_from":
             self._start_step = int(str(fields["step"]))
         if self._phases is not None and name in _ENDS:
             self._end_phase(_ENDS[name])

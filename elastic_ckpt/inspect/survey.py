@@ -264,7 +264,7 @@ def _surveyed(
         abandoned=abandoned,
         parent=parents[-1] if parents else None,
         tiers=tuple(tiers),
-        components=components(step, copies) if step.complete else (),
+        components=_components(step, copies) if step.complete else (),
     )
 
 
@@ -302,7 +302,7 @@ def _covered(step: search.Step, domain: str) -> CoveredStep:
     )
 
 
-def components(
+def _components(
     step: search.Step, copies: Mapping[Offer, Source]
 ) -> tuple[StepComponent, ...]:
     """The components of a step by name. A step without all of them is incomplete.
@@ -451,10 +451,10 @@ def _step_lines(
             f"  {each.tier:<10}  {each.num_bytes:>15,} bytes  at {len(each.holders)}"
             f" ({first_of(each.holders)})  {alone}"
         )
-    yield from component_lines(step.components)
+    yield from _component_lines(step.components)
 
 
-def component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
+def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
     """A line for each component of a step."""
     width = max((len(each.name) for each in parts), default=0)
     for each in parts:

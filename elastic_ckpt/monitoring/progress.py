@@ -64,6 +64,7 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "",
     ),
     "host_lost": ("host {host} is lost: {why}", "ending the world"),
+    "weights_loaded": ("weights of {path}: {bytes:bytes}", ""),
     "weights_skipped": ("init_from is not read: the run has saved step {step}", ""),
     "step_passed_over": ("passed over: {why}", ""),
     "replicated": ("", ""),
@@ -291,10 +292,6 @@ class Progress:
             bad = f"; {event['repaired']} of {event['bad_copies']} bad copies put right"
         self._line(f"restored step {step}: {', '.join(parts) or 'data'}{bad}")
         self._begin("reading the first batch")
-
-    def _on_weights_loaded(self, **event: Any) -> None:
-        since = "; the run goes on from its step {step}" * bool(event["step"])
-        self._line(_formatted(f"weights of {{path}}: {{bytes:bytes}}{since}", **event))
 
     def _on_degraded(self, *, tier: str, step: int, cause: str, why: str) -> None:
         if self._saved == f"saving step {step}" and tier == "local":

@@ -26,6 +26,8 @@ import math
 import urllib.parse
 from collections.abc import Iterator, Sequence
 
+# NumPy knows bfloat16 by its name only after this import, also in an agent.
+import ml_dtypes  # noqa: F401
 import numpy as np
 
 from elastic_ckpt.core import boxes, digest, errors, storage

@@ -362,43 +362,31 @@ def _imported(name: str) -> Callable[[schema.Config], Mapping[str, Any]]:
         ) from error
 
 
-def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
-    """The configured detectors by name; none if their action is `off`.
+# The weight of the past in the average of the gradient norm.
+_PAST_NORMS = 0.99
 
-    Raises:
-      ConfigError: if a weight of the past is not below 1.
-    """
+
+def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
+    """The configured detectors by name; none if their action is `off`."""
     from elastic_ckpt.training import divergence
     from elastic_ckpt.training.callbacks import Action
 
     if section.divergence_action == "off":
         return {}
-    fast, slow = section.divergence_loss_smoothing, section.divergence_slow_smoothing
-    if not fast < slow < 1:
-        raise errors.ConfigError(
-            f"divergence_loss_smoothing={fast} and divergence_slow_smoothing={slow} are"
-            " weights of the past: set the first below the second, and both below 1"
-        )
     margin, factor = section.divergence_loss_margin, section.divergence_loss_factor
-    slow_margin = section.divergence_slow_margin
-    window = section.divergence_window_margin
     of_gradient = section.divergence_gradient_norm_factor
     rules: dict[str, tuple[float, divergence.Rule]] = {
         "loss_above_best": (
             margin or factor,
-            divergence.AboveBest(smoothing=fast, margin=margin, factor=factor),
-        ),
-        "loss_of_late": (
-            slow_margin,
-            divergence.TwoScales(fast=fast, slow=slow, margin=slow_margin),
-        ),
-        "loss_windows": (
-            window,
-            divergence.Windows(steps=section.divergence_window_steps, margin=window),
+            divergence.AboveBest(
+                smoothing=section.divergence_loss_smoothing,
+                margin=margin,
+                factor=factor,
+            ),
         ),
         "gradient_norm": (
             of_gradient,
-            divergence.GradientSpike(smoothing=slow, factor=of_gradient),
+            divergence.GradientSpike(smoothing=_PAST_NORMS, factor=of_gradient),
         ),
     }
     action = Action(section.divergence_action)
@@ -428,8 +416,7 @@ def rollbacks(config: schema.Config) -> Rollbacks:
     return Rollbacks(
         most=config.divergence.divergence_max_rollbacks,
         margin=config.divergence.divergence_rollback_steps,
-        # A run that goes on from another one cannot begin anew.
-        first_due=0 if config.model.init_from_optimizer else first_save,
+        first_due=first_save,
     )
 
 
@@ -439,11 +426,7 @@ def initial_weights(section: schema.ModelSection) -> InitialWeights | None:
 
     if not section.init_from:
         return None
-    return InitialWeights(
-        path=section.init_from,
-        layout=section.init_from_layout,
-        is_whole_state=section.init_from_optimizer,
-    )
+    return InitialWeights(path=section.init_from, layout=section.init_from_layout)
 
 
 # Slices and hosts.

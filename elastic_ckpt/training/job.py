@@ -235,7 +235,7 @@ class Job:
         Raises:
           CheckpointError: if the newest step is of another model, or none can be read.
           DataError: if its data state is of another pipeline.
-          ConfigError: if the layout or the step of `init_from` does not fit.
+          ConfigError: if the layout of `init_from` does not fit.
         """
         # A run that has gone back to its beginning has a step 0.
         if self.loop.saver is None or self.loop.saver.latest_step is None:
@@ -363,20 +363,9 @@ class Job:
         initial, abstract = self.initial, self.loop.program.abstract_state
         if initial is None:
             return self.loop.program.init()
-        if not initial.is_whole_state:
-            wanted = {initial_weights.PARAMS: abstract[initial_weights.PARAMS]}
-            weights = initial_weights.load(initial, wanted, self.loop.emit)
-            return self.loop.program.begin(weights[initial_weights.PARAMS])
-        state = initial_weights.load(initial, abstract, self.loop.emit)
-        step = int(state[initial_weights.STEP])
-        if not 0 <= step <= self.steps:
-            raise errors.ConfigError(
-                f"steps={self.steps}, but {initial.path} is already at step {step}:"
-                " steps counts from the beginning of that training; set it above"
-                f" {step} to continue, or init_from_optimizer=false to begin at step 0"
-            )
-        self._resize(0, step)
-        return state
+        wanted = {initial_weights.PARAMS: abstract[initial_weights.PARAMS]}
+        weights = initial_weights.load(initial, wanted, self.loop.emit)
+        return self.loop.program.begin(weights[initial_weights.PARAMS])
 
     def _distrust_restore(self, restored: int, begin: Callable[[str], None]) -> None:
         saver, within = self.loop.saver, self.distrust_steps

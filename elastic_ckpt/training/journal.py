@@ -72,7 +72,7 @@ class Journal:
             self._has_begun = True
             if name == "run_started":
                 self._step = int(str(fields["start_step"]))
-            elif name in ("step", "step_done", "weights_loaded"):
+            elif name in ("step", "step_done"):
                 self._step = int(str(fields["step"]))
             elif name == "run_stopped":
                 self.is_stopped = True

@@ -109,11 +109,6 @@ class ModelSection:
         " local or in a bucket; its data state is not used. Once the run has saved a"
         " step, it continues from that step and does not read this one again.",
     )
-    init_from_optimizer: bool = key(
-        False,
-        "Also read the optimizer state and the step number from init_from, to"
-        " continue that training. If false, both start afresh.",
-    )
     init_from_layout: str = key(
         "",
         "Layout of init_from: a YAML file, or the name of a layout that ships. It"
@@ -250,7 +245,7 @@ class DivergenceSection:
     divergence_loss_smoothing: float = key(
         0.9,
         "Weight of the past in the smoothed loss, which is compared with its best"
-        " value so far and with a slower average.",
+        " value so far.",
         at_least=0,
         below=1,
     )
@@ -264,30 +259,6 @@ class DivergenceSection:
         0.0,
         "A step is bad if the smoothed loss is this many times its best value, such"
         " as 1.5; 0 disables this detector.",
-        at_least=0,
-    )
-    divergence_slow_smoothing: float = key(
-        0.99,
-        "Weight of the past in the slower average of the loss; choose it above"
-        " divergence_loss_smoothing.",
-        at_least=0,
-        below=1,
-    )
-    divergence_slow_margin: float = key(
-        0.0,
-        "A step is bad if the smoothed loss is this many nats above the slower"
-        " average; 0 disables this detector.",
-        at_least=0,
-    )
-    divergence_window_steps: int = key(
-        50,
-        "Steps in each of the two windows whose mean losses are compared.",
-        at_least=1,
-    )
-    divergence_window_margin: float = key(
-        0.0,
-        "A step is bad if the mean loss of the last window is this many nats above"
-        " that of the window before; 0 disables this detector.",
         at_least=0,
     )
     divergence_gradient_norm_factor: float = key(

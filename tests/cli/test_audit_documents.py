@@ -1,6 +1,5 @@
 """`audit --find` and `--step` of a run that a loop of one's own has recorded."""
 
-import functools
 import json
 import os
 
@@ -12,14 +11,13 @@ import elastic_ckpt as ec
 from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import language, token_blocks
 from elastic_ckpt.data.sources import parquet
-from elastic_ckpt.training import run_audit
 from tests import corpora, runs
 
 FILE = "DOCUMENTS_OF_THE_RUN"
 NAME = "tests.cli.test_audit_documents:data"
 
 
-def make_shard(shard, length=8):
+def make_shard(shard):
     read = records.Records(
         parquet.Parquet(files=(os.environ[FILE],), columns=("tokens",)),
         shard=shard,
@@ -29,20 +27,12 @@ def make_shard(shard, length=8):
     tokens = token_blocks.Tokens(
         read, documents=language.Documents(column="tokens", tokenizer=None)
     )
-    examples = language.Examples(tokens, length=length, truncate=False)
-    return language.packed(examples, packing="concat_then_split", length=length, seed=0)
+    examples = language.Examples(tokens, length=8, truncate=False)
+    return language.packed(examples, packing="concat_then_split", length=8, seed=0)
 
 
 def data():
     return ec.data.sharded(make_shard, pipeline="packed")
-
-
-def staged():
-    """Rows of twice the length from step 4 on, the fourth."""
-    later = ec.data.sharded(functools.partial(make_shard, length=16), pipeline="packed")
-    return ec.data.staged(
-        [ec.data.Stage(begin=0, data=data()), ec.data.Stage(begin=3, data=later)]
-    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +71,7 @@ def train(directory, first, last, data):
     return inputs
 
 
-def test_the_documents_of_a_step(run):
+def test_documents_of_a_step(run):
     directory, inputs = run
     asked = ("audit", directory, "--data", NAME, "--step")
     for step in (1, 3, 5):
@@ -109,58 +99,7 @@ def assert_named(batch, inputs):
         assert named.tolist() == tokens[tokens > 0].tolist()
 
 
-def test_the_documents_of_stages(run, tmp_path, monkeypatch):
-    monkeypatch.setenv(FILE, str(run[0].parent / "a.parquet"))
-    inputs = {}
-    for first, last in ((1, 3), (3, 5)):
-        inputs |= train(tmp_path, first, last, staged())
-    asked = ("audit", tmp_path / "run", "--data", f"{NAME.partition(':')[0]}:staged")
-    for step, length in ((3, 8), (4, 16), (5, 16)):
-        answer = json.loads(answered(*asked, "--step", step, "--json"))
-        (batch,) = answer["batches"]
-        assert inputs[step].shape == (4, length)
-        assert_named(batch, inputs[step])
-    used = int(inputs[4][0][0])
-    answer = json.loads(answered(*asked, "--find", f"a.parquet:{used - 1}", "--json"))
-    steps = {use["step"] for use in answer["found"][0]["uses"]}
-    assert steps == {step for step, rows in inputs.items() if used in rows}
-
-
-def finite():
-    """A finite mixture of two datasets, one of which is nine documents long."""
-    directory = os.path.dirname(os.environ[FILE])
-    return ec.data.from_config(
-        grain_train_files=f"{os.environ[FILE]},1;{directory}/b.parquet,1",
-        grain_file_type="parquet",
-        train_data_columns="tokens",
-        tokenize_train_data=False,
-        max_target_length=8,
-        num_logical_shards=4,
-        num_epoch=2,
-    )
-
-
-@pytest.mark.parametrize("dealing", ["units", "shares", "joint shares"])
-def test_a_run_that_an_older_program_began(run, tmp_path, monkeypatch, dealing):
-    corpora.write_parquet(
-        run[0].parent / "b.parquet",
-        [{"tokens": np.full(4, 100 + n)} for n in range(9)],
-        group_rows=4,
-    )
-    monkeypatch.setenv(FILE, str(run[0].parent / "a.parquet"))
-    inputs = train(tmp_path, 1, 3, finite().dealt(dealing))
-    inputs |= train(tmp_path, 3, 5, finite())
-    name = f"{NAME.partition(':')[0]}:finite"
-    assert run_audit.RunAudit(str(tmp_path / "run"), data=name).outcome().passed
-    asked = ("audit", tmp_path / "run", "--data", name, "--step", 4, "--json")
-    (batch,) = json.loads(answered(*asked))["batches"]
-    for row, tokens in zip(batch["rows"], inputs[4], strict=True):
-        (document,) = row["documents"]
-        first = 100 if document["file"].endswith("b.parquet") else 1
-        assert set(tokens.tolist()) <= {first + document["record"], 0}
-
-
-def test_the_steps_of_a_document(run):
+def test_steps_of_a_document(run):
     directory, inputs = run
     asked = ("audit", directory, "--data", NAME, "--find")
     used = int(inputs[3][0][0])
@@ -185,11 +124,9 @@ def answered(*arguments):
     ("question", "message"),
     [
         (("--find", "a.parquet"), "--find a.parquet: write FILE:RECORD"),
-        (("--find", "b.parquet:1"), "b.parquet is not a file of the run's data"),
-        (("--find", "a.parquet:59"), "has no record 59: its 59 records"),
         (("--step", 6), "no attempt of the run trained step 6; its steps are 1 to 5"),
     ],
 )
-def test_a_question_without_an_answer(run, question, message):
+def test_question_without_an_answer(run, question, message):
     text = runs.verb("audit", run[0], "--data", NAME, *question, code=1)
     assert message in text

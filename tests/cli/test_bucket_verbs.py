@@ -42,7 +42,6 @@ def test_every_verb_takes_urls(config, bucket):
     assert "wrote" in runs.verb("report", run)
     page = (storage.absolute(run) / "report.html").read_text()
     assert "Loss" in page
-    assert "data" in runs.verb("components", run)
     assert "pinned" in runs.verb("pin", f"{run}/checkpoints/4")
     made = f"{bucket}/converted"
     runs.verb("convert", f"{run}/checkpoints/8", made, "--to", "safetensors")

@@ -1,6 +1,3 @@
-import pytest
-
-from elastic_ckpt.cli import main
 from elastic_ckpt.tiers import preserved
 from tests import runs
 from tests.tiers import tiered_steps
@@ -12,25 +9,12 @@ def test_steps_are_pinned_in_every_tier_and_given_back(tmp_path):
         tiered_steps.save(checkpointer, 1)
     (in_ram,) = (ram / "hosts" / "0").glob("1-*")
     paths = [in_ram, steps / "1"]
+    output = runs.verb("pin", steps / "1", steps / "1" / "state", code=1)
+    assert "state is not the directory of a step" in output
+    assert not preserved.is_preserved(steps / "1")
     output = runs.verb("pin", *paths)
     assert output == f"{in_ram}: pinned\n{steps}/1: pinned\n"
     assert all(map(preserved.is_preserved, paths))
     assert runs.verb("verify", ram, steps).endswith("saved\n")
     runs.verb("pin", "--undo", *paths)
     assert not any(map(preserved.is_preserved, paths))
-
-
-def test_what_is_no_step_is_refused_and_nothing_is_marked(tmp_path):
-    steps = tmp_path / "steps"
-    with tiered_steps.checkpointer(tmp_path / "ram", steps) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-    for path in (steps, tmp_path / "ram", steps / "7", steps / "1" / "state"):
-        output = runs.verb("pin", steps / "1", path, code=1)
-        assert f"{path} is not the directory of a step" in output
-    assert not preserved.is_preserved(steps / "1")
-
-
-def test_the_former_name_of_the_verb_names_the_present_one(capsys):
-    with pytest.raises(SystemExit):
-        main.main(["preserve", "steps/1"])
-    assert "preserve is called pin now" in capsys.readouterr().err

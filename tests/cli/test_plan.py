@@ -1,7 +1,5 @@
 import json
 
-import pytest
-
 from tests import runs
 
 
@@ -28,34 +26,11 @@ def test_it_says_who_reads_what_and_what_a_misfit_costs():
     )
 
 
-def test_it_says_what_hosts_exchange():
-    output = runs.verb("plan", "--hosts", "2,8", "--batches", "16", "--shards", "12")
-    assert output == (
-        "12 logical shards\n"
-        "2 hosts, batches of 16: striped, rows identical to those of one host; 8 of 16"
-        " rows move between hosts' devices\n"
-        "  host 0 reads shards 0, 2, 4, ... 6 in all\n"
-        "  host 1 reads shards 1, 3, 5, ... 6 in all\n"
-        "8 hosts, batches of 16: striped, rows identical to those of one host; 4 of the"
-        " hosts load, 4 rows each; 14 of 16 rows move between hosts' devices\n"
-        "  host 0 reads shards 0, 4, 8\n"
-        "  host 3 reads shards 3, 7, 11\n"
-    )
-
-
 def test_without_shards_it_suggests_the_least():
     output = runs.verb("plan", "--hosts", "2,3,4", "--batches", "24,48", "--json")
     content = json.loads(output)
     assert content["num_shards"] == 12
     assert all(outlook["moved_rows"] == 0 for outlook in content["outlooks"])
-
-
-@pytest.mark.parametrize("hosts", ["", "two", "0", "2,,3"])
-def test_what_is_no_list_of_numbers_is_refused(hosts):
-    ended = runs.cli("plan", "--hosts", hosts, "--batches", "8")
-    assert ended.returncode == 2
-    assert "argument --hosts:" in ended.stderr
-    assert "is not a whole number of at least 1" in ended.stderr
 
 
 def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, corpus):
@@ -68,121 +43,3 @@ def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, c
     assert "2 hosts, batches of 12: blocked, rows identical to those of one host" in (
         lines
     )
-
-
-def test_with_a_configuration_it_knows_the_bytes_that_move(tmp_path, corpus):
-    config = runs.write_config(
-        tmp_path, corpus, num_logical_shards=6, max_target_length=16
-    )
-    output = runs.verb("plan", config, "--hosts", "3", "--batches", "9", "--json")
-    (outlook,) = json.loads(output)["outlooks"]
-    # Inputs and targets of 16 tokens, positions and segments of both, and the id.
-    assert outlook["moved_rows"] == 6
-    assert outlook["moved_bytes"] == 6 * (6 * 16 * 4 + 8)
-
-
-def test_the_bytes_that_move_are_those_of_the_stage_with_such_batches(tmp_path, corpus):
-    config = runs.write_config(
-        tmp_path,
-        corpus,
-        num_logical_shards=6,
-        data_stages=json.dumps(
-            [
-                {"begin_step": 0, "global_batch_size": 12},
-                {"begin_step": 3, "max_target_length": 64, "global_batch_size": 9},
-                {"begin_step": 5, "global_batch_size": 9},
-                {"begin_step": 7, "global_batch_size": 9},
-            ]
-        ),
-    )
-    short, long = 6 * 16 * 4 + 8, 6 * 64 * 4 + 8
-    options = ("plan", config, "--hosts", "3", "--batches", "12,9,15")
-    outlooks = json.loads(runs.verb(*options, "--json"))["outlooks"]
-    assert [
-        (each["global_batch_size"], each["begin_steps"], each["moved_bytes"])
-        for each in outlooks
-    ] == [
-        (12, [0], 0),
-        (9, [3], 6 * long),
-        (9, [5, 7], 6 * short),
-        # No stage has this size.
-        (15, [0, 5, 7], outlooks[3]["moved_rows"] * short),
-        (15, [3], outlooks[4]["moved_rows"] * long),
-    ]
-    assert outlooks[3]["moved_rows"] > 0
-    shown = runs.verb(*options)
-    assert "3 hosts, batches of 9, stage from step 3: striped, " in shown
-    assert "3 hosts, batches of 9, stages from step 5, 7: striped, " in shown
-
-
-def change(tmp_path, corpus, *options, code=0, **settings):
-    values = {
-        "hosts": 4,
-        "slices": 4,
-        "devices_per_host": 2,
-        "global_batch_size": 24,
-        "elastic_enabled": True,
-        "elastic_min_slice_count": 2,
-        "enable_multi_tier_checkpointing": True,
-        "local_checkpoint_period": 5,
-        **settings,
-    }
-    config = runs.write_config(tmp_path, corpus, **values)
-    return runs.verb("plan", config, *options, code=code)
-
-
-def test_a_smaller_run_reads_its_own_memory_alone(tmp_path, corpus):
-    output = change(tmp_path, corpus, "--from", 4, "--to", 3)
-    lines = output.splitlines()
-    assert lines[:2] == [
-        "slices 0-3, without 3: train on slices 0-2, spares: none",
-        "mesh slice=3, fsdp=2; 24 rows, 2 a device at a time, in 2 parts",
-    ]
-    content = json.loads(change(tmp_path, corpus, "--from", 4, "--to", 3, "--json"))
-    assert content["decision"] == "train"
-    assert [each["slice"] for each in content["reads"]] == [0, 1, 2]
-    for each in content["reads"]:
-        assert each["own_bytes"] > 0
-        assert each["peer_bytes"] == each["storage_bytes"] == 0
-
-
-def test_a_slice_that_joins_reads_the_memory_of_peers(tmp_path, corpus):
-    content = json.loads(change(tmp_path, corpus, "--from", 3, "--to", 4, "--json"))
-    joined = content["reads"][-1]
-    assert joined["own_bytes"] == joined["storage_bytes"] == 0
-    assert joined["peer_bytes"] == content["reads"][0]["own_bytes"]
-
-
-def test_without_memory_of_hosts_all_is_read_from_storage(tmp_path, corpus):
-    settings = {"enable_multi_tier_checkpointing": False}
-    output = change(tmp_path, corpus, "--from", 4, "--to", 3, "--json", **settings)
-    for each in json.loads(output)["reads"]:
-        assert each["own_bytes"] == each["peer_bytes"] == 0
-        assert each["storage_bytes"] > 0
-
-
-def test_a_spare_takes_the_place_of_a_slice(tmp_path, corpus):
-    settings = {"elastic_max_slice_count": 3}
-    output = change(tmp_path, corpus, "--from", 4, "--to", 3, **settings)
-    assert "slices 0-2, without 2: train on slices 0-1, 3, spares: none" in output
-
-
-def test_a_run_with_too_few_slices_waits(tmp_path, corpus):
-    output = change(tmp_path, corpus, "--from", 4, "--to", 1)
-    assert output == (
-        "slices 0-3, without 1-3: wait up to 300 s, then stop: slices [0] usable, and"
-        " min_slices=2\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--from", 5, "--to", 3), "the configuration has 4 slices"),
-        (("--from", 1, "--to", 3), "--from 1: slices [0] usable, and min_slices=2"),
-        (("--from", 4), "--from and --to need each other"),
-        ((), "give --hosts and --batches, or a configuration with --from and --to"),
-    ],
-)
-def test_a_change_that_cannot_be_planned_is_refused(tmp_path, corpus, options, message):
-    assert message in change(tmp_path, corpus, *options, code=1)

@@ -1,4 +1,3 @@
-import contextlib
 import io
 import string
 import threading
@@ -69,20 +68,12 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
             " continues it from the newest complete step",
         ),
         (
-            [("restored_from", RAM | {"step": 2, "local_bytes": 3072})],
-            "restored step 2: 3 KiB from this host's RAM",
-        ),
-        (
             [("restored_from", RAM | {"step": 2, "bad_copies": 2, "repaired": 1})],
             "restored step 2: data; 1 of 2 bad copies put right",
         ),
         (
             [("world_started", {"world": 2, "slices": [0, 2], "spares": [1]})],
             "world 2 starts on slices 0, 2, spare: 1",
-        ),
-        (
-            [("evaluated", {"step": 4, "loss": 1.5, "batches": 2, "secs": 1.0})],
-            "step 4: evaluated 2 batches, loss 1.5000",
         ),
         (
             [("scale_requested", {"slices": 1, "chosen": [3]})],
@@ -94,11 +85,11 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
         ),
     ],
 )
-def test_an_event_is_a_line(events, last):
+def test_event_is_a_line(events, last):
     assert lines_of(*events)[-1] == last
 
 
-def test_a_file_gets_a_line_each_log_period():
+def test_file_gets_a_line_each_log_period():
     assert show(io.StringIO()) == (
         "first: to step 4 on 1 host, 1 slice, 2 devices\n"
         "step 2/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices\n"
@@ -107,65 +98,56 @@ def test_a_file_gets_a_line_each_log_period():
     )
 
 
-def test_a_terminal_gets_one_line_that_moves(monkeypatch):
+def test_terminal_gets_one_line_that_moves_as_wide_as_it_is(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     output = show(Terminal())
     assert output.count("\r\033[K") == 4
     assert output.count("\n") == 3
     assert output.endswith("2 devices\nstep 4 is done, after 2.0 s\n")
-
-
-def test_a_narrow_terminal_gets_as_much_of_the_line_as_fits(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     lines = show(Terminal()).split("\r\033[K")[1:]
     assert lines[0] == "step 1/4 | loss 2.0000 | 2.0 "
-    assert len(lines[0]) == 29
 
 
-def test_saves_are_shown_in_the_line():
-    stream = io.StringIO()
-    shown = progress.Progress(1, stream)
-    for event in ("save_started", "saved"):
-        fields = {"secs": 1.0} if event == "saved" else {}
-        shown(event, step=4, **fields)
-        shown("step", step=5, steps=9, loss=1.0, secs=1.0, **RATES)
-    first, second = stream.getvalue().splitlines()
-    assert first.endswith("saving step 4")
-    assert second.endswith("saved step 4")
+STEP = ("step", {"step": 5, "steps": 9, "loss": 1.0, "secs": 1.0, **RATES})
+DEGRADED = {"tier": "local", "step": 4, "cause": "full", "why": "it does not fit"}
 
 
-def test_a_save_that_failed_is_not_shown_as_under_way():
-    stream = io.StringIO()
-    shown = progress.Progress(1, stream)
-    shown("save_started", step=4)
-    shown("degraded", tier="local", step=4, cause="full", why="it does not fit")
-    shown("step", step=5, steps=9, loss=1.0, secs=1.0, **RATES)
-    shown("backed_up", step=4, bytes=3, secs=1.0, world=1)
-    shown("step", step=6, steps=9, loss=1.0, secs=1.0, **RATES)
-    _, first, second = stream.getvalue().splitlines()
-    assert first.endswith("| step 4 is not in RAM")
-    assert second.endswith("| backed up step 4")
+@pytest.mark.parametrize(
+    ("events", "end"),
+    [
+        ([("save_started", {"step": 4})], "| saving step 4"),
+        ([("saved", {"step": 4, "secs": 1.0})], "| saved step 4"),
+        (
+            [("save_started", {"step": 4}), ("degraded", DEGRADED)],
+            "| step 4 is not in RAM",
+        ),
+        (
+            [("backed_up", {"step": 4, "bytes": 3, "secs": 1.0, "world": 1})],
+            "| backed up step 4",
+        ),
+    ],
+)
+def test_saves_are_shown_in_the_line(events, end):
+    assert lines_of(*events, STEP)[-1].endswith(end)
 
 
 def test_full_storage_is_one_line_until_it_takes_steps_again():
-    stream = io.StringIO()
-    shown = progress.Progress(1, stream)
-
     def degraded(step):
         path = f"gs://bucket/r/checkpoints/{step}.orbax-checkpoint-tmp-01/data/a.json"
         why = f"it was not backed up: writing {path} failed: No space left"
-        shown("degraded", tier="persistent", step=step, cause="full", why=why)
+        fields = {"tier": "persistent", "step": step, "cause": "full", "why": why}
+        return "degraded", fields
 
-    for step in (140, 160):
-        degraded(step)
-    shown("storage_recovered", step=180, cause="full", steps=1, secs=1.0)
-    degraded(200)
-    first, recovered, second = stream.getvalue().splitlines()
+    recovered = {"step": 180, "cause": "full", "steps": 1, "secs": 1.0}
+    first, told, second = lines_of(
+        degraded(140), degraded(160), ("storage_recovered", recovered), degraded(200)
+    )
     assert first == (
         "storage full since step 140: gs://bucket/r/checkpoints; retried automatically;"
         " make room, or keep fewer steps (max_num_checkpoints_to_keep)"
     )
-    assert recovered.startswith("storage takes steps again")
+    assert told.startswith("storage takes steps again")
     assert second.startswith("storage full since step 200: ")
 
 
@@ -189,34 +171,10 @@ def pass_secs(shown, clock, secs):
         shown.remind()
 
 
-def test_no_silence_of_a_start_is_longer_than_5_seconds(clock):
+def test_each_phase_is_named_when_it_takes_long(clock):
     stream = io.StringIO()
     shown = progress.Progress(1, stream, clock=clock)
     pass_secs(shown, clock, 10)
-    shown("run_started", **STARTED | {"start_step": 2})
-    pass_secs(shown, clock, 5)
-    shown("compile_started", step=3)
-    pass_secs(shown, clock, 5)
-    shown("compiled", step=3, secs=5.0)
-    pass_secs(shown, clock, 5)
-    shown("step", step=4, steps=4, loss=2.0, secs=0.5, **RATES)
-    pass_secs(shown, clock, 5)
-    assert stream.getvalue().splitlines() == [
-        "starting, for 4 s now",
-        "starting, for 9 s now",
-        "first: from step 2 to step 4 on 1 host, 1 slice, 2 devices",
-        "restoring step 2, for 4 s now",
-        "compiling for step 3",
-        "compiling, for 4 s now",
-        "step 3, for 4 s now",
-        "step 4/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices",
-        "step 4 is done and is being saved, for 4 s now",
-    ]
-
-
-def test_each_phase_of_a_change_of_slices_is_named_when_it_takes_long(clock):
-    stream = io.StringIO()
-    shown = progress.Progress(1, stream, clock=clock)
     for name, fields in (
         ("host_lost", {"host": 1, "why": "killed"}),
         ("slice_lost", {"slice": 1, "why": "killed"}),
@@ -226,11 +184,15 @@ def test_each_phase_of_a_change_of_slices_is_named_when_it_takes_long(clock):
         ("run_started", STARTED | {"start_step": 2}),
         ("restored_from", {"step": 2, **RAM}),
         ("compile_started", {"step": 3}),
+        ("compiled", {"step": 3, "secs": 5.0}),
+        ("step", {"step": 4, "steps": 4, "loss": 2.0, "secs": 0.5, **RATES}),
     ):
         shown(name, **fields)
+        # No silence is longer than 5 seconds.
         pass_secs(shown, clock, 5)
     reminders = [line for line in stream.getvalue().splitlines() if " now" in line]
-    assert [line.partition(", for")[0] for line in reminders] == [
+    assert reminders[:2] == ["starting, for 4 s now", "starting, for 9 s now"]
+    assert [line.partition(", for")[0] for line in reminders[2:]] == [
         "ending the world",
         "choosing slices",
         "waiting for slices",
@@ -239,10 +201,12 @@ def test_each_phase_of_a_change_of_slices_is_named_when_it_takes_long(clock):
         "restoring step 2",
         "reading the first batch",
         "compiling",
+        "step 3",
+        "step 4 is done and is being saved",
     ]
 
 
-def test_a_log_is_reminded_of_a_step_that_takes_ten_times_as_long_as_others(clock):
+def test_log_is_reminded_of_a_step_that_takes_ten_times_as_long_as_others(clock):
     stream = io.StringIO()
     shown = progress.Progress(1000, stream, clock=clock)
     for step in range(1, 4):
@@ -252,9 +216,6 @@ def test_a_log_is_reminded_of_a_step_that_takes_ten_times_as_long_as_others(cloc
     assert stream.getvalue() == ""
     pass_secs(shown, clock, 1)
     assert stream.getvalue() == "step 4/9, for 30 s now\n"
-
-
-def test_a_terminal_shows_a_slow_step_in_the_line_that_moves(clock):
     stream = Terminal()
     shown = progress.Progress(1000, stream, clock=clock)
     shown("step", step=1, steps=9, loss=2.0, secs=3.0, **RATES)
@@ -264,7 +225,7 @@ def test_a_terminal_shows_a_slow_step_in_the_line_that_moves(clock):
     assert stream.getvalue().endswith("now\n")
 
 
-def test_a_thread_breaks_silences_while_it_is_open(monkeypatch):
+def test_thread_breaks_silences_while_it_is_open(monkeypatch):
     monkeypatch.setattr(progress, "_SILENCE_SECS", 0.0)
     reminded = threading.Event()
 
@@ -282,46 +243,39 @@ def test_a_thread_breaks_silences_while_it_is_open(monkeypatch):
     assert stream.getvalue() == text
 
 
+FAILED_AT_7 = ("run_failed", {"step": 7, "why": "x"})
+SAVED = ("saved", {"step": 4, "secs": 1.0})
+REPEAT = "; once its cause is removed, the same command"
+
+
 @pytest.mark.parametrize(
-    ("event", "fields", "line"),
+    ("events", "line"),
     [
         (
-            "run_failed",
-            {"why": "x"},
-            "the run failed after step 7; once its cause is removed, ",
+            [FAILED_AT_7],
+            f"the run failed after step 7{REPEAT} starts it at step 0, for nothing was"
+            " saved",
         ),
         (
-            "run_stopped",
-            {"saved": False},
-            "stopped after step 7, which was NOT saved; ",
+            [SAVED, FAILED_AT_7],
+            f"the run failed after step 7{REPEAT} continues it from the newest complete"
+            " step",
         ),
-        ("run_stopped", {"saved": True}, "stopped after step 7, which is saved; "),
+        (
+            [("run_stopped", {"step": 7, "saved": False})],
+            "stopped after step 7, which was NOT saved; the same command starts it at"
+            " step 0, for nothing was saved",
+        ),
+        (
+            [("run_stopped", {"step": 7, "saved": True})],
+            "stopped after step 7, which is saved; the same command continues it from"
+            " the newest complete step",
+        ),
     ],
 )
-@pytest.mark.parametrize("has_saved", [False, True])
-def test_the_end_says_what_the_same_command_does(event, fields, line, has_saved):
-    stream = io.StringIO()
-    shown = progress.Progress(1, stream)
-    shown("run_started", **STARTED)
-    stream.truncate(0)
-    stream.seek(0)
-    shown("save_started", step=4)
-    if has_saved:
-        shown("saved", step=4, secs=1.0)
-    shown(event, step=7, **fields)
-    if has_saved or fields.get("saved"):
-        line += "the same command continues it from the newest complete step"
-    else:
-        line += "the same command starts it at step 0, for nothing was saved"
-    assert stream.getvalue() == f"{line}\n"
-
-
-def test_standard_output_is_that_of_the_time_when_it_is_made():
-    stream = io.StringIO()
-    with contextlib.redirect_stdout(stream):
-        shown = progress.Progress(1)
-    shown("run_started", **STARTED)
-    assert "first" in stream.getvalue()
+def test_last_line_says_what_rerunning_the_command_does(events, line):
+    started = ("run_started", STARTED)
+    assert lines_of(started, ("save_started", {"step": 4}), *events)[-1] == line
 
 
 @pytest.mark.parametrize("name", events.NAMES)

@@ -8,19 +8,13 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.simulation import cluster
 from elastic_ckpt.simulation.cluster import Event, EventKind
 from tests import json_outputs
+from tests.refusals import cli as refusals
 
-CONFIG = [
-    "configs/demo_cpu.yml",
-    *("global_batch_size=0", "per_device_batch_size=3"),
-]
-CLUSTER = [
-    *("--hosts", "16", "--slices", "8", "--state-gib", "1"),
-    *("--days", "0.5", "--cost", "step_secs=10", "--fails", "machine=12"),
-]
+_, *CONFIG = refusals.CLUSTER[:4]
 
 
 def run(*arguments):
-    return main.main(["simulate", *CONFIG, *CLUSTER, *arguments])
+    return main.main([*refusals.CLUSTER, *arguments])
 
 
 def as_json(capsys, *arguments):
@@ -48,7 +42,7 @@ def test_settings_are_compared_under_the_same_failures(capsys):
     assert as_json(capsys, *varied, "--seed", "1") != results
 
 
-def test_the_table_and_the_page_name_each_setting(capsys, tmp_path):
+def test_table_and_the_page_name_each_setting(capsys, tmp_path):
     page = tmp_path / "page.html"
     assert run("--vary", "peer_copies=0,1", "--output", str(page)) == 0
     table, html = capsys.readouterr().out, page.read_text()
@@ -58,7 +52,7 @@ def test_the_table_and_the_page_name_each_setting(capsys, tmp_path):
     assert html.count("<figure>") == 3
 
 
-def test_a_trace_replaces_random_failures_and_runs_until_the_steps_are_done(
+def test_trace_replaces_random_failures_and_runs_until_the_steps_are_done(
     capsys, tmp_path
 ):
     path = tmp_path / "trace.jsonl"
@@ -73,28 +67,9 @@ def test_a_trace_replaces_random_failures_and_runs_until_the_steps_are_done(
     assert (result["steps"], result["losses"], result["hosts"]) == (100, 1, 4)
 
 
-def test_the_state_of_the_configured_model_is_the_default(capsys):
+def test_state_of_the_configured_model_is_the_default(capsys):
     arguments = [*CONFIG, "vocab_size=259", "--days", "0.1", "--json"]
     assert main.main(["simulate", *arguments]) == 0
     (result,) = json.loads(capsys.readouterr().out)
     per_save = result["bytes"]["backed_up"] / 1e6
     assert per_save > 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--vary", "spares"], "--vary spares: write a key"),
-        (["--vary", "spares=x"], "--vary spares=x"),
-        (["--vary", "spares=8"], "spares=8 leaves none of 8"),
-        (["--vary", "peer_copy=1"], "peer_copy"),
-        (["--slices", "5"], "16 hosts do not divide into 5 slices"),
-        (["--fails", "machine=0"], "--fails machine=0: name one of"),
-        (["--cost", "steps=1"], "--cost steps=1"),
-        (["--costs", "nowhere"], "nowhere is not the directory of a run"),
-        (["--vary", "peer_domain=rack"], "--rack-hosts"),
-    ],
-)
-def test_a_mistake_is_named(capsys, arguments, named):
-    assert run(*arguments) == 1
-    assert named in capsys.readouterr().err

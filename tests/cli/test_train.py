@@ -1,4 +1,4 @@
-"""`elastic-ckpt train` ends with status 1 and one error if a step is not stored."""
+"""How `elastic-ckpt train` ends if it is refused, or if a step is not stored."""
 
 import errno
 import os
@@ -8,10 +8,16 @@ import time
 import pytest
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from tests import runs, shared_memory
 
 LIMIT_SECS = 1200
+RAM_NOWHERE = [
+    "enable_multi_tier_checkpointing=true",
+    "local_checkpoint_directory=/proc/x",
+    "local_checkpoint_period=2",
+    "multi_tier_checkpointing_backup_interval_steps=4",
+]
 
 
 @pytest.fixture
@@ -51,7 +57,34 @@ def one_error(ended):
 
 
 @pytest.mark.slow
-def test_a_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path):
+def test_start_that_is_refused_is_one_line_and_changes_nothing(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus, steps=4)
+    done = runs.cli("train", config)
+    assert done.returncode == 0, done.stderr
+
+    def content():
+        # Not its logs, which may grow.
+        kept = [tmp_path / "tiny" / name for name in ("checkpoints", "step_log")]
+        files = [path for each in kept for path in each.rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in files}
+
+    before = content()
+    for overrides, code, said in (
+        (["hots=2"], errors.CONFIG_EXIT_CODE, "unknown key 'hots'; the nearest key is"),
+        (["base_output_directory=/sys"], errors.CONFIG_EXIT_CODE, "/sys/tiny: "),
+        (["hosts=2", *RAM_NOWHERE], 1, "the RAM directory /proc/x"),
+    ):
+        ended = runs.cli("train", config, *overrides)
+        assert ended.returncode == code, ended.stderr
+        (line,) = ended.stderr.splitlines()
+        assert line.startswith("elastic-ckpt train: ")
+        assert said in line
+    assert content() == before
+    assert "step 4 is done" in runs.cli("train", config).stdout
+
+
+@pytest.mark.slow
+def test_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path):
     checkpoints = str(tmp_path / "tiny" / "checkpoints")
     ended = runs.forked(train_on_full_storage, str(config), checkpoints)
     error = one_error(ended)
@@ -61,17 +94,6 @@ def test_a_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path
     causes = {each["cause"] for each in runs.events(tmp_path / "tiny", "degraded")}
     # A step that is due while the one before is tried waits for it.
     assert causes - {"slow"} == {"full"}
-
-
-@pytest.mark.slow
-def test_elastic_slices_without_a_directory_in_memory_are_refused(config, tmp_path):
-    settings = ("local_checkpoint_directory=", "hosts=2", "slices=2")
-    ended = runs.cli(
-        "train", config, *settings, "elastic_enabled=true", "run_name=noram"
-    )
-    assert ended.returncode == 78, ended.stdout + ended.stderr
-    assert "local_checkpoint_directory=''" in ended.stderr
-    assert not (tmp_path / "noram").exists()
 
 
 @pytest.mark.slow

@@ -1,19 +1,15 @@
 """`elastic-ckpt verify`: any damage of any copy is found, and named."""
 
-import io
 import json
 import pathlib
 import random
 import shutil
-import sys
 
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.cli import main
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.steps import manifest_file
-from elastic_ckpt.tiers.persistent import orbax_digests
 from elastic_ckpt.tiers.ram import machine
 from tests import runs
 from tests.checkpoint import stock_program
@@ -52,6 +48,11 @@ def flip(path, *, at=0, bit=0):
     path.write_bytes(content)
 
 
+def contents(directory):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files}
+
+
 def verify(*paths, code=1):
     return json.loads(runs.verb("verify", *paths, "--json", code=code))
 
@@ -63,14 +64,21 @@ def problems(*paths):
 def test_all_is_well_in_any_mixture(saved):
     together = runs.verb("verify", saved / "ram", saved / "steps")
     assert together.splitlines()[-1] == "PASSED: every copy is what was saved"
+    run, before = saved / "run", contents(saved)
     for path in (saved / "ram", saved / "steps", saved / "steps" / "1"):
         assert verify(path, code=0)["passed"]
+    assert contents(saved) == before
     one = verify(saved / "steps" / "1", code=0)
     assert [step["step"] for step in one["steps"]] == [1]
     assert runs.verb("verify", saved / "steps", "--step", 1).startswith("step 1:")
+    # The directory of a run stands for its checkpoints.
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    (saved / "steps").rename(run / "checkpoints")
+    assert verify(run, saved / "ram", code=0)["passed"]
 
 
-def test_a_bit_in_ram_is_named_with_its_leaf_box_host_and_path(saved):
+def test_bit_in_ram_is_named_with_its_leaf_box_host_and_path(saved):
     path = in_ram(saved) / "state" / "params" / "w" / "c" / "3" / "0"
     flip(path, at=5, bit=6)
     (problem,) = problems(saved / "ram", saved / "steps")
@@ -87,32 +95,68 @@ def test_a_bit_in_ram_is_named_with_its_leaf_box_host_and_path(saved):
     assert "FAILED" in runs.verb("verify", saved / "ram", code=1)
 
 
-def test_a_wrong_checksum_behind_right_values_is_told(saved):
-    path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
-    flip(path, at=-1)
-    (problem,) = problems(saved / "ram")
-    assert problem["part"] == "state/params/b[0:6]"
-    assert problem["why"].startswith("has right values, and a wrong CRC-32C")
-
-
-def test_the_file_of_a_component_is_named(saved):
-    for path in (in_ram(saved) / "data" / "a.json", saved / "steps/2/data/b.json"):
-        flip(path)
-    reported = problems(saved / "ram", saved / "steps")
-    assert [(each["part"], each["tier"]) for each in reported] == [
-        ("data/a.json", "local"),
-        ("data/b.json", "persistent"),
-    ]
-
-
-def bits(directory, count):
-    """Random bits of all files, of each file one at least."""
+def damages(directory):
+    """Files with an appended byte, and with a flipped bit at a random place."""
     generator = random.Random(7)
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    files = [path for path in files if path.stat().st_size]
-    files += generator.choices(files, k=max(0, count - len(files)))
-    for path in files:
-        yield path, generator.randrange(path.stat().st_size), generator.randrange(8)
+    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
+        content = path.read_bytes()
+        yield path, content + b"}"
+        if content:
+            flipped = bytearray(content)
+            at, bit = generator.randrange(len(content)), generator.randrange(8)
+            flipped[at] ^= 1 << bit
+            yield path, bytes(flipped)
+
+
+def unnoticed(directory, *paths):
+    """The damages that a verification passes over."""
+    silent = []
+    for path, damaged in damages(directory):
+        before = path.read_bytes()
+        path.write_bytes(damaged)
+        if verified(*paths).passed(strict=True):
+            silent.append((path, damaged))
+        path.write_bytes(before)
+    assert verified(*paths).passed(strict=True)
+    return silent
+
+
+def test_damage_of_any_file_of_a_host_is_noticed(saved):
+    silent = unnoticed(saved / "ram" / "hosts" / "0", saved / "ram")
+    # Nobody takes values by these.
+    assert {path.name for path, _ in silent} <= {"zarr.json", "lock"}
+
+
+@pytest.mark.slow
+def test_damage_of_any_file_in_storage_is_noticed_or_nothing_to_orbax(saved):
+    steps = saved / "steps"
+    expected = loaded(steps)
+    silent = unnoticed(steps / "2", steps)
+    # Stores keep what they have replaced, and that is in a file proves nothing.
+    names = {path.name for path, _ in silent if path.parent.name != "d"}
+    assert names == {"commit_success.txt"}
+    for path, damaged in silent:
+        before = path.read_bytes()
+        path.write_bytes(damaged)
+        assert loaded(steps) == expected
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda ram: flip(next(ram.glob("hosts/0/2-*/manifest-*")), at=40), "2-"),
+        (
+            lambda ram: (ram / machine.FILE).write_text("f" * 16),
+            "is not of the machine that",
+        ),
+    ],
+)
+def test_manifest_that_cannot_be_read_is_told(saved, damage, why):
+    damage(saved / "ram")
+    (problem,) = problems(saved / "ram", saved / "steps")
+    assert problem["kind"] == "manifest"
+    assert why in problem["why"]
 
 
 def verified(*paths):
@@ -121,113 +165,10 @@ def verified(*paths):
     return verification.verify(together, together.steps, progress=lambda *_: None)
 
 
-def silent_flips(directory, *paths):
-    """Flips bits of all files; of those that are passed over, the files and places."""
-    silent = []
-    for path, at, bit in bits(directory, 60):
-        before = path.read_bytes()
-        flip(path, at=at, bit=bit)
-        if verified(*paths).passed(strict=True):
-            silent.append((path, at, bit))
-        path.write_bytes(before)
-    assert verified(*paths).passed(strict=True)
-    return silent
-
-
-def test_a_flipped_bit_in_any_file_of_a_host_is_noticed(saved):
-    silent = silent_flips(saved / "ram" / "hosts" / "0", saved / "ram")
-    # Nobody takes values by these.
-    assert {path.name for path, *_ in silent} <= {"zarr.json", "lock"}
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_in_storage_is_noticed_or_nothing_to_orbax(saved):
-    steps = saved / "steps"
-    expected = loaded(steps)
-    silent = silent_flips(steps / "2", steps)
-    # Stores keep what they have replaced, and that is in a file proves nothing.
-    names = {path.name for path, *_ in silent if path.parent.name != "d"}
-    assert names <= {"commit_success.txt"}
-    for path, at, bit in silent:
-        before = path.read_bytes()
-        flip(path, at=at, bit=bit)
-        assert loaded(steps) == expected
-        path.write_bytes(before)
-
-
 def loaded(steps):
     """The digests of step 2 as stock Orbax loads it."""
     with ocp.training.Checkpointer(steps) as orbax:
         return stock_program.digests(orbax.load_checkpointables(2, {"state": None}))
-
-
-def silent_appends(directory, *paths):
-    """Appends a byte to each file; those that are passed over."""
-    silent = []
-    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
-        before = path.read_bytes()
-        path.write_bytes(before + b"}")
-        if verified(*paths).passed(strict=True):
-            silent.append(path)
-        path.write_bytes(before)
-    assert verified(*paths).passed(strict=True)
-    return silent
-
-
-def test_a_byte_behind_any_file_of_a_host_is_noticed(saved):
-    silent = silent_appends(saved / "ram" / "hosts" / "0", saved / "ram")
-    # As for bits.
-    assert {path.name for path in silent} == {"zarr.json", "lock"}
-
-
-def test_a_byte_behind_a_file_in_storage_is_noticed_or_nothing_to_orbax(saved):
-    steps = saved / "steps"
-    expected = loaded(steps)
-    silent = silent_appends(steps / "2", steps)
-    # The index of a store has the offset and the length of values in data files.
-    names = {path.name for path in silent if path.parent.name != "d"}
-    assert names == {"commit_success.txt"}
-    for path in silent:
-        path.write_bytes(path.read_bytes() + b"}")
-    assert loaded(steps) == expected
-
-
-def test_a_file_that_is_too_long_is_reported_with_a_remedy(saved):
-    for path in (in_ram(saved) / "data" / "a.json", saved / "steps/2/data/a.json"):
-        before = path.read_bytes()
-        path.write_bytes(before + b"more")
-        (problem,) = problems(saved / "ram", saved / "steps")
-        assert (problem["kind"], problem["part"]) == ("damaged", "data/a.json")
-        assert problem["path"] == str(path)
-        assert problem["why"] == "is longer than what was saved, by 4 bytes"
-        assert (
-            problem["remedy"]
-            == "a restore reads only its first 3 bytes: cut it to them"
-        )
-        path.write_bytes(before)
-
-
-@pytest.mark.parametrize("tier", ["ram", "steps"])
-def test_a_restore_hands_out_no_bytes_behind_a_file_of_a_component(saved, tier):
-    directory = in_ram(saved) if tier == "ram" else saved / "steps" / "2"
-    for path in (directory / "data").glob("*.json"):
-        path.write_bytes(path.read_bytes() + b"more")
-    ram = saved / "ram" if tier == "ram" else saved / "another"
-    data = Texts()
-    with tiered_steps.checkpointer(ram, saved / "steps") as opened:
-        opened.load_checkpointables(2, {"data": data})
-    texts = {name: data.texts[name] for name in ("a.json", "b.json")}
-    assert texts == {"a.json": '"a"', "b.json": '"b"'}
-
-
-class Texts(tiered_steps.Cursors):
-    """The component of `tiered_steps`, of which the files are read too."""
-
-    async def load(self, directory):
-        async def read():
-            self.texts = {path.name: path.read_text() for path in directory.iterdir()}
-
-        return read()
 
 
 def test_metadata_that_orbax_cannot_read_is_told(saved):
@@ -244,20 +185,6 @@ def test_metadata_that_orbax_cannot_read_is_told(saved):
         (step / file).write_bytes(before)
 
 
-def test_an_array_that_orbax_would_not_load_is_told(saved):
-    # As if it had been committed so.
-    step = saved / "steps" / "1"
-    names = ["_CHECKPOINT_METADATA", "state/_METADATA"]
-    tree = step / "state" / "_METADATA"
-    tree.write_text(tree.read_text().replace('"key": "w"', '"key": "v"'))
-    files = {name: (step / name).read_bytes() for name in names}
-    (step / orbax_digests.FILE).write_bytes(orbax_digests.to_bytes(files))
-    assert sorted(each["why"] for each in problems(step)) == [
-        "does not list the array 'params.w', so Orbax does not load it",
-        "lists the array 'params.v', which is not in the store",
-    ]
-
-
 def test_values_that_only_our_manifests_find_are_told(saved):
     step = saved / "steps" / "2" / "state"
     other = saved / "steps" / "1" / "state"
@@ -271,7 +198,7 @@ def test_values_that_only_our_manifests_find_are_told(saved):
     assert "state/params/w[6:8, 0:6]" in {each["part"] for each in reported}
 
 
-def test_a_step_that_is_not_complete_says_what_is_missing(saved):
+def test_step_that_is_not_complete_says_what_is_missing(saved):
     manifest_path = next(in_ram(saved).glob("manifest-*"))
     held = manifest_file.parse(manifest_path.read_bytes())
     part = held.fragments.row(0, contents=held.contents)
@@ -310,20 +237,7 @@ def test_holders_that_disagree_are_named(saved):
     assert "saved different values" in by_kind["diverged"]["why"]
 
 
-def test_a_manifest_that_cannot_be_read_is_told(saved):
-    flip(next(in_ram(saved).glob("manifest-*")), at=40)
-    reported = problems(saved / "ram", saved / "steps")
-    assert [each["kind"] for each in reported] == ["manifest"]
-    assert str(in_ram(saved)) in reported[0]["why"]
-
-
-def test_a_machine_that_has_lost_its_id_is_told(saved):
-    (saved / "ram" / machine.FILE).write_text("f" * 16)
-    (problem,) = problems(saved / "ram", saved / "steps")
-    assert "is not of the machine that" in problem["why"]
-
-
-def test_a_step_of_plain_orbax_is_not_verifiable(saved):
+def test_step_of_plain_orbax_is_not_verifiable(saved):
     steps = saved / "steps"
     with ocp.training.Checkpointer(steps) as orbax:
         assert orbax.save_checkpointables(7, {"state": {"a": 1}})
@@ -335,115 +249,53 @@ def test_a_step_of_plain_orbax_is_not_verifiable(saved):
     assert "FAILED" in runs.verb("verify", steps, "--strict", code=1)
 
 
-def test_the_directory_of_a_run_stands_for_its_checkpoints(saved):
-    run = saved / "run"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    (saved / "steps").rename(run / "checkpoints")
-    assert verify(run, saved / "ram", code=0)["passed"]
-
-
-def test_a_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
+def test_peer_is_read_and_repaired_through_its_agent_with_the_secret_from_a_file(saved):
     flip(in_ram(saved) / "state" / "params" / "w" / "c" / "3" / "0")
+    path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
+    path.write_bytes(path.read_bytes() + b"more")
     with served.agent_process(saved / "ram") as (_, url):
         secret = saved / "ram" / "secret"
         by_peer = ["--peer", url, "--secret-file", secret, "--run", tiered_steps.RUN]
-        (problem,) = problems(*by_peer)
-        assert problem["path"].startswith(f"{url}/v1/hosts/0/2-")
-        assert problem["part"] == "state/params/w[6:8, 0:6]"
-        path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
-        path.write_bytes(path.read_bytes() + b"more")
-        _, longer = problems(*by_peer)
+        longer, flipped = sorted(problems(*by_peer), key=lambda each: each["part"])
+        assert flipped["path"].startswith(f"{url}/v1/hosts/0/2-")
+        assert flipped["part"] == "state/params/w[6:8, 0:6]"
         assert longer["why"] == "is longer than what was saved, by 4 bytes"
-        path.write_bytes(path.read_bytes()[:-4])
         # By path and through the agent it is one holder.
-        (problem,) = problems(saved / "ram", "--peer", url)
-        assert not problem["path"].startswith("http")
-        output = runs.verb("verify", "--peer", url, "--run", "r", code=1)
-        assert "--peer needs the run's secret: add --secret-file" in output
-        output = runs.verb("verify", *by_peer[:4], code=1)
-        assert "add --run" in output
+        assert len(problems(saved / "ram", "--peer", url)) == 2
+        found = repaired(saved / "steps", *by_peer[:4])
+        assert found["state/params/w[6:8, 0:6]", "local"] is None
+    assert verify(saved / "ram", code=0)["passed"]
+    # It does not answer any more.
+    problem, *_ = problems(saved / "steps", "--step", 2, *by_peer)
+    assert problem["kind"] == "manifest"
+    assert url in problem["why"]
 
 
-def test_a_second_directory_with_the_same_step_is_read_too(saved):
-    shutil.copytree(saved / "steps", saved / "copy")
-    flip(saved / "copy" / "2" / "data" / "a.json")
-    flip(saved / "copy" / "2" / "state" / "_sharding")
-    reported = problems(saved / "steps", saved / "copy")
-    assert {each["path"] for each in reported} == {
-        str(saved / "copy" / "2" / "data" / "a.json"),
-        str(saved / "copy" / "2" / "state" / "_sharding"),
+def repaired(*arguments, code=0):
+    outcome = json.loads(
+        runs.verb("verify", *arguments, "--repair", "--json", code=code)
+    )
+    return {
+        (each["part"], each["tier"]): each["problem"] for each in outcome["repairs"]
     }
 
 
-def test_a_peer_that_does_not_answer_is_told(saved):
-    with served.agent_process(saved / "ram") as (_, url):
-        pass
-    gone = ["--peer", url, "--run", tiered_steps.RUN]
-    (problem,) = problems(saved / "steps", "--step", 2, *gone, *secret_of(saved))
-    assert problem["kind"] == "manifest"
-    assert url in problem["why"]
-    output = runs.verb("verify", *gone, *secret_of(saved), code=1)
-    assert "they contain the steps []; the list of steps " in output
-    assert f"cannot be read: {url} fails" in output
-
-
-def test_a_malformed_url_of_a_peer_is_refused(saved):
-    for verb in ("verify", "inspect"):
-        output = runs.verb(verb, saved / "ram", "--peer", "10.0.0.7:8470", code=1)
-        assert "--peer has '10.0.0.7:8470', which is not the URL of an agent" in output
-
-
-def secret_of(saved):
-    return ["--secret-file", saved / "ram" / "secret"]
-
-
-def test_what_is_not_there_is_said(saved):
-    assert "give a PATH" in runs.verb("verify", code=1)
-    output = runs.verb("verify", saved / "none", code=1)
-    assert "none: there is no such directory" in output
-    output = runs.verb("verify", saved / "steps", "--step", 5, code=1)
-    assert (
-        "there is no step 5 in the given places; they contain the steps [1, 2]"
-        in output
-    )
-    (saved / "empty").mkdir()
-    output = runs.verb("verify", saved / "empty", code=1)
-    assert "they contain the steps []" in output
-
-
-def test_the_json_is_stable(saved, golden):
-    flip(in_ram(saved) / "state" / "params" / "w" / "c" / "3" / "0")
-    (saved / "steps" / "1" / "state" / "_sharding").write_text("[")
-    output = runs.verb("verify", saved / "ram", saved / "steps", "--json", code=1)
-    machine_id = (saved / "ram" / machine.FILE).read_text()
-    save = in_ram(saved).name.partition("-")[2]
-    for text, name in ((str(saved), "/saved"), (machine_id, "M"), (save, "S")):
-        output = output.replace(text, name)
-    golden("verify_v1.json", output)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_it_says_how_far_it_is_on_a_terminal_alone(saved, monkeypatch):
-    assert "GiB" not in runs.verb("verify", saved / "ram")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert main.main(["verify", str(saved / "ram")]) == 0
-    assert "\rread" not in sys.stderr.getvalue()
-    assert "\x1b[Kread 0.00 of 0.00 GiB" in sys.stderr.getvalue()
-
-
-def test_nothing_is_written(saved):
-    def tree():
-        return {
-            str(path): path.read_bytes() if path.is_file() else None
-            for path in pathlib.Path(saved).rglob("*")
-        }
-
-    before = tree()
-    verify(saved / "ram", saved / "steps", code=0)
-    runs.verb("inspect", saved / "ram", saved / "steps")
-    assert tree() == before
+def test_bad_copies_are_repaired_from_good_ones_and_others_are_named(saved):
+    ram, steps = saved / "ram", saved / "steps"
+    expected, untouched = loaded(steps), contents(steps / "1")
+    (store,) = (steps / "2" / "state").glob("ocdbt.process_*")
+    for path in [*(store / "d").iterdir()]:
+        path.unlink()
+    flip(steps / "2" / "data" / "a.json")
+    for tier in (steps / "2", in_ram(saved)):
+        flip(tier / "data" / "b.json")
+    lost = "no good copy is left"
+    found = repaired(ram, steps, code=1)
+    assert {part: why for part, why in found.items() if why} == {
+        ("data/b.json", "local"): lost,
+        ("data/b.json", "persistent"): lost,
+    }
+    assert ("data/a.json", "persistent") in found
+    assert contents(steps / "1") == untouched
+    assert loaded(steps) == expected
+    assert {each["part"] for each in problems(steps)} == {"data/b.json"}

@@ -83,22 +83,6 @@ def test_a_first_world_recovers_from_nothing():
     assert emitted == ["world_started", "step"]
 
 
-def test_a_run_that_goes_on_from_another_checkpoint_loses_the_steps_since_that():
-    clock, emitted = Clock(), []
-    line = timeline.Timeline(
-        lambda name, **fields: emitted.append((name, fields)), clock=clock
-    )
-    for _ in range(2):
-        line("world_started", world=1, slices=[0, 1], spares=[])
-        line("run_started", start_step=0, **STARTED)
-        clock.secs += 0.5
-        line("weights_loaded", path="llama", bytes=9, step=100, secs=0.1)
-        line("step", step=103, **STEP)
-        line.begin()
-    (recovered,) = [fields for name, fields in emitted if name == "recovered"]
-    assert (recovered["steps_lost"], recovered["restore_secs"]) == (3, 0.5)
-
-
 def test_the_steps_of_a_loop_of_ones_own_are_counted_from_the_one_restored():
     emitted = []
     line = timeline.Timeline(lambda name, **fields: emitted.append((name, fields)))

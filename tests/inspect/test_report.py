@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.inspect import plot, report_page
+from elastic_ckpt.core import errors
+from elastic_ckpt.inspect import plot
 from elastic_ckpt.training import report, step_log
 
 VALUES = st.floats(-1e9, 1e9, allow_nan=False) | st.integers(-5, 5).map(float)
@@ -30,7 +30,7 @@ def numbers(path):
 
 
 # Vega draws in a tenth of a second.
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     points=st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=40),
     kind=st.sampled_from(["line", "steps", "area", "dots"]),
@@ -61,18 +61,10 @@ def test_every_point_is_drawn_within_the_frame(points, kind, is_log, from_zero):
     assert coloured
 
 
-def test_a_long_series_keeps_its_extremes():
-    points = [(float(n), 1.0) for n in range(10_000)]
-    points[5_555] = (5555.0, 99.0)
-    thinned = plot.thinned(points)
-    assert len(thinned) < 1_000
-    assert (5555.0, 99.0) in thinned
-
-
 SECONDS = st.integers(1, 10**6).map(lambda number: number / 8)
 
 
-@settings(max_examples=15)
+@settings(max_examples=3)
 @given(st.lists(st.lists(SECONDS, min_size=2, max_size=2), min_size=1, max_size=8))
 def test_bars_of_one_name_are_as_long_as_their_parts(rows):
     parts = plot.coloured(["a", "b"])
@@ -88,19 +80,6 @@ def test_bars_of_one_name_are_as_long_as_their_parts(rows):
     assert texts(root).count("same") == len(rows)
     for values in rows:
         assert f"{plot.number(sum(values))} s" in texts(root)
-
-
-@pytest.mark.parametrize("colours", [plot.LIGHT, plot.DARK])
-def test_each_colour_of_a_plot_is_one_of_the_page(colours):
-    names = [f"s{number}" for number in range(len(plot.COLOURS))]
-    bars = plot.bars([("row", [1.0] * len(names))], plot.coloured(names), unit="s")
-    section = report_page.Section(title="t", text="", spec=bars)
-    page = report_page.page("t", "s", [], [section])
-    used = set(re.findall(r"var\(--(\w+)\)", page))
-    assert {f"c{number}" for number in range(len(names))} < used <= set(colours)
-    for name in used:
-        assert f"--{name}: {colours[name]};" in page
-    assert "var(" not in plot.standalone(plot.svg(bars, title="t"))
 
 
 def test_without_the_extra_an_error_names_it(monkeypatch):
@@ -124,13 +103,6 @@ def record(**changes):
     return report.Record(**values | changes)
 
 
-def test_a_run_without_anything_has_a_page():
-    page = report.report(record())
-    assert "Run &lt;r&gt;" in page
-    assert "The slices did not change." in page
-    assert "<script" not in page
-
-
 def attempt(number, start_step, losses, hosts=4):
     return step_log.Attempt(
         attempt=number,
@@ -151,21 +123,13 @@ def test_steps_that_a_later_attempt_repeats_do_not_count():
     assert [step for step, _ in counted.losses(is_counted=False)] == [9, 10, 11, 12]
 
 
-def test_goodput_is_the_sum_over_all_starts_and_files():
-    name = metrics.GOODPUT_SECS["productive"].name
-    lines = [{"metric": name, "sum": 2.0, "time": 1.0, "step": 1}]
-    content = record(files={"run": lines, "host-00000": lines})
-    assert content.goodput_secs["productive"] == 4.0
-    assert [line["sum"] for line in content.lines(metrics.GOODPUT_SECS["productive"])]
-
-
-def test_a_failed_audit_is_shown_with_its_reason():
+def test_failed_audit_is_shown_with_its_reason():
     audit = {"passed": False, "first_difference": "step 3, row 1", "num_steps": 9}
     page = report.report(record(audit=audit | {"missing_checkpoint": ""}))
     assert '<strong class="bad">FAILED</strong> step 3, row 1' in page
 
 
-def test_an_interruption_is_shown_with_its_evidence_and_what_it_cost():
+def test_interruption_is_shown_with_its_evidence_and_what_it_cost():
     judged = {
         "event": "verdict", "time": 60.0, "world": 1, "kind": "slice_lost",
         "what": "slice", "which": "1", "phase": "train", "step": 30, "since": 59.0,
@@ -204,4 +168,8 @@ def test_replicas_that_differ_are_listed_with_step_leaf_and_hosts():
     assert '<strong class="good">EQUAL</strong>' in report.report(
         record(events=[compared])
     )
-    assert "Replicas" not in report.report(record())
+    page = report.report(record())
+    assert "Replicas" not in page
+    assert "Run &lt;r&gt;" in page
+    assert "The slices did not change." in page
+    assert "<script" not in page

@@ -30,6 +30,8 @@ def offers():
 
 
 def test_each_loss_restores_the_newest_step_that_the_others_have(offers):
+    newest = [(each.tier, each.step) for each in status.newest_steps(offers)]
+    assert newest == [("local", 30), ("persistent", 10)]
     left = {(each.domain, each.name): each.step for each in status.after_losses(offers)}
     assert left == {
         ("slice", "s0"): 10,
@@ -41,26 +43,8 @@ def test_each_loss_restores_the_newest_step_that_the_others_have(offers):
     }
 
 
-def test_without_storage_a_loss_may_leave_nothing(offers):
-    left = status.after_losses(offers[:2], slices=[7])
-    assert {(each.name, each.step) for each in left if each.domain == "slice"} == {
-        ("s0", None),
-        ("s1", None),
-        ("7", 30),
-    }
-
-
-def test_the_newest_step_of_each_tier(offers):
-    newest = status.newest_steps(offers)
-    assert [(each.tier, each.step) for each in newest] == [
-        ("local", 30),
-        ("persistent", 10),
-    ]
-    assert [each.step for each in status.newest_steps([])] == [None, None]
-
-
 @given(st.data())
-def test_a_loss_costs_what_a_search_without_that_host_finds(data):
+def test_loss_costs_what_a_search_without_that_host_finds(data):
     offers = [
         each
         for step in (10, 20)

@@ -38,7 +38,7 @@ WAY_TO_A_STEP = [
 ]
 
 
-def test_the_way_to_the_first_step_of_a_world_is_lost_phase_by_phase():
+def test_way_to_the_first_step_of_a_world_is_lost_phase_by_phase():
     assert secs(accounted(WAY_TO_A_STEP)) == {
         "decide": 1.0,
         "start": 2.0,
@@ -46,24 +46,6 @@ def test_the_way_to_the_first_step_of_a_world_is_lost_phase_by_phase():
         "restore": 0.25,
         "compile": 4.0,
         "first_step": 2.0,
-    }
-
-
-@pytest.mark.parametrize("to_step", [8, None])
-def test_a_restore_that_is_distrusted_costs_another_one(to_step):
-    distrusted = (11.5, "restore_distrusted", {"to_step": to_step})
-    way = [*WAY_TO_A_STEP, distrusted]
-    if to_step is not None:
-        way += [(13.0, "restored_from", {}), (14.0, "step", {"step": 9})]
-    before, after = secs(accounted(WAY_TO_A_STEP)), secs(accounted(way))
-    if to_step is None:
-        assert after == before
-        return
-    assert after == {
-        **before,
-        "end": 1.5,
-        "restore": before["restore"] + 1.5,
-        "first_step": before["first_step"] + 1.0,
     }
 
 
@@ -89,7 +71,7 @@ def test_saves_and_evaluations_are_not_the_time_of_a_step():
     assert account.secs["productive"] == 5.0 - 0.5 - 0.75
 
 
-def test_a_lost_slice_costs_until_the_first_step_of_the_next_world():
+def test_lost_slice_costs_until_the_first_step_of_the_next_world():
     way = [
         *WAY_TO_A_STEP,
         step(11.0, 12),
@@ -102,11 +84,17 @@ def test_a_lost_slice_costs_until_the_first_step_of_the_next_world():
         step(16.25, 12),
     ]
     account = accounted(way)
-    assert account.secs["end"] == 1.75
-    assert account.secs["wait"] == 2.0
-    assert account.secs["decide"] == 1.25
-    assert account.secs["first_step"] == 2.25
+    expected = {"end": 1.75, "wait": 2.0, "decide": 1.25, "first_step": 2.25}
+    assert expected.items() <= account.secs.items()
     assert sum(account.secs.values()) == 16.25
+    distrusted = [
+        *WAY_TO_A_STEP,
+        (11.5, "restore_distrusted", {"to_step": 8}),
+        (13.0, "restored_from", {}),
+        (14.0, "step", {"step": 9}),
+    ]
+    before, after = accounted(WAY_TO_A_STEP).secs, accounted(distrusted).secs
+    assert (after["end"], after["restore"]) == (1.5, before["restore"] + 1.5)
 
 
 @given(
@@ -118,7 +106,7 @@ def test_a_lost_slice_costs_until_the_first_step_of_the_next_world():
         )
     )
 )
-def test_the_parts_add_up_to_the_whole(gaps):
+def test_parts_add_up_to_the_whole(gaps):
     time, timed = 0.0, []
     for gap, name, fields in gaps:
         time += gap
@@ -129,24 +117,29 @@ def test_the_parts_add_up_to_the_whole(gaps):
     assert account.time <= time
 
 
-def test_the_events_of_a_run_are_recorded_as_metrics(recorded):
-    clock = iter([0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
+def test_events_of_a_run_are_recorded_as_metrics(recorded):
+    clock = iter([0.0, 1.0, 2.0, 4.0, *map(float, range(5, 30))])
     emitted = []
     emit = run_metrics.RunMetrics(
         lambda name, **_: emitted.append(name), clock=functools.partial(next, clock)
     )
-    emit("world_started", world=1, slices=[0], spares=[])
-    emit("step", step=1, secs=2.0, **RATES)
-    emit("step", step=2, secs=2.0, **RATES)
-    emit("slice_lost", slice=1, why="killed")
-    emit("host_lost", host=1, why="killed")
-    emit("recovered", steps_lost=3, secs=1.0)
-    emit("run_started", slices=2, steps=None)
-    emit("saved", step=2, secs=0.5)
-    emit("backed_up", step=1, secs=0.5)
-    emit("run_failed", step=2, why="full")
-    assert emitted[:2] == ["world_started", "step"]
-    assert len(emitted) == 10
+    for name, fields in (
+        ("world_started", {"world": 1, "slices": [0], "spares": [2]}),
+        ("step", {"step": 1, "secs": 2.0, **RATES}),
+        ("step", {"step": 2, "secs": 2.0, **RATES}),
+        ("slice_lost", {"slice": 1, "why": "killed"}),
+        ("slice_lost", {"slice": 2, "why": "killed"}),
+        ("slice_returned", {"slice": 2}),
+        ("slice_quarantined", {"slice": 1, "why": "too often"}),
+        ("host_lost", {"host": 1, "why": "killed"}),
+        ("recovered", {"steps_lost": 3, "secs": 1.0}),
+        ("run_started", {"slices": 2, "steps": None}),
+        ("saved", {"step": 2, "secs": 0.5}),
+        ("backed_up", {"step": 1, "secs": 0.5}),
+        ("run_failed", {"step": 2, "why": "full"}),
+    ):
+        emit(name, **fields)
+        assert emitted[-1] == name
     assert recorded[metrics.TRAIN_STEPS] == [1.0, 2.0]
     assert recorded[metrics.TRAIN_LOSS] == [2.0, 2.0]
     assert recorded[metrics.TRAIN_STEP_RATE] == [0.5, 0.5]
@@ -154,27 +147,17 @@ def test_the_events_of_a_run_are_recorded_as_metrics(recorded):
     assert recorded[metrics.TRAIN_LEARNING_RATE] == [0.5, 0.5]
     assert recorded[metrics.GOODPUT_SECS["productive"]] == [2.0]
     assert recorded[metrics.GOODPUT][2] == 50.0
-    assert recorded[metrics.LOST_STEPS] == [3.0]
-    assert recorded[metrics.LOST_HOSTS] == [1.0]
-    assert recorded[metrics.LOST_SLICES] == [1.0]
-    assert recorded[metrics.FAILURES] == [1.0]
+    for metric, value in (
+        (metrics.LOST_STEPS, 3.0),
+        (metrics.LOST_HOSTS, 1.0),
+        (metrics.FAILURES, 1.0),
+        (metrics.SAVED_STEPS, 2.0),
+        (metrics.STORED_STEPS, 1.0),
+    ):
+        assert recorded[metric] == [value]
+    assert recorded[metrics.LOST_SLICES] == [1.0, 1.0]
     assert recorded[metrics.SLICES] == [1.0, 2.0]
-    assert recorded[metrics.SAVED_STEPS] == [2.0]
-    assert recorded[metrics.STORED_STEPS] == [1.0]
+    # One that is out of use for good is missing still.
+    assert recorded[metrics.MISSING_SLICES] == [0, 1, 2, 1, 1, 1]
     # A loop of the user's own need not know how long it runs.
     assert metrics.TRAIN_PLANNED not in recorded
-
-
-def test_a_slice_is_missing_until_it_is_used_or_back(recorded):
-    emit = run_metrics.RunMetrics(lambda *_, **__: None)
-    emit("world_started", world=1, slices=[0, 1], spares=[2, 3])
-    for number in (0, 1, 2):
-        emit("slice_lost", slice=number, why="killed")
-    # Slice 0 was there again at once; it is not announced.
-    emit("world_started", world=2, slices=[0], spares=[3])
-    emit("slice_returned", slice=1)
-    emit("slice_refused", slice=1, why="wrong values")
-    emit("slice_quarantined", slice=2, why="too often")
-    emit("slice_returned", slice=2)
-    assert recorded[metrics.MISSING_SLICES] == [0, 1, 2, 3, 2, 1, 2, 2, 1]
-    assert recorded[metrics.SLICES] == [2, 1]

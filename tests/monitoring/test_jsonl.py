@@ -25,17 +25,18 @@ LINE = (
 )
 
 
-def test_a_line_is_spelt_as_it_was(tmp_path):
+def test_line_is_spelt_as_it_was(tmp_path):
     path = tmp_path / "host-00000.jsonl"
     jsonl.JsonLines(path).write([summary(16.0, count=2)])
     assert path.read_text() == LINE
-
-
-def test_a_further_start_goes_on_after_what_a_crash_cut_short(tmp_path):
-    path = tmp_path / "host-00000.jsonl"
+    # A further start goes on after what a crash cut short.
     path.write_text(LINE + LINE[:30])
-    jsonl.JsonLines(path).write([summary(8.0)])
+    sink = jsonl.JsonLines(path)
+    sink.write([summary(8.0)])
     assert [line["sum"] for line in append_log.read(path)] == [32.0, 8.0]
+    shutil.rmtree(tmp_path)
+    sink.write([summary(2.0)])
+    assert [line["sum"] for line in append_log.read(path)] == [2.0]
 
 
 def test_what_a_replaced_start_records_is_not_read(tmp_path):
@@ -47,30 +48,7 @@ def test_what_a_replaced_start_records_is_not_read(tmp_path):
     assert all("claim" not in line for line in lines)
 
 
-def test_lines_carry_the_world_that_was_claimed(tmp_path):
-    path = tmp_path / "run.jsonl"
-    listener = summaries.Summaries(jsonl.JsonLines(path), name=str(path))
-    metrics.DATA_ROWS.record(1)
-    for world in (1, 2):
-        metrics.TRAIN_CLAIM.record(world)
-        metrics.DATA_ROWS.record(1)
-    listener.close()
-    name = metrics.DATA_ROWS.name
-    lines = [line for line in append_log.read(path) if line["metric"] == name]
-    assert [line.get("claim") for line in lines] == [None, 1, 2]
-    assert len(run_files.read_metrics(tmp_path)["run"]) == 5
-
-
-def test_a_removed_directory_is_made_anew(tmp_path):
-    path = tmp_path / "metrics" / "host-00000.jsonl"
-    sink = jsonl.JsonLines(path)
-    sink.write([summary(1.0)])
-    shutil.rmtree(path.parent)
-    sink.write([summary(2.0)])
-    assert [line["sum"] for line in append_log.read(path)] == [2.0]
-
-
-def test_a_full_disk_and_a_place_that_cannot_be_are_warnings(tmp_path, caplog):
+def test_full_disk_and_a_place_that_cannot_be_are_warnings(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     for path in ("/dev/full", tmp_path / "file" / "metrics.jsonl"):
         caplog.clear()

@@ -78,33 +78,19 @@ def started(request, tmp_path):
 def test_every_metric_reaches_it_with_its_value(started):
     # Sums of eighths are exact, in TensorBoard's 32 bits too.
     expected = {name: 0.125 * n for n, name in enumerate(metrics.METRICS, start=1)}
+    monitoring.record_event_duration_secs("/jax/compile_secs", 2.0)
+    monitoring.record_scalar("/jax/other", 2.0)
     for name, value in expected.items():
         metrics.METRICS[name].record(value)
     assert started.read() == expected
-
-
-def test_values_add_up(started):
-    for value in (0.5, 0.25, 0.125):
-        metrics.DATA_WAIT.record(value)
-    assert started.read() == {metrics.DATA_WAIT.name: 0.875}
 
 
 def test_once_closed_it_hears_nothing_more(started):
     metrics.DATA_ROWS.record(8)
     if isinstance(started, Prometheus):
         assert started.read() == {metrics.DATA_ROWS.name: 8.0}
-    started.listener.close()
-    metrics.DATA_ROWS.record(16)
-    assert started.read() == {metrics.DATA_ROWS.name: 8.0}
-
-
-def test_it_is_closed_after_others_have_cleared_all_listeners(started):
+    # Others may have cleared all listeners.
     monitoring.clear_event_listeners()
     started.listener.close()
-
-
-def test_metrics_of_others_are_not_its_own(started):
-    monitoring.record_event_duration_secs("/jax/compile_secs", 2.0)
-    monitoring.record_scalar("/jax/other", 2.0)
-    metrics.DATA_ROWS.record(8)
+    metrics.DATA_ROWS.record(16)
     assert started.read() == {metrics.DATA_ROWS.name: 8.0}

@@ -39,15 +39,6 @@ EVENTS = [
     event(34.0, "run_started", slices=2),
     recovered(36.0, end_secs=1.5, start_secs=0.125, restore_secs=0.75, step_secs=1.0),
 ]
-# A host is killed, and its slice is used again when it has been checked.
-CHECKED = [
-    event(40.0, "fault_injected", kind="kill_host", target=1, step=12),
-    event(40.5, "host_lost"),
-    event(40.5, "slice_lost", slice=1),
-    event(41.0, "world_started", slices=[0, 1]),
-    event(42.0, "run_started", slices=2),
-    recovered(44.0, decide_secs=0.5, start_secs=1.0),
-]
 LINES = [
     productive(9.0, secs=4.0, count=4),
     productive(10.0, secs=2.0),
@@ -55,7 +46,7 @@ LINES = [
 ]
 
 
-def test_the_costs_of_a_run_are_those_of_its_phases():
+def test_costs_of_a_run_are_those_of_its_phases():
     costs = measured(EVENTS, LINES, given=Costs())
     assert costs.step_secs_by_slices == {1: 3.0, 2: 1.2}
     assert costs.step_secs == 1.2
@@ -68,20 +59,7 @@ def test_the_costs_of_a_run_are_those_of_its_phases():
     assert (costs.block_secs, costs.save_secs) == (0.25, 1.0)
     # The run has backed up nothing.
     assert costs.backup_secs == Costs().backup_secs
-
-
-def test_the_wait_for_a_check_is_a_cost_of_its_own():
-    started = event(34.0, "world_started", slices=[0, 1])
-    costs = measured([*EVENTS, started, *CHECKED], LINES, given=Costs())
-    assert (costs.recheck_secs, costs.decide_secs) == (0.5, 0.0)
-    assert measured(EVENTS, LINES, given=Costs()).recheck_secs == Costs().recheck_secs
-
-
-def test_a_chosen_time_of_a_step_replaces_measured_ones():
-    costs = measured(EVENTS, LINES, given=Costs())
-    assert costs.with_values({"step_secs": 5.0}).step_secs_on(1, rows_ratio=2.0) == 10.0
-
-
-def test_a_run_that_trained_nothing_has_no_costs():
+    chosen = costs.with_values({"step_secs": 5.0})
+    assert chosen.step_secs_on(1, rows_ratio=2.0) == 10.0
     with pytest.raises(errors.RunError, match="no step"):
         measured(EVENTS, [], given=Costs())

@@ -9,7 +9,7 @@ import numpy as np
 from elastic_ckpt.core import append_log, storage, topology
 from elastic_ckpt.training import step_log, train_step
 
-WORLD = topology.Topology(hosts=1, slices=1, devices=1)
+WORLD = topology.Topology(hosts=2, slices=1, devices=4)
 STEPS = 40
 # Steps between two checkpoints.
 PERIOD = 4
@@ -19,11 +19,11 @@ def ids(step):
     return (step, 2**40 + 7, step % 3)
 
 
-def report(step):
+def report(loss, ids):
     return train_step.StepReport(
-        loss=np.float32(step),
-        example_id=np.array([[i >> 32, i & 0xFFFFFFFF] for i in ids(step)], np.uint32),
-        row_digests=np.zeros(3, np.uint32),
+        loss=np.float32(loss),
+        example_id=np.array([[i >> 32, i & 0xFFFFFFFF] for i in ids], np.uint32),
+        row_digests=np.array([i % 97 for i in ids], np.uint32),
         tokens=np.int32(8),
         learning_rate=np.float32(0.01),
         gradient_norm=np.float32(1.0),
@@ -36,7 +36,7 @@ def write(run, start_step, steps=STEPS):
         run, step_log.Start(step=start_step, world=WORLD, data={"packing": True})
     )
     for step in range(start_step, steps):
-        log.append(step, report(step))
+        log.append(step, report(step, ids(step)))
         if step % PERIOD == PERIOD - 1:
             log.sync()
             print(step + 1, flush=True)

@@ -39,14 +39,17 @@ def train(job):
     return ended
 
 
-def batches(attempt, steps):
+def of_steps(attempt, steps, *fields):
     records = {record.step: record for record in attempt.records}
-    return [(records[step].digest, records[step].ids) for step in steps]
+    return [[getattr(records[step], name) for name in fields] for step in steps]
+
+
+def batches(attempt, steps):
+    return of_steps(attempt, steps, "digest", "ids")
 
 
 def losses(attempt, steps):
-    records = {record.step: record for record in attempt.records}
-    return [records[step].loss for step in steps]
+    return of_steps(attempt, steps, "loss")
 
 
 @pytest.mark.slow
@@ -87,41 +90,24 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
 
 @pytest.mark.slow
 def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
+    settings = {"enable_checkpointing": False, "eval_interval": 4}
+    settings |= {"steps": 3, "grain_eval_files": corpus}
     together = [
-        assembled(
-            configured(tmp_path / name, corpus, steps=3, enable_checkpointing=False),
-            slices,
-            num_devices,
-        )
+        assembled(configured(tmp_path / name, corpus, **settings), slices, num_devices)
         for name, slices, num_devices in (("a", 2, 4), ("b", 1, 2), ("c", 2, 4))
     ]
     states = [job.restore_or_init() for job in together]
+    evaluated = []
     for job, state in zip(together, states, strict=True):
+        assert job.loop.saver is None
+        evaluated.append(job.loop.evaluation.run(0, state))
         job.run(state)
     for job in together:
         job.close()
     (a,), (b,), (c,) = (step_log.read(tmp_path / name / "tiny") for name in "abc")
     assert batches(a, range(3)) == batches(b, range(3)) == batches(c, range(3))
     assert losses(a, range(3)) == losses(c, range(3))
-
-
-@pytest.mark.slow
-def test_a_job_evaluates_on_its_own_devices(tmp_path, corpus):
-    means = []
-    for slices, num_devices in ((2, 4), (1, 2)):
-        config = configured(
-            tmp_path / str(num_devices),
-            corpus,
-            steps=1,
-            eval_interval=1,
-            grain_eval_files=corpus,
-            enable_checkpointing=False,
-        )
-        job = assembled(config, slices, num_devices)
-        assert job.loop.saver is None
-        means.append(job.loop.evaluation.run(0, job.restore_or_init()))
-        job.close()
-    np.testing.assert_allclose(*means, rtol=LOSS_RTOL)
+    np.testing.assert_allclose(evaluated, evaluated[:1] * 3, rtol=LOSS_RTOL)
 
 
 def test_devices_of_another_topology_are_refused(tmp_path, corpus):
@@ -133,8 +119,47 @@ def test_devices_of_another_topology_are_refused(tmp_path, corpus):
     assert not (tmp_path / "tiny").exists()
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus):
+    """The directory of a run that has trained and saved 4 steps."""
+    directory = tmp_path_factory.mktemp("trained")
+    train(assembled(configured(directory, corpus, steps=4), 1, 2))
+    return directory
+
+
 @pytest.mark.slow
-def test_a_run_that_is_past_its_last_step_is_refused(tmp_path, corpus):
-    train(assembled(configured(tmp_path, corpus, steps=4), 1, 2))
-    with pytest.raises(errors.ConfigError, match="is already at step 4"):
-        assembled(configured(tmp_path, corpus, steps=3), 1, 2)
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"steps": 3},
+            errors.ConfigError,
+            "tiny is already at step 4: steps counts over all starts.*set it above 4",
+        ),
+        (
+            {"base_mlp_dim": 48},
+            errors.CheckpointError,
+            r"step 4 is a checkpoint of another model: .*saved \[1, 16, 64\], now"
+            r" \[1, 16, 96\]",
+        ),
+        (
+            {"data_shuffle_seed": 3},
+            errors.DataError,
+            r"another pipeline \(data_shuffle_seed: saved 0, now 3\)",
+        ),
+    ],
+)
+def test_run_that_does_not_fit_its_checkpoint_is_refused(
+    trained, corpus, settings, error, message
+):
+    checkpoints = trained / "tiny" / "checkpoints"
+
+    def content():
+        files = (path for path in checkpoints.rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in files}
+
+    before = content()
+    config = configured(trained, corpus, **{"steps": 8, **settings})
+    with pytest.raises(error, match=message):
+        jobs.begun(assembled(config, 1, 2))
+    assert content() == before

@@ -1,23 +1,17 @@
-"""Tiers as a configuration asks for them."""
+"""What a configuration asks for, in the plain values of the library."""
 
+import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.elastic import multicontroller
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
-from elastic_ckpt.training import configured, load
-
-KEYS = {
-    "run_name": "first",
-    "enable_multi_tier_checkpointing": True,
-    "local_checkpoint_directory": "/ram",
-    "local_checkpoint_period": 5,
-    "multi_tier_checkpointing_backup_interval_minutes": 20.0,
-}
+from elastic_ckpt.training import configured, load, machine_run, schema
+from tests.refusals import training as refusals
 
 
 def tiers(**keys):
-    config = load.from_values({**KEYS, **keys}, place="here")
+    config = refusals.read(refusals.TIERS | keys)
     return configured.tiers(config, persistent="/steps")
 
 
@@ -49,6 +43,7 @@ def test_peers_have_the_failure_domains_and_limits_of_the_configuration():
         peer_port=8090,
         peer_urls="https://10.0.0.1:1;https://10.0.0.2:1",
         peer_max_mib_per_sec=2.5,
+        peer_interface="10.1.1.1",
         peer_tls_certificate="c",
         peer_tls_key="k",
         peer_tls_ca="a",
@@ -61,44 +56,54 @@ def test_peers_have_the_failure_domains_and_limits_of_the_configuration():
         port=8090,
         known=("https://10.0.0.1:1", "https://10.0.0.2:1"),
         max_bytes_per_sec=2.5 * 2**20,
+        interface="10.1.1.1",
         tls=TlsFiles(certificate="c", key="k", authority="a"),
     )
-    assert tiers(peer_interface="10.1.1.1")[1].interface == "10.1.1.1"
-
-
-def test_a_malformed_url_of_an_agent_is_named_with_its_key():
-    with pytest.raises(
-        errors.ConfigError, match=r"peer_urls has '10\.0\.0\.1:1', which"
-    ):
-        tiers(peer_urls="http://10.0.0.2:1;10.0.0.1:1")
 
 
 @pytest.mark.parametrize(
     ("quantity", "num_bytes"),
     [("1", 1), ("3K", 3000), ("3Ki", 3072), ("512Mi", 2**29), ("2Ti", 2**41)],
 )
-def test_an_amount_of_memory_is_read_as_kubernetes_reads_it(quantity, num_bytes):
+def test_amount_of_memory_is_read_as_kubernetes_reads_it(quantity, num_bytes):
     assert configured.num_bytes(quantity) == num_bytes
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"local_checkpoint_period": 0}, "local_checkpoint_period=0: both are needed"),
-        ({"local_checkpoint_directory": ""}, "local_checkpoint_directory='' and"),
-        (
-            {"multi_tier_checkpointing_backup_interval_minutes": 0.0},
-            "set either .*_minutes or .*_steps, not neither",
-        ),
-        (
-            {"multi_tier_checkpointing_backup_interval_steps": 5},
-            "set either .*_minutes or .*_steps, not both",
-        ),
-        ({"local_checkpoint_size_limit": "64 GB"}, "is not an amount of memory"),
-        ({"peer_domains": "rack"}, "peer_domains='rack': 'rack' is not `kind=name`"),
-        ({"peer_tls_key": "k"}, "set all three, or none"),
-    ],
-)
-def test_keys_that_do_not_fit_together_are_refused(keys, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        tiers(**keys)
+def place(environment=None, **keys):
+    config = load.from_values(refusals.MACHINES | keys, place="here")
+    return machine_run.place(config, environment or {})
+
+
+def test_slices_are_dealt_to_the_machines_in_order():
+    own = place(elastic_machine=1, peer_interface="10.0.0.2")
+    assert (own.interface, own.slices) == ("10.0.0.2", range(2, 4))
+
+
+def test_number_of_a_machine_is_that_of_its_launcher_unless_it_is_set():
+    environment = {"NODE_RANK": "1", "SLURM_NODEID": "0"}
+    assert place(environment, elastic_machine=-1).number == 1
+    assert place({"JOB_COMPLETION_INDEX": "1"}, elastic_machine=-1).number == 1
+    assert place(environment, elastic_machine=0).number == 0
+
+
+def test_devices_of_one_process_stand_for_slices_if_the_run_is_elastic():
+    simulated = {"hosts": 1, "slices": 4, "elastic_enabled": True}
+    assert configured.is_simulated(refusals.read(simulated))
+    for change in (
+        {"elastic_enabled": False},
+        {"hosts": 4},
+        {"slices": 1},
+        {"enable_single_controller": True},
+    ):
+        assert not configured.is_simulated(refusals.read(simulated | change))
+
+
+def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    hardware = schema.WorldSection(hardware="gpu", devices_per_host=4)
+    multicontroller.configure(hardware)
+    assert "jax_cuda_visible_devices" not in updates
+    multicontroller.configure(hardware, slot=2)
+    assert updates["jax_platforms"] == "cuda,cpu"
+    assert updates["jax_cuda_visible_devices"] == "8,9,10,11"

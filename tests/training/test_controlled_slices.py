@@ -3,13 +3,11 @@
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import configured as conversions
 from elastic_ckpt.training import elastic_run, load, step_log
 from tests import runs, shared_memory
 
 
 def configured(directory, corpus, **settings):
-    directory.mkdir(exist_ok=True)
     values = {
         "hosts": 1,
         "slices": 4,
@@ -24,34 +22,20 @@ def configured(directory, corpus, **settings):
     return runs.write_config(directory, corpus, **values)
 
 
-def test_devices_of_one_process_stand_for_slices_if_the_run_is_elastic(
-    tmp_path, corpus
-):
-    for settings, is_simulated in (
-        ({}, True),
-        ({"elastic_enabled": False}, False),
-        ({"hosts": 4}, False),
-        ({"slices": 1, "elastic_min_slice_count": 1}, False),
-        ({"enable_single_controller": True}, False),
-    ):
-        config = load.load(configured(tmp_path, corpus, **settings), [])
-        assert conversions.is_simulated(config) is is_simulated
+class Journal:
+    def stopped_without_a_save(self):
+        pass
 
 
 def test_faults_of_hosts_are_refused(tmp_path, corpus):
     fault = [{"kill_host": 1, "at_step": 3}]
-    config = load.load(configured(tmp_path, corpus, faults=fault), [])
-
-    class Journal:
-        def stopped_without_a_save(self):
-            pass
-
+    config = load.load(configured(tmp_path, corpus, faults=fault))
     with pytest.raises(errors.ConfigError, match="faults contains kill_host"):
         elastic_run.run_here(config, Journal())
 
 
 @pytest.mark.slow
-def test_a_run_loses_a_slice_and_gets_it_back(tmp_path, corpus):
+def test_run_loses_a_slice_and_gets_it_back(tmp_path, corpus):
     faults = [{"kill_slice": 0, "at_step": 7}, {"return_slice": 0, "at_step": 15}]
     with shared_memory.directory("controlled") as ram:
         in_ram = {
@@ -60,7 +44,7 @@ def test_a_run_loses_a_slice_and_gets_it_back(tmp_path, corpus):
             "local_checkpoint_period": 3,
             "multi_tier_checkpointing_backup_interval_steps": 9,
         }
-        config = configured(tmp_path / "faults", corpus, faults=faults, **in_ram)
+        config = configured(tmp_path, corpus, faults=faults, **in_ram)
         ended = runs.cli("train", config)
         assert ended.returncode == 0, ended.stdout + ended.stderr
     run = config.parent / "tiny"

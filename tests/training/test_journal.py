@@ -45,7 +45,7 @@ def fail(config, error, *, steps=0, start=True):
 
 
 @pytest.mark.parametrize(("steps", "step"), [(0, 3), (2, 5)])
-def test_a_failure_is_kept_with_the_last_step_and_the_first_line(config, steps, step):
+def test_failure_is_kept_with_the_last_step_and_the_first_line(config, steps, step):
     fail(config, errors.RunError("host 1 failed\n| its log"), steps=steps)
     assert recorded(config) == [
         {"event": "run_started", **STARTED},
@@ -56,34 +56,28 @@ def test_a_failure_is_kept_with_the_last_step_and_the_first_line(config, steps, 
 @pytest.mark.parametrize(
     "error", [errors.StoppedError("late"), KeyboardInterrupt(), SystemExit(143)]
 )
-def test_a_run_that_was_ended_is_kept_as_stopped_without_a_save(config, error):
+def test_run_that_was_ended_is_kept_as_stopped_without_a_save(config, error):
     fail(config, error, steps=1)
     assert recorded(config)[1:] == [{"event": "run_stopped", "step": 4, "saved": False}]
 
 
 @pytest.mark.parametrize("error", [errors.DataError("refused"), SystemExit(143)])
-def test_a_start_that_was_refused_leaves_no_event(config, error):
+def test_start_that_was_refused_leaves_no_event(config, error):
     fail(config, error, start=False)
     assert recorded(config) == []
 
 
-def test_a_stop_that_was_asked_for_is_known(config):
+def test_stop_that_was_asked_for_is_known(config):
     with journal.kept(config, events.nobody) as emit:
+        live = pytest.raises(errors.RunError, match="written by another live run")
+        with live, journal.kept(config, events.nobody):
+            raise AssertionError("two at a time")
         assert not emit.is_stopped
         emit("run_stopped", step=4, saved=True)
         assert emit.is_stopped
     assert json.dumps(recorded(config)[0]) == (
         '{"event": "run_stopped", "step": 4, "saved": true}'
     )
-
-
-def test_a_run_has_one_journal_at_a_time(config):
-    with (
-        journal.kept(config, events.nobody),
-        pytest.raises(errors.RunError, match="is being written by another live run"),
-        journal.kept(config, events.nobody),
-    ):
-        raise AssertionError("two at a time")
 
 
 def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
@@ -101,14 +95,6 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
     # Step 5 in the first start, and step 6 in the second.
     assert names.count("productive_secs") == 2
     assert names.count("again_secs") == 1
-
-
-def test_a_damaged_file_of_metrics_does_not_hold_up_a_start(config, caplog):
-    damaged = f"{run_directory.path_of(config)}/{run_directory.METRICS}/run.jsonl"
-    storage.write_atomic(damaged, b"{\n{}\n")
-    with journal.kept(config, events.nobody):
-        pass
-    assert "run.jsonl, line 1: not a JSON object" in caplog.text
 
 
 def claim(config, save):
@@ -142,25 +128,18 @@ def two_starts(config):
 COUNTED = ["run_started", "world_claimed", "saved", "world_claimed", "run_finished"]
 
 
-def test_events_of_a_replaced_start_are_not_read(config):
-    assert two_starts(config) == COUNTED
-    assert len(recorded(config)) == len(COUNTED) + 2
-    assert (
-        run_files.read_events(run_directory.path_of(config))[-1]["event"]
-        == "run_finished"
-    )
-
-
-def test_a_replaced_start_does_not_overwrite_events_in_a_bucket(bucket):
-    run = schema.RunSection(run_name="b", base_output_directory=bucket)
+@pytest.mark.parametrize("place", ["local", "gs"])
+def test_events_of_a_replaced_start_are_not_read(steps_in, place):
+    run = schema.RunSection(run_name="b", base_output_directory=steps_in(place))
     there = dataclasses.replace(schema.Config(), run=run)
     assert two_starts(there) == COUNTED
-    assert len(recorded(there)) == len(COUNTED)
+    # In a bucket they do not overwrite those of the other start.
+    assert len(recorded(there)) == len(COUNTED) + 2 * (place == "local")
 
 
-def test_events_of_a_run_in_a_bucket_are_there_while_it_runs(bucket, monkeypatch):
+def test_events_of_a_run_in_a_bucket_are_there_while_it_runs(steps_in, monkeypatch):
     monkeypatch.setattr(journal, "_SYNC_SECS", 0.02)
-    run = schema.RunSection(run_name="a", base_output_directory=bucket)
+    run = schema.RunSection(run_name="a", base_output_directory=steps_in("gs"))
     there = dataclasses.replace(schema.Config(), run=run)
     with journal.kept(there, events.nobody) as emit:
         emit("run_started", **STARTED)

@@ -7,7 +7,6 @@ import pytest
 
 from elastic_ckpt.core import append_log, errors, metrics
 from elastic_ckpt.training import listeners, schema
-from tests import runs
 from tests.monitoring import event_file
 
 
@@ -37,25 +36,10 @@ def test_json_lines_are_always_written_also_when_the_run_fails(tmp_path):
     assert (line["metric"], line["last"]) == (metrics.DATA_ROWS.name, 8.0)
 
 
-def test_tensorboard_and_prometheus_are_as_configured(tmp_path):
-    port = free_port()
-    keys = {"enable_tensorboard": True, "prometheus_port": port}
-    with listeners.started(config(tmp_path, **keys)):
-        metrics.DATA_ROWS.record(8)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-            assert b"\nelastic_ckpt_data_rows_total 8.0\n" in page.read()
-    assert event_file.scalars(tmp_path / "tiny" / "tensorboard" / "host-00000") == [
-        ("elastic_ckpt/data/rows", 1, 8.0)
-    ]
-
-
-def test_hosts_of_one_machine_have_ports_of_their_own():
+def test_hosts_have_ports_of_their_own_the_same_on_every_machine():
     assert ports_of(hosts=3) == [9100, 9101, 9102]
     nothing = schema.Config()
     assert listeners.of_process(nothing, 2) == nothing
-
-
-def test_the_hosts_of_every_machine_have_the_same_ports():
     assert ports_of(hosts=6, elastic_machines=2) == [9100, 9101, 9102] * 2
     # A world without the first machine.
     assert ports_of(hosts=6, elastic_machines=2, there=3) == [9100, 9101, 9102]
@@ -72,7 +56,7 @@ def ports_of(*, hosts, elastic_machines=1, there=None):
     return [process.metrics.prometheus_port for process in processes]
 
 
-def test_the_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
+def test_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
     port = free_port()
     keys = {"enable_tensorboard": True, "prometheus_port": port - 3}
     three = dataclasses.replace(
@@ -91,28 +75,13 @@ def test_the_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path)
     ]
 
 
-@pytest.mark.parametrize(
-    ("setting", "package", "extra"),
-    [
-        ("enable_tensorboard=true", "tensorboardX.event_file_writer", "tensorboard"),
-        ("prometheus_port=9100", "prometheus_client", "prometheus"),
-    ],
-)
-def test_a_missing_extra_is_told_before_anything_starts(
-    tmp_path, corpus, monkeypatch, setting, package, extra
-):
-    monkeypatch.setitem(sys.modules, package, None)
-    path = runs.write_config(tmp_path, corpus)
-    output = runs.verb("train", path, setting, code=errors.CONFIG_EXIT_CODE)
-    assert f"pip install '.[{extra}]'" in output
-    assert not (tmp_path / "tiny").exists()
-
-
 def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     listeners.check(schema.MetricsSection())
     with listeners.started(config(tmp_path)):
         pass
-    with pytest.raises(errors.ConfigError):
-        listeners.check(schema.MetricsSection(enable_tensorboard=True))
+    for key, extra in (("enable_tensorboard", "tensorboard"), ("prometheus_port", "p")):
+        section = schema.MetricsSection(**{key: 9100 if extra == "p" else True})
+        with pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}"):
+            listeners.check(section)

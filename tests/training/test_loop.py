@@ -108,8 +108,10 @@ def run(journal, **changes):
 
 
 def test_what_is_saved_is_logged_and_durable_before(journal):
-    assert run(journal) == (3, 3)
+    barrier = journal.calls.append
+    assert run(journal, barrier=lambda: barrier("all have compiled")) == (3, 3)
     assert journal.calls == [
+        "all have compiled",
         "step 0",
         "log 0",
         "emit 1/3: 0.0",
@@ -127,19 +129,22 @@ def test_what_is_saved_is_logged_and_durable_before(journal):
     ]
 
 
-def test_the_last_step_of_data_that_ends_is_saved_as_the_last(journal):
-    # Step 2 was saved already, to the tiers that were due.
-    assert run(journal, batches=Batches(journal, 2)) == (2, 2)
-    assert journal.calls[-5:] == ["save 2: 2", "sync", "ended 2", "sync", "save 2: 2"]
-    assert journal.last_saves == [2]
+@pytest.mark.parametrize(
+    ("count", "end"),
+    [
+        (0, ["sync", "ended 0", "sync"]),
+        (1, ["emit 1/3: 0.0", "sync", "ended 1", "sync", "save 1: 1"]),
+        # Step 2 was saved already, to the tiers that were due.
+        (2, ["save 2: 2", "sync", "ended 2", "sync", "save 2: 2"]),
+    ],
+)
+def test_last_step_of_data_that_ends_is_saved_as_the_last(journal, count, end):
+    assert run(journal, batches=Batches(journal, count)) == (count, count)
+    assert journal.calls[-5:] == end
+    assert journal.last_saves == [count] * bool(count)
 
 
-def test_a_host_that_writes_no_log_still_saves(journal):
-    run(journal, log=None)
-    assert journal.calls == ["step 0", "step 1", "save 2: 2", "step 2", "save 3: 3"]
-
-
-def test_a_host_that_writes_no_log_is_one_step_behind_the_devices_too(journal):
+def test_host_that_writes_no_log_is_one_step_behind_the_devices_too(journal):
     class OnDevice:
         def __init__(self, step):
             self._step = step
@@ -159,49 +164,13 @@ def test_a_host_that_writes_no_log_is_one_step_behind_the_devices_too(journal):
     assert journal.calls == order
 
 
-def test_the_first_step_is_logged_at_once_and_others_one_step_behind(journal):
-    run(journal, saver=None)
-    assert [c for c in journal.calls if c.startswith(("step", "log", "save"))] == [
-        "step 0",
-        "log 0",
-        "step 1",
-        "step 2",
-        "log 1",
-        "log 2",
-    ]
-
-
-def test_data_that_ends_ends_the_run_and_the_last_step_is_saved(journal):
-    assert run(journal, batches=Batches(journal, 1)) == (1, 1)
-    assert journal.calls == [
-        "step 0",
-        "log 0",
-        "emit 1/3: 0.0",
-        "sync",
-        "ended 1",
-        "sync",
-        "save 1: 1",
-    ]
-
-
-def test_data_that_ends_with_a_step_that_is_everywhere_is_not_saved_again(journal):
-    journal.is_due = lambda step, *, last: step == 2 and not last
-    assert run(journal, batches=Batches(journal, 2)) == (2, 2)
-    assert [call for call in journal.calls if call.startswith("save")] == ["save 2: 2"]
-
-
-def test_a_run_whose_data_has_ended_does_nothing(journal):
-    assert run(journal, batches=Batches(journal, 0)) == (0, 0)
-    assert journal.calls == ["sync", "ended 0", "sync"]
-
-
-def test_the_batch_size_changes_before_the_step_that_it_is_of(journal):
+def test_batch_size_changes_before_the_step_that_it_is_of(journal):
     sizes = batch_size.Schedule(stages=((0, 8), (1, 16), (2, 24)))
     run(journal, sizes=sizes, log=None, saver=None)
     assert journal.calls == ["step 0", "resize 16", "step 1", "resize 24", "step 2"]
 
 
-def test_the_first_step_is_compiled_and_the_first_of_each_new_batch_size(journal):
+def test_first_step_is_compiled_and_the_first_of_each_new_batch_size(journal):
     run(journal)
     assert journal.compilations == [1]
     journal.compilations.clear()
@@ -209,69 +178,13 @@ def test_the_first_step_is_compiled_and_the_first_of_each_new_batch_size(journal
     assert journal.compilations == [1, 3]
 
 
-def test_hosts_meet_when_they_have_compiled_and_before_they_step(journal):
-    calls = journal.calls
-    compiled = journal.compiled
-
-    def noted(*arguments, step):
-        calls.append("compile")
-        return compiled(*arguments, step=step)
-
-    journal.compiled = noted
-    run(journal, barrier=lambda: calls.append("barrier"))
-    assert calls[:4] == ["compile", "barrier", "step 0", "log 0"]
-    assert calls.count("barrier") == 1
-
-
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_loop_that_is_to_stop_saves_the_step_and_ends_there(journal, step):
+def test_loop_that_is_to_stop_saves_the_step_and_ends_there(journal, step):
     # Step 2 is due anyway, and is saved once.
     assert run(journal, is_stopping=lambda done: done == step) == (step, step)
-    assert [c for c in journal.calls if c.startswith("save")] == [
-        f"save {step}: {step}"
-    ]
-    assert journal.calls.index(f"log {step - 1}") < journal.calls.index(
-        f"save {step}: {step}"
-    )
-
-
-def test_a_first_step_that_is_reported_is_saved_at_a_signal(journal):
-    def is_stopping(done):
-        is_reported = any(call.startswith("emit") for call in journal.calls)
-        # A signal before the first question ends the run without a save.
-        assert done > 1 or not is_reported
-        return is_reported
-
-    assert run(journal, is_stopping=is_stopping) == (2, 2)
-    assert "save 2: 2" in journal.calls
-
-
-def test_the_last_step_is_not_stopped(journal):
-    asked = []
-    ended = looped(journal, is_stopping=lambda done: bool(asked.append(done)))
-    assert (ended.is_stopped, asked) == (False, [1, 2])
-
-
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_a_world_that_is_to_end_for_another_one_does_not_begin_its_first_step(
-    journal, asked_first
-):
-    answers = iter([asked_first, True])
-    changes = {"is_ending": lambda _: next(answers), "is_left": lambda: True}
-    assert run(journal, is_stopping=lambda _: False, **changes) == (0, 0)
-    # It does not compile, nor read a batch, if it is to end before that.
-    assert journal.compilations == ([] if asked_first else [1])
-    assert journal.calls == []
-
-
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_a_run_that_is_to_end_before_its_first_step_saves_that_one(
-    journal, asked_first
-):
-    answers = iter([asked_first, True])
-    changes = {"is_ending": lambda _: next(answers)}
-    assert run(journal, is_stopping=lambda _: False, **changes) == (1, 1)
-    assert "save 1: 1" in journal.calls
+    saves = [call for call in journal.calls if call.startswith("save")]
+    assert saves == [f"save {step}: {step}"]
+    assert journal.calls.index(f"log {step - 1}") < journal.calls.index(*saves)
 
 
 class Recorded:
@@ -305,6 +218,22 @@ def called(journal, **options):
     return looped(journal, steps=4, log=None, callbacks=recorded)
 
 
+@pytest.mark.parametrize("is_asked_first", [True, False])
+@pytest.mark.parametrize("is_left", [True, False])
+def test_loop_that_is_to_end_begins_its_first_step_unless_it_left_for_another_world(
+    journal, is_asked_first, is_left
+):
+    answers = iter([is_asked_first, True])
+    changes = {"is_ending": lambda _: next(answers), "is_left": lambda: is_left}
+    done = int(not is_left)
+    assert run(journal, is_stopping=lambda _: False, **changes) == (done, done)
+    assert ("save 1: 1" in journal.calls) == (not is_left)
+    if is_left:
+        # It does not compile, nor read a batch, if it is to end before that.
+        assert journal.compilations == ([] if is_asked_first else [1])
+        assert journal.calls == []
+
+
 def test_callbacks_are_called_one_step_behind_and_before_a_save(journal):
     assert called(journal).finding is None
     assert journal.calls == [
@@ -322,26 +251,24 @@ def test_callbacks_are_called_one_step_behind_and_before_a_save(journal):
 
 
 @pytest.mark.parametrize(
-    ("action", "end"),
+    ("action", "saves"),
     [
         (callbacks.Action.STOP, ["save 2: 2"]),
         (callbacks.Action.ABORT, []),
         (callbacks.Action.ROLLBACK, []),
+        (callbacks.Action.WARN, ["save 2: 2", "save 4: 4"]),
     ],
 )
-def test_a_step_that_a_callback_found_to_be_bad_is_saved_by_stop_alone(
-    journal, action, end
+def test_step_that_a_callback_found_to_be_bad_is_saved_by_stop_alone(
+    journal, action, saves
 ):
     ended = called(journal, step=2, action=action)
+    assert [call for call in journal.calls if call.startswith("save")] == saves
+    if action is callbacks.Action.WARN:
+        assert (ended.step, ended.finding) == (4, None)
+        return
     assert (ended.step, ended.is_stopped) == (2, False)
     assert (ended.finding.action, ended.finding.since) == (action, 2)
-    assert [call for call in journal.calls if call.startswith("save")] == end
-
-
-def test_a_warning_of_a_callback_changes_nothing(journal):
-    ended = called(journal, step=2, action=callbacks.Action.WARN)
-    assert (ended.step, ended.finding) == (4, None)
-    assert journal.calls.count("save 2: 2") == 1
 
 
 class Evaluated:
@@ -359,7 +286,7 @@ class Evaluated:
 
 
 @pytest.mark.parametrize(("max_batches", "loss"), [(0, 2.5), (1, 3.0)])
-def test_an_evaluation_is_the_mean_over_all_targets_each_time_anew(
+def test_evaluation_is_the_mean_over_all_targets_each_time_anew(
     journal, max_batches, loss
 ):
     recorded = []
@@ -384,7 +311,7 @@ def test_an_evaluation_is_the_mean_over_all_targets_each_time_anew(
 
 
 @pytest.mark.parametrize("goes_back", [True, False])
-def test_a_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(
+def test_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(
     goes_back,
 ):
     class Program(Journal):

@@ -1,57 +1,48 @@
 import errno
 import json
 import pathlib
+import signal
 from unittest import mock
 
+import hypothesis
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from elastic_ckpt import training
-from elastic_ckpt.core import append_log, digest, errors, storage, topology
-from elastic_ckpt.training import step_log, step_record, train_step
-
-WORLD = topology.Topology(hosts=2, slices=1, devices=4)
-HEADER = '{"version":1,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4}\n'
-STEP = f'{{"step":0,"loss":1.5,"digest":"{"00" * 16}",'
-
-
-def report(ids, loss=1.5):
-    return train_step.StepReport(
-        loss=np.float32(loss),
-        example_id=np.array([[id_ >> 32, id_ & 0xFFFFFFFF] for id_ in ids], np.uint32),
-        row_digests=np.array([id_ % 97 for id_ in ids], np.uint32),
-        tokens=np.int32(8),
-        learning_rate=np.float32(0.01),
-        gradient_norm=np.float32(1.0),
-    )
+from elastic_ckpt.core import append_log, digest, errors, storage
+from elastic_ckpt.training import step_log, step_record
+from tests import runs
+from tests.training import killed_step_log
+from tests.training.killed_step_log import PERIOD, WORLD, report
 
 
-def write_attempt(
-    directory, start_step, steps, *, number=0, left_out=(), detail="proof"
-):
+def write_attempt(directory, start_step, steps, *, detail="proof", **start):
     log = step_log.StepLog(
         directory,
-        step_log.Start(
-            step=start_step,
-            world=WORLD,
-            data={"packing": True},
-            number=number,
-            left_out=left_out,
-        ),
+        step_log.Start(step=start_step, world=WORLD, data={"packing": True}, **start),
         detail=detail,
     )
     for step, ids in steps.items():
-        log.append(step, report(ids))
+        log.append(step, report(1.5, ids))
     log.close()
 
 
-def test_an_attempt_is_read_as_it_was_written(tmp_path):
+def test_attempt_is_read_as_it_was_written(tmp_path):
     start = step_log.Start(step=3, world=WORLD, data={"packing": True})
     log = step_log.StepLog(tmp_path, start)
-    assert log.append(3, report([5, 2**40], loss=0.1)) == float(np.float32(0.1))
+    assert log.append(3, report(0.1, [5, 2**40])) == float(np.float32(0.1))
     log.close()
     (attempt,) = step_log.read(tmp_path)
+    record = step_record.StepRecord(
+        step=3,
+        loss=float(np.float32(0.1)),
+        digest=digest.batch_digest([5, 2**40], [5, 2**40 % 97], num_bytes=16),
+        num_rows=2,
+        runs=[5, 2**40],
+        attempt=1,
+    )
     assert attempt == step_log.Attempt(
         attempt=1,
         start_step=3,
@@ -59,55 +50,53 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path):
         slices=1,
         devices=4,
         data={"packing": True},
-        records=(
-            step_record.StepRecord(
-                step=3,
-                loss=float(np.float32(0.1)),
-                digest=digest.batch_digest([5, 2**40], [5, 2**40 % 97], num_bytes=16),
-                num_rows=2,
-                runs=[5, 2**40],
-                attempt=1,
-            ),
-        ),
+        records=(record,),
     )
 
 
 def test_steps_that_a_full_disk_does_not_take_are_logged_when_it_has_room(
     tmp_path, monkeypatch
 ):
-    log = step_log.StepLog(tmp_path, step_log.Start(step=0, world=WORLD, data={}))
-    full = OSError(errno.ENOSPC, "No space left on device")
-    log.append(0, report([5]))
-    with monkeypatch.context() as patch:
-        patch.setattr(append_log.AppendLog, "_write", mock.Mock(side_effect=full))
-        for step in (1, 2):
-            log.append(step, report([step]))
-        assert "No space left" in log.sync()
+    def logged():
         (attempt,) = step_log.read(tmp_path)
-        assert [each.step for each in attempt.records] == [0]
-    log.append(3, report([3]))
+        return [each.step for each in attempt.records]
+
+    log = step_log.StepLog(tmp_path, step_log.Start(step=0, world=WORLD, data={}))
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    log.append(0, report(0, [5]))
+    with monkeypatch.context() as patch:
+        patch.setattr(append_log.AppendLog, "_write", full)
+        for step in (1, 2):
+            log.append(step, report(step, [step]))
+        assert "No space left" in log.sync()
+        assert logged() == [0]
+    log.append(3, report(3, [3]))
     assert log.sync() is None
-    monkeypatch.setattr(append_log.AppendLog, "_write", mock.Mock(side_effect=full))
-    log.append(4, report([4]))
+    monkeypatch.setattr(append_log.AppendLog, "_write", full)
+    log.append(4, report(4, [4]))
     with pytest.raises(errors.RunError, match=r"cannot be logged: .* make room there"):
         log.close()
-    (attempt,) = step_log.read(tmp_path)
-    assert [each.step for each in attempt.records] == [0, 1, 2, 3]
+    assert logged() == [0, 1, 2, 3]
 
 
-def shuffled(num_rows, seed=0):
+def shuffled(num_rows):
     """Distinct ids without runs."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     return generator.integers(0, 2**40, num_rows, np.uint64).tolist()
 
 
-def test_version_5_has_these_lines(tmp_path, golden):
+def test_lines_are_those_of_the_format_and_its_schema(tmp_path, golden):
     left_out = ((2, 6), (8, 12))
     steps = {0: [12, 7], 1: [3, *range(100, 164, 2)], 2: shuffled(300)}
     write_attempt(tmp_path, 0, steps, number=5, left_out=left_out)
     write_attempt(tmp_path, 3, {3: [9, 1]}, number=6, detail="summary")
     paths = sorted((tmp_path / "step_log").iterdir())
-    golden("step_log_v5.jsonl", "".join(path.read_text() for path in paths))
+    text = "".join(path.read_text() for path in paths)
+    golden("step_log_v5.jsonl", text)
+    schema = pathlib.Path(training.__file__).parent / "schemas/step_log.json"
+    validator = jsonschema.Draft202012Validator(json.loads(schema.read_text()))
+    for line in text.splitlines():
+        validator.validate(json.loads(line))
     first, second = step_log.read(tmp_path)
     assert first.left_out == left_out
     assert [list(record.ids) for record in first.records] == [steps[0], steps[1], []]
@@ -117,51 +106,7 @@ def test_version_5_has_these_lines(tmp_path, golden):
     assert (summary.num_rows, summary.ids, summary.digests) == (2, (), None)
 
 
-@pytest.mark.parametrize(
-    ("version", "data", "world", "left_out"),
-    [
-        (1, {}, 0, ()),
-        (2, {"packing": True}, 0, ()),
-        (3, {"packing": True}, 5, ()),
-        (4, {"packing": True}, 5, ((2, 6), (8, 12))),
-    ],
-)
-def test_older_versions_still_load(tmp_path, request, version, data, world, left_out):
-    kept = request.path.parent.parent / "golden" / f"step_log_v{version}.jsonl"
-    (tmp_path / "step_log").mkdir()
-    (tmp_path / "step_log/attempt-00001.jsonl").write_bytes(kept.read_bytes())
-    (attempt,) = step_log.read(tmp_path)
-    # Version 1 lacks the data, it and 2 lack the world, 1 to 3 lack what is left out.
-    assert attempt.data == data
-    assert attempt.world == world
-    assert attempt.left_out == left_out
-    assert [record.ids for record in attempt.records] == [(12, 7), (3, 4)]
-
-
-def test_the_log_of_an_older_program_is_continued(tmp_path, request):
-    kept = request.path.parent.parent / "golden" / "step_log_v4.jsonl"
-    old = tmp_path / "step_log/attempt-00001.jsonl"
-    storage.write_atomic(old, kept.read_bytes())
-    write_attempt(tmp_path, 1, {1: shuffled(300), 2: [5, 6]}, number=6)
-    assert old.read_bytes() == kept.read_bytes()
-    lineage = step_log.lineage(step_log.read(tmp_path))
-    assert [record.num_rows for record in lineage.values()] == [2, 300, 2]
-    assert [record.ids for record in lineage.values()] == [(12, 7), (), (5, 6)]
-
-
-def test_the_lines_of_version_5_are_of_the_schema(request):
-    room = pathlib.Path(training.__file__).parent
-    schema = json.loads((room / "schemas/step_log.json").read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    golden = request.path.parent.parent / "golden"
-    for line in (golden / "step_log_v5.jsonl").read_text().splitlines():
-        jsonschema.validate(json.loads(line), schema)
-    for line in (golden / "step_log_v4.jsonl").read_text().splitlines():
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(json.loads(line), schema)
-
-
-def test_in_a_bucket_each_step_is_uploaded_once_and_a_copy_on_a_disk_is_read(
+def test_each_step_is_uploaded_once_to_a_bucket_and_a_copy_on_a_disk_is_read(
     bucket, tmp_path, monkeypatch
 ):
     sizes = {}
@@ -175,7 +120,7 @@ def test_in_a_bucket_each_step_is_uploaded_once_and_a_copy_on_a_disk_is_read(
     monkeypatch.setattr(storage, "write_atomic", counted)
     log = step_log.StepLog(bucket, step_log.Start(step=0, world=WORLD, data={}))
     for step in range(10, 40):
-        log.append(step, report([step, 7]))
+        log.append(step, report(0, [step, 7]))
         if step % 10 == 9:
             log.sync()
     log.close()
@@ -193,15 +138,15 @@ def test_in_a_bucket_each_step_is_uploaded_once_and_a_copy_on_a_disk_is_read(
     assert step_log.read(tmp_path) == attempts
 
 
-def test_a_later_attempt_overrules_the_steps_that_it_repeats(tmp_path):
+def ids_of(directory):
+    lineage = step_log.lineage(step_log.read(directory))
+    return {step: record.ids for step, record in lineage.items()}
+
+
+def test_later_attempt_overrules_the_steps_from_its_first_one_on(tmp_path):
     write_attempt(tmp_path, 0, {0: [1], 1: [2], 2: [3], 3: [4]})
     write_attempt(tmp_path, 2, {2: [30]})
-    lineage = step_log.lineage(step_log.read(tmp_path))
-    assert {step: record.ids for step, record in lineage.items()} == {
-        0: (1,),
-        1: (2,),
-        2: (30,),
-    }
+    assert ids_of(tmp_path) == {0: (1,), 1: (2,), 2: (30,)}
 
 
 def test_steps_that_a_replaced_start_logs_do_not_count(tmp_path):
@@ -211,10 +156,8 @@ def test_steps_that_a_replaced_start_logs_do_not_count(tmp_path):
     write_attempt(tmp_path, 1, {1: [21], 2: [31], 3: [41], 4: [51]}, number=6)
     # A start without checkpoints claims no world, and comes after those before it.
     write_attempt(tmp_path, 3, {3: [400]})
-    attempts = step_log.read(tmp_path)
-    assert [attempt.attempt for attempt in attempts] == [1, 3, 2, 4]
-    ids = {step: each.ids for step, each in step_log.lineage(attempts).items()}
-    assert ids == {0: (1,), 1: (20,), 2: (30,), 3: (400,)}
+    assert [each.attempt for each in step_log.read(tmp_path)] == [1, 3, 2, 4]
+    assert ids_of(tmp_path) == {0: (1,), 1: (20,), 2: (30,), 3: (400,)}
 
 
 def test_of_two_starts_at_the_same_time_each_has_a_file(tmp_path, monkeypatch):
@@ -232,40 +175,119 @@ def test_of_two_starts_at_the_same_time_each_has_a_file(tmp_path, monkeypatch):
     assert [record.ids for record in attempts[0].records] == [(10,), (20,)]
 
 
-def test_an_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_path):
+def test_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_path):
     write_attempt(tmp_path, 0, {0: [1]})
-    (tmp_path / "step_log/attempt-00002.jsonl").write_text(HEADER[:20])
+    (tmp_path / "step_log/attempt-00002.jsonl").write_text('{"version":5,"att')
     assert len(step_log.read(tmp_path)) == 1
     write_attempt(tmp_path, 1, {1: [2]})
     assert [attempt.attempt for attempt in step_log.read(tmp_path)] == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"version":6}\n', "has version 6, and this program reads versions 1 to 5"),
-        ('{"no":1}\n', "has version None"),
-        (HEADER + '{"step":0}\n', "not a step log"),
-        (HEADER.replace("hosts", "hots"), "not a step log"),
-        (HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
-        (HEADER + STEP + '"ids":[[0,-5,1],[0,6,1]]}\n', "a run of -5 ids"),
-        (HEADER + STEP + '"ids":[[0,99999999999,1]]}\n', "a batch of 99999999999 rows"),
-        (HEADER + STEP + '"rows":3,"ids":[[7,2,1]]}\n', "not a step log.*2 ids of 3"),
-        (HEADER + STEP + '"rows":2,"ids":[[7,2]]}\n', "not a step log"),
-        (
-            HEADER + STEP + '"rows":9,"examples":"","contents":"","blocks":"00"}\n',
-            r"not a step log.*digests of \[0, 0, 2\] hex digits for 9 rows",
-        ),
-        (HEADER + STEP.replace("00", "", 1) + '"ids":[1]}\n', "not a step log.*digest"),
-    ],
+def check_killed(directory, num_synced, at_most):
+    """All durable steps are in the log, and the next attempt completes it."""
+    (attempt,) = step_log.read(directory)
+    steps = [record.step for record in attempt.records]
+    assert steps == list(range(len(steps)))
+    assert num_synced <= len(steps) <= at_most
+    killed_step_log.write(directory, num_synced, num_synced + 6)
+    assert ids_of(directory) == {
+        step: killed_step_log.ids(step) for step in range(num_synced + 6)
+    }
+    return len(steps)
+
+
+@pytest.mark.parametrize("moment", ["within", "after"])
+def test_writer_that_is_killed_has_logged_all_synced_steps(tmp_path, moment):
+    point = 11
+    write = killed_step_log.write_until_killed
+    ended = runs.forked(write, str(tmp_path), point, moment)
+    assert ended.returncode == -signal.SIGKILL, ended.stdout + ended.stderr
+    num_synced = max(map(int, ended.stdout.split()))
+    assert num_synced == (point - 1) // PERIOD * PERIOD
+    num_logged = check_killed(tmp_path, num_synced, point)
+    assert num_logged == point or moment == "within"
+
+
+@pytest.mark.slow
+def test_writer_that_is_killed_between_uploads_has_logged_all_saved_steps(bucket):
+    point = 3
+    write = killed_step_log.write_until_killed
+    ended = runs.forked(write, bucket, point, "within")
+    assert ended.returncode == -signal.SIGKILL, ended.stdout + ended.stderr
+    num_synced = max(map(int, ended.stdout.split()))
+    assert num_synced == (point - 1) * PERIOD
+    check_killed(bucket, num_synced, point * PERIOD)
+
+
+@pytest.mark.parametrize("num_torn_bytes", [1, 20, 60])
+def test_torn_line_on_a_disk_is_dropped(tmp_path, num_torn_bytes):
+    killed_step_log.write(tmp_path, 0, 10)
+    path = tmp_path / "step_log/attempt-00001.jsonl"
+    path.write_bytes(path.read_bytes()[:-num_torn_bytes])
+    check_killed(tmp_path, 8, 9)
+
+
+IDS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=300)
+RUNS = st.lists(
+    st.tuples(
+        st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63), st.integers(1, 20)
+    ),
+    min_size=1,
+    max_size=20,
+).map(lambda runs: [(a + n * d) % 2**64 for a, d, count in runs for n in range(count)])
+
+
+@hypothesis.given(IDS | RUNS)
+@hypothesis.example(list(range(5, 10**5, 3)))
+def test_listed_ids_are_read_in_the_same_order_and_a_line_is_short(ids):
+    listed = np.array(ids, np.uint64)
+    items = step_record.encoded(listed)
+    if len(ids) > 10**4:
+        # Those in the order of files are one run of any length.
+        assert items == [[5, len(ids), 3]]
+    assert items is None or step_record.decoded(items) == tuple(ids)
+    # So many ids fit, whatever they are.
+    assert items is not None or len(ids) > step_record.MAX_ID_BYTES // 22
+    rows = step_record.Rows(ids=listed, digests=np.zeros(len(ids)))
+    line = step_record.line(2**53, -1.2345678901234567e-300, rows, detail="proof")
+    assert len(str(line)) <= 2000
+
+
+def digests(ids, tokens):
+    return step_record.BatchDigests.of_rows(
+        step_record.Rows(
+            ids=np.array(ids, np.uint64), digests=np.array(tokens, np.uint32)
+        )
+    )
+
+
+@hypothesis.given(
+    num_rows=st.sampled_from([64, 4096]),
+    change=st.sampled_from(["id", "tokens", "order"]),
+    place=st.integers(0, 2**20),
 )
-def test_what_is_no_step_log_is_refused(tmp_path, text, message):
-    (tmp_path / "step_log").mkdir()
-    (tmp_path / "step_log/attempt-00001.jsonl").write_text(text)
-    with pytest.raises(errors.DataError, match=message):
-        step_log.read(tmp_path)
+def test_changed_row_changes_the_digest_of_its_block_alone(num_rows, change, place):
+    ids, tokens = list(range(num_rows)), [7 * n for n in range(num_rows)]
+    before = digests(ids, tokens)
+    num_blocks = len(before.block_digests)
+    assert num_blocks == 32
+    row = place % num_rows // 2 * 2
+    if change == "id":
+        ids[row] = 99_999
+    elif change == "tokens":
+        tokens[row] += 1
+    else:
+        pair = slice(row, row + 2)
+        ids[pair], tokens[pair] = ids[pair][::-1], tokens[pair][::-1]
+    after = digests(ids, tokens)
+    blocks = zip(before.block_digests, after.block_digests, strict=True)
+    changed = [number for number, (a, b) in enumerate(blocks) if a != b]
+    assert changed == [row * num_blocks // num_rows]
+    assert (after.examples != before.examples) == (change == "id")
+    assert (after.contents != before.contents) == (change != "order")
 
 
-def test_a_directory_without_a_log_is_no_run(tmp_path):
-    with pytest.raises(errors.DataError, match="no step log in it; give the directory"):
-        step_log.read(tmp_path)
+def test_block_has_the_same_digest_in_another_place():
+    one = digests(range(64), range(64)).block_digests
+    turned = [*range(10, 64), *range(10)]
+    assert digests(turned, turned).block_digests[0] == one[5]

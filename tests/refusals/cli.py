@@ -1,0 +1,254 @@
+"""Commands that cannot be meant."""
+
+import functools
+import json
+import pathlib
+
+from elastic_ckpt.cli import main
+from elastic_ckpt.core import errors
+from elastic_ckpt.simulation import cluster, costs
+from elastic_ckpt.training import configured, load, run_directory
+from tests import runs
+from tests.refusals import Refusal
+
+
+@functools.cache
+def parser():
+    return main.build_parser()
+
+
+def verb(says: str, *arguments: object, error=errors.ConfigError) -> Refusal:
+    """A command line, in which DIR is the directory of the row."""
+
+    def call(directory: pathlib.Path) -> None:
+        words = [str(word).replace("DIR", str(directory)) for word in arguments]
+        parsed = parser().parse_args(words)
+        parsed.execute(parsed)
+
+    return Refusal(call, says, error)
+
+
+def on_files(refusal: Refusal, **files: str) -> Refusal:
+    """The same, in a directory with these files."""
+
+    def call(directory: pathlib.Path) -> None:
+        for name, content in files.items():
+            (directory / name).write_text(content)
+        refusal.call(directory)
+
+    return refusal._replace(call=call, writes=True)
+
+
+def train(says: str, **settings: object) -> Refusal:
+    """The configuration of a run that is not started."""
+
+    def call(directory: pathlib.Path) -> None:
+        config = runs.write_config(directory, "texts", **settings)
+        parsed = parser().parse_args(["train", str(config)])
+        configured.check_local(load.load(config))
+        parsed.execute(parsed)
+
+    return Refusal(call, says, writes=True)
+
+
+FOUR = {"hosts": 4, "slices": 4, "global_batch_size": 12, "elastic_enabled": True}
+
+
+def scale(says: str, slices: int, *, error=errors.ConfigError, **settings) -> Refusal:
+    """A request for slices of a run that has ended."""
+
+    def call(directory: pathlib.Path) -> None:
+        config = runs.write_config(directory, "texts", **{**FOUR, **settings})
+        run_directory.write_config(str(directory), load.load(config))
+        ended = {"time": 0.0, "event": "run_finished", "step": 1, "secs": 1.0}
+        (directory / run_directory.EVENTS).write_text(json.dumps(ended) + "\n")
+        verb("", "scale", directory, "--slices", slices).call(directory)
+
+    return Refusal(call, says, error, writes=True)
+
+
+CLUSTER = [
+    *("simulate", "configs/demo_cpu.yml", "global_batch_size=0"),
+    *("per_device_batch_size=3", "--hosts", "16", "--slices", "8", "--state-gib", "1"),
+    *("--days", "0.5", "--cost", "step_secs=10", "--fails", "machine=12"),
+]
+
+
+def simulated(says: str, *options: str, error=errors.ConfigError) -> Refusal:
+    return verb(says, *CLUSTER, *options, error=error)
+
+
+def trace(says: str, line: str) -> Refusal:
+    """A line of a trace of failures."""
+    hardware = cluster.ClusterSize(slices=4, hosts_per_slice=2, hosts_per_rack=4)
+    content = b'{"version": 1}\n' + line.encode()
+    return Refusal(lambda _: cluster.parse(content, path="t", hardware=hardware), says)
+
+
+SECRET = ["--secret-file", "DIR/secret"]
+REFUSALS = {
+    "run without a name": train("run_name is empty; set it", run_name=""),
+    "batch that hosts cannot share": train(
+        "a global batch of 8 rows cannot be divided evenly among 3 devices, as JAX",
+        hosts=3,
+    ),
+    "elastic run without checkpoints": train(
+        "elastic_enabled=true with enable_checkpointing=false",
+        **{"elastic_enabled": True, "enable_checkpointing": False},
+        **{"hosts": 2, "slices": 2},
+    ),
+    "mistyped key": on_files(
+        verb("unknown key 'hots'; the nearest key is 'hosts'", "config", "DIR/a.yml"),
+        **{"a.yml": "hots: 4"},
+    ),
+    "Azure container for a run": verb(
+        "az://container/runs.*can only hold training data",
+        *("inspect", "az://container/runs/tiny"),
+        error=errors.ElasticCkptError,
+    ),
+    "texts that are missing": verb(
+        "none: no such directory", "data", "DIR/none", "out", error=errors.DataError
+    ),
+    "audit of no run": verb(
+        "is not the directory of a run", "audit", "DIR", error=errors.ElasticCkptError
+    ),
+    "audit of a run without a log": on_files(
+        verb("no step log in it", "audit", "DIR", error=errors.DataError),
+        **{"config.json": "{}"},
+    ),
+    "inspection of nothing": verb(
+        "neither the directory of a run .* nor one with steps",
+        *("inspect", "DIR"),
+        error=errors.ElasticCkptError,
+    ),
+    "verification of nothing": verb(
+        "give a PATH", "verify", error=errors.ElasticCkptError
+    ),
+    "verification of a missing directory": verb(
+        "none: there is no such directory",
+        *("verify", "DIR/none"),
+        error=errors.ElasticCkptError,
+    ),
+    "verification of a missing step": verb(
+        r"there is no step 5 in the given places; they contain the steps \[\]",
+        *("verify", "DIR", "--step", 5),
+        error=errors.ElasticCkptError,
+    ),
+    "URL of a peer": verb(
+        "--peer has '10.0.0.7:8470', which is not the URL of an agent",
+        *("inspect", "DIR", "--peer", "10.0.0.7:8470"),
+    ),
+    "peer without a secret": verb(
+        "--peer needs the run's secret: add --secret-file",
+        *("verify", "--peer", "http://10.0.0.7:8470", "--run", "r"),
+        error=errors.ElasticCkptError,
+    ),
+    "peer without a run": on_files(
+        verb(
+            "add --run",
+            *("verify", "--peer", "http://10.0.0.7:8470", *SECRET),
+            error=errors.ElasticCkptError,
+        ),
+        secret="long-enough-for-a-secret",
+    ),
+    "agent of a missing directory": verb(
+        "none: no such directory; name the RAM disk of a run",
+        *("agent", "DIR/none"),
+        error=errors.ElasticCkptError,
+    ),
+    "agent without its secret": on_files(
+        verb("no such file", "agent", "DIR", *SECRET, error=errors.ElasticCkptError)
+    ),
+    "agent with a short secret": on_files(
+        verb(
+            "secret holds no secret",
+            "agent",
+            "DIR",
+            *SECRET,
+            error=errors.ElasticCkptError,
+        ),
+        secret="too short",
+    ),
+    "domains of an agent of no node": verb(
+        "--domains is for the agent of a node; add --node",
+        *("agent", "DIR", "--domains", "rack=r7"),
+        error=errors.ElasticCkptError,
+    ),
+    "domain without a kind": verb(
+        "is not `kind=name`", "agent", "DIR", "--node", "--domains", "r7"
+    ),
+    "pin of no step": verb(
+        "is not the directory of a step", "pin", "DIR", error=errors.ElasticCkptError
+    ),
+    "manifest without an image": verb(
+        "docker_image=", "manifest", "configs/demo_cpu.yml"
+    ),
+    "slices of a run that is not elastic": scale(
+        "was not started with elastic_enabled=true",
+        2,
+        error=errors.RunError,
+        elastic_enabled=False,
+    ),
+    "too many slices": scale("--slices 5: the run trains on 4 to 4 slices", 5),
+    "too few slices": scale(
+        "--slices 1: the run trains on 2 to 4 slices", 1, elastic_min_slice_count=2
+    ),
+    "slices that cannot share the batch": scale(
+        "16 rows do not divide over the 3 devices of 3",
+        3,
+        elastic_min_slice_count=2,
+        global_batch_size=16,
+    ),
+    "slices of a run that has ended": scale(
+        "is not running; start it", 3, error=errors.RunError, elastic_min_slice_count=2
+    ),
+    "setting to vary without values": simulated(
+        "--vary spares: write a key", "--vary", "spares"
+    ),
+    "value to vary": simulated("--vary spares=x", "--vary", "spares=x"),
+    "spares that leave nothing": simulated(
+        "spares=8 leaves none of 8", "--vary", "spares=8"
+    ),
+    "unknown key to vary": simulated("peer_copy", "--vary", "peer_copy=1"),
+    "hosts of slices": simulated(
+        "16 hosts do not divide into 5 slices", "--slices", "5"
+    ),
+    "rate of failures": simulated(
+        "--fails machine=0: name one of", "--fails", "machine=0"
+    ),
+    "name of a cost": simulated("--cost steps=1", "--cost", "steps=1"),
+    "costs of no run": simulated(
+        "nowhere is not the directory of a run",
+        *("--costs", "nowhere"),
+        error=errors.ElasticCkptError,
+    ),
+    "racks without a size": simulated("--rack-hosts", "--vary", "peer_domain=rack"),
+    "cost of nothing": Refusal(
+        lambda _: costs.Costs().with_values({"step_secs": 0.0}), "--cost step_secs"
+    ),
+    "repair of a process": Refusal(
+        lambda _: cluster.FailureModel(repair_hours={"process": 1.0}),
+        "--repair process=1",
+    ),
+    "trace of another version": Refusal(
+        lambda _: cluster.parse(b'{"version": 2}\n', path="t", hardware=None),
+        "does not begin with",
+    ),
+    "missing trace": Refusal(
+        lambda path: cluster.read(str(path / "missing"), hardware=None), "missing"
+    ),
+    "trace that is not JSON": trace("line 2, is not JSON", "{"),
+    "list in a trace": trace(r"line 2, has \[\]", "[]"),
+    "failure before the begin": trace(
+        "time -1", '{"time": -1, "what": "kill_slice", "which": 0}'
+    ),
+    "unknown failure": trace(
+        "'burn'; it is one of", '{"time": 1, "what": "burn", "which": 0}'
+    ),
+    "slice that is not there": trace(
+        "numbers 0 to 3", '{"time": 1, "what": "kill_slice", "which": 4}'
+    ),
+    "part of a rack": trace(
+        "which 0.5", '{"time": 1, "what": "kill_rack", "which": 0.5}'
+    ),
+}

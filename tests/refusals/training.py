@@ -1,0 +1,351 @@
+"""Configurations of runs that cannot be meant."""
+
+import pathlib
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.elastic import multicontroller
+from elastic_ckpt.training import (
+    callbacks,
+    configured,
+    load,
+    machine_run,
+    schema,
+    step_log,
+    training_files,
+)
+from tests import corpora, worlds
+from tests.refusals import Refusal
+
+
+def in_file(text: str, says: str, **others: str) -> Refusal:
+    """A mistake in the file `a.yml`, beside others that it may name."""
+
+    def call(directory: pathlib.Path) -> None:
+        for name, content in others.items():
+            (directory / f"{name}.yml").write_text(content)
+        (directory / "a.yml").write_text(text)
+        load.load(directory / "a.yml")
+
+    return Refusal(call, says, writes=True)
+
+
+def setting(text: str, says: str) -> Refusal:
+    """A mistake in the setting of one key."""
+    return in_file(f"# why\n{text}\n", rf"a\.yml, line 2: {says}")
+
+
+def override(text: str, says: str) -> Refusal:
+    """A mistake on the command line."""
+
+    def call(directory: pathlib.Path) -> None:
+        (directory / "a.yml").write_text("")
+        load.load(directory / "a.yml", [text])
+
+    return Refusal(call, says, writes=True)
+
+
+def read(values):
+    return load.from_values(values, place="here")
+
+
+TIERS = {
+    "run_name": "first",
+    "enable_multi_tier_checkpointing": True,
+    "local_checkpoint_directory": "/ram",
+    "local_checkpoint_period": 5,
+    "multi_tier_checkpointing_backup_interval_minutes": 20.0,
+}
+BACKUP_STEPS = "multi_tier_checkpointing_backup_interval_steps"
+
+
+def tiers(says: str, **keys: object) -> Refusal:
+    return Refusal(
+        lambda _: configured.tiers(read(TIERS | keys), persistent="/steps"), says
+    )
+
+
+MACHINES = {
+    **{"hosts": 4, "slices": 4, "global_batch_size": 24},
+    **{"elastic_enabled": True, "elastic_machines": 2, "elastic_machine": 0},
+}
+
+
+def machines(says: str, **keys: object) -> Refusal:
+    return Refusal(lambda _: machine_run.place(read(MACHINES | keys), {}), says)
+
+
+def local(says: str, **keys: object) -> Refusal:
+    """Hosts that the local launcher cannot start."""
+    return Refusal(lambda _: configured.check_local(read(keys)), says)
+
+
+def called(says: str, given: dict, **keys: object) -> Refusal:
+    """Callbacks that are none."""
+    section = schema.Config(divergence=schema.DivergenceSection(**keys))
+    return Refusal(lambda _: configured.callbacks(section, given), says)
+
+
+def data(says: str, error: type[Exception] = errors.ConfigError, **keys: object):
+    """Training data that cannot be read as it is configured."""
+
+    def call(directory: pathlib.Path) -> None:
+        texts = [{"text": f"text {number} "} for number in range(20)]
+        file = corpora.write_parquet(directory / "a.parquet", texts)
+        (directory / "mixture.json").write_text('{"web": {"files": "a", "weight": 1}}')
+        values = {
+            "grain_file_type": "parquet",
+            "grain_train_files": file,
+            "num_logical_shards": 8,
+            "max_target_length": 16,
+        }
+        for key, value in keys.items():
+            is_text = isinstance(value, str)
+            values[key] = value.replace("DIR", str(directory)) if is_text else value
+        made = pipeline.from_config(read(values).data)
+        worlds.World(made, 1, 4).next()
+
+    return Refusal(call, says, error, writes=True)
+
+
+def files(says: str, error: type[Exception], **keys: str) -> Refusal:
+    """Files of texts that cannot be found or written."""
+
+    def call(directory: pathlib.Path) -> None:
+        named = {key: text.replace("DIR", str(directory)) for key, text in keys.items()}
+        training_files.prepare(read(named))
+
+    return Refusal(call, says, error)
+
+
+HEADER = (
+    '{"version":5,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4,'
+    '"data":{},"world":1,"left_out":[]}\n'
+)
+STEP = f'{{"step":0,"loss":1.5,"digest":"{"00" * 16}",'
+
+
+def log(text: str, says: str) -> Refusal:
+    """A file that is no step log."""
+
+    def call(directory: pathlib.Path) -> None:
+        (directory / "step_log").mkdir()
+        (directory / "step_log/attempt-00001.jsonl").write_text(text)
+        step_log.read(directory)
+
+    return Refusal(call, says, errors.DataError, writes=True)
+
+
+REFUSALS = {
+    "unknown key": setting(
+        "chekpoint_period: 3", "unknown key 'chekpoint_period'; .*'checkpoint_period'"
+    ),
+    "unknown key in a base": in_file(
+        "base_config: b.yml",
+        r"b\.yml, line 1: unknown key 'stesp'; .*'steps'",
+        b="stesp: 5",
+    ),
+    "unknown key on the command line": override(
+        "host=2", "command line, 'host=2': unknown key 'host'; .*'hosts'"
+    ),
+    "override without a value": override("steps", "'steps': write it as key=value"),
+    "text for a whole number": setting(
+        "steps: soon", "steps must be a whole number, not 'soon'"
+    ),
+    "fraction for a whole number": setting(
+        "steps: 2.5", "steps must be a whole number, not 2.5"
+    ),
+    "switch for a whole number": setting(
+        "steps: true", "steps must be a whole number, not True"
+    ),
+    "no steps": setting("steps: 0", "steps must be at least 1, not 0"),
+    "list of numbers": setting(
+        "steps: [1]", r"steps must be a whole number, not \[1\]"
+    ),
+    "number for a switch": setting(
+        "enable_checkpointing: 1", "enable_checkpointing must be true or false, not 1"
+    ),
+    "number for a text": setting(
+        "run_name: 7", 'run_name must be text, not 7; put it in quotes .run_name: "7"'
+    ),
+    "text for a number": setting(
+        "learning_rate: fast", "learning_rate must be a number"
+    ),
+    "nan": setting("learning_rate: .nan", "learning_rate must be at least 0"),
+    "infinity": setting("learning_rate: .inf", "learning_rate must be a finite number"),
+    "unknown choice": setting(
+        "hardware: fpga", 'hardware must be one of "cpu", "gpu", "tpu", not \'fpga\''
+    ),
+    "number that is too large": setting(
+        "adam_b1: 1.0", "adam_b1 must be below 1, not 1.0"
+    ),
+    "odd size": setting("head_dim: 15", "head_dim must be a multiple of 2, not 15"),
+    "true for off": setting(
+        "divergence_action: true", "divergence_action must be text"
+    ),
+    "minus two for off": setting(
+        "eval_steps: -2", "eval_steps must be at least 0, not -2"
+    ),
+    "no column": setting(
+        "train_data_columns: []", r"train_data_columns must be text, not \["
+    ),
+    "key that is set twice": in_file(
+        "steps: 1\nhosts: 1\nsteps: 2\n", "line 3: steps is already set in line 1"
+    ),
+    "base of a base of itself": in_file(
+        "base_config: b.yml", "includes this file again", b="base_config: a.yml"
+    ),
+    "base that is missing": in_file(
+        "base_config: none.yml",
+        r"none\.yml: no such configuration file \(base_config of",
+    ),
+    "missing file": Refusal(
+        lambda path: load.load(path / "none.yml"),
+        "none.yml: no such configuration file",
+    ),
+    "list in place of keys": in_file("- steps", r"a\.yml, line 1: expected lines of"),
+    "tiers without a period": tiers(
+        "local_checkpoint_period=0: both are needed", local_checkpoint_period=0
+    ),
+    "tiers without a directory": tiers(
+        "local_checkpoint_directory='' and", local_checkpoint_directory=""
+    ),
+    "no backup interval": tiers(
+        "set either .*_minutes or .*_steps, not neither",
+        multi_tier_checkpointing_backup_interval_minutes=0.0,
+    ),
+    "two backup intervals": tiers(
+        "set either .*_minutes or .*_steps, not both", **{BACKUP_STEPS: 5}
+    ),
+    "amount of memory": tiers(
+        "is not an amount of memory", local_checkpoint_size_limit="64 GB"
+    ),
+    "domain without a kind": tiers(
+        "peer_domains='rack': 'rack' is not `kind=name`", peer_domains="rack"
+    ),
+    "half of the TLS files": tiers("set all three, or none", peer_tls_key="k"),
+    "URL of an agent": tiers(
+        r"peer_urls has '10\.0\.0\.1:1', which",
+        peer_urls="http://10.0.0.2:1;10.0.0.1:1",
+    ),
+    "machine without a number": machines(
+        "the environment has none of NODE_RANK", elastic_machine=-1
+    ),
+    "machine beyond the last": machines(
+        "elastic_machine=2 is not the number of one of the 2", elastic_machine=2
+    ),
+    "slices that machines cannot share": machines(
+        "cannot be divided evenly among elastic_machines=3", elastic_machines=3
+    ),
+    "hosts that slices cannot share": machines(
+        "cannot be divided evenly among 2 machines", slices=2, hosts=3
+    ),
+    "machines under a single controller": machines(
+        "only runs with a process per host", enable_single_controller=True
+    ),
+    "machines without checkpoints": machines(
+        "with enable_checkpointing=false", enable_checkpointing=False
+    ),
+    "machines of a run that is not elastic": machines(
+        "needs elastic_enabled=true", elastic_enabled=False
+    ),
+    "hosts with TPUs of one machine": local(
+        "hosts=4 with hardware=tpu: the local launcher", hosts=4, hardware="tpu"
+    ),
+    "RAM disk in a bucket": local(
+        "='gs://b/ram' is not a directory on", local_checkpoint_directory="gs://b/ram"
+    ),
+    "accelerator that is missing": Refusal(
+        lambda _: multicontroller.check_devices("gpu"),
+        "hardware=gpu, but JAX finds only CPUs on .* set hardware=cpu",
+        errors.RunError,
+    ),
+    "callback without methods": called(
+        "'mine', a object, has no after_step, after_evaluation, get", {"mine": object()}
+    ),
+    "callback without a name": called("a callback has the name 7, a int", {7: None}),
+    "class of a callback": called(
+        "'mine' is a class; give an instance", {"mine": callbacks.Callbacks}
+    ),
+    "module of callbacks": called(
+        "training_callbacks='no_such_module:make' cannot be imported",
+        {},
+        training_callbacks="no_such_module:make",
+    ),
+    "function of callbacks": called(
+        "training_callbacks='json' cannot be imported", {}, training_callbacks="json"
+    ),
+    "required callback": Refusal(
+        lambda _: callbacks.Callbacks({}, required=["gone"]), r"\['gone'\] are required"
+    ),
+    "negative weight": data(
+        "dataset x.parquet has the weight -1.0; weights are finite",
+        grain_train_files="DIR/x.parquet,-1;DIR/a.parquet,2",
+    ),
+    "missing weight": data(
+        "has no weight; write patterns,weight;patterns,weight",
+        grain_train_files="DIR/x.parquet,1;DIR/a.parquet",
+    ),
+    "weights of 0": data(
+        r"all weights of \['a.parquet', 'x.parquet'\] are 0; raise one",
+        grain_train_files="DIR/x.parquet,0;DIR/a.parquet,0",
+    ),
+    "entry of a mixture file": data(
+        r"mixture.json: web has \['files', 'weight'\]; give it weight, and path",
+        grain_train_mixture_config_path="DIR/mixture.json",
+    ),
+    "pipeline without logical shards": data(
+        "grain_file_type=parquet needs logical shards; set num_logical",
+        num_logical_shards=0,
+    ),
+    "file of another format": data(
+        r"a.parquet, byte 0: not a TFRecord file, or damaged there",
+        errors.DataError,
+        grain_file_type="tfrecord",
+    ),
+    "column that is not there": data(
+        r"a.parquet: no column \['body'\], only \['text', 'tokens'\]",
+        errors.DataError,
+        train_data_columns="body",
+    ),
+    "missing data": files(
+        r"/nowhere/\*.array_record matches no file; check the path, or write one with",
+        errors.DataError,
+        grain_train_files="/nowhere/*.array_record",
+    ),
+    "pattern for texts": files(
+        r"\*.array_record matches no file",
+        errors.DataError,
+        grain_train_files="DIR/*.array_record",
+        text_directory="python-stdlib",
+    ),
+    "texts as another format than their name": files(
+        "set grain_file_type=parquet, or change",
+        errors.ConfigError,
+        grain_train_files="DIR/texts.parquet",
+        text_directory="python-stdlib",
+    ),
+    "later step log": log('{"version":6}\n', "has version 6, and this program reads"),
+    "step without a batch": log(HEADER + '{"step":0}\n', "not a step log"),
+    "misspelt field of a log": log(HEADER.replace("hosts", "hots"), "not a step log"),
+    "batch of nothing": log(HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
+    "batch beyond all memory": log(
+        HEADER + STEP + '"ids":[[0,99999999999,1]]}\n', "a batch of 99999999999 rows"
+    ),
+    "negative run of ids": log(
+        HEADER + STEP + '"ids":[[0,-5,1],[0,6,1]]}\n', "a run of -5 ids"
+    ),
+    "fewer ids than rows": log(
+        HEADER + STEP + '"rows":3,"ids":[[7,2,1]]}\n', "not a step log.*2 ids of 3"
+    ),
+    "digests of other rows": log(
+        HEADER + STEP + '"rows":9,"examples":"","contents":"","blocks":"00"}\n',
+        r"not a step log.*digests of \[0, 0, 2\] hex digits for 9 rows",
+    ),
+    "short digest of a step": log(
+        HEADER + STEP.replace("00", "", 1) + '"ids":[1]}\n', "not a step log.*digest"
+    ),
+    "directory without a step log": Refusal(
+        step_log.read, "no step log in it; give the directory", errors.DataError
+    ),
+}

@@ -1,0 +1,191 @@
+"""A simulated run: the rows it trained on, its step log and its saved data states."""
+
+import dataclasses
+
+import numpy as np
+
+from elastic_ckpt.core import digest
+from elastic_ckpt.data import (
+    elastic_data,
+    example_id,
+    records,
+    rows,
+    sharded_data,
+    stages,
+    state,
+)
+from elastic_ckpt.data.lm import language, pipeline
+from elastic_ckpt.training import provenance, step_log, step_record
+from tests import formats
+
+# Where each token of the documents is from: dataset, file, record and index.
+ORIGINS = {}
+# The tokens of each document, by dataset, file and record.
+SIZES = {}
+for _name, _counts in formats.DATASETS.items():
+    _places = [(_f, _n) for _f, _count in enumerate(_counts) for _n in range(_count)]
+    for _number, _place in enumerate(_places):
+        _tokens = formats.tokens(_name, _number).tolist()
+        SIZES[_name, *_place] = len(_tokens)
+        ORIGINS |= {_t: (_name, *_place, _i) for _i, _t in enumerate(_tokens)}
+
+
+def pieces_of(inputs):
+    """The pieces of documents in the tokens of a row, in order."""
+    pieces = []
+    for token in inputs[inputs > 0].tolist():
+        *document, index = ORIGINS[token]
+        if pieces and pieces[-1][:3] == document and sum(pieces[-1][3:]) == index:
+            pieces[-1][4] += 1
+        else:
+            pieces.append([*document, index, 1])
+    return [tuple(each) for each in pieces]
+
+
+def digests_of(batch):
+    tokens = np.concatenate(digest.row_features(batch), axis=1)
+    return digest.row_digests(tokens).tolist()
+
+
+def of_stage(
+    parts,
+    *,
+    length=12,
+    packing="concat_then_split",
+    weights=formats.WEIGHTS,
+    epochs=None,
+):
+    """The data of a stage, as `from_config` makes it."""
+    made = pipeline.LanguagePipeline(
+        parts=tuple(
+            dataclasses.replace(part, weight=weights[part.name])
+            for part in parts
+            if part.name in weights
+        ),
+        num_shards=6,
+        reading=records.ReadOptions(num_epochs=epochs, shuffle_seed=3),
+        documents=language.Documents(column="tokens", tokenizer=None),
+        length=length,
+        packing=packing,
+        window=4,
+        truncate=not packing,
+    )
+    return sharded_data.ShardedData(
+        make_shard=made,
+        num_shards=6,
+        pipeline=made.identity(),
+        end=elastic_data.End.PADDED if epochs else elastic_data.End.NEVER,
+    )
+
+
+class Run:
+    """The attempts of a run, one after the other, on one host."""
+
+    def __init__(self):
+        self.attempts, self.saved = [], []
+        self.data, self.after, self.left_out = {}, {}, ()
+        self.host, self.read = None, None
+        # The tokens of the rows of each step of each attempt, and their digests.
+        self.inputs, self.digests = {}, {}
+
+    def attempt(
+        self, data, sizes, *, start=0, skip=0, goes_back=False, saves=(), listed=True
+    ):
+        """Trains from step `start` on, with batches of these sizes.
+
+        Args:
+          data: of the attempt.
+          sizes: of the batches.
+          start: the first step.
+          skip: how many rows the attempt leaves out before it.
+          goes_back: whether it leaves out those that the attempt before took since.
+          saves: the steps after which the data state is saved.
+          listed: whether the step log lists ids.
+        """
+        number = len(self.attempts) + 1
+        self.data[number] = data
+        position, cursors = self.after.get(start, (0, {}))
+        if skip:
+            self.left_out = (*self.left_out, (position, position + skip))
+            _, position, cursors = self._read(data, skip, position, cursors)
+        if goes_back:
+            earlier = [each for each in self.left_out if each[1] <= position]
+            before, (position, cursors) = position, self.end
+            self.left_out = (*earlier, (before, position))
+        logged = []
+        for size in sizes:
+            # Batches of nothing but padding are no steps.
+            step = start + len(logged)
+            of_step = stages.at(data, step)
+            batch, position, cursors = self._read(of_step, size, position, cursors)
+            self.end = position, cursors
+            if "mask" in batch and not batch["mask"].any():
+                continue
+            self.after[step + 1] = position, cursors
+            ids = tuple(example_id.join(batch["example_id"]))
+            logged.append(
+                step_record.StepRecord(
+                    step=step,
+                    loss=1.0,
+                    digest="00" * 16,
+                    num_rows=size,
+                    attempt=number,
+                    runs=ids if listed else (),
+                )
+            )
+            self.inputs[number, step] = batch["inputs"]
+            self.digests[number, step] = digests_of(batch)
+            if step + 1 in saves:
+                self._save(step + 1, data, position, cursors)
+        self.attempts.append(
+            step_log.Attempt(
+                attempt=number,
+                start_step=start,
+                hosts=1,
+                slices=1,
+                devices=1,
+                data={"number": str(data.identity())},
+                records=tuple(logged),
+                left_out=self.left_out,
+            )
+        )
+        return self
+
+    def _read(self, data, size, position, cursors):
+        if self.host is None or self.read != (size, position, data):
+            placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+            self.host = data.host_batches(placement)
+            if position:
+                name = "stream_row" if data.engine == "sharded" else "global_next_index"
+                self.host.go_to(
+                    {name: position}, lambda shards: {s: cursors[s] for s in shards}
+                )
+        batch = next(self.host)
+        position = state.row_of(self.host.position())
+        self.read = size, position, data
+        return batch, position, dict(self.host.shard_cursors())
+
+    def _save(self, step, data, position, cursors):
+        name = "stream_row" if data.engine == "sharded" else "global_next_index"
+        saved = state.DataState(
+            engine=data.engine,
+            position={name: position},
+            pipeline=data.identity(),
+            left_out=self.left_out,
+            progress=stages.Course.first(data, 1).at_step(step).progress,
+        )
+        self.saved.append(
+            provenance.SavedData(
+                step=step,
+                state=saved,
+                cursors=lambda shards: {shard: cursors[shard] for shard in shards},
+            )
+        )
+
+    def provenance(self, *, saved=True, **more):
+        return provenance.Provenance(
+            self.attempts,
+            self.data.__getitem__,
+            saved=self.saved if saved else (),
+            **more,
+        )
