@@ -66,8 +66,7 @@ def run(
 ) -> None:
     """Trains as MaxText's own program does with these arguments.
 
-    That is `maxtext.trainers.pre_train.train`, or with `use_dpo=true`
-    `maxtext.trainers.post_train.dpo.train_dpo`.
+    That is `maxtext.trainers.pre_train.train`.
 
     Args:
       arguments: of MaxText, with our keys among them.
@@ -83,18 +82,12 @@ def run(
       SystemExit: if MaxText refuses its configuration.
     """
     explicit = maxtext_config.explicit_keys(arguments)
-    trainer = maxtext_seam.trainer_of(arguments)
-    maxtext_seam.check_installed(explicit, trainer=trainer)
-    make_run: type[Run] = Run
-    if trainer is maxtext_seam.PREFERENCES:
-        from elastic_ckpt.integrations import maxtext_preferences
-
-        make_run = maxtext_preferences.PreferenceRun
-    this = make_run(emit=emit, world=world, explicit=explicit, started=started)
-    with maxtext_seam.extended(this, trainer):
+    maxtext_seam.check_installed(explicit)
+    this = Run(emit=emit, world=world, explicit=explicit, started=started)
+    with maxtext_seam.extended(this):
         not_restored: errors.OtherModelError | None = None
         try:
-            while _goes_back(trainer, arguments):
+            while _goes_back(arguments):
                 this.begin_again()
         except SystemExit as ended:
             if ended.code:
@@ -114,11 +107,11 @@ def run(
         this.close()
 
 
-def _goes_back(trainer: maxtext_seam.Trainer, arguments: Sequence[str]) -> bool:
+def _goes_back(arguments: Sequence[str]) -> bool:
     # Runs MaxText until its end, which is a SystemExit, or until it has to begin again.
     # Then its frames hold the state, which must go before the next.
     try:
-        trainer.run(arguments)
+        maxtext_seam.run(arguments)
     except _GoneBack:
         return True
     return False
@@ -140,9 +133,6 @@ class Run:
     Attributes:
       restored: the directory of the step that is restored; None before.
     """
-
-    # The number of the first step, under which it is saved.
-    FIRST_STEP = 0
 
     def __init__(
         self,
@@ -263,7 +253,7 @@ class Run:
 
     @property
     def _last_step(self) -> int:
-        last: int = self._config.steps - 1 + self.FIRST_STEP
+        last: int = self._config.steps - 1
         return last
 
     def _data_of(self, step: epath.Path | None) -> MaxTextIterator:
@@ -298,14 +288,10 @@ class Run:
 
     def start(self, config: Any, start_step: int) -> None:
         """Notes the step with which MaxText begins, which is compiled."""
-        self.begin_at(start_step)
-        self._recorded(config).compiled(start_step + 1)
-
-    def begin_at(self, start_step: int) -> None:
-        """Begins with so many steps done, whose state is there."""
         assert self._train is not None
         self._began = (start_step, self._train.num_batches)
-        self._recorded(self._config).begin(start_step)
+        self._recorded(config).begin(start_step)
+        self._recorded(config).compiled(start_step + 1)
 
     def report(self, step: int, scalars: Mapping[str, Any]) -> bool:
         """Notes the metrics of a step; those of one to go back from are ours alone."""
@@ -315,7 +301,7 @@ class Run:
         )
         if not self._is_again:
             assert self._record is not None
-            self._record.report(step - self.FIRST_STEP, scalars)
+            self._record.report(step, scalars)
         if goes_back:
             # MaxText comes with it once more, on its way out.
             self._is_again = True
@@ -426,14 +412,6 @@ class Run:
             spec=_spec_of(mesh),
             global_batch_size=rows,
         )
-        return self._handed_out(config, batches, record)
-
-    def _handed_out(
-        self,
-        config: Any,
-        batches: Any,
-        record: maxtext_record.RunRecord | None,
-    ) -> MaxTextIterator:
         if record is None:
             return MaxTextIterator(
                 batches, elastic=config.elastic_enabled, begin=self._begin
@@ -585,7 +563,6 @@ class MaxTextIterator:
     Args:
       batches: `iterator.Batches` or `RemoteIterator`.
       elastic: whether MaxText answers lost slices itself.
-      features: that are handed out.
       ramp: returns MaxText's sizes of the batches that follow, called before the first;
         None if all have one size.
       ended: called when there is no next batch.
@@ -601,7 +578,6 @@ class MaxTextIterator:
         batches: Any,
         *,
         elastic: bool,
-        features: Collection[str] = FEATURES,
         ramp: Callable[[], Any] | None = None,
         ended: Callable[[], object] = lambda: None,
         begin: Callable[[str], object] = lambda _: None,
@@ -611,7 +587,6 @@ class MaxTextIterator:
         self._batches = batches
         self._record = record
         self._elastic = elastic
-        self._features = features
         self._ramp = ramp
         # MaxText's sizes, and the one of the batch before.
         self._sizes: Any = None
@@ -640,7 +615,7 @@ class MaxTextIterator:
             if self._record is not None:
                 self._record.take(batch)
         self.num_batches += 1
-        names = (*self._features, *sorted(maxtext_images.FEATURES & batch.keys()))
+        names = (*FEATURES, *sorted(maxtext_images.FEATURES & batch.keys()))
         return {name: batch[name] for name in names}
 
     def _phase(self) -> str:
@@ -789,16 +764,6 @@ class TieredManager:
             return run_saver.preserve_newest(self._checkpointer, up_to=step)
 
         self._validation = configured.validation(section, emit, preserve=preserve)
-
-    @property
-    def saves_last(self) -> bool:
-        """Whether the last step of a run is saved, due or not."""
-        return self._last_step is not None
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether what is saved next is the last, because the data has ended."""
-        return self._is_ending
 
     def end(self) -> None:
         """Saves what is saved next to every tier, also a step that RAM has already."""

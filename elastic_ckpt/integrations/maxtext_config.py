@@ -163,7 +163,6 @@ SHARED_KEYS = (
     "sft_train_on_completion_only",
     "tokenize_train_data",
     "train_data_columns",
-    "use_dpo",
     "use_sft",
     "use_truncation",
 )
@@ -203,7 +202,6 @@ READ_KEYS = (
     "base_output_directory",
     "checkpoint_dir",
     "checkpoint_period",
-    "dpo",
     "enable_checkpointing",
     "enable_continuous_checkpointing",
     "enable_single_controller",
@@ -260,6 +258,8 @@ _REMEDIES = {
     "generate_padding_batch_eval": _SAME_END,
     "enable_emergency_checkpoint": "set it to false, for such checkpoints have no data"
     " state, and enable_multi_tier_checkpointing to true",
+    "use_dpo": "MaxText's trainer of preferences saves no state of its data; train on"
+    " pairs of responses in your own loop",
 }
 _ACCEPTED = dict.fromkeys(_REMEDIES, False) | {
     "expansion_factor_real_data": -1,
@@ -304,7 +304,7 @@ def explicit_keys(arguments: Sequence[str]) -> set[str]:
       ConfigError: if the file cannot be read, or is no YAML.
     """
     path, overrides = _divided(arguments)
-    # MaxText takes `dpo.algo=orpo` for a part of its key `dpo`.
+    # MaxText takes `a.b=1` for a part of its key `a`.
     keys = {each.partition("=")[0].split(".")[0] for each in overrides}
     bases = _bases()
     for key, place in load.origins(path, bases=bases).items():
@@ -342,16 +342,6 @@ def _bases() -> tuple[str, ...]:
     return tuple(
         os.path.join(os.path.realpath(place), "configs") for place in places or ()
     )
-
-
-def uses_pairs(arguments: Sequence[str]) -> bool:
-    """Whether MaxText's arguments ask for training on preferences.
-
-    Raises:
-      ConfigError: if their file cannot be read, or is no YAML.
-    """
-    config, _ = settings_of(("use_dpo",), arguments)
-    return config.data.use_dpo
 
 
 def check_files(data: data_keys.DataKeys) -> None:
@@ -600,8 +590,6 @@ def train_section(config: Any, own: Own) -> data_keys.DataKeys:
         "tokenizer_path": _tokenizer_path(config, kind),
         _IN_SIDECAR: own.in_sidecar,
     }
-    if config.use_dpo:
-        values["dpo_max_prompt_length"] = config.dpo.max_prompt_length
     section = _absolute(_section(values))
     _check_stages(section)
     return section
@@ -632,7 +620,6 @@ def eval_section(config: Any, own: Own) -> data_keys.DataKeys:
         {
             "train_data_columns": config.eval_data_columns,
             "use_sft": config.use_sft,
-            "use_dpo": config.use_dpo,
             "tokenize_train_data": config.tokenize_eval_data,
         }
     )
@@ -748,8 +735,7 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
 
 def _section(values: Mapping[str, Any]) -> data_keys.DataKeys:
     columns = values.get("train_data_columns")
-    has_more = any(values.get(key) for key in ("use_sft", "use_dpo"))
-    if isinstance(columns, list) and len(columns) > 1 and not has_more:
+    if isinstance(columns, list) and len(columns) > 1 and not values.get("use_sft"):
         raise errors.ConfigError(
             f"{PLACE}: train_data_columns={columns}: text is in one column; name it, or"
             " run MaxText itself"

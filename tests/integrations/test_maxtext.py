@@ -250,7 +250,7 @@ def test_its_evaluation_begins_anew_and_padding_weighs_nothing(install, files):
 def test_its_own_functions_are_back_afterwards(install, files):
     install()
     trained(files)
-    for tie in maxtext_seam.PRE_TRAIN.ties():
+    for tie in maxtext_seam.ties():
         assert tie.look_up().__module__.startswith("maxtext.")
 
 
@@ -681,10 +681,10 @@ def printed_lines(capfd):
                 "fields": {
                     key: value
                     for key, value in stand_in.FIELDS.items()
-                    if key not in ("packing", "use_dpo")
+                    if key not in ("packing", "use_sft")
                 }
             },
-            "has no key packing, use_dpo:",
+            "has no key packing, use_sft:",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

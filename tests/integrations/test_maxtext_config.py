@@ -76,7 +76,6 @@ DEFAULTS = {
     "tokenizer_path": "/models/llama2",
     "tokenizer_type": "sentencepiece",
     "train_data_columns": ["text"],
-    "dpo": None,
     "use_dpo": False,
     "use_multimodal": False,
     "chat_template": "",
@@ -567,16 +566,17 @@ def test_a_file_may_have_one_of_maxtext_s_own_for_its_base(tmp_path, monkeypatch
     configs = tmp_path / "installed" / "maxtext" / "configs"
     (configs / "post_train").mkdir(parents=True)
     (configs.parent / "__init__.py").write_text("")
-    (configs / "base.yml").write_text("use_dpo: false\npacking: true\n")
-    ours = "base_config: base.yml\nuse_dpo: true\npacking: false\n"
-    (configs / "post_train" / "dpo.yml").write_text(ours)
+    (configs / "base.yml").write_text("use_sft: false\npacking: true\n")
+    ours = "base_config: base.yml\nuse_sft: true\npacking: false\n"
+    (configs / "post_train" / "sft.yml").write_text(ours)
     monkeypatch.syspath_prepend(tmp_path / "installed")
     monkeypatch.delitem(sys.modules, "maxtext", raising=False)
     mine = tmp_path / "mine.yml"
-    mine.write_text("base_config: post_train/dpo.yml\nsteps: 3\n")
-    assert maxtext_config.uses_pairs([str(mine)])
+    mine.write_text("base_config: post_train/sft.yml\nsteps: 3\n")
+    config, _ = maxtext_config.settings_of(("use_sft",), [str(mine)])
+    assert config.data.use_sft
     # What MaxText's file sets is no choice of the user's.
     assert maxtext_config.explicit_keys([str(mine), "seed=1"]) == {"steps", "seed"}
     mine.write_text("base_config: post_train/other.yml\n")
     with refused(f"{tmp_path}/post_train/other.yml: no such configuration file"):
-        maxtext_config.uses_pairs([str(mine)])
+        maxtext_config.settings_of(("use_sft",), [str(mine)])

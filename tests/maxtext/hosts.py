@@ -130,11 +130,7 @@ def host(run, number, port):
 
 def stock(arguments):
     from absl import app
-
-    if "use_dpo=True" in arguments:
-        from maxtext.trainers.post_train.dpo import train_dpo as train
-    else:
-        from maxtext.trainers.pre_train import train
+    from maxtext.trainers.pre_train import train
 
     try:
         app.run(train.main, argv=[train.__file__, *arguments])

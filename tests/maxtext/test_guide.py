@@ -57,8 +57,6 @@ def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
 def test_it_installs_the_version_that_the_seam_is_written_for():
     assert f'"maxtext=={maxtext_seam.TESTED_VERSION}"' in environment.GROUP.read_text()
     assert f"MaxText {maxtext_seam.TESTED_VERSION} from PyPI" in GUIDE
-    tunix = f'"google-tunix=={maxtext_seam.TESTED_TUNIX_VERSION}"'
-    assert tunix in environment.GROUP.read_text()
 
 
 def test_its_command_for_the_patch_names_the_patch_and_the_environment():
@@ -110,16 +108,6 @@ def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     assert {"grain_train_files", "elastic_enabled"} < theirs
     read = set(maxtext_config.MAXTEXT_KEYS)
     assert not {key for key in theirs - read if f"`{key}`" not in GUIDE}
-
-
-def test_its_keys_for_preferences_have_a_meaning_here(tmp_path):
-    path = tmp_path / "preferences.yml"
-    path.write_text(FILES["preferences.yml"])
-    assert maxtext_seam.trainer_of([str(path)]) is maxtext_seam.PREFERENCES
-    given = yaml.safe_load(path.read_text()).keys() - {"base_config"}
-    others = {"load_parameters_path", "model_name"}
-    read = {*maxtext_config.MAXTEXT_KEYS, *maxtext_config.OWN_KEYS, *others}
-    assert not given - read
 
 
 @pytest.mark.slow
