@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import jax
 from etils import epath
 from orbax import checkpoint
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import component_io, run_saver
@@ -52,9 +53,6 @@ FEATURES = tuple(
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
-
-# A key of the patch: those of an extension, which MaxText does not read.
-_EXTRA = "extra_config"
 
 
 def run(
@@ -166,14 +164,10 @@ class Run:
 
     def configure(self, raw_keys: dict[str, Any]) -> dict[str, Any]:
         """Takes our keys out of those that MaxText has read."""
-        flat = {**raw_keys, **(raw_keys.get(_EXTRA) or {})}
-        flat.pop(_EXTRA, None)
         with past_maxtext():
             theirs, self._own = maxtext_config.divide(
-                flat, known=maxtext_seam.known_keys(), explicit=self._explicit
+                raw_keys, known=maxtext_seam.known_keys(), explicit=self._explicit
             )
-        if _EXTRA in maxtext_seam.known_keys():
-            theirs[_EXTRA] = dict(self._own.values)
         return theirs
 
     def create_data_iterator(
@@ -597,7 +591,7 @@ class MaxTextIterator:
     @property
     def __class__(self) -> type:
         """One that MaxText itself neither saves nor restores; our manager does."""
-        return maxtext_seam.stateless_class() or MaxTextIterator
+        return maxtext_seam.stateless_class()
 
     def __iter__(self) -> MaxTextIterator:
         return self
@@ -657,8 +651,6 @@ class MaxTextIterator:
         return await self._batches.load(directory)
 
     def _left_to_maxtext(self) -> tuple[type[Exception], ...]:
-        if maxtext_seam.is_patched():
-            return (Exception,)
         if self._elastic:
             return (StopIteration, jax.errors.JaxRuntimeError)
         return (StopIteration,)
@@ -684,7 +676,7 @@ class OrbaxManager:
     @property
     def __class__(self) -> type:
         """Orbax's class, which is final, and which MaxText asserts before a load."""
-        return maxtext_seam.manager_class() or OrbaxManager
+        return ocp.training.Checkpointer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -755,7 +747,7 @@ class TieredManager:
     @property
     def __class__(self) -> type:
         """As that of `OrbaxManager`."""
-        return maxtext_seam.manager_class() or TieredManager
+        return ocp.training.Checkpointer
 
     def validate(self, section: ValidationSection, emit: events.Emit) -> None:
         """Compares the replicas of what is saved from now on, as configured."""
@@ -873,8 +865,8 @@ class TieredManager:
 class PastMaxText(BaseException):
     """Carries an error past `except Exception`.
 
-    MaxText without the patch takes any error of an iterator for the end of the data,
-    and ends well; and any error of its configuration it prints itself.
+    MaxText takes any error of an iterator for the end of the data, and ends well; and
+    any error of its configuration it prints itself.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -1,10 +1,8 @@
 """The seam between MaxText and us: all that we take of MaxText, and check.
 
 MaxText has no place for a library that brings the data, the checkpoints and the world
-of a run. `configs/maxtext/maxtext-0.2.5.patch` adds one: an object that is registered
-in `maxtext.common.extension`. MaxText without the patch looks functions up by their
-names when it calls them; `extended` then replaces seven of these by ours, which ask the
-same object.
+of a run. It looks functions up by their names when it calls them; `extended` replaces
+seven of these by ours, which ask one object, the `Extension`.
 
 `check_installed` compares everything that is named here with the MaxText that is
 installed, before a run.
@@ -24,15 +22,12 @@ from importlib import metadata
 from typing import Any, Protocol
 
 from absl import app
-from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import maxtext_config
 
 # The version in which they are known, and that is tested.
 TESTED_VERSION = "0.2.5"
-# Of the patch: `maxtext.common.extension.VERSION`.
-PATCH_VERSION = 1
 
 # The names under which MaxText saves its train state and its iterator.
 ITEMS = "items"
@@ -40,7 +35,7 @@ ITERATOR = "iter"
 
 
 class Extension(Protocol):
-    """What a run of MaxText asks; the patch has the same in MaxText's words."""
+    """What a run of MaxText asks."""
 
     def configure(self, raw_keys: dict[str, Any]) -> dict[str, Any]:
         """The keys for MaxText to check, of those that it has read."""
@@ -121,9 +116,7 @@ _METRICS = "maxtext.common.metric_logger"
 _RAMP = "maxtext.utils.rampup_batch"
 _TRAIN_UTILS = "maxtext.utils.train_utils"
 _SET_UP = (_TRAIN_UTILS, "setup_train_loop")
-_EXTENSION = "maxtext.common.extension"
 
-# Of both.
 CONFIG = Tie(module="maxtext.configs.types", name="MaxTextConfig")
 RAMP = Tie(module=_RAMP, name="RampupBatchManager", parameters=("config", "step_num"))
 # Called, too, when the data ends: MaxText ends without a save then.
@@ -140,10 +133,6 @@ IMAGE_PIPELINE = Tie(
     name="vision_sft_preprocessing_pipeline",
     parameters=("dataset", "config", "data_columns", "image_column"),
 )
-# Of the patch.
-_REGISTERED = Tie(module=_EXTENSION, name="registered", parameters=("extension",))
-
-# Of MaxText without it.
 _PREPARE = Tie(
     module=_CONFIG,
     name="_prepare_for_pydantic",
@@ -198,7 +187,7 @@ _STATELESS = Tie(
 
 # The program of MaxText that is run.
 MAIN = Tie(module=_TRAIN, name="main", parameters=("argv",))
-# What `extended` replaces in MaxText without the patch.
+# What `extended` replaces.
 _REPLACED = (
     _PREPARE,
     _CREATE_DATA,
@@ -212,10 +201,7 @@ _REPLACED = (
 
 def ties() -> tuple[Tie, ...]:
     """What is taken of the MaxText that is installed."""
-    called = (MAIN, CONFIG, RAMP, SAVE_STEP)
-    if is_patched():
-        return (*called, _REGISTERED)
-    return (*called, _STATELESS, *_REPLACED)
+    return (MAIN, CONFIG, RAMP, SAVE_STEP, _STATELESS, *_REPLACED)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -246,8 +232,6 @@ def check_installed(given: Collection[str] = ()) -> None:
     if missing:
         refuse(f"has no key {', '.join(missing)}")
     maxtext_config.check_known(given, known_keys())
-    if is_patched() and _look_up(_EXTENSION, "VERSION") != PATCH_VERSION:
-        refuse(f"has another {_EXTENSION} than that of our patch")
     for tie in ties():
         tie.check()
 
@@ -257,22 +241,11 @@ def known_keys() -> Collection[str]:
     return getattr(CONFIG.look_up(), "model_fields", {}).keys()
 
 
-@functools.cache
-def is_patched() -> bool:
-    """Whether the MaxText that is installed has the patch."""
-    return _look_up(_EXTENSION, "VERSION") is not None
-
-
 @contextlib.contextmanager
 def extended(extension: Extension) -> Iterator[None]:
     """Has MaxText ask `extension` until the block ends."""
     with contextlib.ExitStack() as stack:
-        if is_patched():
-            stack.enter_context(_REGISTERED.look_up()(extension))
-            replaced = {}
-        else:
-            replaced = _replacements(extension)
-        for tie, function in replaced.items():
+        for tie, function in _replacements(extension).items():
             module = importlib.import_module(tie.module)
             stack.callback(setattr, module, tie.name, tie.look_up())
             setattr(module, tie.name, function)
@@ -289,14 +262,9 @@ def ramp(config: Any, num_steps: int) -> Any:
     return RAMP.look_up()(config, num_steps)
 
 
-def stateless_class() -> type | None:
-    """The class of iterators that MaxText does not save; None with the patch."""
-    return None if is_patched() else _STATELESS.look_up()
-
-
-def manager_class() -> type | None:
-    """The class that a manager of checkpoints has for MaxText; None with the patch."""
-    return None if is_patched() else ocp.training.Checkpointer
+def stateless_class() -> type:
+    """The class of iterators that MaxText does not save."""
+    return _STATELESS.look_up()
 
 
 def _replacements(extension: Extension) -> dict[Tie, Any]:

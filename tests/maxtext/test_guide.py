@@ -26,7 +26,7 @@ FILES = {
     for block in pages.blocks(GUIDE, "yaml")
 }
 BLOCKS = pages.blocks(GUIDE, "sh")
-SET_UP, FIRST, CONTINUED, CLUSTER, PLAN, LIVE, CONVERTED, PATCH = BLOCKS
+SET_UP, FIRST, CONTINUED, CLUSTER, PLAN, LIVE, CONVERTED = BLOCKS
 
 
 def shell(commands, directory):
@@ -57,12 +57,6 @@ def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
 def test_it_installs_the_version_that_the_seam_is_written_for():
     assert f'"maxtext=={maxtext_seam.TESTED_VERSION}"' in environment.GROUP.read_text()
     assert f"MaxText {maxtext_seam.TESTED_VERSION} from PyPI" in GUIDE
-
-
-def test_its_command_for_the_patch_names_the_patch_and_the_environment():
-    assert f"< {environment.PATCH.relative_to(environment.ROOT)}\n" in PATCH
-    (place,) = re.findall("-d ([^ ]+)", PATCH)
-    assert (environment.ROOT / place).is_relative_to(environment.ENVIRONMENT)
 
 
 def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide():
