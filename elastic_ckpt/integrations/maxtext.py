@@ -39,15 +39,13 @@ from elastic_ckpt.elastic import watch
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.integrations import (
     maxtext_config,
-    maxtext_images,
     maxtext_record,
     maxtext_seam,
 )
 from elastic_ckpt.training import configured, listeners, schema
 from elastic_ckpt.training.schema import ValidationSection
 
-# The inputs of a step of MaxText, all int32 `[B, L]`; in some models with images
-# `inputs_position` is `[B, L, 3]`. The features of images come with these.
+# The inputs of a step of MaxText, all int32 `[B, L]`.
 FEATURES = tuple(
     name + suffix
     for name in ("inputs", "targets")
@@ -260,13 +258,7 @@ class Run:
 
     def wrap_step(self, step: Any) -> KeptStep:
         """Keeps the executable of a step for other worlds, and what it returns."""
-        return KeptStep(
-            step,
-            world=self._world,
-            note=self._note_state,
-            # Of text alone, too: MaxText lowers it for images all the same.
-            is_late=self._config.use_multimodal,
-        )
+        return KeptStep(step, world=self._world, note=self._note_state)
 
     def _note_state(self, state: Any) -> None:
         self._state = state
@@ -399,8 +391,14 @@ class Run:
         # Of the training data if it is recorded, else of the evaluation data.
         if section.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
+        if record is None:
+            data = pipeline.eval_from_config(
+                section, global_batch_size=rows, vocab_size=config.vocab_size
+            )
+        else:
+            data = pipeline.from_config(section, vocab_size=config.vocab_size)
         batches = frontend.configured_batches(
-            _data(config, section, eval_rows=rows if record is None else 0),
+            data,
             section,
             mesh=mesh,
             spec=_spec_of(mesh),
@@ -431,22 +429,6 @@ class Run:
             self._world.begin(phase)
 
 
-def _data(
-    config: Any, section: data_keys.DataKeys, *, eval_rows: int
-) -> elastic_data.ElasticData:
-    # Of the training; or of the evaluation, with so many rows in a batch.
-    if not maxtext_config.has_images(config):
-        if not eval_rows:
-            return pipeline.from_config(section, vocab_size=config.vocab_size)
-        return pipeline.eval_from_config(
-            section, global_batch_size=eval_rows, vocab_size=config.vocab_size
-        )
-    rows = maxtext_images.from_config(config, section, evaluation=eval_rows > 0)
-    if not eval_rows:
-        return pipeline.from_rows(section, rows)
-    return pipeline.eval_from_config(section, global_batch_size=eval_rows, rows=rows)
-
-
 class KeptStep:
     """A jitted step of MaxText, which an earlier world may have compiled.
 
@@ -457,9 +439,6 @@ class KeptStep:
       world: that keeps executables; None keeps none.
       note: called with the first of what the step returns, if that is a pair: the
         state after it.
-      is_late: whether it is compiled for the first batch instead: MaxText lowers that
-        of a multimodal model for images of another type, and of fewer rows, than those
-        that it trains on, if it does on any.
     """
 
     def __init__(
@@ -468,12 +447,10 @@ class KeptStep:
         *,
         world: World | None,
         note: Callable[[Any], object],
-        is_late: bool = False,
     ) -> None:
         self._jitted = jitted
         self._world = world
         self._note = note
-        self._is_late = is_late
         # By the form of the batch; None until MaxText has the step compiled, and
         # without a world.
         self._compiled: dict[_Form, Callable[..., Any]] | None = None
@@ -498,17 +475,10 @@ class KeptStep:
 
     def lower(self, state: Any, batch: Any, *more: Any) -> Any:
         """Traces the step for these arguments, arrays or abstract ones."""
-        if self._is_late:
-            return _Lowered(self._compile_later)
         lowered = self._jitted.lower(state, batch, *more)
         if self._world is None:
             return lowered
         return _Lowered(functools.partial(self._compile, lowered, state, batch, *more))
-
-    def _compile_later(self, *, options: Mapping[str, Any] | None) -> Any:
-        if self._world is not None:
-            self._compiled, self._options = {}, options
-        return _NotCompiled()
 
     def _compile(
         self,
@@ -521,13 +491,6 @@ class KeptStep:
         self._compiled = {**(self._compiled or {}), _form(arguments[1]): compiled}
         self._options = options
         return compiled
-
-
-class _NotCompiled:
-    """Stands for the program of a step that is compiled later."""
-
-    def memory_analysis(self) -> None:
-        """Nothing is known of its memory; MaxText then prints nothing."""
 
 
 # What a program is for: the shape and the type of each feature of a batch.
@@ -609,8 +572,7 @@ class MaxTextIterator:
             if self._record is not None:
                 self._record.take(batch)
         self.num_batches += 1
-        names = (*FEATURES, *sorted(maxtext_images.FEATURES & batch.keys()))
-        return {name: batch[name] for name in names}
+        return {name: batch[name] for name in FEATURES}
 
     def _phase(self) -> str:
         # Which the next batch begins; of another size, it has a program of its own.

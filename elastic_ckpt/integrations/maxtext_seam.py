@@ -126,13 +126,6 @@ SAVE_STEP = Tie(
     parameters=("checkpoint_manager", "state", "config", "data_iterator"),
 )
 
-# Of its data with images, in a module that takes long to import: looked up by runs that
-# have some.
-IMAGE_PIPELINE = Tie(
-    module="maxtext.input_pipeline.grain_data_processing",
-    name="vision_sft_preprocessing_pipeline",
-    parameters=("dataset", "config", "data_columns", "image_column"),
-)
 _PREPARE = Tie(
     module=_CONFIG,
     name="_prepare_for_pydantic",

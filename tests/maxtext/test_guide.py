@@ -5,14 +5,12 @@ import os
 import re
 import shlex
 import subprocess
-import types
 
 import numpy as np
 import pytest
 import yaml
 
 from elastic_ckpt.cli import main as cli
-from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 from elastic_ckpt.training import keys
 from tests import corpora, pages, shared_memory
@@ -66,16 +64,6 @@ def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide(
         assert f"`{key}`" in GUIDE
     for key in maxtext_config._REMEDIES:
         assert f"`{key}`" in GUIDE
-
-
-def test_its_keys_of_images_fit_together():
-    keys = yaml.safe_load(FILES["images.yml"])
-    _, own = maxtext_config.divide({**keys, "vocab_size": 262144})
-    assert own.values["num_logical_shards"] == 64
-    assert maxtext_config.has_images(types.SimpleNamespace(**keys))
-    for key, value in {"packing": True, "train_data_columns": ["question"]}.items():
-        with pytest.raises(errors.ConfigError, match=key):
-            maxtext_config.divide(keys | {key: value})
 
 
 def test_its_file_of_a_job_makes_a_manifest_that_runs_maxtext(tmp_path, monkeypatch):
