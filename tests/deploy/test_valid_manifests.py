@@ -25,6 +25,7 @@ from tests.deploy import jobsets
 from tests.deploy.jobsets import SHIPPED, TPU
 
 TRANSCRIPTS = sorted((GOLDEN / "manifests").glob("*.txt"))
+EXAMPLES = SHIPPED.parents[1] / "examples"
 # Lists whose members have many fields of their own.
 _DEEP = ("replicatedJobs", "containers", "initContainers")
 
@@ -60,7 +61,7 @@ def test_every_key_of_manifests_is_in_a_transcript():
 
 @pytest.mark.slow
 def test_what_is_shipped_and_every_machine_is_valid():
-    for path in SHIPPED.glob("**/*.yaml"):
+    for path in (*SHIPPED.glob("**/*.yaml"), EXAMPLES / "jobset.yaml"):
         if path.stem != "kustomization" and "overlays" not in path.parts:
             assert faults(yaml.safe_load_all(path.read_text())) == [], path
     for machine_type in ["", "n2-standard-16", *machine._GPUS]:
