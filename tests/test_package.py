@@ -78,7 +78,7 @@ def in_environment(python, directory, program):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize(("kind", "version"), [("*.whl", "3.11"), ("*.tar.gz", "3.13")])
 def test_the_core_runs_the_first_guide_in_a_clean_environment(
     built, tmp_path, kind, version
@@ -102,7 +102,7 @@ def test_the_core_runs_the_first_guide_in_a_clean_environment(
     subprocess.run([console, "--help"], check=True, capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_what_is_built_has_the_types_layouts_and_templates_and_no_tests(built):
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

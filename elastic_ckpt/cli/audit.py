@@ -21,7 +21,6 @@ from elastic_ckpt.core import errors, option_numbers
 with epy.lazy_imports():
     from elastic_ckpt.data import datasets
     from elastic_ckpt.data import provenance as documents
-    from elastic_ckpt.integrations import maxtext_images
     from elastic_ckpt.training import audit, provenance, run_audit
 
 _WHY_UNPROMISED = " (grain_use_elastic_iterator promises none)"
@@ -67,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run, or answers a question about its documents; 1 if it fails."""
-    recorded = run_audit.RunAudit(
-        arguments.run, data=arguments.data, other_data=maxtext_images.of_run
-    )
+    recorded = run_audit.RunAudit(arguments.run, data=arguments.data)
     if arguments.find is not None or arguments.step is not None:
         _answer(recorded, arguments)
         return 0

@@ -17,7 +17,6 @@ from elastic_ckpt.core import storage
 
 with epy.lazy_imports():
     from elastic_ckpt.inspect import plot
-    from elastic_ckpt.integrations import maxtext_images
     from elastic_ckpt.training import report
 
 _FILE = "report.html"
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = report.collect(arguments.run)
     if not arguments.no_audit:
         print("auditing; --no-audit leaves it out", file=sys.stderr, flush=True)
-        audit = report.audit(arguments.run, other_data=maxtext_images.of_run)
+        audit = report.audit(arguments.run)
         record = dataclasses.replace(record, audit=audit)
     path = arguments.output or os.path.join(arguments.run, _FILE)
     storage.write_atomic(path, report.report(record).encode())

@@ -69,31 +69,29 @@ def series(metric: metrics.Metric, part: str = "") -> str:
     return f"{name}_{part}" if part else name
 
 
-def rules(*, scale: float = 1.0, site: str = SITE) -> str:
+def rules(*, site: str = SITE) -> str:
     """The rule file.
 
     Args:
-      scale: what all times are multiplied by, so that tests need not wait for hours.
       site: where the pages are, for `runbook_url`.
     """
     group = {
         "name": "elastic-ckpt",
-        "rules": [_rule(alert, scale, site.rstrip("/")) for alert in ALERTS],
+        "rules": [_rule(alert, site.rstrip("/")) for alert in ALERTS],
     }
     text = yaml.safe_dump({"groups": [group]}, sort_keys=False, width=1000)
     return _HEAD + text
 
 
-def _rule(alert: Alert, scale: float, site: str) -> dict[str, Any]:
-    over_secs = alert.over_secs * scale
+def _rule(alert: Alert, site: str) -> dict[str, Any]:
     expr = alert.expr.format(
-        over=_duration(over_secs),
-        over_secs=f"{over_secs:g}",
-        memory=_duration(_MEMORY_SECS * scale),
+        over=_duration(alert.over_secs),
+        over_secs=f"{alert.over_secs:g}",
+        memory=_duration(_MEMORY_SECS),
     )
     rule: dict[str, Any] = {"alert": alert.name, "expr": expr}
     if alert.hold_secs:
-        rule["for"] = _duration(alert.hold_secs * scale)
+        rule["for"] = _duration(alert.hold_secs)
     rule["labels"] = {"severity": alert.severity}
     rule["annotations"] = {
         "summary": alert.summary,
@@ -105,10 +103,10 @@ def _rule(alert: Alert, scale: float, site: str) -> dict[str, Any]:
 
 def _duration(secs: float) -> str:
     # Prometheus takes whole numbers only.
-    for unit, size in (("h", 3600), ("m", 60), ("s", 1)):
-        if secs >= size and secs % size == 0:
-            return f"{secs / size:.0f}{unit}"
-    return f"{max(1, round(1000 * secs))}ms"
+    unit, size = next(
+        each for each in (("h", 3600), ("m", 60), ("s", 1)) if secs % each[1] == 0
+    )
+    return f"{secs / size:.0f}{unit}"
 
 
 def _most(expr: str) -> str:

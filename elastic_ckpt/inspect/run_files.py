@@ -101,9 +101,8 @@ class RunFiles:
 
     @property
     def from_zero(self) -> bool:
-        """Whether saved steps are numbered from 0, as MaxText's own trainer does."""
-        is_maxtext = bool(self.settings.get("maxtext"))
-        return is_maxtext and not self.settings.get("use_dpo")
+        """Whether saved steps are numbered from 0, as MaxText does."""
+        return bool(self.settings.get("maxtext"))
 
     @property
     def storage_period(self) -> int | None:

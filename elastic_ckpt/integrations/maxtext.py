@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import jax
 from etils import epath
 from orbax import checkpoint
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import component_io, run_saver
@@ -38,23 +39,18 @@ from elastic_ckpt.elastic import watch
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.integrations import (
     maxtext_config,
-    maxtext_images,
     maxtext_record,
     maxtext_seam,
 )
 from elastic_ckpt.training import configured, listeners, schema
 from elastic_ckpt.training.schema import ValidationSection
 
-# The inputs of a step of MaxText, all int32 `[B, L]`; in some models with images
-# `inputs_position` is `[B, L, 3]`. The features of images come with these.
+# The inputs of a step of MaxText, all int32 `[B, L]`.
 FEATURES = tuple(
     name + suffix
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
-
-# A key of the patch: those of an extension, which MaxText does not read.
-_EXTRA = "extra_config"
 
 
 def run(
@@ -66,8 +62,7 @@ def run(
 ) -> None:
     """Trains as MaxText's own program does with these arguments.
 
-    That is `maxtext.trainers.pre_train.train`, or with `use_dpo=true`
-    `maxtext.trainers.post_train.dpo.train_dpo`.
+    That is `maxtext.trainers.pre_train.train`.
 
     Args:
       arguments: of MaxText, with our keys among them.
@@ -83,18 +78,12 @@ def run(
       SystemExit: if MaxText refuses its configuration.
     """
     explicit = maxtext_config.explicit_keys(arguments)
-    trainer = maxtext_seam.trainer_of(arguments)
-    maxtext_seam.check_installed(explicit, trainer=trainer)
-    make_run: type[Run] = Run
-    if trainer is maxtext_seam.PREFERENCES:
-        from elastic_ckpt.integrations import maxtext_preferences
-
-        make_run = maxtext_preferences.PreferenceRun
-    this = make_run(emit=emit, world=world, explicit=explicit, started=started)
-    with maxtext_seam.extended(this, trainer):
+    maxtext_seam.check_installed(explicit)
+    this = Run(emit=emit, world=world, explicit=explicit, started=started)
+    with maxtext_seam.extended(this):
         not_restored: errors.OtherModelError | None = None
         try:
-            while _goes_back(trainer, arguments):
+            while _goes_back(arguments):
                 this.begin_again()
         except SystemExit as ended:
             if ended.code:
@@ -114,11 +103,11 @@ def run(
         this.close()
 
 
-def _goes_back(trainer: maxtext_seam.Trainer, arguments: Sequence[str]) -> bool:
+def _goes_back(arguments: Sequence[str]) -> bool:
     # Runs MaxText until its end, which is a SystemExit, or until it has to begin again.
     # Then its frames hold the state, which must go before the next.
     try:
-        trainer.run(arguments)
+        maxtext_seam.run(arguments)
     except _GoneBack:
         return True
     return False
@@ -140,9 +129,6 @@ class Run:
     Attributes:
       restored: the directory of the step that is restored; None before.
     """
-
-    # The number of the first step, under which it is saved.
-    FIRST_STEP = 0
 
     def __init__(
         self,
@@ -176,14 +162,10 @@ class Run:
 
     def configure(self, raw_keys: dict[str, Any]) -> dict[str, Any]:
         """Takes our keys out of those that MaxText has read."""
-        flat = {**raw_keys, **(raw_keys.get(_EXTRA) or {})}
-        flat.pop(_EXTRA, None)
         with past_maxtext():
             theirs, self._own = maxtext_config.divide(
-                flat, known=maxtext_seam.known_keys(), explicit=self._explicit
+                raw_keys, known=maxtext_seam.known_keys(), explicit=self._explicit
             )
-        if _EXTRA in maxtext_seam.known_keys():
-            theirs[_EXTRA] = dict(self._own.values)
         return theirs
 
     def create_data_iterator(
@@ -263,7 +245,7 @@ class Run:
 
     @property
     def _last_step(self) -> int:
-        last: int = self._config.steps - 1 + self.FIRST_STEP
+        last: int = self._config.steps - 1
         return last
 
     def _data_of(self, step: epath.Path | None) -> MaxTextIterator:
@@ -276,13 +258,7 @@ class Run:
 
     def wrap_step(self, step: Any) -> KeptStep:
         """Keeps the executable of a step for other worlds, and what it returns."""
-        return KeptStep(
-            step,
-            world=self._world,
-            note=self._note_state,
-            # Of text alone, too: MaxText lowers it for images all the same.
-            is_late=self._config.use_multimodal,
-        )
+        return KeptStep(step, world=self._world, note=self._note_state)
 
     def _note_state(self, state: Any) -> None:
         self._state = state
@@ -298,14 +274,10 @@ class Run:
 
     def start(self, config: Any, start_step: int) -> None:
         """Notes the step with which MaxText begins, which is compiled."""
-        self.begin_at(start_step)
-        self._recorded(config).compiled(start_step + 1)
-
-    def begin_at(self, start_step: int) -> None:
-        """Begins with so many steps done, whose state is there."""
         assert self._train is not None
         self._began = (start_step, self._train.num_batches)
-        self._recorded(self._config).begin(start_step)
+        self._recorded(config).begin(start_step)
+        self._recorded(config).compiled(start_step + 1)
 
     def report(self, step: int, scalars: Mapping[str, Any]) -> bool:
         """Notes the metrics of a step; those of one to go back from are ours alone."""
@@ -315,7 +287,7 @@ class Run:
         )
         if not self._is_again:
             assert self._record is not None
-            self._record.report(step - self.FIRST_STEP, scalars)
+            self._record.report(step, scalars)
         if goes_back:
             # MaxText comes with it once more, on its way out.
             self._is_again = True
@@ -419,21 +391,19 @@ class Run:
         # Of the training data if it is recorded, else of the evaluation data.
         if section.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
+        if record is None:
+            data = pipeline.eval_from_config(
+                section, global_batch_size=rows, vocab_size=config.vocab_size
+            )
+        else:
+            data = pipeline.from_config(section, vocab_size=config.vocab_size)
         batches = frontend.configured_batches(
-            _data(config, section, eval_rows=rows if record is None else 0),
+            data,
             section,
             mesh=mesh,
             spec=_spec_of(mesh),
             global_batch_size=rows,
         )
-        return self._handed_out(config, batches, record)
-
-    def _handed_out(
-        self,
-        config: Any,
-        batches: Any,
-        record: maxtext_record.RunRecord | None,
-    ) -> MaxTextIterator:
         if record is None:
             return MaxTextIterator(
                 batches, elastic=config.elastic_enabled, begin=self._begin
@@ -459,22 +429,6 @@ class Run:
             self._world.begin(phase)
 
 
-def _data(
-    config: Any, section: data_keys.DataKeys, *, eval_rows: int
-) -> elastic_data.ElasticData:
-    # Of the training; or of the evaluation, with so many rows in a batch.
-    if not maxtext_config.has_images(config):
-        if not eval_rows:
-            return pipeline.from_config(section, vocab_size=config.vocab_size)
-        return pipeline.eval_from_config(
-            section, global_batch_size=eval_rows, vocab_size=config.vocab_size
-        )
-    rows = maxtext_images.from_config(config, section, evaluation=eval_rows > 0)
-    if not eval_rows:
-        return pipeline.from_rows(section, rows)
-    return pipeline.eval_from_config(section, global_batch_size=eval_rows, rows=rows)
-
-
 class KeptStep:
     """A jitted step of MaxText, which an earlier world may have compiled.
 
@@ -485,9 +439,6 @@ class KeptStep:
       world: that keeps executables; None keeps none.
       note: called with the first of what the step returns, if that is a pair: the
         state after it.
-      is_late: whether it is compiled for the first batch instead: MaxText lowers that
-        of a multimodal model for images of another type, and of fewer rows, than those
-        that it trains on, if it does on any.
     """
 
     def __init__(
@@ -496,12 +447,10 @@ class KeptStep:
         *,
         world: World | None,
         note: Callable[[Any], object],
-        is_late: bool = False,
     ) -> None:
         self._jitted = jitted
         self._world = world
         self._note = note
-        self._is_late = is_late
         # By the form of the batch; None until MaxText has the step compiled, and
         # without a world.
         self._compiled: dict[_Form, Callable[..., Any]] | None = None
@@ -526,17 +475,10 @@ class KeptStep:
 
     def lower(self, state: Any, batch: Any, *more: Any) -> Any:
         """Traces the step for these arguments, arrays or abstract ones."""
-        if self._is_late:
-            return _Lowered(self._compile_later)
         lowered = self._jitted.lower(state, batch, *more)
         if self._world is None:
             return lowered
         return _Lowered(functools.partial(self._compile, lowered, state, batch, *more))
-
-    def _compile_later(self, *, options: Mapping[str, Any] | None) -> Any:
-        if self._world is not None:
-            self._compiled, self._options = {}, options
-        return _NotCompiled()
 
     def _compile(
         self,
@@ -549,13 +491,6 @@ class KeptStep:
         self._compiled = {**(self._compiled or {}), _form(arguments[1]): compiled}
         self._options = options
         return compiled
-
-
-class _NotCompiled:
-    """Stands for the program of a step that is compiled later."""
-
-    def memory_analysis(self) -> None:
-        """Nothing is known of its memory; MaxText then prints nothing."""
 
 
 # What a program is for: the shape and the type of each feature of a batch.
@@ -585,7 +520,6 @@ class MaxTextIterator:
     Args:
       batches: `iterator.Batches` or `RemoteIterator`.
       elastic: whether MaxText answers lost slices itself.
-      features: that are handed out.
       ramp: returns MaxText's sizes of the batches that follow, called before the first;
         None if all have one size.
       ended: called when there is no next batch.
@@ -601,7 +535,6 @@ class MaxTextIterator:
         batches: Any,
         *,
         elastic: bool,
-        features: Collection[str] = FEATURES,
         ramp: Callable[[], Any] | None = None,
         ended: Callable[[], object] = lambda: None,
         begin: Callable[[str], object] = lambda _: None,
@@ -611,7 +544,6 @@ class MaxTextIterator:
         self._batches = batches
         self._record = record
         self._elastic = elastic
-        self._features = features
         self._ramp = ramp
         # MaxText's sizes, and the one of the batch before.
         self._sizes: Any = None
@@ -622,7 +554,7 @@ class MaxTextIterator:
     @property
     def __class__(self) -> type:
         """One that MaxText itself neither saves nor restores; our manager does."""
-        return maxtext_seam.stateless_class() or MaxTextIterator
+        return maxtext_seam.stateless_class()
 
     def __iter__(self) -> MaxTextIterator:
         return self
@@ -640,8 +572,7 @@ class MaxTextIterator:
             if self._record is not None:
                 self._record.take(batch)
         self.num_batches += 1
-        names = (*self._features, *sorted(maxtext_images.FEATURES & batch.keys()))
-        return {name: batch[name] for name in names}
+        return {name: batch[name] for name in FEATURES}
 
     def _phase(self) -> str:
         # Which the next batch begins; of another size, it has a program of its own.
@@ -682,8 +613,6 @@ class MaxTextIterator:
         return await self._batches.load(directory)
 
     def _left_to_maxtext(self) -> tuple[type[Exception], ...]:
-        if maxtext_seam.is_patched():
-            return (Exception,)
         if self._elastic:
             return (StopIteration, jax.errors.JaxRuntimeError)
         return (StopIteration,)
@@ -709,7 +638,7 @@ class OrbaxManager:
     @property
     def __class__(self) -> type:
         """Orbax's class, which is final, and which MaxText asserts before a load."""
-        return maxtext_seam.manager_class() or OrbaxManager
+        return ocp.training.Checkpointer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -780,7 +709,7 @@ class TieredManager:
     @property
     def __class__(self) -> type:
         """As that of `OrbaxManager`."""
-        return maxtext_seam.manager_class() or TieredManager
+        return ocp.training.Checkpointer
 
     def validate(self, section: ValidationSection, emit: events.Emit) -> None:
         """Compares the replicas of what is saved from now on, as configured."""
@@ -789,16 +718,6 @@ class TieredManager:
             return run_saver.preserve_newest(self._checkpointer, up_to=step)
 
         self._validation = configured.validation(section, emit, preserve=preserve)
-
-    @property
-    def saves_last(self) -> bool:
-        """Whether the last step of a run is saved, due or not."""
-        return self._last_step is not None
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether what is saved next is the last, because the data has ended."""
-        return self._is_ending
 
     def end(self) -> None:
         """Saves what is saved next to every tier, also a step that RAM has already."""
@@ -908,8 +827,8 @@ class TieredManager:
 class PastMaxText(BaseException):
     """Carries an error past `except Exception`.
 
-    MaxText without the patch takes any error of an iterator for the end of the data,
-    and ends well; and any error of its configuration it prints itself.
+    MaxText takes any error of an iterator for the end of the data, and ends well; and
+    any error of its configuration it prints itself.
     """
 
     def __init__(self, error: Exception) -> None:

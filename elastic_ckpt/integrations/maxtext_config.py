@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -163,7 +162,6 @@ SHARED_KEYS = (
     "sft_train_on_completion_only",
     "tokenize_train_data",
     "train_data_columns",
-    "use_dpo",
     "use_sft",
     "use_truncation",
 )
@@ -173,42 +171,16 @@ WEIGHT_KEYS = (
     "load_parameters_path",
     "source_checkpoint_layout",
 )
-# The keys of images: those that determine what a row has of a record, by MaxText's own
-# functions.
-TEXT_COLUMNS = "train_data_columns"
-IMAGE_COLUMN = "train_image_column"
-IMAGE_KEYS = (
-    "decoder_block",
-    "image_placeholder",
-    "image_size_for_vit",
-    "max_num_images_per_example",
-    "model_name",
-    "num_channels_for_vit",
-    "patch_size_for_vit",
-    "position_id_per_seconds",
-    "spatial_merge_size_for_vit",
-    "temporal_patch_size_for_vit",
-    "training_objective",
-    "use_audio_in_video",
-    "use_mrope",
-    "use_multimodal",
-    "video_max_grid_h",
-    "video_max_grid_t",
-    "video_max_grid_w",
-    "vision_encoder_block",
-)
 # And those that are read in another way.
 READ_KEYS = (
     "async_checkpointing",
     "base_output_directory",
     "checkpoint_dir",
     "checkpoint_period",
-    "dpo",
     "enable_checkpointing",
     "enable_continuous_checkpointing",
     "enable_single_controller",
     "eval_data_columns",
-    "eval_image_column",
     "eval_per_device_batch_size",
     "global_batch_size_to_load",
     "global_batch_size_to_load_eval",
@@ -221,7 +193,6 @@ READ_KEYS = (
     "tokenize_eval_data",
     "tokenizer_path",
     "tokenizer_type",
-    "train_image_column",
     "vocab_size",
     *_FILES_KEYS,
 )
@@ -229,8 +200,6 @@ READ_KEYS = (
 PLACE = "MaxText's configuration"
 # The key `maxtext` of a run that has been started.
 RUN_BY_MAXTEXT = "{}"
-# Its field with the keys of images, if the run trains on some.
-ROW_KEYS = "rows"
 # A line of MaxText's own file.
 _BASE = re.compile(r"(^|/)base\.yml, line \d+$")
 _DATASET = "dataset_type"
@@ -260,6 +229,10 @@ _REMEDIES = {
     "generate_padding_batch_eval": _SAME_END,
     "enable_emergency_checkpoint": "set it to false, for such checkpoints have no data"
     " state, and enable_multi_tier_checkpointing to true",
+    "use_dpo": "MaxText's trainer of preferences saves no state of its data; train on"
+    " pairs of responses in your own loop",
+    "use_multimodal": "set it to false and train on the text alone, or on images in"
+    " your own loop, with ec.data.lm.packed_multimodal",
 }
 _ACCEPTED = dict.fromkeys(_REMEDIES, False) | {
     "expansion_factor_real_data": -1,
@@ -270,7 +243,6 @@ _ACCEPTED = dict.fromkeys(_REMEDIES, False) | {
 MAXTEXT_KEYS = (
     *SHARED_KEYS,
     *READ_KEYS,
-    *IMAGE_KEYS,
     *TIER_KEYS,
     *ELASTIC_KEYS,
     *_REMEDIES,
@@ -304,7 +276,7 @@ def explicit_keys(arguments: Sequence[str]) -> set[str]:
       ConfigError: if the file cannot be read, or is no YAML.
     """
     path, overrides = _divided(arguments)
-    # MaxText takes `dpo.algo=orpo` for a part of its key `dpo`.
+    # MaxText takes `a.b=1` for a part of its key `a`.
     keys = {each.partition("=")[0].split(".")[0] for each in overrides}
     bases = _bases()
     for key, place in load.origins(path, bases=bases).items():
@@ -342,16 +314,6 @@ def _bases() -> tuple[str, ...]:
     return tuple(
         os.path.join(os.path.realpath(place), "configs") for place in places or ()
     )
-
-
-def uses_pairs(arguments: Sequence[str]) -> bool:
-    """Whether MaxText's arguments ask for training on preferences.
-
-    Raises:
-      ConfigError: if their file cannot be read, or is no YAML.
-    """
-    config, _ = settings_of(("use_dpo",), arguments)
-    return config.data.use_dpo
 
 
 def check_files(data: data_keys.DataKeys) -> None:
@@ -465,8 +427,6 @@ def divide(
             " under Pathways, where MaxText itself handles lost slices"
         )
     in_sidecar = theirs.get(_IN_SIDECAR, False)
-    if theirs.get("use_sft") and theirs.get("use_multimodal"):
-        _check_images({**theirs, **values})
     uses_tiers = bool(theirs.get(_TIERS, False))
     theirs |= {
         _DATASET: "grain",
@@ -491,84 +451,6 @@ def divide(
         in_sidecar=checked.colocated_python_data_input,
         uses_tiers=uses_tiers,
     )
-
-
-def has_images(config: Any) -> bool:
-    """Whether records have images: conversations for a multimodal model do.
-
-    Other data of such a model is text alone, as MaxText has it.
-
-    Args:
-      config: has MaxText's keys as attributes.
-    """
-    return bool(config.use_sft and config.use_multimodal)
-
-
-# What data with images must not be set to, and what to set instead.
-_OF_IMAGES: Mapping[str, tuple[Any, str]] = {
-    "packing": (True, "set it to false, for each record has a row of its own"),
-    "sft_train_on_completion_only": (False, "set it to true"),
-    "tokenize_train_data": (False, "set it to true, for prompts are texts"),
-    "tokenize_eval_data": (False, "set it to true, for prompts are texts"),
-    _TOKENIZER: (_BYTES, "MaxText makes the tokens; set it to one of MaxText's"),
-    "grain_file_type": (
-        "text",
-        "set it to a type of files with several columns, such as parquet",
-    ),
-    "grain_record_format": (
-        "bytes",
-        "set it to tf_example, whose features are the columns",
-    ),
-}
-
-
-def _check_images(settings: Mapping[str, Any]) -> None:
-    # Raises a ConfigError if a key does not fit to conversations with images.
-    of_records = settings.get("grain_file_type") in ("arrayrecord", "tfrecord")
-    for key, (wrong, remedy) in _OF_IMAGES.items():
-        if key == "grain_record_format" and not of_records:
-            continue
-        if _text(settings.get(key)) == wrong:
-            raise errors.ConfigError(
-                f"{PLACE}: use_sft=true with use_multimodal=true does not work with"
-                f" {key}={_shown(wrong)}: {remedy}"
-            )
-    keys = [TEXT_COLUMNS]
-    if settings.get("eval_interval", 0) > 0:
-        keys.append("eval_data_columns")
-    for key in keys:
-        columns = settings.get(key)
-        if not isinstance(columns, list | tuple) or len(columns) != 2:
-            raise errors.ConfigError(
-                f"{PLACE}: {key}={columns}: with use_multimodal=true name two columns,"
-                " of the prompt and of the response"
-            )
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else value
-
-
-def image_keys(
-    config: Any, data: data_keys.DataKeys, *, evaluation: bool = False
-) -> str:
-    """The keys that determine the rows of records with images, as JSON text.
-
-    Args:
-      config: has MaxText's keys as attributes.
-      data: of its training, or of its evaluation.
-      evaluation: whether it is the latter.
-    """
-    of_images = config.eval_image_column if evaluation else config.train_image_column
-    values = {key: getattr(config, key) for key in IMAGE_KEYS} | {
-        TEXT_COLUMNS: data.train_data_columns.split(","),
-        IMAGE_COLUMN: of_images,
-        "max_target_length": data.max_target_length,
-        "tokenizer_type": data.tokenizer_type,
-        "tokenizer_path": files.absolute(data.tokenizer_path),
-    }
-    plain = {key: getattr(value, "value", value) for key, value in values.items()}
-    return json.dumps(plain, sort_keys=True)
 
 
 def train_section(config: Any, own: Own) -> data_keys.DataKeys:
@@ -600,8 +482,6 @@ def train_section(config: Any, own: Own) -> data_keys.DataKeys:
         "tokenizer_path": _tokenizer_path(config, kind),
         _IN_SIDECAR: own.in_sidecar,
     }
-    if config.use_dpo:
-        values["dpo_max_prompt_length"] = config.dpo.max_prompt_length
     section = _absolute(_section(values))
     _check_stages(section)
     return section
@@ -632,7 +512,6 @@ def eval_section(config: Any, own: Own) -> data_keys.DataKeys:
         {
             "train_data_columns": config.eval_data_columns,
             "use_sft": config.use_sft,
-            "use_dpo": config.use_dpo,
             "tokenize_train_data": config.tokenize_eval_data,
         }
     )
@@ -696,15 +575,8 @@ def run_config(
             checkpoint_period=config.checkpoint_period,
             save_checkpoint_on_completion=config.save_checkpoint_on_completion,
         ),
-        deploy=dataclasses.replace(started.deploy, maxtext=_recorded(config, data)),
+        deploy=dataclasses.replace(started.deploy, maxtext=RUN_BY_MAXTEXT),
     )
-
-
-def _recorded(config: Any, data: data_keys.DataKeys) -> str:
-    # The key `maxtext` of a run.
-    if not has_images(config):
-        return RUN_BY_MAXTEXT
-    return json.dumps({ROW_KEYS: json.loads(image_keys(config, data))})
 
 
 def global_batch_size(
@@ -748,8 +620,7 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
 
 def _section(values: Mapping[str, Any]) -> data_keys.DataKeys:
     columns = values.get("train_data_columns")
-    has_more = any(values.get(key) for key in ("use_sft", "use_dpo"))
-    if isinstance(columns, list) and len(columns) > 1 and not has_more:
+    if isinstance(columns, list) and len(columns) > 1 and not values.get("use_sft"):
         raise errors.ConfigError(
             f"{PLACE}: train_data_columns={columns}: text is in one column; name it, or"
             " run MaxText itself"

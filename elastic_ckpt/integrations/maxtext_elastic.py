@@ -180,14 +180,12 @@ def run(
       ConfigError: if the hosts cannot be started so.
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
-    trainer = maxtext_seam.trainer_of(arguments)
-    explicit = maxtext_config.explicit_keys(arguments)
-    maxtext_seam.check_installed(explicit, trainer=trainer)
+    maxtext_seam.check_installed(maxtext_config.explicit_keys(arguments))
     place = None
     if config.elastic.elastic_machines > 1:
         place = machine_run.place(config, os.environ)
     configured.check_local(config)
-    supervisor.warm_up([_HOST_PROGRAM, trainer.main.module])
+    supervisor.warm_up([_HOST_PROGRAM, maxtext_seam.MAIN.module])
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
     if place is not None:
         program = maxtext_config.given(arguments)

@@ -2,8 +2,8 @@
 
 Beside MaxText's own files it has, as the runs of `elastic-ckpt train`, a configuration
 (of those keys that have a meaning here), the events, the metrics of each host, and the
-step log. Saved steps have MaxText's numbers, from 0, or Tunix's, from 1; other steps
-in events say how many are done.
+step log. Saved steps have MaxText's numbers, from 0; other steps in events say how many
+are done.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """The seam between MaxText and us: all that we take of MaxText, and check.
 
 MaxText has no place for a library that brings the data, the checkpoints and the world
-of a run. `configs/maxtext/maxtext-0.2.5.patch` adds one: an object that is registered
-in `maxtext.common.extension`. MaxText without the patch looks functions up by their
-names when it calls them; `extended` then replaces seven of these by ours, which ask the
-same object.
-
-MaxText learns preferences with the trainer of another package, Tunix, to which
-`PREFERENCES` is the seam. Its manager of checkpoints is replaced in any case, as
-MaxText passes it none.
+of a run. It looks functions up by their names when it calls them; `extended` replaces
+seven of these by ours, which ask one object, the `Extension`.
 
 `check_installed` compares everything that is named here with the MaxText that is
 installed, before a run.
@@ -25,19 +19,15 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from absl import app
-from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import maxtext_config
 
 # The version in which they are known, and that is tested.
 TESTED_VERSION = "0.2.5"
-TESTED_TUNIX_VERSION = "0.1.7"
-# Of the patch: `maxtext.common.extension.VERSION`.
-PATCH_VERSION = 1
 
 # The names under which MaxText saves its train state and its iterator.
 ITEMS = "items"
@@ -45,7 +35,7 @@ ITERATOR = "iter"
 
 
 class Extension(Protocol):
-    """What a run of MaxText asks; the patch has the same in MaxText's words."""
+    """What a run of MaxText asks."""
 
     def configure(self, raw_keys: dict[str, Any]) -> dict[str, Any]:
         """The keys for MaxText to check, of those that it has read."""
@@ -80,17 +70,6 @@ class Extension(Protocol):
         """Called with the metrics of a step; whether MaxText writes them, too."""
 
 
-class PreferenceExtension(Extension, Protocol):
-    """What a run of `PREFERENCES` asks, which counts steps from 1.
-
-    It calls `create_tunix_manager` in place of `create_checkpoint_manager`, and neither
-    `wrap_step` nor `should_stop` nor `start`.
-    """
-
-    def create_tunix_manager(self) -> Any:
-        """The manager of checkpoints of Tunix's trainer; the iterators are there."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tie:
     """A function or class of MaxText that is replaced, called or tested for.
@@ -98,14 +77,12 @@ class Tie:
     Attributes:
       module: where it is.
       name: what it is called.
-      package: that has it.
       parameters: the names of its first parameters.
       caller: module and name of the function that looks it up by this name.
     """
 
     module: str
     name: str
-    package: str = "MaxText"
     parameters: tuple[str, ...] = ()
     caller: tuple[str, str] | None = None
 
@@ -118,27 +95,17 @@ class Tie:
         place = f"{self.module}.{self.name}"
         function = self.look_up()
         if function is None:
-            refuse(f"has no {place}", package=self.package)
+            refuse(f"has no {place}")
         names = tuple(inspect.signature(function).parameters)
         if names[: len(self.parameters)] != self.parameters:
             refuse(
                 f"calls {place} with {', '.join(names)} instead of"
-                f" {', '.join(self.parameters)}",
-                package=self.package,
+                f" {', '.join(self.parameters)}"
             )
         if self.caller:
-            caller = inspect.unwrap(self._look_up_caller(*self.caller))
+            caller = inspect.unwrap(_look_up(*self.caller) or _nothing)
             if self.name not in getattr(caller, "__code__", _nothing.__code__).co_names:
-                refuse(
-                    f"does not call {self.name} in {'.'.join(self.caller)}",
-                    package=self.package,
-                )
-
-    @staticmethod
-    def _look_up_caller(module: str, name: str) -> Callable[..., Any]:
-        # A function, or what makes an object of a class.
-        caller = _look_up(module, name)
-        return caller.__init__ if inspect.isclass(caller) else caller or _nothing
+                refuse(f"does not call {self.name} in {'.'.join(self.caller)}")
 
 
 _TRAIN = "maxtext.trainers.pre_train.train"
@@ -149,11 +116,7 @@ _METRICS = "maxtext.common.metric_logger"
 _RAMP = "maxtext.utils.rampup_batch"
 _TRAIN_UTILS = "maxtext.utils.train_utils"
 _SET_UP = (_TRAIN_UTILS, "setup_train_loop")
-_EXTENSION = "maxtext.common.extension"
-_HOOKS = "maxtext.trainers.post_train.hooks"
-_TUNIX = "tunix.sft"
 
-# Of both.
 CONFIG = Tie(module="maxtext.configs.types", name="MaxTextConfig")
 RAMP = Tie(module=_RAMP, name="RampupBatchManager", parameters=("config", "step_num"))
 # Called, too, when the data ends: MaxText ends without a save then.
@@ -163,26 +126,6 @@ SAVE_STEP = Tie(
     parameters=("checkpoint_manager", "state", "config", "data_iterator"),
 )
 
-# Of the trainer of preferences.
-_TUNIX_MANAGER = Tie(
-    module=f"{_TUNIX}.checkpoint_manager",
-    name="CheckpointManager",
-    package="Tunix",
-    parameters=("root_directory", "options"),
-    caller=(f"{_TUNIX}.peft_trainer", "PeftTrainer"),
-)
-
-# Of its data with images, in a module that takes long to import: looked up by runs that
-# have some.
-IMAGE_PIPELINE = Tie(
-    module="maxtext.input_pipeline.grain_data_processing",
-    name="vision_sft_preprocessing_pipeline",
-    parameters=("dataset", "config", "data_columns", "image_column"),
-)
-# Of the patch.
-_REGISTERED = Tie(module=_EXTENSION, name="registered", parameters=("extension",))
-
-# Of MaxText without it.
 _PREPARE = Tie(
     module=_CONFIG,
     name="_prepare_for_pydantic",
@@ -233,104 +176,39 @@ _STATELESS = Tie(
     name="PlaceHolderDataIterator",
     caller=(_CHECKPOINTING, "load_state_if_possible"),
 )
-_CREATE_PAIRS = dataclasses.replace(
-    _CREATE_DATA, module=_HOOKS, caller=(_HOOKS, "BaseDataHooks")
-)
-_MAKE_PAIR_LOGGER = dataclasses.replace(
-    _MAKE_LOGGER, module=_HOOKS, caller=(_HOOKS, "BaseTrainingHooks")
-)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """One of MaxText's training programs.
-
-    Attributes:
-      main: runs it.
-      called: what else is called or tested for, with or without the patch.
-      unpatched: what is looked at besides in MaxText without the patch.
-      replaced: what `extended` replaces there.
-      always_replaced: what it replaces in any case.
-    """
-
-    main: Tie
-    called: tuple[Tie, ...] = ()
-    unpatched: tuple[Tie, ...] = ()
-    replaced: tuple[Tie, ...]
-    always_replaced: tuple[Tie, ...] = ()
-
-    def ties(self) -> tuple[Tie, ...]:
-        """What it takes of the MaxText that is installed."""
-        called = (self.main, CONFIG, *self.called, *self.always_replaced)
-        if is_patched():
-            return (*called, _REGISTERED)
-        return (*called, *self.unpatched, *self.replaced)
-
-    def run(self, arguments: Sequence[str]) -> None:
-        """Runs to its end, a SystemExit, or to an error that MaxText lets by."""
-        module = importlib.import_module(self.main.module)
-        app.run(self.main.look_up(), argv=[str(module.__file__), *arguments])
-
-
-# Of texts and conversations; MaxText's own.
-PRE_TRAIN = Trainer(
-    main=Tie(module=_TRAIN, name="main", parameters=("argv",)),
-    called=(RAMP, SAVE_STEP),
-    unpatched=(_STATELESS,),
-    replaced=(
-        _PREPARE,
-        _CREATE_DATA,
-        _CREATE_MANAGER,
-        _CREATE_RAMP,
-        _JIT_STEPS,
-        _SHOULD_STOP,
-        _MAKE_LOGGER,
-    ),
-)
-# Called by Tunix of what takes its place. Versions before 0.1.6 save no optimizer.
-_TUNIX_VERBS = tuple(
-    dataclasses.replace(
-        _TUNIX_MANAGER,
-        name=f"{_TUNIX_MANAGER.name}.{name}",
-        parameters=("self", *parameters),
-        caller=None,
-    )
-    for name, parameters in (
-        ("save", ("step", "model", "optimizer", "save_only_lora_params")),
-        ("maybe_restore", ("model", "optimizer", "step", "restore_only_lora_params")),
-    )
-)
-# Of pairs of responses, with DPO or ORPO; Tunix's.
-PREFERENCES = Trainer(
-    main=Tie(
-        module="maxtext.trainers.post_train.dpo.train_dpo",
-        name="main",
-        parameters=("argv",),
-    ),
-    called=_TUNIX_VERBS,
-    replaced=(_PREPARE, _CREATE_PAIRS, _MAKE_PAIR_LOGGER),
-    always_replaced=(_TUNIX_MANAGER,),
+# The program of MaxText that is run.
+MAIN = Tie(module=_TRAIN, name="main", parameters=("argv",))
+# What `extended` replaces.
+_REPLACED = (
+    _PREPARE,
+    _CREATE_DATA,
+    _CREATE_MANAGER,
+    _CREATE_RAMP,
+    _JIT_STEPS,
+    _SHOULD_STOP,
+    _MAKE_LOGGER,
 )
 
 
-def trainer_of(arguments: Sequence[str]) -> Trainer:
-    """The program that the arguments of a run ask for.
-
-    Raises:
-      ConfigError: if their file cannot be read.
-    """
-    return PREFERENCES if maxtext_config.uses_pairs(arguments) else PRE_TRAIN
+def ties() -> tuple[Tie, ...]:
+    """What is taken of the MaxText that is installed."""
+    return (MAIN, CONFIG, RAMP, SAVE_STEP, _STATELESS, *_REPLACED)
 
 
-def check_installed(
-    given: Collection[str] = (), *, trainer: Trainer = PRE_TRAIN
-) -> None:
+def run(arguments: Sequence[str]) -> None:
+    """Runs MaxText to its end, a SystemExit, or to an error that it lets by."""
+    module = importlib.import_module(MAIN.module)
+    app.run(MAIN.look_up(), argv=[str(module.__file__), *arguments])
+
+
+def check_installed(given: Collection[str] = ()) -> None:
     """Checks that the MaxText that is installed has every tie, and some keys.
 
     Args:
       given: keys that a user has set. Most of MaxText, which takes long to import, is
         only imported if they are known.
-      trainer: that is to run.
 
     Raises:
       ConfigError: naming what is missing, or the key that is not known.
@@ -347,15 +225,7 @@ def check_installed(
     if missing:
         refuse(f"has no key {', '.join(missing)}")
     maxtext_config.check_known(given, known_keys())
-    if is_patched() and _look_up(_EXTENSION, "VERSION") != PATCH_VERSION:
-        refuse(f"has another {_EXTENSION} than that of our patch")
-    if trainer is PREFERENCES and importlib.util.find_spec("tunix") is None:
-        raise errors.ConfigError(
-            "use_dpo=true: Tunix, whose trainer MaxText runs then, is not installed;"
-            f" install google-tunix=={TESTED_TUNIX_VERSION} as"
-            " docs/pages/guides/maxtext.md describes"
-        )
-    for tie in trainer.ties():
+    for tie in ties():
         tie.check()
 
 
@@ -364,22 +234,11 @@ def known_keys() -> Collection[str]:
     return getattr(CONFIG.look_up(), "model_fields", {}).keys()
 
 
-@functools.cache
-def is_patched() -> bool:
-    """Whether the MaxText that is installed has the patch."""
-    return _look_up(_EXTENSION, "VERSION") is not None
-
-
 @contextlib.contextmanager
-def extended(extension: Extension, trainer: Trainer = PRE_TRAIN) -> Iterator[None]:
-    """Has a program of MaxText ask `extension` until the block ends."""
+def extended(extension: Extension) -> Iterator[None]:
+    """Has MaxText ask `extension` until the block ends."""
     with contextlib.ExitStack() as stack:
-        replaced = trainer.always_replaced
-        if is_patched():
-            stack.enter_context(_REGISTERED.look_up()(extension))
-        else:
-            replaced += trainer.replaced
-        for tie, function in _replacements(extension, replaced).items():
+        for tie, function in _replacements(extension).items():
             module = importlib.import_module(tie.module)
             stack.callback(setattr, module, tie.name, tie.look_up())
             setattr(module, tie.name, function)
@@ -396,23 +255,13 @@ def ramp(config: Any, num_steps: int) -> Any:
     return RAMP.look_up()(config, num_steps)
 
 
-def stateless_class() -> type | None:
-    """The class of iterators that MaxText does not save; None with the patch."""
-    return None if is_patched() else _STATELESS.look_up()
+def stateless_class() -> type:
+    """The class of iterators that MaxText does not save."""
+    return _STATELESS.look_up()
 
 
-def manager_class() -> type | None:
-    """The class that a manager of checkpoints has for MaxText; None with the patch."""
-    return None if is_patched() else ocp.training.Checkpointer
-
-
-def nnx() -> Any:
-    """The module of Flax that has MaxText's models."""
-    return importlib.import_module("flax.nnx")
-
-
-def _replacements(extension: Extension, replaced: Sequence[Tie]) -> dict[Tie, Any]:
-    originals = {tie: tie.look_up() for tie in replaced}
+def _replacements(extension: Extension) -> dict[Tie, Any]:
+    originals = {tie: tie.look_up() for tie in _REPLACED}
 
     def prepare(raw_keys: dict[str, Any], *rest: Any, **more: Any) -> Any:
         return originals[_PREPARE](extension.configure(raw_keys), *rest, **more)
@@ -454,15 +303,7 @@ def _replacements(extension: Extension, replaced: Sequence[Tie]) -> dict[Tie, An
         extension.start(config, start_step)
         return reporting(made)
 
-    def make_pair_logger(config: Any, learning_rate_schedule: Any) -> Any:
-        made = originals[_MAKE_PAIR_LOGGER](config, learning_rate_schedule)
-        return reporting(made)
-
-    def create_tunix_manager(root_directory: Any = None, options: Any = None) -> Any:
-        del root_directory, options
-        return cast(PreferenceExtension, extension).create_tunix_manager()
-
-    ours = {
+    return {
         _PREPARE: prepare,
         _CREATE_DATA: extension.create_data_iterator,
         _CREATE_MANAGER: create_manager,
@@ -470,11 +311,7 @@ def _replacements(extension: Extension, replaced: Sequence[Tie]) -> dict[Tie, An
         _JIT_STEPS: jit_steps,
         _SHOULD_STOP: should_stop,
         _MAKE_LOGGER: make_logger,
-        _CREATE_PAIRS: extension.create_data_iterator,
-        _MAKE_PAIR_LOGGER: make_pair_logger,
-        _TUNIX_MANAGER: create_tunix_manager,
     }
-    return {tie: ours[tie] for tie in replaced}
 
 
 def _point_to_assets() -> None:
@@ -504,18 +341,10 @@ def _nothing() -> None:
     pass
 
 
-# By package: its name in an index, and the version that is tested.
-_TESTED = {
-    "MaxText": ("maxtext", TESTED_VERSION),
-    "Tunix": ("google-tunix", TESTED_TUNIX_VERSION),
-}
-
-
-def refuse(what: str, *, package: str = "MaxText") -> None:
-    """Raises a ConfigError about the MaxText, or Tunix, that is installed."""
-    name, tested = _TESTED[package]
+def refuse(what: str) -> None:
+    """Raises a ConfigError about the MaxText that is installed."""
     raise errors.ConfigError(
-        f"{package} {metadata.version(name)} {what}: elastic_ckpt supports {package}"
-        f" {tested}; install {name}=={tested} by docs/pages/guides/maxtext.md, or a"
-        " newer elastic_ckpt"
+        f"MaxText {metadata.version('maxtext')} {what}: elastic_ckpt supports MaxText"
+        f" {TESTED_VERSION}; install maxtext=={TESTED_VERSION} by"
+        " docs/pages/guides/maxtext.md, or a newer elastic_ckpt"
     )

@@ -174,12 +174,10 @@ def collect(directory: str) -> Record:
     )
 
 
-def audit(
-    directory: str, *, other_data: run_audit.OtherData | None = None
-) -> dict[str, Any] | str:
+def audit(directory: str) -> dict[str, Any] | str:
     """The outcome of an audit, which reads the run's data again; why not, if not."""
     try:
-        outcome = run_audit.RunAudit(directory, other_data=other_data).outcome()
+        outcome = run_audit.RunAudit(directory).outcome()
     except errors.ElasticCkptError as error:
         return f"The run cannot be audited: {error}"
     return dataclasses.asdict(outcome) | {"passed": outcome.passed}

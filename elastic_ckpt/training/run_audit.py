@@ -13,9 +13,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent import futures
-from typing import Any, TypeAlias
 
 from etils import epath
 
@@ -37,12 +36,6 @@ from elastic_ckpt.training import audit, provenance, step_log
 # Data states that are read at once.
 _READERS = 16
 
-# Makes the data of a run that another library made rows for, given the settings of its
-# directory and the keys of its data; None if none did.
-OtherData: TypeAlias = Callable[
-    [Mapping[str, Any], data_keys.DataKeys], elastic_data.ElasticData | None
-]
-
 
 class RunAudit:
     """A run that was recorded in a directory, and its data.
@@ -50,7 +43,6 @@ class RunAudit:
     Args:
       directory: of the run.
       data: `MODULE:NAME` of the data, if a loop of the user's own has trained on it.
-      other_data: see there; None if there is none.
 
     Raises:
       RunError: if there is no run.
@@ -63,7 +55,6 @@ class RunAudit:
         directory: str,
         *,
         data: str | None = None,
-        other_data: OtherData | None = None,
     ) -> None:
         self._files = files = RunFiles.read(directory)
         self._attempts = step_log.read(directory)
@@ -78,7 +69,6 @@ class RunAudit:
                 " --data out"
             )
         self._own = None if data is None else _named(data)
-        self._other_data = other_data
         # `RunDirectory.log` counts the steps that are done.
         self._first_step = int(files.is_own_loop)
 
@@ -154,11 +144,7 @@ class RunAudit:
     def _data_of(self, attempt: int) -> elastic_data.ElasticData:
         data = self._own
         if data is None:
-            keys = self._keys[attempt]
-            if self._other_data is not None:
-                data = self._other_data(self._files.settings, keys)
-            if data is None:
-                data = pipeline.from_config(keys)
+            data = pipeline.from_config(self._keys[attempt])
         # Records are dealt to shards as in the oldest state: by an older program.
         if self._oldest is not None and isinstance(
             data, sharded_data.ShardedData | stages.StagedData

@@ -4,17 +4,14 @@ import pathlib
 
 from elastic_ckpt.deploy import manifest
 from elastic_ckpt.training import load
-from tests.deploy import manifest_check
 
 SHIPPED = pathlib.Path(__file__).parents[2] / "configs" / "deploy"
 PATHWAYS, TPU, GPU = "pathways_v6e", "multicontroller_v6e", "multicontroller_h100"
 
 
 def documents(name, *overrides, build=manifest.documents):
-    """What `build` makes of a configuration, valid by all schemas."""
-    built = build(load.load(SHIPPED / f"{name}.yml", overrides))
-    assert manifest_check.problems(built) == []
-    return built
+    """What `build` makes of a shipped configuration with some other keys."""
+    return build(load.load(SHIPPED / f"{name}.yml", overrides))
 
 
 def only(kind, built):

@@ -1,22 +1,16 @@
-"""Alerts, dashboard and runbook: what ships is what the code writes, and it works.
+"""Alerts and dashboard: what ships is what the code writes, and it works."""
 
-`test_observed_runs.py` has the alerts of real runs.
-"""
-
-import inspect
-import itertools
-import json
 import pathlib
 import re
+import shutil
 import subprocess
 
 import pytest
 import yaml
 
-from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.core import metrics
 from elastic_ckpt.deploy import alerts, dashboard, runbook
 from elastic_ckpt.elastic import verdict
-from tests import prometheus_server
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHIPPED = ROOT / "configs" / "monitoring"
@@ -148,10 +142,6 @@ FAULTS = {
     ),
     "a host is gone": ([ends(HOSTS[1])], {64: [], 66: ["RunTargetDown"], 130: []}),
     "the loss is NaN": ([since(metrics.TRAIN_LOSS, "NaN")], {60: ["RunLossNotFinite"]}),
-    "the loss is infinite": (
-        [since(metrics.TRAIN_LOSS, "Inf")],
-        {60: ["RunLossNotFinite"]},
-    ),
     "a divergence": (
         [since(metrics.FINDINGS, 1)],
         {59: [], 61: ["RunDiverged"], 118: ["RunDiverged"], 121: []},
@@ -237,110 +227,24 @@ def unit_test(changes, firing):
     }
 
 
-def promtool(*arguments):
-    program = prometheus_server.program("promtool")
-    ran = subprocess.run(
-        [program, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
 def test_what_ships_is_what_the_list_of_metrics_makes(golden):
     golden(SHIPPED / "alerts.yaml", alerts.rules())
     golden(SHIPPED / "dashboard.json", dashboard.dashboard())
 
 
 def test_rules_and_queries_use_series_that_a_run_serves():
-    exprs = [rule["expr"] for rule in rules_of(alerts.rules())]
+    (group,) = yaml.safe_load(alerts.rules())["groups"]
+    exprs = [rule["expr"] for rule in group["rules"]]
     for query in [*exprs, *(query for _, query in dashboard.queries())]:
         assert set(re.findall(r"\belastic_ckpt_\w+", query)) <= SERVED, query
 
 
-def rules_of(text):
-    (group,) = yaml.safe_load(text)["groups"]
-    return group["rules"]
-
-
-def test_every_alert_leads_to_its_entry_of_the_runbook():
-    rules = rules_of(alerts.rules(site="https://docs.example.com/"))
-    # As the site names its headings.
-    headings = re.findall(r"^### (\w+)$", runbook.page().lower(), re.MULTILINE)
-    page = "https://docs.example.com/reference/runbook/#"
-    urls = [rule["annotations"]["runbook_url"] for rule in rules]
-    assert len({*urls}) == len(urls)
-    assert {*urls} <= {page + heading for heading in headings}
-    for rule in rules:
-        assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert "$labels.job" in rule["annotations"]["summary"]
-
-
-def test_the_runbook_has_one_entry_for_each_alert_verdict_and_class_of_errors():
-    listed = [entry.name for entries in runbook.SECTIONS.values() for entry in entries]
-    assert len(listed) == len(set(listed))
+def test_each_alert_and_each_verdict_has_an_entry_of_the_runbook():
     assert [entry.name for entry in runbook.ALERTS] == [a.name for a in alerts.ALERTS]
     assert [entry.name for entry in runbook.VERDICTS] == [k.name for k in verdict.KINDS]
-    assert {entry.name for entry in runbook.ERRORS} == classes_of_errors()
 
 
-def classes_of_errors():
-    """The classes that derive from ElasticCkptError, found in the code."""
-    found = re.compile(r"^class (\w+Error)\(\s*([^)]*)\)", re.MULTILINE)
-    files = [*(ROOT / "elastic_ckpt").rglob("*.py"), *(ROOT / "sidecar").rglob("*.py")]
-    bases = [
-        (name, set(re.findall(r"\w+Error\b", of)))
-        for file in files
-        for name, of in found.findall(file.read_text())
-    ]
-    ours = {name for name, _ in inspect.getmembers(errors) if name.endswith("Error")}
-    while more := {name for name, of in bases if of & ours} - ours:
-        ours |= more
-    return ours
-
-
-def test_the_panels_of_the_dashboard_lie_side_by_side_and_show_every_metric():
-    top = json.loads(dashboard.dashboard())["panels"]
-    rows = [panel for panel in top if panel["type"] == "row"]
-    folded = [panel for row in rows for panel in row["panels"]]
-    for panels in (top, *(row["panels"] for row in rows)):
-        taken = [place for panel in panels for place in places(**panel["gridPos"])]
-        assert len({*taken}) == len(taken)
-        assert max(x for x, _ in taken) < 24
-    numbers = [panel["id"] for panel in (*top, *folded)]
-    assert len({*numbers}) == len(numbers)
-    assert [panel["title"] for panel in folded] == [
-        name.removeprefix("/elastic_ckpt/") for name in metrics.METRICS
-    ]
-
-
-def places(x, y, w, h):
-    return itertools.product(range(x, x + w), range(y, y + h))
-
-
-def test_the_picture_of_the_pages_has_the_answers_to_the_queries_of_the_dashboard():
-    recorded = json.loads((ROOT / "docs" / "dashboard.json").read_text())["panels"]
-    for panel, kept in zip(dashboard.PANELS, recorded, strict=True):
-        asked = [query for query, _ in panel.queries]
-        assert [each["query"] for each in kept["queries"]] == asked, panel.title
-        assert any(each["series"] for each in kept["queries"]), panel.title
-
-
-def test_the_times_of_all_rules_are_scaled_together():
-    shipped, fast = alerts.rules(), alerts.rules(scale=1 / 60)
-    secs = {"h": 3600, "m": 60, "s": 1}
-
-    def times(text):
-        rules = " ".join(f"{r.get('for')} {r['expr']}" for r in rules_of(text))
-        return [int(n) * secs[u] for n, u in re.findall(r"\b(\d+)([hms])\b", rules)]
-
-    assert times(shipped) == [60 * each for each in times(fast)]
-
-
-@pytest.mark.slow
-def test_promtool_accepts_the_rules():
-    promtool("check", "rules", SHIPPED / "alerts.yaml")
-
-
-@pytest.mark.slow
+@pytest.mark.night
 def test_alerts_fire_on_their_faults_and_no_others_do(tmp_path):
     groups = [
         {"name": fault, **unit_test(*happens)} for fault, happens in FAULTS.items()
@@ -350,4 +254,8 @@ def test_alerts_fire_on_their_faults_and_no_others_do(tmp_path):
     path = tmp_path / "test.yml"
     rules = str(SHIPPED / "alerts.yaml")
     path.write_text(yaml.safe_dump({"rule_files": [rules], "tests": groups}))
-    promtool("test", "rules", path)
+    program = shutil.which("promtool")
+    assert program, "no promtool: apt-get install -y prometheus"
+    for words in (("check", "rules", rules), ("test", "rules", str(path))):
+        ran = subprocess.run([program, *words], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -2,37 +2,53 @@
 
 import dataclasses
 import json
-import sys
+import re
 import types
 
 import pytest
 import yaml
-from jax._src.clusters import k8s_cluster
-from pathwaysutils.experimental.gke import jobset as pathways_jobset
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import machine, manifest
+from elastic_ckpt.deploy import machine, manifest, names, nodes, patch, slurm, template
 from elastic_ckpt.integrations import maxtext_elastic
 from elastic_ckpt.training import configured, keys, load
+from tests import runs
 from tests.deploy import jobsets
 from tests.deploy.jobsets import GPU, PATHWAYS, SHIPPED, TPU, documents
 
-# Those but the one for Slurm.
-CONFIGS = sorted({path.stem for path in SHIPPED.glob("*.yml")} - {"slurm_h100"})
+SLURM = "slurm_h100"
+CONFIGS = sorted({path.stem for path in SHIPPED.glob("*.yml")} - {SLURM})
+# What else is made of a configuration.
+OF_NODES = {
+    "node_agents": "node_agent_h100",
+    "checkpoint_configuration": "gke_multitier_v6e",
+}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_shipped_manifests_are_those_of_the_shipped_configurations(name, golden):
-    built = documents(name)
-    text = manifest.to_yaml(built)
-    golden(SHIPPED / f"{name}.yaml", text)
-    assert list(yaml.safe_load_all(text)) == built
+@pytest.mark.parametrize("name", [*CONFIGS, *OF_NODES, SLURM])
+def test_a_shipped_manifest_is_what_its_configuration_makes(name, golden):
+    if name == SLURM:
+        golden(SHIPPED / f"{name}.sh", slurm.script(load.load(SHIPPED / f"{name}.yml")))
+        return
+    build = nodes.documents if name in OF_NODES else manifest.documents
+    built = documents(OF_NODES.get(name, name), build=build)
+    golden(SHIPPED / f"{name}.yaml", manifest.to_yaml(built))
 
 
-@pytest.mark.parametrize("name", [GPU, TPU, PATHWAYS])
-def test_the_pods_train_with_the_configuration_of_the_manifest(name, tmp_path):
+def test_the_verb_prints_or_writes_a_manifest(tmp_path):
+    config = SHIPPED / f"{TPU}.yml"
+    assert runs.verb("manifest", config) == (SHIPPED / f"{TPU}.yaml").read_text()
+    path = tmp_path / "job.yaml"
+    assert runs.verb("manifest", config, "slices=3", "--output", path) == ""
+    *_, jobset = yaml.safe_load_all(path.read_text())
+    assert jobset["spec"]["replicatedJobs"][0]["replicas"] == 3
+
+
+def test_the_pods_train_with_the_configuration_of_the_manifest(tmp_path):
     odd = 'a: "b" # c\\d'
-    config = load.load(SHIPPED / f"{name}.yml", [f"train_data_columns='{odd}'"])
+    config = load.load(SHIPPED / f"{GPU}.yml", [f"train_data_columns='{odd}'"])
     assert config.data.train_data_columns == odd
     built = manifest.documents(config)
     config_map = jobsets.only("ConfigMap", built)
@@ -69,7 +85,7 @@ def test_maxtext_reads_its_keys_from_the_file_of_its_manifest(tmp_path):
     assert ram in [mount["mountPath"] for mount in mounts]
 
 
-def test_the_supervisors_of_maxtext_read_their_keys_from_its_file(tmp_path):
+def test_supervisors_of_maxtext_are_those_of_the_trainer(tmp_path):
     ours = ["termination_grace_period_seconds=90", "peer_copies=1"]
     ours += ["prometheus_port=9400"]
     built = documents("maxtext_elastic_h100", *ours)
@@ -82,9 +98,11 @@ def test_the_supervisors_of_maxtext_read_their_keys_from_its_file(tmp_path):
     assert config.elastic == dataclasses.replace(
         same.elastic, elastic_compile_ahead_seconds=0
     )
-    assert config.tiers == same.tiers
-    assert config.metrics == same.metrics
-    assert config.world == same.world
+    assert (config.tiers, config.metrics, config.world) == (
+        same.tiers,
+        same.metrics,
+        same.world,
+    )
     assert configured.limits(config).grace_secs == configured.limits(same).grace_secs
     assert config.data.global_batch_size == 192
     # Their pods differ in the command and in what the tokenizer is mounted with.
@@ -95,7 +113,9 @@ def test_the_supervisors_of_maxtext_read_their_keys_from_its_file(tmp_path):
 
 
 def test_without_tpus_all_slices_are_the_one_job_in_which_jax_counts_hosts(monkeypatch):
-    for slices in (1, 2, 4):
+    from jax._src.clusters import k8s_cluster
+
+    for slices in (1, 4):
         (job,) = jobsets.jobs(documents(GPU, f"slices={slices}")).values()
         answer = types.SimpleNamespace(spec=types.SimpleNamespace(**job))
         of_api = classmethod(lambda _, answer=answer: answer)
@@ -106,38 +126,23 @@ def test_without_tpus_all_slices_are_the_one_job_in_which_jax_counts_hosts(monke
 
 
 def test_tpu_machines_are_what_pathwaysutils_takes_them_for():
+    from pathwaysutils.experimental.gke import jobset as pathways_jobset
+
     labels = pathways_jobset.MACHINE_TYPE_TO_GKE_ACCELERATOR_TYPE_MAP
     assert machine._TPUS.keys() == {name for name in labels if "-" in name}
     for name, tpu in machine._TPUS.items():
         assert tpu.label == labels[name]
-        # The largest slice; those of one host are alone.
-        topology = tpu.topologies[-1]
-        slices = f"slices={1 if topology == '2x4' else 2}"
-        setting = [f"machine_type={name}", f"topology={topology}", slices]
-        (ours,), (_, theirs) = (
-            jobsets.jobs(documents(kind, *setting, "global_batch_size=1024")).values()
-            for kind in (TPU, PATHWAYS)
-        )
-        assert ours["completions"] == theirs["completions"]
-        pods = [job["template"]["spec"] for job in (ours, theirs)]
-        assert pods[0]["nodeSelector"] == pods[1]["nodeSelector"]
-        limits = [each["containers"][0]["resources"]["limits"] for each in pods]
-        assert limits[0] == limits[1]
-
-
-@pytest.mark.parametrize("machine_type", ["", "n2-standard-16", *machine._GPUS])
-def test_every_other_machine_makes_a_valid_manifest(machine_type):
-    hardware = "gpu" if machine_type in machine._GPUS else "cpu"
-    chosen = [f"hardware={hardware}", f"machine_type={machine_type}", "topology="]
-    assert documents(TPU, *chosen, "hosts=4")
-
-
-def test_without_the_extra_the_error_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pathwaysutils.experimental.gke", None)
-    with pytest.raises(errors.ConfigError, match=r"pip install '\.\[pathways\]"):
-        documents(PATHWAYS)
-    # The other kind needs nothing.
-    assert documents(TPU)
+    # The largest slice of one of them.
+    setting = [f"machine_type={name}", f"topology={tpu.topologies[-1]}", "slices=2"]
+    (ours,), (_, theirs) = (
+        jobsets.jobs(documents(kind, *setting, "global_batch_size=1024")).values()
+        for kind in (TPU, PATHWAYS)
+    )
+    assert ours["completions"] == theirs["completions"]
+    pods = [job["template"]["spec"] for job in (ours, theirs)]
+    assert pods[0]["nodeSelector"] == pods[1]["nodeSelector"]
+    limits = [each["containers"][0]["resources"]["limits"] for each in pods]
+    assert limits[0] == limits[1]
 
 
 def test_structured_values_survive_the_text_of_the_configuration(tmp_path):
@@ -148,3 +153,100 @@ def test_structured_values_survive_the_text_of_the_configuration(tmp_path):
     assert json.loads(loaded.pods.pod_env) == value
     path.write_text(keys.resolved_yaml(loaded, {}))
     assert load.load(path) == loaded
+
+
+@given(name=st.text("aZ2_-.é\n", max_size=70), pods=st.integers(1, 10**6))
+def test_the_name_that_an_error_proposes_is_taken(name, pods):
+    jobs = {"slice": (1, pods)}
+    try:
+        names.check_jobset_name(name, jobs)
+    except errors.ConfigError as error:
+        names.check_jobset_name(str(error).rpartition("run_name=")[2], jobs)
+
+
+def test_a_hole_is_filled_by_its_value_or_left_out_with_what_has_nothing_else():
+    values = {"number": 0, "text": "a", "members": [1], "none": None, "empty": []}
+    document = {
+        "kept": {},
+        "number": "${number}",
+        "words": ["exit ${number} of ${text}", "$(POD_IP)", "${LONG%.*}"],
+        "gone": {"rules": [{"count": "${none}"}]},
+        "some": [{"count": "${empty}", "name": "a"}, "${none}", "${members}"],
+    }
+    assert template.fill(document, values) == {
+        "kept": {},
+        "number": 0,
+        "words": ["exit 0 of a", "$(POD_IP)", "${LONG%.*}"],
+        "some": [{"name": "a"}, [1]],
+    }
+    with pytest.raises(KeyError, match="hole"):
+        template.fill({"a": ["${hole}"]}, {})
+
+
+def test_a_patch_merges_what_has_names_and_replaces_other_lists():
+    one = {"name": "one", "image": "i", "ports": [{"containerPort": 1}]}
+    source = {"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    given = {
+        "kind": "Thing",
+        "metadata": {"name": "a", "labels": {"x": "1"}},
+        "containers": [one, {"name": "two", "args": ["a", "b"]}, {"name": "gone"}],
+        "env": [source, {"name": "B", "value": "$(A)"}],
+    }
+    changes = {
+        "metadata": {"labels": {"x": None, "y": "2"}},
+        "containers": [
+            {"name": "one", "ports": [{"containerPort": 2}]},
+            {"name": "two", "args": ["c"]},
+            {"name": "gone", "$patch": "delete"},
+            {"name": "three"},
+        ],
+        "env": [{"name": "A", "value": "1"}],
+    }
+    other = {**given, "metadata": {"name": "b"}}
+    patches = [{"kind": "Thing", "name": "a", "patch": changes}]
+    assert patch.patched([given, other], patches) == [
+        {
+            "kind": "Thing",
+            "metadata": {"name": "a", "labels": {"y": "2"}},
+            "containers": [
+                {**one, "ports": [{"containerPort": 1}, {"containerPort": 2}]},
+                {"name": "two", "args": ["c"]},
+                {"name": "three"},
+            ],
+            "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "$(A)"}],
+        },
+        other,
+    ]
+
+
+PAGE = (runs.ROOT / "docs/pages/about/security.md").read_text()
+MANIFESTS = sorted(SHIPPED.glob("*.yaml"))
+
+
+def values(node, key):
+    """The values of a key anywhere in an object."""
+    children = node.values() if isinstance(node, dict) else node
+    if isinstance(node, dict) and key in node:
+        yield node[key]
+    for child in children:
+        if isinstance(child, dict | list):
+            yield from values(child, key)
+
+
+def test_the_page_about_security_lists_all_that_a_manifest_asks_of_a_cluster():
+    for path in MANIFESTS:
+        (row,) = (line for line in PAGE.splitlines() if f"`{path.name}`" in line)
+        _, _, objects, node, _ = row.split("|")
+        built = list(yaml.load_all(path.read_text(), yaml.CSafeLoader))
+        kinds = {each["kind"] for each in built} - {"JobSet", "ConfigMap"}
+        named = re.findall(r"\b[A-Z][a-z]+[A-Z]\w+|\bRole\b", objects)
+        assert kinds == {*named} - {"JobSets"}, path
+        asked = [each["path"] for each in values(built, "hostPath")]
+        asked += [each["driver"] for each in values(built, "csi")]
+        assert set(asked) <= set(re.findall(r"`([^` ]+)`", node)), path
+        assert ("hostNetwork" in node) == any(values(built, "hostNetwork")), path
+        capabilities = {name for each in values(built, "add") for name in each}
+        assert capabilities == set(re.findall("NET_[A-Z_]+", node)), path
+        ports = set(values(built, "containerPort"))
+        # 29000 to 29002 are a range; the metrics have a key.
+        assert {p for p in ports if str(p) not in PAGE} <= {29001, 9400}, path

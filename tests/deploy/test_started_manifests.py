@@ -8,12 +8,10 @@ pods, paths of mounts, and the API by which JAX finds the hosts of GPU pods.
 
 import contextlib
 import json
-import os
 import pathlib
 import re
 import socket
 import subprocess
-import sys
 
 import pytest
 
@@ -22,7 +20,6 @@ from elastic_ckpt.deploy import nodes, slurm
 from elastic_ckpt.training import load
 from tests import runs, shared_memory
 from tests.deploy import fake_slurm, jobsets, local_pods
-from tests.multiprocess import outer_launcher
 
 LACKING = {
     "gpu": "hardware=gpu, but JAX finds only CPUs",
@@ -70,13 +67,12 @@ def local(text, replaced):
     return text
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.usefixtures("data")
 @in_gs
-@pytest.mark.parametrize("name", ["multicontroller_v6e", "gke_multitier_v6e"])
-def test_a_host_with_tpus_comes_to_its_first_device(name, bucket, ram, tmp_path):
+def test_a_host_with_tpus_comes_to_its_first_device(bucket, ram, tmp_path):
     replaced = {"gs://my-bucket": bucket, "/local": ram}
-    (program, *words), variables = container_of(name, replaced, tmp_path)
+    (program, *words), variables = container_of(jobsets.TPU, replaced, tmp_path)
     assert program == "elastic-ckpt"
     ended = subprocess.run(
         runs.command(*words),
@@ -87,27 +83,6 @@ def test_a_host_with_tpus_comes_to_its_first_device(name, bucket, ram, tmp_path)
         check=False,
     )
     assert LACKING["tpu"] in ended.stderr, ended.stdout + ended.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("data")
-@in_s3
-@pytest.mark.parametrize(
-    "name", ["multicontroller_h100", "in_place_h100", "node_agent_h100"]
-)
-def test_hosts_with_gpus_join_and_come_to_their_first_devices(
-    name, bucket, ram, tmp_path, monkeypatch
-):
-    replaced = {"gs://my-bucket": bucket, "/local": ram}
-    (program, verb, config), variables = container_of(name, replaced, tmp_path)
-    assert (program, verb) == ("elastic-ckpt", "train")
-    for key, value in variables.items():
-        monkeypatch.setenv(key, value)
-    # JAX finds the hosts by the variables of Slurm instead of the API of Kubernetes.
-    with outer_launcher.tasks(config) as hosts:
-        for host in hosts:
-            output, complaint = host.communicate()
-            assert LACKING["gpu"] in complaint, output + complaint
 
 
 def configured(name, directory, bucket, data, **settings):
@@ -125,19 +100,13 @@ def configured(name, directory, bucket, data, **settings):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @in_gs
-@pytest.mark.parametrize("name", ["elastic_h100", "backup_h100"])
 def test_supervisors_meet_and_their_hosts_come_to_their_first_devices(
-    name, bucket, data, ram, tmp_path
+    bucket, data, ram, tmp_path
 ):
-    secret = tmp_path / "secret"
-    secret.write_text("the-secret-of-this-run\n")
-    secret.chmod(0o600)
     config = configured(
-        *(name, tmp_path, bucket, data),
-        local_checkpoint_directory=ram,
-        **({"peer_secret_file": str(secret)} if name == "backup_h100" else {}),
+        *("elastic_h100", tmp_path, bucket, data), local_checkpoint_directory=ram
     )
     with local_pods.Pods(config, ram) as pods:
         every = list(pods.started)
@@ -147,7 +116,7 @@ def test_supervisors_meet_and_their_hosts_come_to_their_first_devices(
         assert LACKING["gpu"] in output, output
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.usefixtures("data")
 @in_s3
 def test_the_head_comes_to_the_proxy_of_pathways(bucket, ram, tmp_path):
@@ -188,51 +157,6 @@ def await_connection(listening, process):
     return False
 
 
-OWN_PROGRAM = """
-import os, sys
-import jax
-import elastic_ckpt as ec
-from elastic_ckpt.training import load
-from elastic_ckpt.elastic import multicontroller
-
-config = load.load(os.environ["ELASTIC_CKPT_CONFIG"])
-_, option, checkpoints = sys.argv
-assert option == "--checkpoints"
-assert os.environ["LOG_LEVEL"] == "info"
-tiers = [ec.Local(os.environ["ELASTIC_CKPT_LOCAL"], every=1)]
-with ec.Checkpointer([*tiers, ec.Persistent(checkpoints, every=1)]) as checkpointer:
-    assert checkpointer.latest is None
-    jax.devices("cuda")
-"""
-
-
-@pytest.mark.slow
-@in_gs
-def test_a_program_of_the_user_comes_to_its_first_device(bucket, ram, tmp_path):
-    package = tmp_path / "my_project"
-    package.mkdir()
-    (package / "train.py").write_text(OWN_PROGRAM)
-    # The settings of NCCL, which the installer of its plugin brings.
-    profile = tmp_path / "profile.sh"
-    profile.write_text("")
-    name = "own_program_h100_mega"
-    replaced = {
-        "gs://my-bucket": bucket,
-        "/local": ram,
-        "/usr/local/nvidia/lib64/nccl-env-profile.sh": str(profile),
-    }
-    words, variables = container_of(name, replaced, tmp_path)
-    words[words.index("python")] = sys.executable
-    environment = runs._environment() | variables
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(tmp_path), environment["PYTHONPATH"]]
-    )
-    ended = subprocess.run(
-        words, env=environment, capture_output=True, text=True, check=False
-    )
-    assert "Unknown backend cuda" in ended.stderr, ended.stdout + ended.stderr
-
-
 def test_the_agent_of_a_node_comes_to_the_api_of_its_cluster(ram, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     config = load.load(jobsets.SHIPPED / "node_agent_h100.yml")
@@ -245,7 +169,7 @@ def test_the_agent_of_a_node_comes_to_the_api_of_its_cluster(ram, monkeypatch):
     assert "the labels of a node are read from the Kubernetes API" in output
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @in_gs
 def test_the_script_for_slurm_comes_to_its_first_devices(bucket, data, ram, tmp_path):
     config = configured(

@@ -1,10 +1,106 @@
 """A small stand-in for MaxText: what elastic_ckpt touches, in modules of that name."""
 
+import contextlib
 import importlib
+import logging
 import pathlib
 import sys
+import types
 
-from tests.integrations import test_maxtext_config as settings
+from absl import logging as absl_logging
+
+from tests import corpora
+
+# The keys of MaxText's base.yml that are read, and files.
+DEFAULTS = {
+    "async_checkpointing": True,
+    "checkpoint_dir": "",
+    "dataset_name": "c4/en:3.1.0",
+    "dataset_path": "",
+    "eval_dataset_name": "c4/en:3.1.0",
+    "eval_split": "validation",
+    "hf_eval_files": "",
+    "hf_eval_split": "",
+    "hf_path": "",
+    "hf_train_files": "",
+    "enable_single_controller": False,
+    "train_split": "train",
+    "elastic_enabled": False,
+    "elastic_max_retries": 10,
+    "elastic_min_slice_count": -1,
+    "elastic_timeout_seconds": 300,
+    "enable_checkpointing": True,
+    "enable_continuous_checkpointing": False,
+    "add_bos": True,
+    "add_eos": True,
+    "data_shuffle_seed": 0,
+    "enable_data_shuffling": True,
+    "eval_data_columns": ["text"],
+    "eval_interval": -1,
+    "eval_steps": -1,
+    "expansion_factor_real_data": -1.0,
+    "generate_padding_batch_eval": False,
+    "generate_padding_batch_train": False,
+    "enable_emergency_checkpoint": False,
+    "enable_multi_tier_checkpointing": False,
+    "local_checkpoint_directory": "",
+    "local_checkpoint_period": 0,
+    "max_num_checkpoints_to_keep": None,
+    "multi_tier_checkpointing_backup_interval_minutes": None,
+    "multi_tier_checkpointing_backup_interval_steps": None,
+    "base_output_directory": "",
+    "checkpoint_period": 4,
+    "num_slices": 1,
+    "run_name": "first",
+    "save_checkpoint_on_completion": True,
+    "steps": 3,
+    "eval_per_device_batch_size": 12.0,
+    "global_batch_size_to_load": 48,
+    "global_batch_size_to_load_eval": 24,
+    "grain_eval_files": "",
+    "grain_file_type": "arrayrecord",
+    "grain_packing_type": "first_fit",
+    "grain_per_worker_buffer_size": 1,
+    "grain_shuffle_buffer_size": 100,
+    "grain_train_files": "/data/a*",
+    "grain_train_mixture_config_path": "",
+    "grain_worker_count": 1,
+    "max_segments_per_seq": -1,
+    "max_target_length": 2048,
+    "num_epoch": 1,
+    "packing": True,
+    "per_device_batch_size": 12.0,
+    "tokenize_eval_data": True,
+    "tokenize_train_data": True,
+    "tokenizer_path": "/models/llama2",
+    "tokenizer_type": "sentencepiece",
+    "train_data_columns": ["text"],
+    "use_dpo": False,
+    "use_multimodal": False,
+    "chat_template": "",
+    "chat_template_path": "",
+    "formatting_func_path": "",
+    "sft_train_on_completion_only": False,
+    "use_sft": False,
+    "use_truncation": True,
+    "vocab_size": 32000,
+}
+
+FIELDS = DEFAULTS | {
+    "colocated_python_data_input": False,
+    "dataset_type": "synthetic",
+    "enable_rampup_batch_size": False,
+    "global_rampup_samples": 500,
+    "per_device_batch_size_increment": 2.0,
+    "grain_use_elastic_iterator": False,
+    "steps": 3,
+}
+
+
+def config(**settings):
+    """A configuration of MaxText, with its keys as attributes."""
+    return types.SimpleNamespace(**{**DEFAULTS, **settings})
+
 
 MODULES = {
     "configs/types.py": """
@@ -59,73 +155,13 @@ def initialize(argv):
 def create_data_iterator(config, mesh):
     raise AssertionError("MaxText's own iterators")
 """,
-    "input_pipeline/input_pipeline_utils.py": """
-import dataclasses
-
-import grain
-
-@dataclasses.dataclass
-class FoldImagesIntoBatch(grain.transforms.Map):
-    # In some models the images of rows become rows.
-    model_name: str | None = None
-
-    def map(self, element):
-        images = element["images"]
-        if self.model_name.startswith("qwen"):
-            element["images"] = images.reshape(-1, *images.shape[2:])
-        return element
-""",
-    "input_pipeline/grain_data_processing.py": """
-import functools
-
-import numpy as np
-
-from maxtext.input_pipeline.input_pipeline_utils import FoldImagesIntoBatch
-
-def _decoded(element, columns, length, most):
-    prompt, answer, images = (element[column] for column in columns)
-    if not isinstance(images, list):
-        images = [images]
-    if len(images) > most > 0:
-        raise ValueError(f"{{len(images)}} images")
-    tokens = np.zeros(length, np.int32)
-    text = np.frombuffer((prompt + answer).encode(), np.uint8)[:length]
-    tokens[: len(text)] = text
-    is_text = (tokens > 0).astype(np.int32)
-    return {{
-        "inputs": tokens,
-        "inputs_position": np.arange(length, dtype=np.int32),
-        "inputs_segmentation": is_text,
-        "targets": tokens,
-        "targets_position": np.arange(length, dtype=np.int32),
-        "targets_segmentation": is_text,
-        "images": np.stack(
-            [np.resize(np.frombuffer(image, np.uint8), 5) for image in images]
-        ).astype(np.float32),
-    }}
-
-def _shifted(batch):
-    assert batch["targets"].ndim == 2
-    batch["targets"] = np.roll(batch["targets"], -1, axis=1)
-    return batch
-
-def vision_sft_preprocessing_pipeline(
-    dataset, config, data_columns, image_column=None, tokenize=True
-):
-    decoded = functools.partial(
-        _decoded,
-        columns=[*data_columns, image_column],
-        length=config.max_target_length,
-        most=config.max_num_images_per_example,
-    )
-    dataset = dataset.map(decoded)
-    dataset = dataset.batch(config.global_batch_size_to_load, drop_remainder=True)
-    dataset = dataset.map(FoldImagesIntoBatch(model_name=config.model_name))
-    return dataset.map(_shifted).mp_prefetch(None)
-""",
     "common/checkpointing.py": """
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
+
+# Of the state that is restored; None is that of a number.
+SHAPE = None
 
 class PlaceHolderDataIterator:
     pass
@@ -149,7 +185,7 @@ def load_state_if_possible(checkpoint_manager, data_iterator):
     assert isinstance(checkpoint_manager, ocp.training.Checkpointer)
     assert isinstance(data_iterator, PlaceHolderDataIterator)
     step = checkpoint_manager.latest.step
-    wanted = {{"items": {{"step": np.zeros((), int)}}}}
+    wanted = {{"items": {{"step": jnp.zeros(SHAPE, int) if SHAPE else np.int64()}}}}
     restored = checkpoint_manager.load_checkpointables(step, wanted)
     return int(restored["items"]["step"]) + 1
 """,
@@ -243,6 +279,7 @@ def setup_train_loop(config, mesh):
 """,
     "trainers/pre_train/train.py": """
 import ast
+from urllib import request
 
 import jax
 
@@ -253,6 +290,8 @@ from maxtext.utils import train_utils
 BATCHES = []
 # Whether steps are saved as they are due, and not the last one alone.
 SAVES_STEPS = False
+# A page that is fetched, and printed, when the run begins.
+FETCHES = None
 
 def train_loop(config, step):
     p_train_step, _ = train_utils.jit_train_and_eval_step(config, None, None, step)
@@ -289,6 +328,9 @@ def main(argv):
     if checkpointer.latest is not None:
         step = checkpointing.load_state_if_possible(checkpointer, train)
     BATCHES.clear()
+    if FETCHES:
+        with request.urlopen(FETCHES) as page:
+            print(page.read().decode())
     p_train_step, logger = train_loop(config, step)
     for step in range(step, config.steps):
         if not training_loop_iteration(
@@ -310,22 +352,39 @@ def literal(text):
 """,
 }
 
-FIELDS = settings.DEFAULTS | {
-    "colocated_python_data_input": False,
-    "dataset_type": "synthetic",
-    "enable_rampup_batch_size": False,
-    "global_rampup_samples": 500,
-    "per_device_batch_size_increment": 2.0,
-    "grain_use_elastic_iterator": False,
-    "steps": 3,
-}
+
+def write_texts(directory: pathlib.Path) -> None:
+    """Writes the files `texts`, and `held_out` for an evaluation."""
+    texts = [{"text": f"text {number} " * (number % 9)} for number in range(60)]
+    held_out = [{"text": f"held out {number}"} for number in range(13)]
+    corpora.write_arrayrecord(directory / "texts", texts)
+    corpora.write_arrayrecord(directory / "held_out", held_out)
 
 
-def install(directory: pathlib.Path, *, version="0.2.5", fields=FIELDS, **changes):
-    """Writes the package; `changes` are texts of modules in which to replace others.
+def arguments(data: pathlib.Path, directory: pathlib.Path, **settings) -> list[str]:
+    """Those of a short run on `write_texts(data)`, which writes into `directory`."""
+    keys = {
+        "base_output_directory": f"{directory}/runs",
+        "checkpoint_dir": f"{directory}/checkpoints",
+        "grain_train_files": f"{data}/texts",
+        "grain_worker_count": 0,
+        "num_epoch": 0,
+        "num_logical_shards": 8,
+        "tokenizer_type": "bytes",
+        "max_target_length": 24,
+        "per_device_batch_size": 1,
+        "eval_per_device_batch_size": 1,
+        "packing": True,
+        **settings,
+    }
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def write(directory: pathlib.Path, *, version="0.2.5", fields=FIELDS, **changes):
+    """Writes the package.
 
     Args:
-      directory: to be put on the path of modules.
+      directory: of it; to be put on the path of modules.
       version: that it reports.
       fields: its configuration's keys and defaults.
       changes: by the name of a module, a text and what to write in its place.
@@ -339,8 +398,24 @@ def install(directory: pathlib.Path, *, version="0.2.5", fields=FIELDS, **change
         assert old in text
         path.write_text(text.replace(old, new) if old else text)
     info = directory / f"maxtext-{version}.dist-info"
-    info.mkdir()
+    info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Name: maxtext\nVersion: {version}\n")
+
+
+@contextlib.contextmanager
+def installed(directory: pathlib.Path, **changes):
+    """Has the package on the path of modules until the block ends; see `write`."""
+    write(directory, **changes)
+    forget()
+    handlers, verbosity = logging.root.handlers[:], absl_logging.get_verbosity()
+    sys.path.insert(0, str(directory))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(directory))
+        logging.root.handlers[:] = handlers
+        absl_logging.set_verbosity(verbosity)
+        forget()
 
 
 def forget():

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 
 from tests.environments import ROOT, Environment
@@ -13,7 +12,6 @@ ENVIRONMENT = ROOT / ".venv-maxtext"
 TOKENIZERS = ENVIRONMENT / "lib/python3.12/site-packages/maxtext/assets/tokenizers"
 # In the directory of a world, its first step.
 BEGIN = "begin"
-PATCH = ROOT / "configs/maxtext/maxtext-0.2.5.patch"
 GROUP = pathlib.Path(__file__).parent / "pyproject.toml"
 _MAXTEXT = Environment(ENVIRONMENT, GROUP, "3.12")
 documented_commands = _MAXTEXT.documented_commands
@@ -21,21 +19,8 @@ set_up = _MAXTEXT.set_up
 run = _MAXTEXT.run
 
 
-def patched(directory):
-    """Makes a copy of MaxText with our patch in a directory; returns that."""
-    shutil.copytree(
-        ENVIRONMENT / "lib/python3.12/site-packages/maxtext",
-        directory / "maxtext",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    with PATCH.open() as patch:
-        subprocess.run(["patch", "-p1"], cwd=directory, stdin=patch, check=True)
-    return str(directory)
-
-
-def variables(patched=None):
-    """The variables of programs in the environment; see `Hosts`."""
-    paths = [each for each in (patched, os.environ.get("PYTHONPATH")) if each]
+def variables():
+    """The variables of programs in the environment."""
     return {
         **os.environ,
         "DECOUPLE_GCLOUD": "TRUE",
@@ -43,7 +28,6 @@ def variables(patched=None):
         "PYTHONWARNINGS": "ignore",
         # Compiled as users compile: losses are compared as they are printed.
         "XLA_FLAGS": "",
-        "PYTHONPATH": os.pathsep.join(paths),
     }
 
 
@@ -57,15 +41,14 @@ class Hosts:
 
     Args:
       directory: of its log.
-      patched: has a MaxText to take in place of the environment's own; None takes that.
     """
 
-    def __init__(self, directory, *, patched=None):
+    def __init__(self, directory):
         self._errors = open(directory / "server.log", "w")  # noqa: SIM115
         self._server = subprocess.Popen(
             [ENVIRONMENT / "bin" / "python", "-m", "tests.maxtext.hosts"],
             cwd=ROOT,
-            env=variables(patched),
+            env=variables(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -30,22 +30,16 @@ class Run:
     """A run on some hosts of one device each.
 
     Attributes:
-      program: `ours`, or MaxText by itself, `stock`; or `elastic`, ours in a process
-        that starts the hosts, one on each machine.
+      program: `ours`, or MaxText by itself, `stock`.
       num_hosts: processes.
       directory: of the logs and batches, `HOST.log` and `HOST.jsonl`.
       arguments: MaxText's, with keys of ours for ours.
-      dies_before_step: all hosts are killed when this step would be committed.
-      spoils_step: the parameters of this step are saved as NaN, as if memory had failed
-        before the digests were computed.
     """
 
     program: str
     num_hosts: int
     directory: str
     arguments: list[str]
-    dies_before_step: int | None = None
-    spoils_step: int | None = None
 
 
 def serve():
@@ -104,13 +98,6 @@ def host(run, number, port):
     )
     for stream in (1, 2):
         os.dup2(log, stream)
-    if run.program == "elastic":
-        from tests.maxtext import elastic_hosts, environment
-
-        own = environment.machine_keys(number) if run.num_hosts > 1 else []
-        return elastic_hosts.run(
-            run.directory, [*run.arguments, *own], elastic_hosts.await_slice
-        )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if run.num_hosts > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -119,10 +106,6 @@ def host(run, number, port):
             f"127.0.0.1:{port}", num_processes=run.num_hosts, process_id=number
         )
     note_batches(pathlib.Path(run.directory, f"{number}.jsonl"))
-    if run.dies_before_step is not None and number == 0:
-        kill_all_before_commit(run.dies_before_step)
-    if run.spoils_step is not None:
-        spoil_save(run.spoils_step)
     if run.program == "ours":
         return main.main(["maxtext", *run.arguments])
     return stock(run.arguments)
@@ -130,11 +113,7 @@ def host(run, number, port):
 
 def stock(arguments):
     from absl import app
-
-    if "use_dpo=True" in arguments:
-        from maxtext.trainers.post_train.dpo import train_dpo as train
-    else:
-        from maxtext.trainers.pre_train import train
+    from maxtext.trainers.pre_train import train
 
     try:
         app.run(train.main, argv=[train.__file__, *arguments])
@@ -173,47 +152,13 @@ def row_digests(batch):
 
     hashes: dict[int, hashlib.blake2b] = {}
     for name in sorted(batch):
-        dtype = np.float32 if name == "images" else np.int32
-        assert batch[name].dtype == dtype
+        assert batch[name].dtype == np.int32
         for shard in batch[name].addressable_shards:
             begin, _, _ = shard.index[0].indices(len(batch[name]))
             for offset, row in enumerate(np.asarray(shard.data)):
                 digest = hashes.setdefault(begin + offset, hashlib.blake2b())
                 digest.update(name.encode() + row.tobytes())
     return {row: digest.hexdigest()[:32] for row, digest in sorted(hashes.items())}
-
-
-def spoil_save(step):
-    """Has a step saved with parameters that are NaN."""
-    import jax
-    import jax.numpy as jnp
-
-    from elastic_ckpt.integrations import maxtext, maxtext_seam
-
-    save = maxtext.TieredManager.save_checkpointables_async
-
-    def spoilt(value):
-        is_float = jnp.issubdtype(value.dtype, jnp.floating)
-        return value * jnp.nan if is_float else value
-
-    def saved(self, number, checkpointables, **options):
-        if number == step:
-            items = jax.tree.map(spoilt, checkpointables[maxtext_seam.ITEMS])
-            checkpointables = {**checkpointables, maxtext_seam.ITEMS: items}
-        return save(self, number, checkpointables, **options)
-
-    maxtext.TieredManager.save_checkpointables_async = saved
-
-
-def kill_all_before_commit(step):
-    rename = os.rename
-
-    def renamed(source, target, **more):
-        if os.path.basename(os.fspath(target)) == str(step):
-            os.killpg(0, signal.SIGKILL)
-        return rename(source, target, **more)
-
-    os.rename = renamed
 
 
 if __name__ == "__main__":

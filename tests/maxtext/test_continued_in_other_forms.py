@@ -15,7 +15,7 @@ from tests.universal.formats.fragment_values import values_of
 from tests.universal.rules.relayout import assert_same
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.night,
     pytest.mark.filterwarnings("ignore:Sharding info not provided"),
 ]
 
@@ -106,7 +106,6 @@ def is_state(name):
     return not name.startswith("nnx_aux/")
 
 
-@pytest.mark.night
 @pytest.mark.parametrize("layout", list(FORMS))
 def test_a_run_goes_on_from_a_checkpoint_in_another_form(runs, scanned, layout):
     settings, num_hosts = FORMS[layout]

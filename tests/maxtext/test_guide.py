@@ -5,14 +5,12 @@ import os
 import re
 import shlex
 import subprocess
-import types
 
 import numpy as np
 import pytest
 import yaml
 
 from elastic_ckpt.cli import main as cli
-from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import maxtext_config, maxtext_seam
 from elastic_ckpt.training import keys
 from tests import corpora, pages, shared_memory
@@ -26,7 +24,7 @@ FILES = {
     for block in pages.blocks(GUIDE, "yaml")
 }
 BLOCKS = pages.blocks(GUIDE, "sh")
-SET_UP, FIRST, CONTINUED, CLUSTER, PLAN, LIVE, CONVERTED, PATCH = BLOCKS
+SET_UP, FIRST, CONTINUED, CLUSTER, PLAN, LIVE, CONVERTED = BLOCKS
 
 
 def shell(commands, directory):
@@ -57,14 +55,6 @@ def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
 def test_it_installs_the_version_that_the_seam_is_written_for():
     assert f'"maxtext=={maxtext_seam.TESTED_VERSION}"' in environment.GROUP.read_text()
     assert f"MaxText {maxtext_seam.TESTED_VERSION} from PyPI" in GUIDE
-    tunix = f'"google-tunix=={maxtext_seam.TESTED_TUNIX_VERSION}"'
-    assert tunix in environment.GROUP.read_text()
-
-
-def test_its_command_for_the_patch_names_the_patch_and_the_environment():
-    assert f"< {environment.PATCH.relative_to(environment.ROOT)}\n" in PATCH
-    (place,) = re.findall("-d ([^ ]+)", PATCH)
-    assert (environment.ROOT / place).is_relative_to(environment.ENVIRONMENT)
 
 
 def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide():
@@ -74,16 +64,6 @@ def test_each_key_of_ours_is_in_the_reference_and_each_refused_one_in_the_guide(
         assert f"`{key}`" in GUIDE
     for key in maxtext_config._REMEDIES:
         assert f"`{key}`" in GUIDE
-
-
-def test_its_keys_of_images_fit_together():
-    keys = yaml.safe_load(FILES["images.yml"])
-    _, own = maxtext_config.divide({**keys, "vocab_size": 262144})
-    assert own.values["num_logical_shards"] == 64
-    assert maxtext_config.has_images(types.SimpleNamespace(**keys))
-    for key, value in {"packing": True, "train_data_columns": ["question"]}.items():
-        with pytest.raises(errors.ConfigError, match=key):
-            maxtext_config.divide(keys | {key: value})
 
 
 def test_its_file_of_a_job_makes_a_manifest_that_runs_maxtext(tmp_path, monkeypatch):
@@ -99,7 +79,7 @@ def test_its_file_of_a_job_makes_a_manifest_that_runs_maxtext(tmp_path, monkeypa
     assert "num_logical_shards: 768" in manifest
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     environment.set_up()
     (base,) = environment.ENVIRONMENT.glob(
@@ -110,38 +90,6 @@ def test_each_key_of_maxtext_for_what_we_replace_is_read_or_listed():
     assert {"grain_train_files", "elastic_enabled"} < theirs
     read = set(maxtext_config.MAXTEXT_KEYS)
     assert not {key for key in theirs - read if f"`{key}`" not in GUIDE}
-
-
-def test_its_keys_for_preferences_have_a_meaning_here(tmp_path):
-    path = tmp_path / "preferences.yml"
-    path.write_text(FILES["preferences.yml"])
-    assert maxtext_seam.trainer_of([str(path)]) is maxtext_seam.PREFERENCES
-    given = yaml.safe_load(path.read_text()).keys() - {"base_config"}
-    others = {"load_parameters_path", "model_name"}
-    read = {*maxtext_config.MAXTEXT_KEYS, *maxtext_config.OWN_KEYS, *others}
-    assert not given - read
-
-
-@pytest.mark.slow
-def test_its_keys_of_a_tiny_qwen_are_those_of_maxtext_s_smallest():
-    environment.set_up()
-    (smallest,) = environment.ENVIRONMENT.glob(
-        "lib/*/site-packages/maxtext/configs/models/qwen3-0.6b.yml"
-    )
-    theirs = yaml.safe_load(smallest.read_text())
-    ours = yaml.safe_load(FILES["qwen.yml"])
-    shared = {key for key in ours if key in theirs and not key.startswith("base_")}
-    assert {key: ours[key] for key in shared - {"head_dim"}} == {
-        key: theirs[key]
-        for key in (
-            "decoder_block",
-            "logits_via_embedding",
-            "normalization_layer_epsilon",
-            "normalize_embedding_logits",
-            "rope_max_timescale",
-            "use_qk_norm",
-        )
-    }
 
 
 @pytest.mark.night

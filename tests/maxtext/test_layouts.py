@@ -14,7 +14,7 @@ from tests.maxtext import conversion, environment, small_models
 from tests.universal import safetensors_files
 from tests.universal.formats.fragment_values import values_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.night
 
 # Of Hugging Face's Transformers, by `hf_logits`.
 HF_LOGITS = environment.ROOT / "tests/golden/hf_logits.npz"
@@ -82,7 +82,6 @@ def assert_loads(path, layout, expected):
         assert np.asarray(leaf).tobytes() == expected[name].tobytes(), name
 
 
-@pytest.mark.night
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_parameters_for_maxtext_are_those_of_its_converter(converted, model):
     layout = load(model)
@@ -91,7 +90,6 @@ def test_parameters_for_maxtext_are_those_of_its_converter(converted, model):
     assert_loads(converted / model / "hf", layout, expected)
 
 
-@pytest.mark.night
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_parameters_from_maxtext_are_those_of_its_converter(converted, model):
     layout = load(model).inverse()
@@ -103,7 +101,6 @@ def test_parameters_from_maxtext_are_those_of_its_converter(converted, model):
     assert_loads(converted / model / "maxtext.safetensors", layout, expected)
 
 
-@pytest.mark.night
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize("form", ["", "_unscanned"])
 def test_maxtext_computes_the_logits_of_hugging_face(tmp_path, form):

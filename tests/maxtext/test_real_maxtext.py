@@ -16,13 +16,12 @@ from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
 from tests.multiprocess import supervisors
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.night
 
 ROWS = 8
 # A run of this many steps is done on so many hosts, one stage after the other.
 STAGES = ((10, 2), (15, 1), (20, 4))
 STEPS = STAGES[-1][0]
-# Each format and way to read changes its hosts, and some of them in all of these ways.
 FEWER = ((10, 2), (STEPS, 1))
 MORE = ((10, 1), (STEPS, 2))
 EVAL_INTERVAL = 5
@@ -99,17 +98,11 @@ def texts(name, num_texts, most=90):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Files of every format."""
     directory = tmp_path_factory.mktemp("texts")
-    written = {
-        "a.array_record": corpora.write_arrayrecord,
-        "b.array_record": corpora.write_arrayrecord,
-        "held_out.array_record": corpora.write_arrayrecord,
-        "c.parquet": corpora.write_parquet,
-        "d.tfrecord": corpora.write_tfrecord,
-    }
-    for name, write in written.items():
-        write(directory / name, texts(name[0], 43 if name[0] == "h" else 400))
+    for name, num_texts in (("a", 400), ("b", 400), ("held_out", 43)):
+        written = texts(name[0], num_texts)
+        corpora.write_arrayrecord(directory / f"{name}.array_record", written)
+    corpora.write_parquet(directory / "c.parquet", texts("c", 400))
     chatted = pa.Table.from_pylist(chats(400))
     corpora.write_table(directory / "chats.parquet", chatted, group_rows=8)
     (directory / "chat.jinja").write_text(TEMPLATE)
@@ -141,11 +134,6 @@ def cases(files):
             "use_truncation": False,
             "grain_worker_count": 1,
         },
-        "tfrecord_chunked": {
-            "grain_train_files": f"{files}/d.tfrecord",
-            "grain_file_type": "tfrecord",
-            "use_truncation": False,
-        },
         "sft": {
             "use_sft": True,
             "sft_train_on_completion_only": True,
@@ -173,10 +161,6 @@ class MaxText:
         self._cases = cases(files)
         self._done = {}
 
-    def add(self, case, **settings):
-        """Adds a case of other files."""
-        self._cases[case] = settings
-
     def run(
         self,
         case,
@@ -186,8 +170,6 @@ class MaxText:
         num_hosts,
         program="ours",
         codes=None,
-        dies=None,
-        spoils=None,
         **settings,
     ):
         """A run to a number of steps; the directory of its logs and batches."""
@@ -201,8 +183,6 @@ class MaxText:
             directory=logs,
             program=program,
             arguments=written,
-            dies_before_step=dies,
-            spoils_step=spoils,
         )
         wanted = codes or [0] * num_hosts
         assert lines == wanted, (logs / "0.log").read_text()[-5000:]
@@ -252,54 +232,36 @@ def check_is_part_of(whole, logs, *, begin, end):
         assert actual["eval"] == {s: expected["eval"][s] for s in evaluations}
 
 
-def test_fine_tuning_on_conversations_is_that_of_one_host(maxtext):
-    case, begin = "sft", 0
-    whole = maxtext.uninterrupted(case)
-    # Of each row the answers alone count.
-    losses = environment.losses(whole)["train"]
-    counted = [int(weights) for weights, *_ in losses.values()]
-    assert 0 < max(counted) < ROWS * MODEL["max_target_length"] * 0.8
-    for steps, num_hosts in FEWER:
-        logs = maxtext.run(case, case, steps=steps, num_hosts=num_hosts)
-        check_is_part_of(whole, logs, begin=begin, end=steps)
-        begin = steps
-    check_verbs(maxtext, case, hosts=[num_hosts for _, num_hosts in FEWER])
-
-
 IN_SIDECAR = {"colocated_python_data_input": True}
 
 
-@pytest.mark.night
 @pytest.mark.parametrize(
     ("case", "settings", "stages"),
     [
-        ("arrayrecord", {}, STAGES),
-        ("packed_parquet", {}, FEWER),
-        ("mixture", {}, FEWER),
-        ("tfrecord_chunked", {}, MORE),
+        ("sft", {}, FEWER),
+        ("packed_parquet", {}, STAGES),
+        ("mixture", IN_SIDECAR, MORE),
         ("eval", {}, FEWER),
-        ("packed_parquet", IN_SIDECAR, FEWER),
-        ("mixture", IN_SIDECAR, STAGES),
-        ("eval", IN_SIDECAR, MORE),
     ],
 )
 def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
     maxtext, case, settings, stages
 ):
     whole = maxtext.uninterrupted(case)
-    name, begin = "-".join([case, *settings]), 0
+    if case == "sft":
+        # Of each row the answers alone count.
+        losses = environment.losses(whole)["train"]
+        counted = [int(weights) for weights, *_ in losses.values()]
+        assert 0 < max(counted) < ROWS * MODEL["max_target_length"] * 0.8
+    begin = 0
     for steps, num_hosts in stages:
-        logs = maxtext.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
+        logs = maxtext.run(case, case, steps=steps, num_hosts=num_hosts, **settings)
         check_is_part_of(whole, logs, begin=begin, end=steps)
         begin = steps
-    check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in stages])
+    check_verbs(maxtext, case, hosts=[num_hosts for _, num_hosts in stages])
 
 
-@pytest.mark.parametrize("settings", [{}, IN_SIDECAR])
-@pytest.mark.night
-def test_a_ramp_of_batches_is_that_of_one_host_however_often_it_is_continued(
-    maxtext, settings
-):
+def test_a_ramp_of_batches_is_that_of_one_host_however_often_it_is_continued(maxtext):
     # Batches of 16, 24 and 32 rows, which move the shards between the hosts.
     ramp = {
         "enable_rampup_batch_size": True,
@@ -314,22 +276,14 @@ def test_a_ramp_of_batches_is_that_of_one_host_however_often_it_is_continued(
             "per_device_batch_size_increment": 8 // num_hosts,
         }
 
-    case, name = "packed_parquet", "-".join(["ramp", *settings])
-    whole = maxtext.run(
-        case, f"{name}-whole", steps=8, num_hosts=1, **of_hosts(1), **settings
-    )
+    case, name = "packed_parquet", "ramp"
+    whole = maxtext.run(case, f"{name}-whole", steps=8, num_hosts=1, **of_hosts(1))
     expected = environment.batches(whole)["train"]
     assert list(map(len, expected)) == [16, 16, 16, 24, 24, 32, 32, 32]
     begin = 0
     for end, num_hosts in ((4, 2), (5, 4), (8, 2)):
-        logs = maxtext.run(
-            case,
-            name,
-            steps=end,
-            num_hosts=num_hosts,
-            **of_hosts(num_hosts),
-            **settings,
-        )
+        settings = of_hosts(num_hosts) | IN_SIDECAR
+        logs = maxtext.run(case, name, steps=end, num_hosts=num_hosts, **settings)
         assert environment.batches(logs)["train"] == expected[begin:end]
         begin = end
     assert run_audit.RunAudit(str(maxtext.checkpoints(name).parent)).outcome().passed
@@ -389,93 +343,24 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
         check_verbs(maxtext, name, hosts=[num_hosts for _, num_hosts in STAGES])
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.night
-def test_it_goes_back_to_storage_if_the_copy_in_ram_was_corrupt(maxtext, num_hosts):
-    case, name = "packed_parquet", f"corrupt-{num_hosts}"
-    whole = maxtext.uninterrupted(case)
+def test_the_last_step_is_saved_where_the_data_ends(maxtext, files):
+    written = corpora.write_arrayrecord(files / "ends", texts("e", ROWS * 5))
     with shared_memory.directory("maxtext") as ram:
         settings = {
+            "num_epoch": 1,
+            "checkpoint_period": 3,
+            "save_checkpoint_on_completion": True,
+            "grain_train_files": written,
             "enable_multi_tier_checkpointing": True,
             "local_checkpoint_directory": ram,
-            "local_checkpoint_period": 1,
-            "local_checkpoint_size_limit": "64Mi",
-            "multi_tier_checkpointing_backup_interval_steps": 4,
+            "local_checkpoint_period": 3,
+            "multi_tier_checkpointing_backup_interval_steps": 1000,
         }
-        maxtext.run(case, name, steps=10, num_hosts=num_hosts, spoils=9, **settings)
-        # Of steps that wait for the backup of an earlier one, the newest is stored.
-        good = max(each for each in stored_steps(maxtext, name) if each < 9)
-        logs = maxtext.run(case, name, steps=STEPS, num_hosts=num_hosts, **settings)
-        log = (logs / "0.log").read_text()
-        (back,) = re.findall(r"after step 9 .* goes back to step (\d+) in", log)
-        back = int(back)
-        assert back == good
-        expected, actual = environment.batches(whole), environment.batches(logs)
-        # One step is trained, or two, until MaxText sees the loss.
-        begin = len(actual["train"]) - (STEPS - 1 - back)
-        assert begin in (1, 2)
-        assert actual["train"][:begin] == expected["train"][10 : 10 + begin]
-        assert actual["train"][begin:] == expected["train"][back + 1 :]
-        losses = environment.losses(whole)["train"]
-        assert environment.losses(logs)["train"] == {
-            step: losses[step] for step in range(back + 1, STEPS)
-        }
-        # The other run has two parts: from step 9, and from the step in storage.
-        check_verbs(maxtext, name, hosts=[num_hosts] * 3)
-
-
-@pytest.mark.parametrize(("num_batches", "in_ram"), [(1, False), (5, True)])
-@pytest.mark.night
-def test_the_last_step_is_saved_where_the_data_ends(
-    maxtext, files, num_batches, in_ram
-):
-    name = f"ends_after_{num_batches}_{in_ram}"
-    settings = {
-        "num_epoch": 1,
-        "checkpoint_period": 3,
-        "save_checkpoint_on_completion": True,
-        "grain_train_files": corpora.write_arrayrecord(
-            files / f"{name}.array_record", texts("e", ROWS * num_batches)
-        ),
-    }
-    with shared_memory.directory("maxtext") as ram:
-        if in_ram:
-            settings |= {
-                "enable_multi_tier_checkpointing": True,
-                "local_checkpoint_directory": ram,
-                "local_checkpoint_period": 3,
-                "multi_tier_checkpointing_backup_interval_steps": 1000,
-            }
-        logs = maxtext.run("arrayrecord", name, steps=20, num_hosts=2, **settings)
-        log = (logs / "0.log").read_text()
-        assert len(environment.batches(logs)["train"]) == num_batches
-        assert f"the data ended after step {num_batches} of 20" in log
-        names = [path.name for path in maxtext.checkpoints(name).iterdir()]
-        assert str(num_batches - 1) in names
-        check_verbs(maxtext, name, hosts=[2], steps=num_batches)
-
-
-@pytest.mark.night
-def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
-    case, name = "mixture", "interrupted"
-    whole = maxtext.uninterrupted(case)
-    # Worker processes that are killed leave semaphores behind.
-    settings = {"async_checkpointing": True, "grain_worker_count": 0}
-    killed = maxtext.run(
-        case, name, steps=10, num_hosts=2, codes=[-9, -9], dies=8, **settings
-    )
-    # Steps 0 and 4 are complete, and of 8 there is all but its name.
-    left = sorted(path.name for path in maxtext.checkpoints(name).iterdir())
-    assert [entry for entry in left if entry.isdigit()] == ["0", "4"]
-    assert [entry for entry in left if entry.startswith("8.")]
-    seen = environment.batches(killed, killed=True)["train"]
-    assert seen == environment.batches(whole)["train"][: len(seen)]
-    assert len(seen) >= 9
-    begin = 5
-    for steps, num_hosts in STAGES[1:]:
-        logs = maxtext.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
-        check_is_part_of(whole, logs, begin=begin, end=steps)
-        begin = steps
+        logs = maxtext.run("arrayrecord", "ends", steps=20, num_hosts=2, **settings)
+    assert len(environment.batches(logs)["train"]) == 5
+    assert "the data ended after step 5 of 20" in (logs / "0.log").read_text()
+    assert 4 in stored_steps(maxtext, "ends")
+    check_verbs(maxtext, "ends", hosts=[2], steps=5)
 
 
 def test_an_error_of_one_host_s_data_ends_the_others_too_and_is_named(maxtext, files):
@@ -583,34 +468,6 @@ def check_live(maxtext, name, logs, *, counts, steps):
     assert audited.num_row_identical_steps == audited.num_steps
 
 
-# The hosts of the worlds, on one machine and on two.
-@pytest.mark.parametrize(("machines", "counts"), [(1, [4, 3, 4]), (2, [2, 1, 2])])
-@pytest.mark.night
-def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext, machines, counts):
-    name, steps, slices = f"elastic-{machines}", 20, counts[0]
-    supervised = {"elastic_machines": machines} if machines > 1 else {}
-    with shared_memory.directory("maxtext") as ram:
-        logs = maxtext.run(
-            "arrayrecord",
-            name,
-            num_hosts=machines,
-            program="elastic",
-            steps=steps,
-            elastic_min_slice_count=slices - 1,
-            faults="[{kill_slice: 1, at_step: 5}, {return_slice: 1, at_step: 9}]",
-            **live(slices, ram),
-            **supervised,
-        )
-    check_live(maxtext, name, logs, counts=counts, steps=steps)
-    run = maxtext.checkpoints(name).parent
-    (lost,) = runs.events(run, "slice_lost")
-    assert lost["slice"] == 1
-    assert [event["step"] for event in runs.events(run, "run_finished")] == [steps]
-    # The third world has the program of the first.
-    compiled = len(runs.events(run, "compile_started"))
-    assert (compiled, len(runs.events(run, "executable_loaded"))) == (2, 1)
-
-
 class Machines(supervisors.Supervisors):
     """The supervisors of a live run of MaxText, by the numbers of their machines.
 
@@ -645,7 +502,6 @@ class Machines(supervisors.Supervisors):
             )
 
 
-@pytest.mark.night
 def test_a_live_run_goes_on_without_a_machine_and_takes_it_in_again(maxtext, tmp_path):
     name = "machines"
     run = maxtext.checkpoints(name).parent

@@ -11,8 +11,7 @@ import tomllib
 
 import pytest
 
-from elastic_ckpt.training import schema
-from tests.sidecar import image_work, in_image
+from tests.sidecar import image_work
 
 ROOT = pathlib.Path(__file__).parents[2]
 DIRECTORY = ROOT / "sidecar"
@@ -55,12 +54,6 @@ def imported():
     return modules
 
 
-@pytest.fixture
-def workers(corpus, tmp_path):
-    """See `image_work.write`."""
-    return image_work.write(tmp_path, corpus)
-
-
 def test_the_requirements_are_what_the_rooms_of_the_image_import():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     # By a name that the configuration gives.
@@ -90,19 +83,6 @@ def test_the_head_has_every_extra_that_a_key_may_ask_for():
             assert name_of(line) in pinned, line
 
 
-def test_head_and_sidecar_have_the_same_python():
-    versions = re.findall(r"^FROM \S*(?:python:|python_)(\d+\.\d+)", DOCKERFILE, re.M)
-    assert len(versions) == 2
-    assert len(set(versions)) == 1
-
-
-def test_the_servers_of_pathways_are_of_the_same_jax_as_the_sidecar():
-    deploy = schema.DeploySection()
-    jax = pins(DIRECTORY / "constraints.txt")["jax"]
-    assert deploy.server_image.endswith(f":jax-{jax}")
-    assert deploy.proxy_server_image.endswith(f":jax-{jax}")
-
-
 def test_a_linter_finds_nothing_in_the_dockerfile():
     hadolint = pathlib.Path(sys.executable).parent / "hadolint"
     linted = subprocess.run(
@@ -124,8 +104,10 @@ def test_the_dockerfile_copies_what_there_is_and_ends_in_an_import():
 
 
 @pytest.mark.slow
-def test_without_orbax_and_the_command_line_workers_have_the_same_values(workers):
-    files, read_here = workers
+def test_without_orbax_and_the_command_line_workers_have_the_same_values(
+    corpus, tmp_path
+):
+    files, read_here = image_work.write(tmp_path, corpus)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
         image_work.command(sys.executable, files),
@@ -136,9 +118,3 @@ def test_without_orbax_and_the_command_line_workers_have_the_same_values(workers
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == read_here
-
-
-@pytest.mark.parametrize("absent", in_image.ABSENT)
-def test_what_is_not_in_the_image_cannot_be_imported_there(absent):
-    with pytest.raises(ModuleNotFoundError, match=f"the image has no {absent}"):
-        in_image.Absent().find_spec(absent)

@@ -9,7 +9,7 @@ import pytest
 from tests import runs
 from tests.sidecar import image_build, image_work, in_head
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.night
 
 
 @pytest.fixture(scope="module")

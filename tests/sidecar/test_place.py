@@ -53,14 +53,13 @@ def test_pathways_is_a_single_controller(monkeypatch, platforms):
     assert topology.is_single_controller(mesh_of(0))
 
 
-def users_lines(directory, colocated=None):
+def users_lines(directory):
     """The lines that a user writes, and the batches that they yield."""
     mesh = topology.mesh_of(topology.present(2))
     batches = ec.batches(
         held_pipeline.data(),
         mesh=mesh,
         global_batch_size=8,
-        colocated=colocated,
         read_ahead=prefetch.ReadAhead(batches=1),
     )
     delivered = [next(batches)]
@@ -76,28 +75,22 @@ def users_lines(directory, colocated=None):
     return type(batches), [jax.device_get(batch) for batch in delivered]
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_the_place_is_chosen_by_whose_devices_the_mesh_has(
-    monkeypatch, tmp_path, single
+def test_the_same_lines_give_the_same_bytes_and_files_in_either_place(
+    monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(topology, "is_single_controller", lambda _: single)
-    chosen, batches = users_lines(tmp_path)
-    assert chosen is PLACES[single]
-    assert [held_pipeline.number(batch) for batch in batches[:-1]] == [0, 1, 2, 0, 1, 2]
-
-
-@pytest.mark.parametrize("colocated", [False, True])
-def test_whoever_says_where_is_obeyed(monkeypatch, tmp_path, colocated):
-    monkeypatch.setattr(topology, "is_single_controller", lambda _: not colocated)
-    assert users_lines(tmp_path, colocated)[0] is PLACES[colocated]
-
-
-def test_the_same_lines_give_the_same_bytes_and_the_same_files(tmp_path):
     batches, files = [], []
-    for colocated in PLACES:
-        directory = tmp_path / str(colocated)
+    for single in PLACES:
+        # By whose devices the mesh has.
+        monkeypatch.setattr(
+            topology, "is_single_controller", lambda _, single=single: single
+        )
+        directory = tmp_path / str(single)
         directory.mkdir()
-        batches.append(users_lines(directory, colocated)[1])
+        chosen, delivered = users_lines(directory)
+        assert chosen is PLACES[single]
+        numbers = [held_pipeline.number(batch) for batch in delivered[:-1]]
+        assert numbers == [0, 1, 2, 0, 1, 2]
+        batches.append(delivered)
         files.append({p.name: p.read_bytes() for p in directory.iterdir()})
     for one, other in zip(*batches, strict=True):
         assert one.keys() == other.keys()

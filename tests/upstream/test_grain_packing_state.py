@@ -12,6 +12,8 @@ import pytest
 
 from tests.upstream import upstream
 
+pytestmark = pytest.mark.night
+
 TRANSFORMATIONS = "grain._src.python.dataset.transformations"
 PROGRAM = """
 import json, sys
@@ -61,13 +63,11 @@ def patched(tmp_path_factory):
     return upstream.patched(directory, "grain", "grain-packing-state.patch")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("test", ["packing_state_test", "packing_test"])
 def test_its_own_tests_and_those_of_the_release_pass(patched, test):
     upstream.ran(["-m", f"{TRANSFORMATIONS}.{test}"], patched)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "packer", ["FirstFitPackIterDataset", "BestFitPackIterDataset"]
 )
@@ -90,7 +90,6 @@ def test_states_of_the_release_continue_and_rows_are_the_same(
     assert refused > 0
 
 
-@pytest.mark.slow
 def test_what_it_gains_is_measured():
     program = upstream.PAGES / "measure_packing_state.py"
     words = [program, "--files", 2, "--documents", 200, "--rounds", 1]
@@ -98,7 +97,6 @@ def test_what_it_gains_is_measured():
     assert min(rates["released"], rates["patched"]) > 0
 
 
-@pytest.mark.slow
 def test_it_applies_to_the_release_that_is_installed(patched):
     program = f"import {TRANSFORMATIONS}.packing as p; print(p.__file__)"
     found = upstream.ran(["-c", program], patched).strip()

@@ -10,6 +10,8 @@ import pytest
 
 from tests.upstream import upstream
 
+pytestmark = pytest.mark.night
+
 MEASURE = upstream.PAGES / "measure_checksums.py"
 OWN_TESTS = "orbax.checkpoint.experimental.v1._src.serialization.checksums_test"
 SAVE = """
@@ -37,12 +39,10 @@ def patched(tmp_path_factory):
     return upstream.patched(directory, "orbax.checkpoint", "orbax-checksums.patch")
 
 
-@pytest.mark.slow
 def test_its_own_tests_pass(patched):
     upstream.ran(["-m", OWN_TESTS], patched)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("writer_checks", ["checks", "does not"])
 def test_the_release_and_the_patched_one_read_each_other(
     patched, tmp_path, writer_checks
@@ -53,7 +53,6 @@ def test_the_release_and_the_patched_one_read_each_other(
     upstream.ran(["-c", LOAD, tmp_path / "released"], patched)
 
 
-@pytest.mark.slow
 def test_flips_that_the_release_loads_are_errors():
     words = [MEASURE, "--flips", 10, "--mebibytes", 1, "--rounds", 1]
     released, checked = map(json.loads, upstream.ran(words, {}).splitlines())

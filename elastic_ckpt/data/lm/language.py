@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import grain
 import numpy as np
@@ -84,25 +84,6 @@ class Encoder(Protocol):
 
     def tokens(self, values: Sequence[Any]) -> list[Any]:
         """The tokens of each value; called in threads."""
-
-
-@runtime_checkable
-class RowMaker(Protocol):
-    """How a record becomes a row by itself, in place of an `Encoder`."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that it reads."""
-
-    def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the rows, by configuration key."""
-
-    def row(self, element: dict[str, Any]) -> dict[str, Any]:
-        """The features of a record's row, whose shapes are the same for all records.
-
-        Raises:
-          DataError: if it cannot be made of this record.
-        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

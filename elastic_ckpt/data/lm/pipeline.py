@@ -87,7 +87,7 @@ class LanguagePipeline:
       parts: the datasets, which are mixed by weight.
       num_shards: S.
       reading: the order of records and the number of epochs.
-      documents: converts records to tokens, or to rows.
+      documents: converts records to tokens.
       length: tokens of a row, L.
       max_prompt_length: with `Preferences`, those of the prompt.
       truncate: whether longer documents are truncated; if not, they are chunked.
@@ -105,7 +105,7 @@ class LanguagePipeline:
     parts: tuple[Part, ...]
     num_shards: int
     reading: records.ReadOptions
-    documents: language.Encoder | language.RowMaker
+    documents: language.Encoder
     length: int
     truncate: bool = True
     window: int = 0
@@ -121,16 +121,14 @@ class LanguagePipeline:
     def __call__(self, shard: int) -> grain.IterDataset:
         """The rows of a shard."""
         parts, documents = self._by_name, self.documents
-        makes_rows = isinstance(documents, language.RowMaker)
 
         def make_part(name: str) -> grain.IterDataset:
-            made = self._records(parts[name], shard)
-            return made if makes_rows else self._tokens(made)
+            return self._tokens(self._records(parts[name], shard))
 
         read = mixing.Parts(parts, make_part, columns=self._columns)
         # Even a single dataset is a mixture: others may be added at a resume.
         examples = mixing.Mixture(read, self._weights, shard=shard)
-        if not self._has_pairs and not makes_rows:
+        if not self._has_pairs:
             examples = language.Examples(
                 examples, length=self.length, truncate=self.truncate
             )
@@ -140,8 +138,6 @@ class LanguagePipeline:
             examples = shuffling.WindowShuffle(
                 examples, window_size=self.window, seed=seed
             )
-        if isinstance(documents, language.RowMaker):
-            return examples.map(functools.partial(_row, documents))
         if self._has_pairs:
             return chat.PreferenceRows(
                 examples, length=self.length, max_prompt_length=self.max_prompt_length
@@ -173,8 +169,7 @@ class LanguagePipeline:
 
         This depends on the machine that it runs on, so it is computed late.
         """
-        documents = self.documents
-        if isinstance(documents, language.RowMaker) or not documents.is_parallel:
+        if not self.documents.is_parallel:
             return 0
         return token_blocks.num_threads(
             self.tokenizer_threads, num_processes=self.num_processes
@@ -305,15 +300,9 @@ class LanguagePipeline:
         return read
 
     def _tokens(self, read: records.Records) -> token_blocks.Tokens:
-        assert not isinstance(self.documents, language.RowMaker)
         return token_blocks.Tokens(
             read, documents=self.documents, num_threads=self.threads_of_process()
         )
-
-
-def _row(rows: language.RowMaker, element: source.Element) -> dict[str, Any]:
-    # The number of the record tells what the row was made of; see `provenance`.
-    return {**rows.row(element), records.RECORD: element[records.RECORD]}
 
 
 def from_config(
@@ -361,21 +350,11 @@ def from_config(
     return positional_data.from_config(data)
 
 
-def from_rows(
-    data: data_keys.DataKeys, rows: language.RowMaker
-) -> elastic_data.ElasticData:
-    """The training data whose records become rows by themselves; see `from_config`."""
-    return _of_stages(data, rows=rows)
-
-
 def _of_stages(
-    data: data_keys.DataKeys,
-    *,
-    vocab_size: int = 0,
-    rows: language.RowMaker | None = None,
+    data: data_keys.DataKeys, *, vocab_size: int = 0
 ) -> elastic_data.ElasticData:
     if not data.data_stages:
-        return _sharded(data, vocab_size=vocab_size, rows=rows)
+        return _sharded(data, vocab_size=vocab_size)
     of_stages = data_keys.stages(data)
     if len({bool(keys.global_batch_size) for _, keys in of_stages}) > 1:
         raise errors.ConfigError(
@@ -393,7 +372,7 @@ def _of_stages(
             [
                 stages.Stage(
                     begin=begin,
-                    data=_sharded(keys, vocab_size=vocab_size, rows=rows),
+                    data=_sharded(keys, vocab_size=vocab_size),
                     global_batch_size=keys.global_batch_size or None,
                 )
                 for begin, keys in of_stages
@@ -429,7 +408,6 @@ def eval_from_config(
     *,
     global_batch_size: int,
     vocab_size: int = 0,
-    rows: language.RowMaker | None = None,
 ) -> elastic_data.ElasticData:
     """The evaluation data: one epoch of `grain_eval_files`, in order, padded.
 
@@ -437,7 +415,6 @@ def eval_from_config(
       data: the keys of the data.
       global_batch_size: rows of a batch.
       vocab_size: see `from_config`.
-      rows: makes rows of records by themselves; None makes them of tokens.
     """
     _check_vocabulary(data, vocab_size)
     ordered = dataclasses.replace(
@@ -449,7 +426,7 @@ def eval_from_config(
         num_epoch=1,
         grain_worker_count=0,
     )
-    return _sharded(ordered, key="grain_eval_files", vocab_size=vocab_size, rows=rows)
+    return _sharded(ordered, key="grain_eval_files", vocab_size=vocab_size)
 
 
 def vocab_size(data: data_keys.DataKeys) -> int:
@@ -490,18 +467,13 @@ def _check_vocabulary(data: data_keys.DataKeys, rows: int) -> None:
         )
 
 
-def _parts(
-    data: data_keys.DataKeys,
-    *,
-    key: str = _TRAIN_FILES,
-    columns: tuple[str, ...] | None = None,
-) -> tuple[Part, ...]:
+def _parts(data: data_keys.DataKeys, *, key: str = _TRAIN_FILES) -> tuple[Part, ...]:
     # The datasets with the files that the configuration key `key` lists.
     if key == _TRAIN_FILES and data.grain_train_mixture_config_path:
         mixture = datasets.from_file(data.grain_train_mixture_config_path)
     else:
         mixture = datasets.from_list(getattr(data, key), key=key)
-    settings: dict[str, Any] = {"columns": columns or _columns(data)}
+    settings: dict[str, Any] = {"columns": _columns(data)}
     if data.grain_file_type in _OF_RECORDS:
         settings["record_format"] = data.grain_record_format
     if data.grain_file_type == "text":
@@ -522,7 +494,6 @@ def _sharded(
     *,
     key: str = _TRAIN_FILES,
     vocab_size: int,
-    rows: language.RowMaker | None = None,
 ) -> sharded_data.ShardedData:
     shuffle = data.enable_data_shuffling
     packing = data.grain_packing_type if data.packing else ""
@@ -533,14 +504,14 @@ def _sharded(
             " is full; set it to 0, or pack by first_fit or best_fit"
         )
     pipeline = LanguagePipeline(
-        parts=_parts(data, key=key, columns=rows.columns if rows else None),
+        parts=_parts(data, key=key),
         num_shards=data.num_logical_shards,
         reading=records.ReadOptions(
             shuffle_seed=data.data_shuffle_seed if shuffle else None,
             num_epochs=data.num_epoch or None,
             skip_corrupt=data.corrupt_records == "skip",
         ),
-        documents=rows or _documents(data),
+        documents=_documents(data),
         length=data.max_target_length,
         max_prompt_length=data.dpo_max_prompt_length or data.max_target_length // 2,
         truncate=data.use_truncation,

@@ -1,8 +1,7 @@
-"""What `elastic-ckpt manifest` writes for each key, and what it refuses.
+"""Each manifest that the verb writes passes the schemas of Kubernetes and JobSet.
 
 The commands are in `tests/golden/manifests`. Below each stands how what it writes
-differs from what the configuration alone makes, or the error. Every manifest passes
-the schemas of Kubernetes and JobSet, and bash can read every script.
+differs from what the configuration alone makes, or the error.
 """
 
 import contextlib
@@ -19,13 +18,23 @@ import pytest
 import yaml
 
 from elastic_ckpt.cli import main
+from elastic_ckpt.deploy import machine
 from elastic_ckpt.training import keys
 from tests.conftest import GOLDEN
-from tests.deploy import jobsets, manifest_check
+from tests.deploy import jobsets
+from tests.deploy.jobsets import SHIPPED, TPU
 
 TRANSCRIPTS = sorted((GOLDEN / "manifests").glob("*.txt"))
+EXAMPLES = SHIPPED.parents[1] / "examples"
 # Lists whose members have many fields of their own.
 _DEEP = ("replicatedJobs", "containers", "initContainers")
+
+
+def faults(documents):
+    """The faults of a manifest by all schemas, which take long to import."""
+    from tests.deploy import manifest_check
+
+    return manifest_check.problems(list(documents))
 
 
 @pytest.mark.slow
@@ -33,7 +42,7 @@ _DEEP = ("replicatedJobs", "containers", "initContainers")
 def test_the_verb_writes_and_refuses_what_the_transcript_shows(
     path, golden, monkeypatch
 ):
-    monkeypatch.chdir(jobsets.SHIPPED)
+    monkeypatch.chdir(SHIPPED)
     blocks = []
     for line in commands(path.read_text()):
         words = shlex.split(line.replace("\\\n", ""), comments=True)[1:]
@@ -48,6 +57,34 @@ def test_every_key_of_manifests_is_in_a_transcript():
     sections = ("deploy", "pods", "slurm")
     known = {key for key, (section, _) in keys.keys().items() if section in sections}
     assert not known - used
+
+
+@pytest.mark.slow
+def test_what_is_shipped_and_every_machine_is_valid():
+    for path in (*SHIPPED.glob("**/*.yaml"), EXAMPLES / "jobset.yaml"):
+        if path.stem != "kustomization" and "overlays" not in path.parts:
+            assert faults(yaml.safe_load_all(path.read_text())) == [], path
+    for machine_type in ["", "n2-standard-16", *machine._GPUS]:
+        hardware = "gpu" if machine_type in machine._GPUS else "cpu"
+        chosen = [f"hardware={hardware}", f"machine_type={machine_type}", "topology="]
+        assert faults(jobsets.documents(TPU, *chosen, "hosts=4")) == [], machine_type
+
+
+@pytest.mark.slow
+def test_a_wrong_value_is_found():
+    text = (SHIPPED / "multicontroller_h100.yaml").read_text()
+    for before, after, problem in (
+        ("name: dshm", "name: dshn", "no volume"),
+        ("completions: 4", "completions: four", "valid integer"),
+        ("maxRestarts: 10", "maxRestart: 10", "maxRestart"),
+        ("containers:", "container:", "container"),
+        ("jobset.x-k8s.io/v1alpha2", "jobset.x-k8s.io/v1", "apiVersion"),
+        ("kind: JobSet", "kind: Jobset", "no schema"),
+        ("name: demo-gpu", "name: demo-cpu", "no ConfigMap"),
+    ):
+        assert before in text
+        wrong = faults(yaml.safe_load_all(text.replace(before, after, 1)))
+        assert problem in str(wrong), after
 
 
 def commands(text):
@@ -75,9 +112,10 @@ def answer(words):
     else:
         # All of it is written out, without anchors of YAML.
         assert not re.search(r"[&*]id\d", written)
-        documents = list(yaml.safe_load_all(written))
-        assert manifest_check.problems(documents) == []
-        changes = differences(values(yaml.safe_load_all(before)), values(documents))
+        documents = list(yaml.load_all(written, yaml.CSafeLoader))
+        assert faults(documents) == []
+        old = values(yaml.load_all(before, yaml.CSafeLoader))
+        changes = differences(old, values(documents))
     return [*(changes or ["the same"]), *complaint.splitlines()]
 
 

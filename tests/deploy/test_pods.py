@@ -1,0 +1,296 @@
+"""What Kubernetes, JobSet and Kustomize make of a manifest's pods, agents and rules."""
+
+import argparse
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from elastic_ckpt.cli import agent as agent_verb
+from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import manifest, nodes
+from elastic_ckpt.training import configured, listeners, machine_run
+from tests.deploy import jobsets
+from tests.deploy.jobsets import GPU, PATHWAYS, TPU
+
+BACKUP, ELASTIC, NODE = "backup_h100", "elastic_h100", "node_agent_h100"
+
+
+def parsed(job):
+    """The options of the agent in a pod, and its container."""
+    (container,) = job["template"]["spec"]["containers"]
+    program, verb, *arguments = container["command"]
+    assert (program, verb) == ("elastic-ckpt", "agent")
+    parser = argparse.ArgumentParser()
+    agent_verb.add_arguments(parser)
+    return parser.parse_args(arguments), container
+
+
+def test_a_pod_belongs_to_the_agents_of_one_kind_of_nodes():
+    volume = ["local_checkpoint_volume=node_agent", "elastic_enabled=false"]
+    gpu, tpu = (
+        jobsets.only("DaemonSet", jobsets.documents(name, *of, build=nodes.documents))
+        for name, of in ((NODE, []), (TPU, volume))
+    )
+    assert gpu["metadata"]["name"] != tpu["metadata"]["name"]
+    for some, others in ((gpu, tpu), (tpu, gpu)):
+        wanted = some["spec"]["selector"]["matchLabels"].items()
+        assert wanted <= some["spec"]["template"]["metadata"]["labels"].items()
+        assert not wanted <= others["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_the_agent_of_a_node_takes_its_command():
+    built = jobsets.documents(NODE, "node_agent_port=8477", build=nodes.documents)
+    options, container = parsed(jobsets.only("DaemonSet", built)["spec"])
+    assert options.node
+    assert options.directory == "/local"
+    assert options.port == 8477
+    assert options.remove_unused_after == 24 * 3600
+    assert options.max_bytes == 256 * 2**30
+    assert options.domain_labels == "row=example.com/row"
+    names = {f"$({variable['name']})" for variable in container["env"]}
+    assert {options.interface, options.kubernetes_node} == names
+
+
+def test_the_programs_know_the_backup_hosts_by_the_names_of_their_pods(tmp_path):
+    built = jobsets.documents(BACKUP)
+    config = jobsets.configured(built, tmp_path)
+    _, peers, _ = configured.tiers(config, persistent=str(tmp_path))
+    job = jobsets.jobs(built)["backup"]
+    options, container = parsed(job)
+    assert container["ports"] == [{"containerPort": options.port}]
+    # JobSet names a pod by these.
+    names = [f"demo-backup-backup-0-{pod}.demo-backup" for pod in range(2)]
+    assert peers.backups == tuple(f"http://{name}:{options.port}" for name in names)
+    assert peers.copies == 0
+    assert job["completions"] == job["parallelism"] == 2
+    assert options.backup
+    assert options.secret_file == "/etc/run-secret/secret"
+    assert options.interface == "$(POD_IP)"
+    assert "POD_IP" in {variable["name"] for variable in container["env"]}
+    # It has the secret, and a RAM disk below which the run is.
+    paths = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert paths == {"/etc/run-secret", options.directory.rpartition("/")[0]}
+
+
+def test_each_pod_with_a_supervisor_is_a_machine_with_its_own_address(tmp_path):
+    command = 'command=[sh, -c, exec elastic-ckpt train "$ELASTIC_CKPT_CONFIG"]'
+    for of in ((), (command,)):
+        built = jobsets.documents(ELASTIC, *of)
+        (job,) = jobsets.jobs(built).values()
+        config = jobsets.configured(built, tmp_path)
+        for pod in range(job["completions"]):
+            # Kubernetes sets the first in the pods of an indexed Job.
+            environment = {"JOB_COMPLETION_INDEX": str(pod), "POD_IP": f"10.0.0.{pod}"}
+            place = machine_run.place(config, environment)
+            assert place.num_machines == 4
+            assert place.slices == range(pod, pod + 1)
+            assert place.interface == f"10.0.0.{pod}"
+
+
+def test_the_metrics_of_every_process_of_every_pod_are_collected(tmp_path):
+    overrides = ["slices=2", "hosts=4", "devices_per_host=4", "prometheus_port=9400"]
+    overrides += ["prometheus_interface=0.0.0.0", "metrics_monitor=pod_monitor"]
+    built = jobsets.documents(ELASTIC, *overrides)
+    config = jobsets.configured(built, tmp_path)
+    processes = [listeners.of_process(config, host) for host in (0, 1, 2, 3, None)]
+    served = [process.metrics.prometheus_port for process in processes]
+    # Two pods with two hosts, and the supervisor that leads.
+    assert served == [9400, 9401, 9400, 9401, 9402]
+    endpoints = jobsets.only("PodMonitor", built)["spec"]["podMetricsEndpoints"]
+    ports = jobsets.program(built)["ports"]
+    by_name = {each.get("name"): each["containerPort"] for each in ports}
+    assert {by_name[each["port"]] for each in endpoints} == {*served}
+
+
+# From kubernetes/pkg/controller/job/pod_failure_policy.go.
+EXIT_MESSAGE = (
+    "Container {container} for pod default/demo-0 failed with exit code {code} matching"
+    " FailJob rule at index {index}"
+)
+CONDITION_MESSAGE = (
+    "Pod default/demo-0 has condition {condition} matching FailJob rule at index"
+    " {index}"
+)
+IN_PLACE = ("restart_strategy=in_place", "in_place_restart_image=registry/agent:1")
+BY_JOB = ("restart_strategy=restart_job",)
+PREEMPTED, WRONG = {"condition": "DisruptionTarget"}, {"code": errors.CONFIG_EXIT_CODE}
+FAILED = {"code": 137}
+
+
+def failed_job(job, code=None, condition=None):
+    """The reason and message with which a pod's failure fails its Job, if it does."""
+    for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
+        on_exit = rule.get("onExitCodes", {"values": []})
+        types = [each["type"] for each in rule.get("onPodConditions", [])]
+        if code not in on_exit["values"] and condition not in types:
+            continue
+        if rule["action"] == "Ignore":
+            return None
+        template = EXIT_MESSAGE if code else CONDITION_MESSAGE
+        name = on_exit.get("containerName")
+        message = template.format(
+            container=name, code=code, condition=condition, index=index
+        )
+        return "PodFailurePolicy", message
+    if job.get("backoffLimit") == 0:
+        return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    return None
+
+
+def action(jobset, failure):
+    """The action of JobSet: of the first rule that matches, or a counted restart.
+
+    None if the Job only replaces its pod.
+    """
+    failed = failed_job(
+        jobset["spec"]["replicatedJobs"][0]["template"]["spec"], **failure
+    )
+    if failed is None:
+        return None
+    reason, message = failed
+    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule.get("onJobFailureReasons", [reason]) and any(
+            re.search(pattern, message) for pattern in patterns
+        ):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "after_preemption", "after_failure"),
+    [
+        (GPU, (), "RestartJobSetAndIgnoreMaxRestarts", "RestartJobSet"),
+        (PATHWAYS, (), "RestartJobSetAndIgnoreMaxRestarts", "RestartJobSet"),
+        (TPU, BY_JOB, "RestartJobAndIgnoreMaxRestarts", "RestartJob"),
+        # Only the pod is replaced.
+        (GPU, IN_PLACE, None, None),
+        (ELASTIC, (), None, None),
+    ],
+)
+def test_a_wrong_configuration_ends_the_run_and_other_failures_restart_what_they_should(
+    name, overrides, after_preemption, after_failure
+):
+    jobset = jobsets.only("JobSet", jobsets.documents(name, *overrides))
+    assert action(jobset, WRONG) == "FailJobSet"
+    assert action(jobset, PREEMPTED) == after_preemption
+    assert action(jobset, FAILED) == after_failure
+    for job in jobset["spec"]["replicatedJobs"]:
+        # Kubernetes has rules for pods that run once alone.
+        spec = job["template"]["spec"]
+        runs_once = spec["template"]["spec"]["restartPolicy"] == "Never"
+        assert ("podFailurePolicy" in spec) == runs_once
+
+
+def test_a_supervisors_pod_is_replaced_so_often_and_then_the_run_has_failed():
+    built = jobsets.documents(ELASTIC, "max_restarts=7")
+    (job,) = jobsets.jobs(built).values()
+    assert job["backoffLimitPerIndex"] == 7
+    # It would count the failures of all pods together.
+    assert "backoffLimit" not in job
+    assert jobsets.only("JobSet", built)["spec"]["failurePolicy"]["maxRestarts"] == 0
+    assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+
+
+def test_in_place_every_failure_but_a_wrong_configuration_restarts_all_containers():
+    (job,) = jobsets.jobs(jobsets.documents(GPU, *IN_PLACE)).values()
+    spec = job["template"]["spec"]
+    agent, program = (*spec["initContainers"], *spec["containers"])
+    for container, codes in ((agent, [0]), (program, [0, errors.CONFIG_EXIT_CODE])):
+        exit_codes = {"operator": "NotIn", "values": codes}
+        rule = {"action": "RestartAllContainers", "exitCodes": exit_codes}
+        assert container["restartPolicyRules"] == [rule]
+
+
+KUSTOMIZE = jobsets.SHIPPED / "kustomize"
+IMAGE = "docker_image=us-docker.pkg.dev/my-project/my-images/elastic-ckpt:1"
+
+
+def backup_job(built):
+    jobs = jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
+    return next(job for job in jobs if job["name"] == "backup")
+
+
+def backup_base():
+    """The backup hosts of a run as a JobSet of their own."""
+    built = jobsets.documents(
+        "backup_h100",
+        *("backup_hosts=1", "backup_machine_type=", "backup_size_limit=64Gi", IMAGE),
+        "run_name=demo-backup",
+    )
+    jobset = jobsets.only("JobSet", built)
+    return [
+        {
+            **jobset,
+            "metadata": {**jobset["metadata"], "name": "demo-backup-hosts"},
+            "spec": {
+                "network": jobset["spec"]["network"],
+                "replicatedJobs": [backup_job(built)],
+            },
+        }
+    ]
+
+
+def node_agent_base():
+    return jobsets.documents(
+        "node_agent_h100",
+        *("hardware=cpu", "machine_type=", "elastic_enabled=false", IMAGE),
+        *("node_agent_domain_labels=", "node_agent_size_limit="),
+        build=nodes.documents,
+    )
+
+
+BASES = {
+    "node-agent/base/node_agents.yaml": node_agent_base,
+    "backup-hosts/base/backup_hosts.yaml": backup_base,
+}
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_a_base_for_kustomize_is_what_the_templates_make(path, golden):
+    golden(KUSTOMIZE / path, manifest.to_yaml(BASES[path]()))
+
+
+def test_a_run_finds_backup_hosts_of_their_own_by_the_names_of_their_pods(tmp_path):
+    (jobset,) = backup_base()
+    name, (job,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    (port,) = (each["containerPort"] for each in container["ports"])
+    url = f"http://{name}-{job['name']}-0-0.{name}:{port}"
+    overrides = ["backup_hosts=0", "backup_size_limit=64Gi", f"peer_backup_urls={url}"]
+    built = jobsets.documents("backup_h100", *overrides)
+    config = jobsets.configured(built, tmp_path)
+    _, peers, _ = configured.tiers(config, persistent=str(tmp_path))
+    assert peers.backups == (url,)
+    assert "backup" not in jobsets.jobs(built)
+
+
+def kustomized(directory):
+    """What a real kubectl, 1.27 or later, builds of a directory, by kind."""
+    program = shutil.which("kubectl")
+    assert program, "no kubectl: apt-get install -y kubernetes-client"
+    built = subprocess.run(
+        [program, "kustomize", str(KUSTOMIZE / directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (built.returncode, built.stderr) == (0, "")
+    return by_kind(yaml.safe_load_all(built.stdout))
+
+
+def by_kind(documents):
+    return {document["kind"]: document for document in documents}
+
+
+@pytest.mark.night
+def test_kustomize_builds_each_base_and_overlay():
+    for path, base in BASES.items():
+        assert kustomized(path.rpartition("/")[0]) == by_kind(base())
+    agents = yaml.safe_load_all((jobsets.SHIPPED / "node_agents.yaml").read_text())
+    assert kustomized("node-agent/overlays/h100") == by_kind(agents)
+    backups = kustomized("backup-hosts/overlays/m3").values()
+    assert backup_job(list(backups)) == backup_job(jobsets.documents("backup_h100"))
