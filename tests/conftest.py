@@ -87,7 +87,7 @@ def pytest_addoption(parser):
 
 
 # What the default tests of a room may cost, in processor seconds of a quiet machine,
-# ended children included. The dearest rooms begin first, so that the cores end together.
+# ended children included. The dearest rooms begin first: the cores end together.
 BUDGETS = {
     "data": 40,
     "model": 38,
