@@ -189,6 +189,11 @@ REFUSALS = {
         r"feature 'x' of several shapes, \(2,\), \(3,\) .*; pad or pack them",
         DATA,
     ),
+    "a feature with the name of one that batches add": Refusal(
+        lambda _: of_rows(lambda e: {"example_id": e["x"]}),
+        r"features named \['example_id'\], which batches add .*; rename",
+        DATA,
+    ),
     "text for JAX": Refusal(
         lambda _: next(
             batches(
@@ -239,6 +244,11 @@ REFUSALS = {
     "a mixture with a dataset inside that has no weight": Refusal(
         mixture({"a": {"datasets": {"b": {"path": "x"}}, "weight": 1}}),
         r"a/b has \['path'\]; give it weight",
+        writes=True,
+    ),
+    "a mixture with text for a weight": Refusal(
+        mixture({"a": {"path": "x", "weight": "1"}}),
+        "a has the weight '1'; give it a number",
         writes=True,
     ),
     "a mixture that is missing": Refusal(
