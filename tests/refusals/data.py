@@ -181,9 +181,6 @@ REFUSALS = {
         lambda _: local(num_ranks=3),
         "size=4 cannot be divided evenly among num_ranks=3; choose",
     ),
-    "a rank that is none of the ranks": Refusal(
-        lambda _: local(rank=2, num_ranks=2), "rank=2 of num_ranks=2; ranks are"
-    ),
     "rows of several shapes": Refusal(
         lambda _: of_rows(lambda e: {"x": np.zeros(2 + e["x"] % 2)}),
         r"feature 'x' of several shapes, \(2,\), \(3,\) .*; pad or pack them",
