@@ -77,14 +77,6 @@ def mixture(packing):
     )
 
 
-def pictures():
-    return sharded_data.sharded(
-        functools.partial(pipelines.pictures, num_shards=48),
-        num_shards=48,
-        pipeline="pictures",
-    )
-
-
 def rows(batches):
     """The next global batch, which ranks read: all features, row by row."""
     parts = [{k: v.numpy() for k, v in next(each).items()} for each in batches]
@@ -98,7 +90,6 @@ def changing_worlds():
     for name, dataset in (
         ("concatenated", functools.partial(mixture, language.CONCAT_THEN_SPLIT)),
         ("fitted", functools.partial(mixture, language.FIRST_FIT)),
-        ("pictures", pictures),
     ):
         one = [iter(loader(0, 1, dataset=dataset, num_workers=0))]
         states = None

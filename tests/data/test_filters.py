@@ -7,6 +7,7 @@ import pytest
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     elastic_data,
+    filters,
     records,
     sharded_data,
 )
@@ -62,6 +63,21 @@ def test_a_filter_that_passes_one_element_an_epoch_is_read_forever():
     seldom = world(lambda shard: from_files(shard, is_seldom))
     for _ in range(10):
         assert set(seldom.batch()["number"] // NUM_SHARDS) == {17}
+
+
+def test_two_epochs_are_read_however_many_they_are(monkeypatch):
+    monkeypatch.setattr(filters, "_MIN_PATIENCE", 10)
+    numbers = grain.MapDataset.range(100).repeat()
+    after = iter(range(1000))
+    late = numbers.filter(lambda _: next(after) == 199).to_iter_dataset(
+        pipelines.IN_CALLER
+    )
+    filters.Filters().watch(late, endless=True)
+    assert next(iter(late)) == 99
+    never = numbers.filter(lambda _: False).to_iter_dataset(pipelines.IN_CALLER)
+    filters.Filters().watch(never, endless=True)
+    with pytest.raises(errors.DataError, match="rejected the last 201 elements"):
+        next(iter(never))
 
 
 def test_a_pipeline_without_filters_that_makes_nothing_is_an_error_too():

@@ -15,6 +15,7 @@ from elastic_ckpt.data import (
     elastic_data,
     example_id,
     iterator,
+    rows,
     sharded_data,
 )
 from tests import iterator_contract, pipelines, worlds
@@ -228,6 +229,18 @@ def test_padded_data_ends_when_every_shard_has_given_its_last_row(
     assert list(batches) == []
     batches.reset()
     assert len(list(batches)) == len(delivered)
+
+
+def test_data_that_gives_too_few_rows_is_named(monkeypatch):
+    whole = sharded_data.ShardedData.host_batches
+
+    def half(data, placement):
+        of_half = rows.Placement(row_hosts=placement.row_hosts[::2], host=0)
+        return whole(data, of_half)
+
+    monkeypatch.setattr(sharded_data.ShardedData, "host_batches", half)
+    with pytest.raises(errors.DataError, match=r"loads 8 of the 8 rows .* yielded 4"):
+        next(batches_of(ending(8, (9,), elastic_data.End.PADDED), 8))
 
 
 def test_data_without_a_row_says_so():

@@ -2,15 +2,12 @@
 
 The other tests of exactness each hold most of a pipeline still. Here everything varies
 at once: formats, filters, nested mixtures, chunks, windows, packing, epochs and stages,
-and in a run hosts, batch sizes, worker processes, reading ahead, resumes and steps that
-are done again.
+and in a run hosts, batch sizes, reading ahead, resumes and steps that are done again.
 """
 
 import dataclasses
 
 import grain
-import hypothesis
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,14 +99,13 @@ class World:
 
     num_hosts: int
     num_steps: int
-    num_workers: int
     read_ahead: int
     # Of the steps before, so many are done again.
     num_again: int
 
 
 @st.composite
-def runs(draw, num_workers=(0,)):
+def runs(draw):
     """The keywords of each stage with its first step and size, and the worlds."""
     described = draw(st.lists(STEPS, min_size=1, max_size=3))
     later = st.lists(st.integers(1, 12), min_size=2, max_size=2, unique=True)
@@ -127,7 +123,6 @@ def runs(draw, num_workers=(0,)):
         World,
         num_hosts=st.sampled_from([1, 2, 3, 6]),
         num_steps=st.integers(1, 6),
-        num_workers=st.sampled_from(num_workers),
         read_ahead=st.sampled_from([0, 0, 2]),
         num_again=st.sampled_from([0, 0, 1, 3]),
     )
@@ -176,10 +171,9 @@ def batches_of(data, sizes, run, *, is_oracle=False):
                 size = sizes[stage]
                 # As many hosts as divide the batch.
                 hosts = max(h for h in range(1, part.num_hosts + 1) if size % h == 0)
-                reading = with_workers(of_step, 0 if is_oracle else part.num_workers)
                 ahead = 0 if is_oracle else part.read_ahead
                 world = worlds.World(
-                    reading, 1 if is_oracle else hosts, size, read_ahead=ahead
+                    of_step, 1 if is_oracle else hosts, size, read_ahead=ahead
                 )
                 if saved is not None:
                     world.load(saved)
@@ -194,18 +188,6 @@ def batches_of(data, sizes, run, *, is_oracle=False):
     return found
 
 
-def with_workers(data, num_workers):
-    return dataclasses.replace(
-        data,
-        stages=tuple(
-            dataclasses.replace(
-                stage, data=dataclasses.replace(stage.data, num_workers=num_workers)
-            )
-            for stage in data.stages
-        ),
-    )
-
-
 def check(parts, chosen):
     described, run = chosen
     data, sizes = data_of(parts, described), [size for _, _, size in described]
@@ -215,20 +197,6 @@ def check(parts, chosen):
 
 
 @given(file_format=st.sampled_from(formats.FORMATS), chosen=runs())
-@settings(max_examples=12)
+@settings(max_examples=16)
 def test_a_random_run_has_the_bytes_of_one_host(files, file_format, chosen):
-    check(files[file_format], chosen)
-
-
-@pytest.mark.night
-@given(
-    file_format=st.sampled_from(formats.FORMATS),
-    chosen=runs(num_workers=(1, 0)).filter(
-        lambda chosen: any(part.num_workers for part in chosen[1])
-    ),
-)
-@settings(max_examples=4, phases=[hypothesis.Phase.generate])
-def test_random_runs_with_worker_processes_have_the_bytes_of_one_host(
-    files, file_format, chosen
-):
     check(files[file_format], chosen)

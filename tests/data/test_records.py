@@ -173,14 +173,6 @@ def test_two_epochs_are_read_however_many_they_are():
         next(iter(never))
 
 
-@pytest.mark.usefixtures("little_patience")
-def test_rows_that_come_now_and_then_come_forever():
-    seldom = iter(read(mixed(), 0, 1).filter(lambda e: e["record"] % 900 == 0))
-    for row in range(10):
-        records.row_is_due(reason)
-        assert next(seldom)["record"] == 900 * row
-
-
 def test_a_column_that_has_the_name_of_the_record_number_is_refused(tmp_path):
     table = pa.table({"record": [1, 2], "text": ["a", "b"]})
     file = corpora.write_table(tmp_path / "a.parquet", table, group_rows=2)

@@ -146,17 +146,6 @@ def test_the_suggested_shards_keep_rows_in_place_everywhere(hosts, factors, posi
         assert_nothing_is_moved_or_discarded(batch, num_hosts, position)
 
 
-@pytest.mark.parametrize(
-    ("num_shards", "size", "arrangement"),
-    [(4, 12, "blocked"), (12, 12, "blocked"), (12, 4, "windowed"), (12, 8, "striped")],
-)
-def test_the_arrangement_depends_on_shards_and_rows_alone(
-    num_shards, size, arrangement
-):
-    batch = rows.BatchRows(num_shards=num_shards, global_batch_size=size)
-    assert batch.arrangement.value == arrangement
-
-
 def test_of_hosts_that_do_not_fit_the_shards_fewer_load():
     batch = rows.BatchRows(num_shards=4, global_batch_size=12)
     # Of shards that have three rows each, the hosts hold rows 0-3, 4-7 and 8-11.

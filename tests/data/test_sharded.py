@@ -1,5 +1,4 @@
 import functools
-import json
 
 import numpy as np
 import pytest
@@ -7,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import elastic_data, sharded_data
+from elastic_ckpt.data import sharded_data
 from tests import iterator_contract, pipelines, worlds
 
 HOSTS = [1, 2, 3, 4, 6, 12]
@@ -78,16 +77,6 @@ def test_of_hosts_that_do_not_fit_some_load_and_the_others_know_the_shapes():
         assert eight.next() == one.next()
 
 
-def test_a_cursor_is_small_and_a_shard_that_yielded_nothing_has_none():
-    world = worlds.World(make("everything"), 1, 4)
-    _, cursors = world.save()
-    assert [cursor for _, cursor in cursors] == [None] * 12
-    world.next()
-    _, cursors = world.save()
-    assert [shard for shard, cursor in cursors if cursor] == [0, 1, 2, 3]
-    assert all(len(json.dumps(c, separators=(",", ":"))) <= 200 for _, c in cursors)
-
-
 def test_a_shard_that_ends_is_named():
     finite = sharded_data.sharded(
         lambda shard: (
@@ -112,30 +101,6 @@ def test_a_shard_that_ends_is_named():
     again = worlds.World(finite, 1, 2)
     again.load(before)
     assert again.save() == before
-
-
-def named(feature):
-    """Shards whose examples have a feature of this name."""
-
-    def make_shard(shard):
-        numbers = pipelines.grain.MapDataset.range(shard, shard + 3)
-        examples = numbers.map(lambda n: {"x": np.array(n), feature: np.array(n > 0)})
-        return examples.to_iter_dataset(pipelines.IN_CALLER)
-
-    return make_shard
-
-
-@pytest.mark.parametrize("end", [*elastic_data.End])
-@pytest.mark.parametrize("feature", ["mask", "example_id"])
-def test_a_feature_is_delivered_or_refused_but_never_overwritten(feature, end):
-    data = sharded_data.sharded(named(feature), num_shards=2, pipeline=feature, end=end)
-    world = worlds.World(data, 1, 2)
-    if feature == "mask" and end is elastic_data.End.NEVER:
-        assert world.batch()["mask"].tolist() == [False, True]
-        return
-    message = rf"features named \['{feature}'\], which batches add .*; rename"
-    with pytest.raises(errors.DataError, match=message):
-        world.batch()
 
 
 class TestShardedBatches(iterator_contract.IteratorContract):

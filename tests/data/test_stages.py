@@ -220,6 +220,15 @@ def test_what_stages_save_is_of_the_schemas(files, tmp_path):
     jsonschema.validate(local.state_dict(), schema_of_local)
 
 
+def test_rows_read_ahead_are_those_of_the_stage(files):
+    data = short_then_long(files["parquet"])
+    ahead = ec.data.LocalBatches(data, global_batch_size=6, read_ahead=4)
+    assert same(
+        [next(ahead) for _ in range(6)],
+        taken(ec.data.LocalBatches(data, global_batch_size=6), 6),
+    )
+
+
 def test_a_stage_begins_at_its_step_after_a_rollback(files, tmp_path):
     data = short_then_long(files["parquet"])
     batches = ec.batches(data, mesh=mesh(), global_batch_size=6)

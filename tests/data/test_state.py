@@ -116,6 +116,38 @@ def test_what_a_dataset_reads_may_not_change(now, message):
         check(mixed(web=WEB, code=CODE), mixed(**now))
 
 
+def test_many_changed_files_are_counted():
+    now = source(*([name, 1, 1, "x"] for name in "cdefghij"), weight=0.5)
+    with refused(r"a is gone; .*c is new.*f is new; .*and 4 more changes"):
+        check(mixed(web=WEB), mixed(web=now))
+
+
+def test_a_dataset_of_another_name_and_the_same_files_is_refused():
+    for now in ({"internet": WEB, "code": CODE}, {"internet": WEB, "web": CODE}):
+        with refused("web is now named internet, with the same files and steps; rest"):
+            check(mixed(web=WEB, code=CODE), mixed(**now))
+
+
+def test_of_steps_of_one_name_the_one_that_differs_is_named():
+    def steps(*sizes):
+        return {"steps": [{"name": "Window", "size": size} for size in sizes]}
+
+    with refused("Window 2.size: saved 5, now 6"):
+        check(steps(4, 5), steps(4, 6))
+
+
+def test_only_stages_that_have_begun_may_not_change():
+    def staged(*lengths):
+        stages = [{"begin": 10 * n, "length": each} for n, each in enumerate(lengths)]
+        return {"stages": stages}
+
+    between = pipeline_changes.between
+    assert between(staged(1, 2), staged(1, 3), step=3, begun=1) == []
+    assert between(staged(1, 2), staged(1, 3), step=13, begun=2) == [
+        "stages[1].length: saved 2, now 3"
+    ]
+
+
 # The cursors of shards.
 
 POSITION = {"stream_row": 96}

@@ -46,7 +46,6 @@ def test_loaders_resume_where_they_were_or_are_refused(
     expected = [
         "concatenated: ranks and workers changed: the batches of one",
         "fitted: ranks and workers changed: the batches of one",
-        "pictures: ranks and workers changed: the batches of one",
         "2 workers load 3: elastic_ckpt.core.errors.DataError: a state is that of",
         "0 workers (None): a later iteration goes on",
         "2 workers (forkserver): a later iteration goes on",

@@ -181,12 +181,14 @@ REFUSALS = {
         lambda _: local(num_ranks=3),
         "size=4 cannot be divided evenly among num_ranks=3; choose",
     ),
-    "a rank that is none of the ranks": Refusal(
-        lambda _: local(rank=2, num_ranks=2), "rank=2 of num_ranks=2; ranks are"
-    ),
     "rows of several shapes": Refusal(
         lambda _: of_rows(lambda e: {"x": np.zeros(2 + e["x"] % 2)}),
         r"feature 'x' of several shapes, \(2,\), \(3,\) .*; pad or pack them",
+        DATA,
+    ),
+    "a feature with the name of one that batches add": Refusal(
+        lambda _: of_rows(lambda e: {"example_id": e["x"]}),
+        r"features named \['example_id'\], which batches add .*; rename",
         DATA,
     ),
     "text for JAX": Refusal(
@@ -239,6 +241,11 @@ REFUSALS = {
     "a mixture with a dataset inside that has no weight": Refusal(
         mixture({"a": {"datasets": {"b": {"path": "x"}}, "weight": 1}}),
         r"a/b has \['path'\]; give it weight",
+        writes=True,
+    ),
+    "a mixture with text for a weight": Refusal(
+        mixture({"a": {"path": "x", "weight": "1"}}),
+        "a has the weight '1'; give it a number",
         writes=True,
     ),
     "a mixture that is missing": Refusal(

@@ -59,9 +59,3 @@ def test_the_state_before_every_row_can_be_resumed_from(lengths):
     fresh.set_state(states[-1])
     with pytest.raises(StopIteration):
         next(fresh)
-
-
-def test_examples_without_tokens_leave_no_trace():
-    (row,) = packed([3, 0, 2, 0])
-    assert row["a"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert row["a_segment_ids"].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]

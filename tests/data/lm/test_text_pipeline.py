@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from elastic_ckpt.data import cursors, data_keys, state
-from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.data.lm import pipeline, token_blocks
 from tests import worlds
 from tests.data.lm import test_tokenizers
 
@@ -51,3 +51,21 @@ def test_threads_of_a_tokenizer_change_neither_rows_nor_states(texts_config, tmp
         ]
         assert held[0] == held[1]
         saved = world.save()
+
+
+def test_worker_processes_share_the_threads_of_a_host(texts_config, monkeypatch):
+    monkeypatch.setattr(token_blocks, "_num_cores", lambda: 12)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for settings, expected in (
+        ({}, 12),
+        ({"grain_worker_count": 3}, 4),
+        ({"tokenizer_threads": 5}, 5),
+        ({"tokenizer_threads": 5, "grain_worker_count": 2}, 2),
+    ):
+        config = dataclasses.replace(texts_config, **settings)
+        made = pipeline.from_config(config).make_shard
+        assert made.threads_of_process() == expected
+    in_bytes = dataclasses.replace(
+        texts_config, tokenizer_type="bytes", tokenizer_path=""
+    )
+    assert pipeline.from_config(in_bytes).make_shard.threads_of_process() == 0

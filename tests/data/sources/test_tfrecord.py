@@ -173,6 +173,15 @@ def test_a_file_is_walked_over_once(file, walks, own_cache):
     assert walks == [file]
 
 
+def test_a_walk_over_another_spelling_of_the_path_is_not_needed(
+    file, walks, monkeypatch
+):
+    first = index(file)
+    monkeypatch.chdir(os.path.dirname(file))
+    assert index("a") == first
+    assert walks == [file]
+
+
 def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
     dataset = raw(file)
     source.indexes(dataset)
