@@ -5,7 +5,6 @@ they make the same of a fixed model is tested by digests (`tests/universal/layou
 """
 
 import json
-import pathlib
 import shutil
 
 import jax
@@ -24,7 +23,6 @@ from tests.universal.families.models import MODELS, QUANTIZED, SEEING, TOKENS
 
 pytestmark = pytest.mark.night
 
-HERE = pathlib.Path(__file__).parent
 MERGED = ("plain", "rslora", "ranks", "saved", "embeddings")
 OTHERS = {
     "dora": "adapter/use_dora in the checkpoint is True",
@@ -54,10 +52,6 @@ def written(tmp_path_factory):
 def adapters(tmp_path_factory):
     """The directory in which PEFT has written the adapters."""
     return written_by("write_adapters", tmp_path_factory)
-
-
-def rules(model):
-    return str(HERE / model.layout) if model.layout.endswith(".yml") else model.layout
 
 
 def converted(source, target, layout=None, *, to="safetensors", **more):
@@ -91,8 +85,8 @@ def test_a_model_becomes_a_tree_and_comes_back_to_transformers(
     for name, model in MODELS.items():
         with subtests.test(name):
             tree = tmp_path / "tree" / name
-            converted(written / name, tree, rules(model))
-            again = written_back(tree, back / name, rules(model), written / name)
+            converted(written / name, tree, model.layout)
+            again = written_back(tree, back / name, model.layout, written / name)
             assert_same(again, safetensors_files.read(written / name))
     for name, model in QUANTIZED.items():
         with subtests.test(name):

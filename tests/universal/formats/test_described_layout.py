@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
 from elastic_ckpt.universal import opening
@@ -86,6 +87,40 @@ def test_shards_of_experts_become_what_they_were_cut_from(samples):
             compared += ".deepspeed_experts." in name
     # Two layers of four experts with two matrices.
     assert compared == 3 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("sample", "sizes"),
+    [
+        ("zero0_bf16_dp2", (2, 2, 2)),
+        ("zero2_dp4", (8, 1, 1)),
+        ("zero3_dp4", (4, 2, 1)),
+        ("zero1_tp2_pp2_dp2", (1, 1, 1)),
+        ("zero1_tp2_pp2_dp2", (1, 4, 2)),
+        ("zero1_ep2_dp4", (2, 1, 4)),
+        ("zero3_tp2_dp2_universal", (4, 1, 2)),
+    ],
+)
+def test_a_checkpoint_is_loaded_under_any_parallelism(samples, sample, sizes):
+    _, arrays = whole_values(samples(sample))
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    mesh = jax.sharding.Mesh(devices, ("tp", "pp", "dp"))
+    tree, names = {}, itertools.cycle(itertools.permutations(mesh.axis_names))
+    for path, array in arrays.items():
+        kind, _, parameter = path.partition("/")
+        spec = [
+            axis if size % mesh.shape[axis] == 0 else None
+            for axis, size in zip(next(names), array.shape, strict=False)
+        ]
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        leaf = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        tree.setdefault(kind, {})[parameter] = leaf
+    state = universal.load(samples(sample), tree)
+    for path, array in arrays.items():
+        kind, _, parameter = path.partition("/")
+        loaded = state[kind][parameter]
+        assert loaded.sharding == tree[kind][parameter].sharding
+        assert np.asarray(loaded).tobytes() == array.tobytes(), path
 
 
 def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment")):

@@ -64,7 +64,7 @@ def beyond_the_arrays(directory, dims):
     return peak - before - sum(leaf.nbytes for leaf in state.values())
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("dims", ["a b", "b a"])
 def test_a_load_of_orbax_takes_no_more_than_its_budget_beside_the_arrays(
     tmp_path, dims
