@@ -1,7 +1,6 @@
 """Layouts one after another make what they make one by one."""
 
 import dataclasses
-import json
 import math
 
 import numpy as np
@@ -11,17 +10,19 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests.universal.rules.relayout import assert_same, numbered, relayout, saved
+from tests.universal.rules.relayout import (
+    assert_same,
+    layout,
+    numbered,
+    relayout,
+    saved,
+)
 from tests.universal.rules.test_random_layouts import (
     Name,
     arrays_of,
     layout_of,
     sides,
 )
-
-
-def layout(*rules, **keys):
-    return Layout.parse(json.dumps({"version": 1, "rules": list(rules), **keys}))
 
 
 def through(*layouts):

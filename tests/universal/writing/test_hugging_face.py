@@ -3,13 +3,11 @@
 import json
 import os
 
-import jax
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.cli import main
-from tests.universal.families.environment import TRANSFORMERS
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 
@@ -169,25 +167,3 @@ def test_a_weight_beside_the_tree_of_the_others_comes_back_too(tmp_path):
     assert main.main(["convert", *map(str, given)]) == 0
     expected = {"w": W, "bias": state["aux"]["bias"]}
     assert bits(read(tmp_path / "made")) == bits(expected)
-
-
-@pytest.mark.night
-def test_transformers_loads_what_comes_back_from_a_run(tmp_path):
-    TRANSFORMERS.set_up()
-    program = "tests.universal.writing.hugging_face_models"
-    TRANSFORMERS.run(program, "write", tmp_path)
-    for name in ("tied", "untied"):
-        source, run = tmp_path / name, tmp_path / f"run_{name}"
-        rules = ["--rules", "hf_llama_to_maxtext", "--size", "interleave=2"]
-        arguments = [str(source), str(run / "start" / "0"), *rules]
-        assert main.main(["convert", *arguments]) == 0
-        weights = ocp.load(run / "start" / "0", checkpointable_name="items")
-        moments = jax.tree.map(np.zeros_like, weights)
-        state = {**weights, "opt_state": {"mu": moments}, "step": np.array(3, np.int32)}
-        ocp.save_checkpointables(run / "steps" / "3", {"items": state})
-        rules += ["--reverse", "--to", "hf", "--config", str(source), "--weights"]
-        for dtype in ("float32", "bfloat16"):
-            made = tmp_path / f"{name}_{dtype}"
-            given = [str(run / "steps" / "3"), str(made), *rules, "--dtype", dtype]
-            assert main.main(["convert", *given]) == 0
-            TRANSFORMERS.run(program, "load", source, made, dtype)
