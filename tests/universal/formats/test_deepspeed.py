@@ -31,11 +31,9 @@ ZERO = {
     "zero1_tp4": "ZeRO-1",
     "zero3_tp2_dp2": "ZeRO-3",
     "zero1_tp2_ep2_dp2": "ZeRO-1",
-    "zero0_ep2_dp2": "ZeRO-0",
-    "zero0_bf16_ep2_dp2": "ZeRO-0",
 }
 # Their optimizers have no other weights.
-FLOAT32 = ("zero0_dp2", "zero0_ep2_dp2")
+FLOAT32 = ("zero0_dp2",)
 STATE_OF = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 FLAT = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
