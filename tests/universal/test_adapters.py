@@ -272,38 +272,12 @@ def test_an_embedding_that_is_the_head_too_is_not_adapted(tmp_path, tied, name):
     Conversion(job)
 
 
-def test_nothing_is_added_to_weights_that_lack_their_scales(tmp_path):
-    dtype = ml_dtypes.float8_e4m3fn
-    base = model() | {f"{QUERY}.weight": np.ones((8, 12), dtype)}
-    base[f"{QUERY}.weight_scale_inv"] = numbers(1, 1)
-    path = write(tmp_path, pairs(), {"lora_alpha": 4}, base=base)
-    with pytest.raises(LayoutError, match=f"weights of {np.dtype(dtype)} mean nothing"):
-        Conversion(Job(source=str(path), target=str(tmp_path / "made")))
-    layout = tmp_path / "layout.yml"
-    layout.write_text(json.dumps({"version": 1, "through": ["hf_fp8", "lora"]}))
-    job = Job(source=str(path), target=str(tmp_path / "made"), rules=str(layout))
-    with pytest.raises(LayoutError, match="both of two layouts do arithmetic"):
-        Conversion(job)
-
-
 def test_the_way_back_leaves_the_adapter_out(tmp_path):
     base = model()
     write(tmp_path, pairs(), {"lora_alpha": 4}, base=base)
     options = ("--to", "safetensors", "--rules", "lora", "--reverse")
     made = converted(tmp_path / "base", tmp_path / "made", *options)
     assert bits(made) == bits(base)
-
-
-def test_an_adapter_has_the_tensors_and_values_of_both(tmp_path):
-    base = model()
-    path = write(tmp_path, pairs(), {"lora_alpha": 4}, base=base)
-    checkpoint = universal.open_checkpoint(path)
-    assert checkpoint.format == "PEFT adapter of safetensors"
-    assert {each.name for each in checkpoint.tensors} == {*base, *pairs()}
-    assert checkpoint.values["config/heads"] == 4
-    assert checkpoint.values["adapter/lora_alpha"] == 4
-    alone = universal.open_checkpoint(path / "adapter_model.safetensors")
-    assert {each.name for each in alone.tensors} == {*pairs()}
 
 
 def opened(path):

@@ -41,7 +41,6 @@ _PIECE_BYTES, _DIM_BYTES = 200, 30
 
 Shape = tuple[int, ...]
 Ranks = tuple[tuple[str, int], ...]
-Group = Mapping[Any, Any]
 
 
 def stored(

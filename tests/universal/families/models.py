@@ -141,11 +141,6 @@ MODELS = {
         | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4},
         dtype="bfloat16",
     ),
-    "olmo2": Model(
-        architecture="Olmo2ForCausalLM",
-        layout="hf_olmo3",
-        config=SIZES | {"hidden_size": 72, "head_dim": 12},
-    ),
     "olmo3": Model(
         architecture="Olmo3ForCausalLM",
         layout="hf_olmo3",
@@ -155,21 +150,6 @@ MODELS = {
         architecture="Phi3ForCausalLM",
         layout="hf_phi4",
         config=SIZES | {"hidden_size": 72, "head_dim": 12},
-    ),
-    "phi4_mini": Model(
-        architecture="Phi3ForCausalLM",
-        layout="hf_phi4",
-        config=SIZES
-        | TIED
-        | {
-            "hidden_size": 96,
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_theta": 1e4,
-                "rope_type": "default",
-                "partial_rotary_factor": 0.75,
-            },
-        },
     ),
     "llama4": Model(
         architecture="Llama4ForCausalLM",

@@ -5,6 +5,7 @@ they make the same of a fixed model is tested by digests (`tests/universal/layou
 """
 
 import json
+import pathlib
 import shutil
 
 import jax
@@ -16,12 +17,15 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.writing import convert
 from elastic_ckpt.universal.writing.conversion import Job
+from tests.environments import ROOT, Environment
 from tests.universal import safetensors_files
 from tests.universal.families import forward
-from tests.universal.families.environment import TRANSFORMERS
 from tests.universal.families.models import MODELS, QUANTIZED, SEEING, TOKENS
 
 pytestmark = pytest.mark.night
+TRANSFORMERS = Environment(
+    ROOT / ".venv-families", pathlib.Path(__file__).parent / "pyproject.toml", "3.11"
+)
 
 MERGED = ("plain", "rslora", "ranks", "saved", "embeddings")
 OTHERS = {

@@ -304,29 +304,6 @@ def test_momentum_of_muon_of_another_size_is_refused(tmp_path, parts):
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [
-        {"base": muon(4), "stated": OF_STAGE},
-        {"base": muon(4), "stated": WHOLE, "more": OFFLOADED},
-        {"base": [momentum(4)], "stated": OF_STAGE, "more": OF_CONFIG},
-        {"base": muon(4, use_muon=False)},
-        {"base": {"state": {0: momentum(4)}, "param_groups": [{"lr": 0.1}]}},
-    ],
-)
-def test_momentum_of_the_size_of_its_parameter_is_read(tmp_path, parts):
-    opened = by_hand(tmp_path, **parts)
-    (read,) = (each for each in opened.tensors if each.kind == "momentum_buffer")
-    assert stored_values.read(read).tolist() == [[1, 2], [3, 4]]
-
-
-@pytest.mark.parametrize("parts", [{"stated": PARTS}, {"more": OFFLOADED}])
-def test_momentum_in_parts_may_be_padded(tmp_path, parts):
-    stated = {**PADDED, **parts.get("stated", {})}
-    opened = by_hand(tmp_path, base=muon(6), **{**parts, "stated": stated})
-    assert "momentum_buffer" in {each.kind for each in opened.tensors}
-
-
-@pytest.mark.parametrize(
     ("parts", "match"),
     [
         ({"mapping": {"w": {"start": 0, "numel": 3}}}, "hold 3 elements of w"),

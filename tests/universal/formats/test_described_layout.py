@@ -74,21 +74,6 @@ def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
     assert len(expected) == 3 * (kv.BLOCKS * len(kv.BLOCK) + len(kv.FINAL) + 1)
 
 
-def test_shards_of_experts_become_what_they_were_cut_from(samples):
-    _, arrays = whole_values(samples("zero1_tp2_ep2_dp2"))
-    compared = 0
-    for name, array in arrays.items():
-        kind, _, parameter = name.partition("/")
-        if kind in STATES:
-            key, shape = STATES[kind], kv.full_shape(parameter, array.shape)
-            shards = [kv.of_rank(key, parameter, shape, rank, 2) for rank in (0, 1)]
-            known = kv.merged(parameter, shards)
-            assert (array.shape, array.tobytes()) == (known.shape, known.tobytes())
-            compared += ".deepspeed_experts." in name
-    # Two layers of four experts with two matrices.
-    assert compared == 3 * 2 * 4 * 2
-
-
 @pytest.mark.parametrize(
     ("sample", "sizes"),
     [
@@ -160,19 +145,6 @@ def affine(logical, shards, *pieces):
     return {"affine_map": {"version": 1, "params": {r"w$": entry}}}
 
 
-def test_uneven_parts_are_joined_by_their_widths():
-    whole = relayout.numbered(9, 3)
-    shards = {"w": [whole[[0, 1, 2, 5, 6]], whole[[3, 4, 7, 8]]]}
-    info = {
-        "universal_checkpoint_version": 0.4,
-        "parameter_with_sub_params": [
-            {"patterns": ["w"], "shape": [[5, 4], 3], "partition_dim": 0}
-        ],
-        "sub_param_shard_widths": {"w": [[3, 2], [2, 2]]},
-    }
-    assert (merged(shards, info)["master/w"] == whole).all()
-
-
 def test_halves_and_rows_are_joined_and_a_vocabulary_loses_its_padding():
     halves, rows, words = (relayout.numbered(8, 4, start=n) for n in (0, 50, 100))
     shards = {
@@ -214,20 +186,6 @@ def test_the_momentum_of_muon_is_loaded_by_the_description(samples, sample):
         if sample != "zero1_muon_dp2":
             known = known.astype(ml_dtypes.bfloat16).astype(np.float32)
         assert np.asarray(array).tobytes() == known.tobytes(), name
-
-
-def test_a_map_that_replicates_some_blocks_and_reorders_others_is_followed():
-    whole = relayout.numbered(7, 2)
-    # Rows 0 to 3 are gathered by twos, in another order; 4 to 6 are in both.
-    shards = {"w": [whole[[4, 5, 6, 2, 0]], whole[[1, 3, 4, 5, 6]]]}
-
-    def rows(count, source, dest, *locations):
-        return block([count, 2], [2 * source, [2, 1]], [2 * dest, [2, 1]], locations)
-
-    first = [rows(1, 0, 4, 0), rows(1, 2, 3, 0), rows(3, 4, 0, 0, 1)]
-    second = [rows(1, 1, 0, 1), rows(1, 3, 1, 1), rows(3, 4, 2, 0, 1)]
-    info = affine((7, 2), [(5, 2), (5, 2)], first, second)
-    assert (merged(shards, info)["master/w"] == whole).all()
 
 
 @st.composite

@@ -124,49 +124,6 @@ def test_repeated_dims_are_left_or_averaged(option):
     assert_same(relayout(made_by, {"w": values}), {"w": expected})
 
 
-def layers_of_two_kinds(count):
-    return {f"layers.{n}.w": numbered(2, start=10 * n) for n in range(count)}
-
-
-@pytest.mark.parametrize("count", [6, 12, 8, 11])
-def test_layers_alternate_between_two_stacks(count):
-    layers = layers_of_two_kinds(count)
-    clip = "" if count % 6 == 0 else "~"
-    made_by = layout(
-        rule(
-            {f"layers.{{(block (local + global)){clip}}}.w": "x"},
-            {
-                "local": f"(block local){clip} x",
-                "global": f"(block global){clip} x",
-            },
-        ),
-        sizes={"local": 5, "global": 1},
-    )
-    values = list(layers.values())
-    expected = {
-        "local": np.stack([v for n, v in enumerate(values) if n % 6 != 5]),
-        "global": np.stack([v for n, v in enumerate(values) if n % 6 == 5] or [])
-        if count >= 6
-        else np.zeros((0, 2), np.float32),
-    }
-    both_ways(made_by, layers, expected)
-
-
-def test_dense_layers_come_before_those_of_experts():
-    layers = layers_of_two_kinds(5)
-    made_by = layout(
-        rule(
-            {"layers.{(dense + moe)}.w": "x"},
-            {"dense/{dense}/w": "x", "moe/w": "x moe"},
-        ),
-        sizes={"dense": 2},
-    )
-    values = list(layers.values())
-    expected = {f"dense/{n}/w": values[n] for n in range(2)}
-    expected["moe/w"] = np.stack(values[2:], axis=1)
-    both_ways(made_by, layers, expected)
-
-
 def test_sizes_that_one_rule_knows_are_known_in_the_others():
     tensors = {"q": numbered(6, 4), "bias": numbered(6)}
     made_by = layout(
@@ -183,26 +140,6 @@ def test_sizes_that_one_rule_knows_are_known_in_the_others():
         rule({"bias": "(heads d)"}, {"bias": "d heads"}),
     )
     assert_same(relayout(partly, tensors), targets)
-
-
-def test_any_dims_are_stacked():
-    tensors = {
-        "layers/0/norm/scale": numbered(3),
-        "layers/1/norm/scale": numbered(3, start=3),
-        "layers/0/mlp/kernel": numbered(2, 3),
-        "layers/1/mlp/kernel": numbered(2, 3, start=6),
-        "step": np.array(3, np.int32),
-    }
-    made_by = layout(
-        rule({"layers/{layer}/{leaf:path}": "..."}, {"layers/{leaf}": "layer ..."}),
-        rule({"{other:path}": "..."}, {"{other}": "..."}),
-    )
-    expected = {
-        "layers/norm/scale": numbered(2, 3),
-        "layers/mlp/kernel": numbered(2, 2, 3),
-        "step": tensors["step"],
-    }
-    both_ways(made_by, tensors, expected)
 
 
 def test_a_default_of_the_file_serves_the_rules_that_do_not_use_the_axis():
@@ -254,32 +191,6 @@ def test_a_block_scaled_weight_is_multiplied_by_its_scales():
     assert_same(relayout(made_by, plain), {"a/kernel": numbered(5, 7).T})
     with pytest.raises(LayoutError, match=r"scales 'a\.weight_scale_inv' are missing"):
         relayout(made_by, {"a.weight": weight})
-
-
-def test_numbers_of_four_bits_are_two_in_a_byte():
-    experts, out, groups = 2, 3, 4
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (experts, out, groups, 16)).astype(np.uint8)
-    scales = rng.integers(120, 130, (experts, out, groups)).astype(np.uint8)
-    made_by = layout(
-        rule(
-            {
-                "w_blocks": {
-                    "dims": "e out g k",
-                    "as": "float4_e2m1fn",
-                    "times": {"w_scales": {"dims": "e out g", "as": "float8_e8m0fnu"}},
-                }
-            },
-            {"w": {"dims": "e (g k) out", "dtype": "float32"}},
-        )
-    )
-    low = (blocks & 15).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    high = (blocks >> 4).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    values = np.stack([low, high], -1).reshape(experts, out, groups, 32)
-    values *= np.exp2(scales.astype(np.float32) - 127)[..., None]
-    expected = values.reshape(experts, out, -1).transpose(0, 2, 1)
-    made = relayout(made_by, {"w_blocks": blocks, "w_scales": scales})
-    assert_same(made, {"w": np.ascontiguousarray(expected)})
 
 
 @pytest.mark.parametrize(
@@ -361,30 +272,6 @@ def test_a_tensor_of_optional_rules_that_all_lack_others_is_refused():
             relayout(made_by, held)
 
 
-def test_a_product_of_low_rank_is_added():
-    weight, b, a = numbered(4, 3), numbered(4, 2), numbered(2, 3)
-    made_by = layout(
-        rule(
-            {
-                "{n}.weight": {
-                    "dims": "out in",
-                    "plus": {
-                        "{n}.lora_B": {"dims": "out r", "scale": "alpha / r"},
-                        "{n}.lora_A": "r in",
-                    },
-                }
-            },
-            {"{n}/kernel": "in out"},
-        ),
-        sizes={"alpha": 8},
-    )
-    tensors = {"x.weight": weight, "x.lora_A": a, "x.lora_B": b, "y.weight": weight}
-    expected = {"x/kernel": (weight + 4 * b @ a).T, "y/kernel": weight.T}
-    assert_same(relayout(made_by, tensors), expected)
-    back = relayout(made_by.inverse(), {"x/kernel": weight.T})
-    assert_same(back, {"x.weight": weight})
-
-
 def test_a_scale_is_rounded_as_a_dtype_has_it():
     made_by = layout(
         rule({"w": "v d"}, {"w": {"dims": "v d", "scale": "bfloat16(d ** 0.5)"}})
@@ -403,57 +290,6 @@ def test_an_error_about_a_pattern_that_matches_nothing_names_the_nearest_tensor(
     text = str(caught.value)
     assert "1 patterns match no tensor" in text
     assert "the nearest is 'model.norm.weight'" in text
-
-
-def test_weights_without_scales_are_those_of_the_general_rule():
-    made_by = layout(
-        rule(
-            {
-                "{name:path}.weight": {
-                    "dims": "(ob o)~ (ib i)~",
-                    "times": {"{name}.weight_scale_inv": "ob ib"},
-                }
-            },
-            {"{name}.weight": {"dims": "(ob o)~ (ib i)~", "dtype": "bfloat16"}},
-        ),
-        rule({"{name:path}": "..."}, {"{name}": "..."}),
-        sizes={"o": 2, "i": 2},
-    )
-    weight = numbered(3, 4).astype(ml_dtypes.float8_e4m3fn)
-    scales = np.full((2, 2), 2, np.float32)
-    others = {"norm.weight": numbered(5), "head.bias": numbered(2, 2, 2)}
-    tensors = {"a.b.weight": weight, "a.b.weight_scale_inv": scales, **others}
-    expected = (weight.astype(np.float32) * 2).astype(ml_dtypes.bfloat16)
-    made = relayout(made_by, tensors)
-    assert_same(made, {"a.b.weight": expected, **others})
-    with pytest.raises(LayoutError, match=r"match no tensor: .*weight'\]"):
-        relayout(made_by, others)
-
-
-def test_an_instance_may_lack_the_layers_of_one_kind():
-    names = {
-        "layers/0/mlp": numbered(2),
-        "layers/1/moe": numbered(3),
-        "layers/2/moe": numbered(3, start=3),
-        **{f"layers/{n}/norm": numbered(4, start=n) for n in range(3)},
-    }
-    made_by = layout(
-        rule(
-            {"layers/{(dense + moe)}/{leaf:path}": "..."},
-            {"dense_layers/{leaf}": "dense ...", "moe_layers/{leaf}": "moe ..."},
-        ),
-        sizes={"dense": 1},
-    )
-    expected = {
-        "dense_layers/mlp": numbered(1, 2),
-        "moe_layers/moe": numbered(2, 3),
-        "dense_layers/norm": numbered(1, 4),
-        "moe_layers/norm": np.stack([numbered(4, start=n) for n in (1, 2)]),
-    }
-    both_ways(made_by, names, expected)
-    lacking = {name: v for name, v in expected.items() if name != "moe_layers/norm"}
-    with pytest.raises(LayoutError, match="the target lacks moe_layers/norm"):
-        relayout(made_by, names, targets=lacking)
 
 
 @pytest.mark.parametrize(
@@ -475,24 +311,6 @@ def test_a_size_of_blocks_that_the_scales_contradict_is_refused(size, fits):
             relayout(made_by, tensors)
 
 
-def test_scales_of_integers_need_a_word():
-    weight = numbered(4).astype(ml_dtypes.float8_e4m3fn)
-    tensors = {"w": weight, "w_scale": np.array([3], np.uint8)}
-
-    def made_by(**options):
-        scales = {"w_scale": {"dims": "1", **options}}
-        of_target = {"dims": "x", "dtype": "float32"}
-        return layout(rule({"w": {"dims": "x", "times": scales}}, {"w": of_target}))
-
-    with pytest.raises(LayoutError, match=r"uint8; write `as: float8_e8m0fnu`"):
-        relayout(made_by(), tensors)
-    values = weight.astype(np.float32)
-    factors = relayout(made_by(dtype="float32"), tensors)
-    assert_same(factors, {"w": values * 3})
-    exponents = relayout(made_by(**{"as": "float8_e8m0fnu"}), tensors)
-    assert_same(exponents, {"w": values * np.float32(2.0**-124)})
-
-
 @pytest.mark.parametrize("size", ["2 * a", "a // 2", "2 ** a", "a * a"])
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_shapes_tell_whether_a_computed_size_is_right(size, names):
@@ -505,25 +323,6 @@ def test_shapes_tell_whether_a_computed_size_is_right(size, names):
     assert_same(relayout(made_by, tensors), expected)
     with pytest.raises(LayoutError, match=r"dim 0 of '.*' is \d+, |which is \d"):
         relayout(made_by, {"wa": numbered(8), "wb": numbered(right + 1)})
-
-
-@pytest.mark.parametrize("count", [4, 5, 6])
-def test_layers_after_the_last_whole_block_may_be_none(count):
-    made_by = layout(
-        rule(
-            {"layers_{(block place + rest)}/{leaf}": "x"},
-            {"layers/{place}/{leaf}": "block x", "rest/{rest}/{leaf}": "x"},
-        ),
-        sizes={"place": 2},
-    ).with_sizes({"block": 2})
-    arrays = [np.full(3, float(layer)) for layer in range(count)]
-    tensors = {f"layers_{layer}/w": array for layer, array in enumerate(arrays)}
-    expected = {f"layers/{at}/w": np.stack(arrays[at:4:2]) for at in range(2)}
-    rest = {f"rest/{at}/w": array for at, array in enumerate(arrays[4:])}
-    both_ways(made_by, tensors, {**expected, **rest}, rest=count - 4)
-    if rest:
-        with pytest.raises(LayoutError, match=r"target lacks: layers_4/w"):
-            relayout(made_by, tensors, targets=expected)
 
 
 def sharded(name, values, axis=0, **counts):
@@ -554,40 +353,6 @@ def test_names_that_count_from_1_are_a_dim_and_back():
         relayout(layout, {"0.w": numbered(2), **tensors})
 
 
-def test_stages_of_unequal_length_on_ranks():
-    layout = layout_of_one(
-        {"{local}.w": "x"},
-        {"{layer}/w": "x"},
-        index={"layer": {"by": ["pp", "local"], "values": [[0, 1, 2], [3, 4]]}},
-    )
-    stages = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-    tensors = [
-        saved(f"{local}.w", numbered(2, start=10 * layer), pp=pp)
-        for layer, (pp, local) in enumerate(stages)
-    ]
-    expected = {f"{n}/w": numbered(2, start=10 * n) for n in range(5)}
-    assert_same(relayout(layout, tensors, {"pp": 2}), expected)
-
-
-def test_ranks_of_the_layout_are_those_of_target_names():
-    layout = layout_of_one({"w": "x y"}, {"{rank}/w": "x y@rank"})
-    w = numbered(3, 4)
-    with pytest.raises(LayoutError, match=r"\{rank\} is not known"):
-        relayout(layout, {"w": w})
-    layout = dataclasses.replace(layout, ranks={"rank": 2})
-    assert_same(relayout(layout, {"w": w}), {"0/w": w[:, :2], "1/w": w[:, 2:]})
-
-
-def test_a_scanned_stack_of_each_stage_has_its_width():
-    w = numbered(5, 2)
-    tensors = [saved("w", w[:3], pp=0), saved("w", w[3:], pp=1)]
-    layout = layout_of_one(
-        {"w": "layer@pp x"}, {"{layer}": "x"}, widths={"layer": {"pp": [3, 2]}}
-    )
-    expected = {f"{n}": w[n] for n in range(5)}
-    assert_same(relayout(layout, tensors, {"pp": 2}), expected)
-
-
 def test_two_rules_that_make_one_tensor_are_refused():
     layout = Layout.parse(
         """
@@ -605,19 +370,6 @@ rules: [{from: {a: x}, to: {k: x}}, {from: {b: x}, to: {k: x}}]
 def test_a_tensor_without_elements_has_no_moves():
     made = relayout(layout_of_one({"w": "x y"}, {"w": "y x"}), {"w": np.ones((0, 3))})
     assert_same(made, {"w": np.ones((3, 0))})
-
-
-def test_a_dim_is_sharded_over_two_axes():
-    w = numbered(12)
-    tensors = [
-        saved("w", w[6 * dp + 3 * tp :][:3], tp=tp, dp=dp)
-        for dp in range(2)
-        for tp in range(2)
-    ]
-    made = relayout(
-        layout_of_one({"w": "x@(dp tp)"}, {"w": "x"}), tensors, {"tp": 2, "dp": 2}
-    )
-    assert_same(made, {"w": w})
 
 
 def test_shards_are_named_by_their_rank_in_both_directions():

@@ -83,22 +83,6 @@ def test_an_output_that_is_missing_is_an_error(tmp_path, capsys):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_model_of_the_local_cache_is_given_by_its_id(tmp_path, monkeypatch, capsys):
-    small_model.write(tmp_path / "source", {"w": W})
-    assert exported(tmp_path) == 1
-    assert "by --config" in capsys.readouterr().err
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert exported(tmp_path, "--config", "hf://owner/name") == 1
-    assert "is not in the cache of the hub" in capsys.readouterr().err
-    cached, commit = tmp_path / "hub" / "models--owner--name", 40 * "a"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text(commit)
-    (cached / "snapshots" / commit).mkdir(parents=True)
-    (cached / "snapshots" / commit / "config.json").write_text('{"a": 1}')
-    assert exported(tmp_path, "--config", "hf://owner/name") == 0
-    assert config_of(tmp_path / "made") == {"a": 1, "dtype": "float32"}
-
-
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_a_dtype_without_floating_point_numbers_is_refused(tmp_path, capsys, dtype):
     model(tmp_path / "source", {"w": W})
