@@ -79,10 +79,7 @@ def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
     [
         ("zero0_bf16_dp2", (2, 2, 2)),
         ("zero2_dp4", (8, 1, 1)),
-        ("zero3_dp4", (4, 2, 1)),
-        ("zero1_tp2_pp2_dp2", (1, 1, 1)),
         ("zero1_tp2_pp2_dp2", (1, 4, 2)),
-        ("zero1_ep2_dp4", (2, 1, 4)),
         ("zero3_tp2_dp2_universal", (4, 1, 2)),
     ],
 )

@@ -425,6 +425,9 @@ def test_encoded_arrays_are_read_through_tensorstore(tmp_path, chunk):
     assert np.asarray(tree["w"]).tobytes() == values.T.tobytes()
 
 
+@pytest.mark.parametrize(
+    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_checkpoint_in_a_bucket_is_read_by_ranges(files, bucket):
     values = drawn(300, 200)
     file = files.add(values)

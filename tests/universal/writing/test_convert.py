@@ -269,7 +269,12 @@ def test_values_that_read_back_differently_are_not_committed(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.night)], indirect=True
+    "bucket",
+    [
+        pytest.param("gs", marks=pytest.mark.slow),
+        pytest.param("s3", marks=pytest.mark.night),
+    ],
+    indirect=True,
 )
 def test_a_step_in_a_bucket_is_continued_and_comes_back(source, tmp_path, bucket):
     given = conversion.Job(
