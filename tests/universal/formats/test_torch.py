@@ -458,3 +458,12 @@ def test_what_the_decoder_does_not_do_is_one_error(content):
 def test_keys_that_take_long_to_compare_are_refused(key):
     with pytest.raises(FormatError, match=r"x\.pkl has a key that is a nested or long"):
         decoded(pickle.dumps({key: 1}))
+
+
+def test_a_later_version_is_one_clear_error(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {}, entries={})
+    assert torch_file.read_arrays(path) == {}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", torch_files.pickled({}))
+        archive.writestr("archive/version", "11\n")
+    refused(path, "version b'11', and this program reads 1 to 10")

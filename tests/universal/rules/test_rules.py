@@ -537,3 +537,28 @@ drop: ["*.inv_freq"]
     )
     w = numbered(2)
     assert_same(relayout(layout, {"w": w, "rope.inv_freq": w}), {"k": w})
+
+
+def test_a_table_reorders_the_indices_of_a_dim():
+    values = numbered(5, 2)
+    made_by = layout(
+        rule({"w": "old x"}, {"w": "new x"}),
+        index={"new": {"by": ["old"], "values": [3, 4, 0, 1, 2]}},
+    )
+    expected = {"w": values[[2, 3, 4, 0, 1]]}
+    assert_same(relayout(made_by, {"w": values}), expected)
+    assert_same(relayout(made_by.inverse(), expected), {"w": values})
+
+
+@pytest.mark.parametrize("count", [5, 8, 12])
+def test_layers_of_two_kinds_come_back_without_a_tree(count):
+    layers = {f"layers.{n}.w": numbered(2, start=10 * n) for n in range(count)}
+    made_by = layout(
+        rule(
+            {"layers.{(block (local + global))~}.w": "x"},
+            {"local": "(block local)~ x", "global": "(block global)~ x"},
+        ),
+        sizes={"local": 3, "global": 1},
+    )
+    made = relayout(made_by, layers)
+    assert_same(relayout(made_by.inverse(), made), layers)
