@@ -272,45 +272,12 @@ def test_an_embedding_that_is_the_head_too_is_not_adapted(tmp_path, tied, name):
     Conversion(job)
 
 
-def test_nothing_is_added_to_weights_that_lack_their_scales(tmp_path):
-    dtype = ml_dtypes.float8_e4m3fn
-    base = model() | {f"{QUERY}.weight": np.ones((8, 12), dtype)}
-    base[f"{QUERY}.weight_scale_inv"] = numbers(1, 1)
-    path = write(tmp_path, pairs(), {"lora_alpha": 4}, base=base)
-    with pytest.raises(LayoutError, match=f"weights of {np.dtype(dtype)} mean nothing"):
-        Conversion(Job(source=str(path), target=str(tmp_path / "made")))
-    layout = tmp_path / "layout.yml"
-    layout.write_text(json.dumps({"version": 1, "through": ["hf_fp8", "lora"]}))
-    job = Job(source=str(path), target=str(tmp_path / "made"), rules=str(layout))
-    with pytest.raises(LayoutError, match="both of two layouts do arithmetic"):
-        Conversion(job)
-
-
-def test_a_base_alone_is_no_adapter(tmp_path):
-    write(tmp_path, pairs(), {"lora_alpha": 4}, base=model())
-    job = Job(source=str(tmp_path / "base"), target=str(tmp_path / "x"), rules="lora")
-    with pytest.raises(LayoutError, match=r"adapter/peft_type .* is missing"):
-        Conversion(job)
-
-
 def test_the_way_back_leaves_the_adapter_out(tmp_path):
     base = model()
     write(tmp_path, pairs(), {"lora_alpha": 4}, base=base)
     options = ("--to", "safetensors", "--rules", "lora", "--reverse")
     made = converted(tmp_path / "base", tmp_path / "made", *options)
     assert bits(made) == bits(base)
-
-
-def test_an_adapter_has_the_tensors_and_values_of_both(tmp_path):
-    base = model()
-    path = write(tmp_path, pairs(), {"lora_alpha": 4}, base=base)
-    checkpoint = universal.open_checkpoint(path)
-    assert checkpoint.format == "PEFT adapter of safetensors"
-    assert {each.name for each in checkpoint.tensors} == {*base, *pairs()}
-    assert checkpoint.values["config/heads"] == 4
-    assert checkpoint.values["adapter/lora_alpha"] == 4
-    alone = universal.open_checkpoint(path / "adapter_model.safetensors")
-    assert {each.name for each in alone.tensors} == {*pairs()}
 
 
 def opened(path):
@@ -326,30 +293,6 @@ def test_a_base_is_beside_its_adapter_or_at_an_absolute_path(tmp_path, monkeypat
         assert opened(path) == both
     monkeypatch.chdir(path)
     assert opened(".") == both
-
-
-def test_a_base_is_found_in_the_cache_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    path = write(tmp_path, pairs(), {"base_model_name_or_path": "org/tiny"})
-    folder = tmp_path / "hub/models--org--tiny"
-    with pytest.raises(FormatError, match=r"hf download org/tiny.*; or set base_model"):
-        opening.open_checkpoint(path)
-    for revision, commit in (("main", "a" * 40), ("v1", "b" * 40)):
-        (folder / "refs").mkdir(parents=True, exist_ok=True)
-        (folder / "refs" / revision).write_text(commit)
-        (folder / "snapshots" / commit).mkdir(parents=True)
-        safetensors_files.write(
-            folder / "snapshots" / commit / "model.safetensors",
-            {f"{revision}.weight": numbers(2)},
-        )
-    assert "main.weight" in opened(path)
-    write(tmp_path, pairs(), {"base_model_name_or_path": "hf://org/tiny@v1"})
-    assert "v1.weight" in opened(path)
-    config = {"base_model_name_or_path": "org/tiny", "revision": "v1"}
-    write(tmp_path, pairs(), config)
-    assert "v1.weight" in opened(path)
-    with pytest.raises(FormatError, match="--revision v2"):
-        opening.open_checkpoint(write(tmp_path, pairs(), {**config, "revision": "v2"}))
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,8 @@ DeepSpeed's description of the layout is in `values["universal_checkpoint_info"]
 of patterns of names, sizes of parts, and affine maps, as nested dicts and lists.
 
 With stage 0 and an optimizer of PyTorch, states are numbered, not named. They get the
-names of parameters where these follow, see `optimizer_states`. Experts have a file of
-states for each expert-parallel rank, with those of all parameters of the rank: of
-parameters that all ranks share, the first file's are taken. Groups of experts are
-marked by `moe`; each rank has as many experts of a layer, in the order of their
-numbers.
+names of parameters where these follow, see `optimizer_states`. With experts, their
+files of states (`expp_rank_*`) are not read.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from elastic_ckpt.universal.formats import (
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.formats.optimizer_states import Group, Shape
+from elastic_ckpt.universal.formats.optimizer_states import Shape
 from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.torch_file import Tensor, TorchFile
 from elastic_ckpt.universal.stored import StoredTensor
@@ -65,7 +62,6 @@ _FILES = {
     "expert": re.compile(
         r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt"
     ),
-    "expert optimizer": re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"),
 }
 # In the file of a model: tensors, and what describes them.
 _STRUCTURE = (
@@ -74,7 +70,6 @@ _STRUCTURE = (
 )
 # Begins names of parameters that layers share: a pipeline has one in each stage.
 _TIED = "tied_modules."
-_EXPERT_GROUP = re.compile(r"ep_size_(\d{1,9})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +84,6 @@ class _Rank:
       layers: of a pipeline, with their numbers; the first stage has those of all.
       peers: files of the models of all stages, of the same tensor-parallel rank.
       experts: ordered by layer and number.
-      expert_optimizers: by expert-parallel rank, without ZeRO.
     """
 
     tp: int
@@ -99,7 +93,6 @@ class _Rank:
     layers: list[tuple[int, TorchFile]]
     peers: list[TorchFile]
     experts: list[TorchFile]
-    expert_optimizers: dict[int, TorchFile]
 
 
 def is_format(names: Collection[str]) -> bool:
@@ -211,9 +204,6 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
             " the machines that saved them"
         )
     experts = _experts(folder, by_kind["expert"], tp)
-    expert_optimizers: dict[int, dict[int, TorchFile]] = collections.defaultdict(dict)
-    for (ep, rank), file in by_kind["expert optimizer"].items():
-        expert_optimizers[rank][ep] = file
     layers: dict[int, list[tuple[int, TorchFile]]] = collections.defaultdict(list)
     for (layer, rank), file in sorted(by_kind["layer"].items()):
         layers[rank].append((layer, file))
@@ -226,7 +216,6 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
             layers=layers[rank] if rank < tp else [],
             peers=[models[each] for each in range(rank % tp, tp * pp, tp)],
             experts=experts[rank],
-            expert_optimizers=expert_optimizers[rank],
         )
         for rank in range(tp * pp)
     ]
@@ -361,73 +350,5 @@ def _states(rank: _Rank, weights: Sequence[StoredTensor]) -> Iterator[StoredTens
     parameters = [each for each in weights if each.kind == "parameter"]
     if rank.optimizers:
         yield from zero.states(rank.model, rank.optimizers)
-    elif rank.expert_optimizers:
-        yield from _states_with_experts(rank.expert_optimizers, parameters)
     elif rank.model.at("optimizer") is not None:
         yield from optimizer_states.numbered(rank.model, parameters)
-
-
-def _states_with_experts(
-    held: Mapping[int, TorchFile], weights: Sequence[StoredTensor]
-) -> Iterator[StoredTensor]:
-    for file in held.values():
-        _check_size(file, set(held))
-    shared = [each for each in weights if not zero.EXPERT.fullmatch(each.name)]
-    yield from optimizer_states.numbered(
-        held[0], shared, is_chosen=lambda group: not _is_of_experts(group)
-    )
-    for ep, file in held.items():
-        parameters = _experts_of(file, weights, (ep, len(held)))
-        for state in optimizer_states.numbered(
-            file, parameters, is_chosen=_is_of_experts
-        ):
-            if state.name.startswith(optimizer_states.UNNAMED):
-                raise file.error(
-                    "has states of experts, and several groups with parameters of shape"
-                    f" {list(state.shape)}, so which they are of is not known; save"
-                    " with ZeRO stage 1"
-                )
-            yield state
-
-
-def _is_of_experts(group: Group) -> bool:
-    return group.get("moe") is True
-
-
-def _check_size(file: TorchFile, ranks: set[int]) -> None:
-    # Groups are named after the number of ranks that experts are spread over.
-    inner = optimizer_states.inner_keys(file)
-    groups = file.list_at(*inner, "param_groups")
-    names = [group.get("name") for group in groups if isinstance(group, dict)]
-    matches = [_EXPERT_GROUP.fullmatch(name) for name in names if isinstance(name, str)]
-    for size in [int(match[1]) for match in matches if match] or [len(ranks)]:
-        if len(ranks) != size or ranks != set(range(size)):
-            raise file.error(
-                f"has experts of {size} expert-parallel ranks, and there are files"
-                f" expp_rank_* of {sorted(ranks)[:9]}; copy all, or save layers of"
-                " several such numbers with ZeRO stage 1"
-            )
-
-
-def _experts_of(
-    file: TorchFile, weights: Sequence[StoredTensor], part: tuple[int, int]
-) -> list[StoredTensor]:
-    # The parameters of the experts of one of the ranks, in the order of the model.
-    number, count = part
-    matches = ((each, zero.EXPERT.fullmatch(each.name)) for each in weights)
-    # By layer; files of earlier versions have one expert of all layers.
-    layers: dict[str, list[tuple[int, StoredTensor]]] = collections.defaultdict(list)
-    for each, match in matches:
-        if match:
-            layers[match[1]].append((int(match[2]), each))
-    parameters = []
-    for layer, experts in layers.items():
-        size = 1 + max(expert for expert, _ in experts)
-        if size % count:
-            raise file.error(
-                f"is one of {count}, which do not divide the {size} experts of {layer}"
-            )
-        experts.sort(key=lambda pair: pair[0])
-        per_rank = size // count
-        parameters += [each for n, each in experts if n // per_rank == number]
-    return parameters

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core.boxes import Box
@@ -41,7 +41,6 @@ _PIECE_BYTES, _DIM_BYTES = 200, 30
 
 Shape = tuple[int, ...]
 Ranks = tuple[tuple[str, int], ...]
-Group = Mapping[Any, Any]
 
 
 def stored(
@@ -184,26 +183,20 @@ def distinct(weights: Sequence[StoredTensor]) -> list[StoredTensor]:
 
 
 def numbered(
-    file: TorchFile,
-    weights: Sequence[StoredTensor],
-    *,
-    is_chosen: Callable[[Group], bool] = bool,
+    file: TorchFile, weights: Sequence[StoredTensor]
 ) -> Iterator[StoredTensor]:
     """The states of an optimizer, named as the weights of the same rank where possible.
 
     Args:
       file: that has the optimizer's state dict as `optimizer`.
       weights: of kind `parameter`, in the order of the model.
-      is_chosen: whether the parameters of a group are among `weights`; states of other
-        groups are left out.
 
     Raises:
       FormatError: if it is no state dict.
     """
     optimizer, inner = file.dict_at(_OPTIMIZER), inner_keys(file)
-    param_groups = file.list_at(*inner, "param_groups")
     groups = []
-    for group in param_groups:
+    for group in file.list_at(*inner, "param_groups"):
         numbers = group.get("params") if isinstance(group, dict) else None
         if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
             raise file.error("has a group of parameters without their numbers")
@@ -215,18 +208,11 @@ def numbered(
             held[number] |= {str(k): t for k, t in tensors if isinstance(t, Tensor)}
     for number, master in _masters(file, optimizer, groups):
         held[number]["fp32"] = master
-    chosen = [is_chosen(group) for group in param_groups]
-    left_out = {
-        number
-        for numbers, is_kept in zip(groups, chosen, strict=True)
-        for number in numbers
-        if not is_kept
-    }
-    names = _names(held, list(itertools.compress(groups, chosen)), weights)
+    names = _names(held, groups, weights)
     for number, state in sorted(held.items()):
         weight = names.get(number)
         name = weight.name if weight else f"{UNNAMED}{number}"
-        for key, tensor in state.items() if number not in left_out else ():
+        for key, tensor in state.items():
             ranks = weight.ranks if weight else ()
             yield stored(file, name, state_kinds.kind_of(key), tensor, ranks)
 

@@ -14,7 +14,7 @@ class Model:
 
     Attributes:
       architecture: its class.
-      layout: a shipped layout, or a file in this directory.
+      layout: a shipped layout.
       config: the arguments of the class's configuration.
       dtype: in which it is saved.
       quantized: "fp8" or "mxfp4", if it is stored so.
@@ -141,11 +141,6 @@ MODELS = {
         | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4},
         dtype="bfloat16",
     ),
-    "olmo2": Model(
-        architecture="Olmo2ForCausalLM",
-        layout="hf_olmo3",
-        config=SIZES | {"hidden_size": 72, "head_dim": 12},
-    ),
     "olmo3": Model(
         architecture="Olmo3ForCausalLM",
         layout="hf_olmo3",
@@ -155,21 +150,6 @@ MODELS = {
         architecture="Phi3ForCausalLM",
         layout="hf_phi4",
         config=SIZES | {"hidden_size": 72, "head_dim": 12},
-    ),
-    "phi4_mini": Model(
-        architecture="Phi3ForCausalLM",
-        layout="hf_phi4",
-        config=SIZES
-        | TIED
-        | {
-            "hidden_size": 96,
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_theta": 1e4,
-                "rope_type": "default",
-                "partial_rotary_factor": 0.75,
-            },
-        },
     ),
     "llama4": Model(
         architecture="Llama4ForCausalLM",
@@ -181,54 +161,6 @@ MODELS = {
             "num_local_experts": 5,
             "num_experts_per_tok": 1,
             "interleave_moe_layer_step": 2,
-        },
-    ),
-    "gpt_neox": Model(
-        architecture="GPTNeoXForCausalLM",
-        layout="gpt_neox.yml",
-        config=SIZES | {"hidden_size": 72, "head_dim": 12},
-    ),
-    "gpt2": Model(
-        architecture="GPT2LMHeadModel",
-        layout="gpt2.yml",
-        config={
-            "vocab_size": 71,
-            "n_embd": 66,
-            "n_layer": 3,
-            "n_head": 6,
-            "n_positions": 19,
-            "n_inner": 52,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "t5": Model(
-        architecture="T5ForConditionalGeneration",
-        layout="t5.yml",
-        config={
-            "vocab_size": 71,
-            "d_model": 44,
-            "d_kv": 10,
-            "d_ff": 52,
-            "num_layers": 2,
-            "num_decoder_layers": 3,
-            "num_heads": 6,
-            "relative_attention_num_buckets": 16,
-            "feed_forward_proj": "gated-gelu",
-        },
-    ),
-    "vit": Model(
-        architecture="ViTForImageClassification",
-        layout="vit.yml",
-        config={
-            "hidden_size": 66,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 6,
-            "intermediate_size": 52,
-            "image_size": 20,
-            "patch_size": 5,
-            "num_channels": 3,
-            "num_labels": 7,
         },
     ),
 }

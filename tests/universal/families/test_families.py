@@ -17,14 +17,16 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.writing import convert
 from elastic_ckpt.universal.writing.conversion import Job
+from tests.environments import ROOT, Environment
 from tests.universal import safetensors_files
 from tests.universal.families import forward
-from tests.universal.families.environment import TRANSFORMERS
 from tests.universal.families.models import MODELS, QUANTIZED, SEEING, TOKENS
 
 pytestmark = pytest.mark.night
+TRANSFORMERS = Environment(
+    ROOT / ".venv-families", pathlib.Path(__file__).parent / "pyproject.toml", "3.11"
+)
 
-HERE = pathlib.Path(__file__).parent
 MERGED = ("plain", "rslora", "ranks", "saved", "embeddings")
 OTHERS = {
     "dora": "adapter/use_dora in the checkpoint is True",
@@ -54,10 +56,6 @@ def written(tmp_path_factory):
 def adapters(tmp_path_factory):
     """The directory in which PEFT has written the adapters."""
     return written_by("write_adapters", tmp_path_factory)
-
-
-def rules(model):
-    return str(HERE / model.layout) if model.layout.endswith(".yml") else model.layout
 
 
 def converted(source, target, layout=None, *, to="safetensors", **more):
@@ -91,8 +89,8 @@ def test_a_model_becomes_a_tree_and_comes_back_to_transformers(
     for name, model in MODELS.items():
         with subtests.test(name):
             tree = tmp_path / "tree" / name
-            converted(written / name, tree, rules(model))
-            again = written_back(tree, back / name, rules(model), written / name)
+            converted(written / name, tree, model.layout)
+            again = written_back(tree, back / name, model.layout, written / name)
             assert_same(again, safetensors_files.read(written / name))
     for name, model in QUANTIZED.items():
         with subtests.test(name):

@@ -31,15 +31,9 @@ ZERO = {
     "zero1_tp4": "ZeRO-1",
     "zero3_tp2_dp2": "ZeRO-3",
     "zero1_tp2_ep2_dp2": "ZeRO-1",
-    "zero0_ep2_dp2": "ZeRO-0",
-    "zero0_bf16_ep2_dp2": "ZeRO-0",
 }
-UNIVERSAL = (
-    *("zero1_dp2", "zero2_dp4", "zero3_dp4"),
-    *("zero1_pp2_dp2", "zero1_tp2_pp2_dp2", "zero1_tp4", "zero3_tp2_dp2"),
-)
 # Their optimizers have no other weights.
-FLOAT32 = ("zero0_dp2", "zero0_ep2_dp2")
+FLOAT32 = ("zero0_dp2",)
 STATE_OF = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 FLAT = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -137,35 +131,6 @@ def check_weights(checkpoint, sample):
     assert names == trained(sample) | ({"frozen"} if "pp2" not in sample else set())
     buffers = {each.name for each in checkpoint.tensors if each.kind == "buffer"}
     assert buffers == (set() if "pp2" in sample else {"scale"})
-
-
-@pytest.mark.parametrize("sample", UNIVERSAL)
-def test_values_are_those_of_the_conversion_by_deepspeed(samples, sample):
-    checkpoint = deepspeed.open_checkpoint(samples(sample))
-    converted = opening.open_checkpoint(samples(f"{sample}_universal"))
-    assert converted.format == "DeepSpeed universal"
-    assert (
-        opening.open_checkpoint(samples(f"{sample}_universal") / "global_step2").tensors
-        == converted.tensors
-    )
-    by_key = stored_values.by_key(converted)
-    assert converted.axes == {}
-    compared = 0
-    shards = {}
-    for tensor in checkpoint.tensors:
-        if tensor.kind in STATE_OF:
-            shards.setdefault((tensor.name, tensor.kind), []).append(tensor)
-    for (name, kind), tensors in shards.items():
-        whole = by_key.pop((name, kind, ()))
-        values = [stored_values.read(each) for each in tensors]
-        array = kv.merged(name, values) if len(values) > 1 else values[0]
-        assert stored_values.read(whole).tobytes() == array.tobytes(), (name, kind)
-        assert whole.shape == array.shape, (name, kind)
-        compared += 1
-    assert compared == 3 * len(trained(sample))
-    # Weights that are not trained are converted, too.
-    left = {(name, kind) for name, kind, _ in by_key if kind != "step"}
-    assert left <= {("frozen", "master"), ("scale", "master")}
 
 
 def test_patterns_and_affine_maps_are_values(samples):
@@ -296,16 +261,6 @@ def test_the_momentum_of_muon_is_read_bit_equal(samples, sample):
     assert masters == trained(sample)
 
 
-def test_the_momentum_of_muon_is_numbered_without_zero(samples):
-    checkpoint = deepspeed.open_checkpoint(samples("zero0_muon_dp2"))
-    # Adam has the embedding, which has the shape of these matrices.
-    unknown = {"embed.words.weight"} | {f"layers.{n}.gate_up.weight" for n in range(4)}
-    names = trained("zero0_muon_dp2") - unknown
-    check_muon(checkpoint, names, momentum_dtype=np.float32, of_16_bits=False)
-    states = [each for each in checkpoint.tensors if each.name.startswith("optimizer/")]
-    assert {each.shape for each in states} == {(16, 8), ()}
-
-
 def momentum(elements):
     """A momentum of this number of elements."""
     key = "0" if elements == 4 else "1"
@@ -346,29 +301,6 @@ def test_momentum_of_muon_of_another_size_is_refused(tmp_path, parts):
     for optimizer in tmp_path.glob("*_optim_states.pt"):
         optimizer.unlink()
     assert deepspeed.open_checkpoint(tmp_path).format == "DeepSpeed ZeRO-0"
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"base": muon(4), "stated": OF_STAGE},
-        {"base": muon(4), "stated": WHOLE, "more": OFFLOADED},
-        {"base": [momentum(4)], "stated": OF_STAGE, "more": OF_CONFIG},
-        {"base": muon(4, use_muon=False)},
-        {"base": {"state": {0: momentum(4)}, "param_groups": [{"lr": 0.1}]}},
-    ],
-)
-def test_momentum_of_the_size_of_its_parameter_is_read(tmp_path, parts):
-    opened = by_hand(tmp_path, **parts)
-    (read,) = (each for each in opened.tensors if each.kind == "momentum_buffer")
-    assert stored_values.read(read).tolist() == [[1, 2], [3, 4]]
-
-
-@pytest.mark.parametrize("parts", [{"stated": PARTS}, {"more": OFFLOADED}])
-def test_momentum_in_parts_may_be_padded(tmp_path, parts):
-    stated = {**PADDED, **parts.get("stated", {})}
-    opened = by_hand(tmp_path, base=muon(6), **{**parts, "stated": stated})
-    assert "momentum_buffer" in {each.kind for each in opened.tensors}
 
 
 @pytest.mark.parametrize(

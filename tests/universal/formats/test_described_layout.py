@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
 from elastic_ckpt.universal import opening
@@ -73,19 +74,35 @@ def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
     assert len(expected) == 3 * (kv.BLOCKS * len(kv.BLOCK) + len(kv.FINAL) + 1)
 
 
-def test_shards_of_experts_become_what_they_were_cut_from(samples):
-    _, arrays = whole_values(samples("zero1_tp2_ep2_dp2"))
-    compared = 0
-    for name, array in arrays.items():
-        kind, _, parameter = name.partition("/")
-        if kind in STATES:
-            key, shape = STATES[kind], kv.full_shape(parameter, array.shape)
-            shards = [kv.of_rank(key, parameter, shape, rank, 2) for rank in (0, 1)]
-            known = kv.merged(parameter, shards)
-            assert (array.shape, array.tobytes()) == (known.shape, known.tobytes())
-            compared += ".deepspeed_experts." in name
-    # Two layers of four experts with two matrices.
-    assert compared == 3 * 2 * 4 * 2
+@pytest.mark.parametrize(
+    ("sample", "sizes"),
+    [
+        ("zero0_bf16_dp2", (2, 2, 2)),
+        ("zero2_dp4", (8, 1, 1)),
+        ("zero1_tp2_pp2_dp2", (1, 4, 2)),
+        ("zero3_tp2_dp2_universal", (4, 1, 2)),
+    ],
+)
+def test_a_checkpoint_is_loaded_under_any_parallelism(samples, sample, sizes):
+    _, arrays = whole_values(samples(sample))
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    mesh = jax.sharding.Mesh(devices, ("tp", "pp", "dp"))
+    tree, names = {}, itertools.cycle(itertools.permutations(mesh.axis_names))
+    for path, array in arrays.items():
+        kind, _, parameter = path.partition("/")
+        spec = [
+            axis if size % mesh.shape[axis] == 0 else None
+            for axis, size in zip(next(names), array.shape, strict=False)
+        ]
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        leaf = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        tree.setdefault(kind, {})[parameter] = leaf
+    state = universal.load(samples(sample), tree)
+    for path, array in arrays.items():
+        kind, _, parameter = path.partition("/")
+        loaded = state[kind][parameter]
+        assert loaded.sharding == tree[kind][parameter].sharding
+        assert np.asarray(loaded).tobytes() == array.tobytes(), path
 
 
 def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment")):
@@ -123,19 +140,6 @@ def affine(logical, shards, *pieces):
     }
     entry = {"logical_shape": list(logical), "ranks": ranks}
     return {"affine_map": {"version": 1, "params": {r"w$": entry}}}
-
-
-def test_uneven_parts_are_joined_by_their_widths():
-    whole = relayout.numbered(9, 3)
-    shards = {"w": [whole[[0, 1, 2, 5, 6]], whole[[3, 4, 7, 8]]]}
-    info = {
-        "universal_checkpoint_version": 0.4,
-        "parameter_with_sub_params": [
-            {"patterns": ["w"], "shape": [[5, 4], 3], "partition_dim": 0}
-        ],
-        "sub_param_shard_widths": {"w": [[3, 2], [2, 2]]},
-    }
-    assert (merged(shards, info)["master/w"] == whole).all()
 
 
 def test_halves_and_rows_are_joined_and_a_vocabulary_loses_its_padding():
@@ -179,20 +183,6 @@ def test_the_momentum_of_muon_is_loaded_by_the_description(samples, sample):
         if sample != "zero1_muon_dp2":
             known = known.astype(ml_dtypes.bfloat16).astype(np.float32)
         assert np.asarray(array).tobytes() == known.tobytes(), name
-
-
-def test_a_map_that_replicates_some_blocks_and_reorders_others_is_followed():
-    whole = relayout.numbered(7, 2)
-    # Rows 0 to 3 are gathered by twos, in another order; 4 to 6 are in both.
-    shards = {"w": [whole[[4, 5, 6, 2, 0]], whole[[1, 3, 4, 5, 6]]]}
-
-    def rows(count, source, dest, *locations):
-        return block([count, 2], [2 * source, [2, 1]], [2 * dest, [2, 1]], locations)
-
-    first = [rows(1, 0, 4, 0), rows(1, 2, 3, 0), rows(3, 4, 0, 0, 1)]
-    second = [rows(1, 1, 0, 1), rows(1, 3, 1, 1), rows(3, 4, 2, 0, 1)]
-    info = affine((7, 2), [(5, 2), (5, 2)], first, second)
-    assert (merged(shards, info)["master/w"] == whole).all()
 
 
 @st.composite

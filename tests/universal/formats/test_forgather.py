@@ -144,15 +144,6 @@ def turns(monkeypatch):
     return simulated_hosts.Turns(monkeypatch)
 
 
-def test_components_take_the_states_of_their_patterns(turns):
-    hosts = loaded(turns, 4)
-    assert ranks(hosts) == [0, 1, 2, 3]
-    assert [int(host["cache"]["hits"]) for host in hosts] == [5, 5, 6, 6]
-    for host in hosts:
-        assert host["trainer"] == {"global_step": 7, "epoch": 0.5}
-        assert host["scheduler"]["_last_lr"] == [0.0075]
-
-
 def test_on_other_hosts_the_rules_of_components_decide(turns, tmp_path):
     with pytest.raises(errors.CheckpointError, match="choose on_resize"):
         loaded(turns, 3)

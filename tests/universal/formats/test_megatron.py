@@ -7,7 +7,6 @@ of that package: these tests write such files as that writer does.
 
 import argparse
 import shutil
-import struct
 import sys
 
 import ml_dtypes
@@ -19,7 +18,6 @@ from elastic_ckpt.universal.formats import megatron
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values, torch_files
-from tests.universal.formats.torch_files import Global
 
 SAMPLES = ("torch_dist_tp2_pp2", "torch_dist_ep2")
 STATE_OF = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
@@ -211,71 +209,3 @@ def test_a_missing_file_of_a_rank_is_named(megatron_samples, tmp_path, name):
     (folder / "mp_rank_00_001" / name).unlink()
     with pytest.raises(FormatError, match=f"mp_rank_00_001.* {name}"):
         megatron.open_checkpoint(folder)
-
-
-WEIGHTS = {"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]}
-KEY = (Global("torch", "bfloat16"), Global("torch", "float32"))
-
-
-def flat(*, first="b", gap=61, length=67):
-    """A buffer of both parameters: by default the last, then the other, aligned."""
-    second = "a" if first == "b" else "b"
-    values = [*WEIGHTS[first], *[0.0] * gap, *WEIGHTS[second]]
-    return (values + [0.0] * length)[:length]
-
-
-def open_rank(folder, values=None, *, key=KEY, change=lambda content: content):
-    """The files of one rank with two parameters, of three elements each."""
-    folder = folder / "mp_rank_00"
-    folder.mkdir()
-    entries = {
-        f"data/{name}": np.array(weights, ml_dtypes.bfloat16).tobytes()
-        for name, weights in WEIGHTS.items()
-    }
-    fields = {"kind": "BFloat16Storage", "elements": 3}
-    model = {
-        name: torch_files.tensor((3,), (1,), key=name, **fields) for name in WEIGHTS
-    }
-    content = {"model": model, "iteration": 2}
-    torch_files.write(folder / "model_optim_rng.pt", content, entries=entries)
-    values = flat() if values is None else values
-    size = len(values)
-    tensors = {
-        name: torch_files.tensor((size,), (1,), elements=size)
-        for name in ("param", "exp_avg", "exp_avg_sq")
-    }
-    buffers = {"buckets_coalesced": True, 0: {key: tensors}}
-    entries = {"data/0": struct.pack(f"<{size}f", *values)}
-    torch_files.write(folder / "distrib_optim.pt", change(buffers), entries=entries)
-    return megatron.open_checkpoint(folder.parent).tensors
-
-
-def test_a_buffer_by_hand_is_read(tmp_path):
-    masters = {
-        each.name: stored_values.read(each).tolist()
-        for each in open_rank(tmp_path)
-        if each.kind == "master"
-    }
-    assert masters == WEIGHTS
-
-
-@pytest.mark.parametrize(
-    ("parts", "match"),
-    [
-        ({"values": flat(first="a")}, "masters where those of a are expected"),
-        ({"values": flat(gap=0, length=6)}, "cut into buckets"),
-        ({"values": flat(length=128)}, "take 67 elements"),
-        ({"key": Global("torch", "float16")}, "that are not bfloat16"),
-        ({"change": lambda held: {0: held[0]}}, "another layout than Megatron-core"),
-        (
-            {"change": lambda held: {**held, 1: {}}},
-            "has 2 buffers of parameters, and .* has 1 chunks",
-        ),
-        ({"change": lambda held: [held, held]}, "has several optimizers"),
-    ],
-)
-def test_buffers_whose_order_is_not_certain_are_refused(tmp_path, parts, match):
-    with pytest.raises(FormatError, match=match) as error:
-        open_rank(tmp_path, **parts)
-    assert "distrib_optim.pt" in str(error.value)
-    assert "save it as torch_dist" in str(error.value)

@@ -13,8 +13,13 @@ from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats.fragment_values import values_of
 
 DATA = pathlib.Path(__file__).parent / "data"
+# s3 is for CI.
+BUCKETS = pytest.mark.parametrize(
+    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
 
 
+@BUCKETS
 def test_a_checkpoint_of_pytorch_opens_alike_in_a_bucket(bucket):
     for file in (DATA / "dcp").iterdir():
         epath.Path(f"{bucket}/dcp/{file.name}").write_bytes(file.read_bytes())
@@ -35,6 +40,7 @@ def on_disk(tensor, bucket):
     return dataclasses.replace(tensor, fragments=tuple(fragments))
 
 
+@BUCKETS
 def test_an_orbax_checkpoint_opens_in_a_bucket(bucket, tmp_path):
     # Orbax itself writes to gs:// alone.
     v1.save(tmp_path / "x", {"w": jnp.arange(6.0).reshape(2, 3)})

@@ -10,10 +10,8 @@ import orbax.checkpoint as v0
 import pytest
 from orbax.checkpoint import v1
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.format_error import FormatError
-from elastic_ckpt.universal.reading.encoded_arrays import EncodedArrays
 from tests.universal.formats.fragment_values import values_of
 
 
@@ -153,14 +151,3 @@ def test_arrays_compressed_by_blosc_are_refused(tmp_path):
     path.write_text(json.dumps(fields | {"compressor": {"id": "blosc"}}))
     with pytest.raises(FormatError, match=r"x: w is compressed by blosc"):
         opening.open_checkpoint(tmp_path / "x")
-
-
-def test_large_shapes_have_no_part_for_each_of_their_chunks(tmp_path):
-    save_zarr(tmp_path / "x", {"w": np.ones(3, np.uint8), "v": np.ones(3)})
-    path = tmp_path / "x" / "w" / ".zarray"
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps(fields | {"shape": [2**47]}))
-    tensors = opening.open_checkpoint(tmp_path / "x").tensors
-    assert sorted(each.shape for each in tensors) == [(3,), (2**47,)]
-    with pytest.raises(errors.CheckpointError, match=r"w, of shape .* chunks, and at"):
-        EncodedArrays(tensors, range(2))

@@ -55,8 +55,6 @@ SAMPLES = {
     "zero1_tp4": (4, 1, 4, 1, 0, "bf16"),
     "zero3_tp2_dp2": (4, 3, 2, 1, 0, "bf16"),
     "zero1_tp2_ep2_dp2": (4, 1, 2, 1, 2, "bf16"),
-    "zero0_ep2_dp2": (2, 0, 1, 1, 2, "fp32"),
-    "zero0_bf16_ep2_dp2": (2, 0, 1, 1, 2, "bf16"),
     # Muon for matrices, Adam for the rest. The momentum has the layout of the masters
     # under BF16_Optimizer and offload, and its own under the others.
     "zero1_muon_dp2": (2, 1, 1, 1, 0, "fp32"),

@@ -4,11 +4,9 @@ import dataclasses
 import functools
 import os
 import threading
-import weakref
 
 import fsspec
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -26,7 +24,6 @@ from elastic_ckpt.universal.reading import (
     byte_source,
     planned_reads,
     restored_tree,
-    transfer,
 )
 from elastic_ckpt.universal.strides import row_major
 from tests.universal import random_layouts
@@ -204,23 +201,17 @@ def drawn(*shape, dtype=F32, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, np.dtype("int8"), np.dtype("float64")])
-@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "order"),
+    [(F32, (1, 0, 2)), (BF16, (2, 1, 0)), (np.dtype("int8"), (1, 2, 0))],
+)
 def test_large_arrays_are_transposed_bit_for_bit(files, dtype, order):
     bits = np.random.default_rng(0).integers(0, 256, 130 * 70 * 190 * dtype.itemsize)
     values = bits.astype(np.uint8).view(dtype).reshape(130, 70, 190)
     files.add(values)
     moved = np.moveaxis(values, (0, 1, 2), order)
-    with jax.enable_x64(True):
-        restored = files.read(moved.shape, dtype, order=order)
+    restored = files.read(moved.shape, dtype, order=order)
     assert restored.tobytes() == moved.tobytes()
-
-
-def test_values_are_cast_to_the_targets_dtype(files):
-    values = drawn(64, 96)
-    files.add(values)
-    restored = files.read((96, 64), BF16, order=(1, 0))
-    assert restored.tobytes() == values.T.astype(BF16).tobytes()
 
 
 def test_scale_and_shift_are_computed_in_float32(files):
@@ -231,8 +222,8 @@ def test_scale_and_shift_are_computed_in_float32(files):
     assert restored.tobytes() == expected.astype(BF16).tobytes()
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_means_are_added_up_in_the_order_of_the_ranks(files, ranks):
+def test_means_are_added_up_in_the_order_of_the_ranks(files):
+    ranks = 5
     every = [drawn(900, 400, dtype=BF16, seed=rank) for rank in range(ranks)]
     for rank, values in enumerate(every):
         files.add(values, ranks=(("dp", rank),))
@@ -244,15 +235,6 @@ def test_means_are_added_up_in_the_order_of_the_ranks(files, ranks):
     assert restored.tobytes() == (total / ranks).T.tobytes()
 
 
-def test_sums_are_scaled_after_they_are_added_up(files):
-    for rank in range(3):
-        files.add(drawn(6, seed=rank), ranks=(("dp", rank),))
-    total = sum(drawn(6, seed=rank) for rank in range(3))
-    arithmetic = moves.Arithmetic(reduction=moves.Reduction.SUM, scale=0.5, shift=1)
-    restored = files.read((6,), F32, arithmetic)
-    assert restored.tobytes() == (total * np.float32(0.5) + 1).astype(F32).tobytes()
-
-
 EQUAL = moves.Arithmetic(reduction=moves.Reduction.EQUAL)
 
 
@@ -262,34 +244,6 @@ def test_replicas_that_are_bit_equal_are_read(files):
     for rank in range(3):
         files.add(values, ranks=(("tp", rank),))
     assert files.read((700, 500), F32, EQUAL).tobytes() == values.tobytes()
-
-
-def test_bytes_of_reduced_and_filled_buffers_are_freed_as_often_as_taken(files):
-    values = drawn(700, 500)
-    for rank in range(2):
-        files.add(values, ranks=(("tp", rank),))
-    target = moves.TargetTensor(name="w", dtype=F32, shape=(702, 500))
-    fill = moves.Fill(target="w", start=(700, 0), stop=(702, 500), value=0)
-    planned = planned_reads.PlannedReads.of_boxes(
-        checkpoint_of(files.tensors),
-        files.moves(EQUAL),
-        [fill],
-        {
-            target: [
-                boxes.whole((700, 500)),
-                boxes.Box(start=(700, 0), stop=(702, 500)),
-            ]
-        },
-    )
-    reading = transfer.Transfer(
-        planned.plan,
-        planned.sources().__getitem__,
-        budget_bytes=2**20,
-        is_staged=lambda _: True,
-    )
-    for number, _ in reading.buffers():
-        reading.free(number)
-    assert reading.in_flight._buffer_bytes == 0
 
 
 def test_replicas_that_differ_in_a_bit_are_named_with_the_first_index(files):
@@ -323,12 +277,6 @@ def test_a_file_that_is_cut_short_is_named_with_the_tensor_and_the_place(files):
         )
 
 
-def test_a_file_that_is_missing_is_named(files):
-    os.remove(files.add(drawn(4)))
-    with pytest.raises(errors.CheckpointError, match=r"0.bin: w cannot be read"):
-        files.read((4,), F32)
-
-
 def staged(leaves, make):
     """The leaves as on devices with their own memory; `make` has name and values."""
     return [
@@ -343,59 +291,6 @@ def staged(leaves, make):
         )
         for each in leaves
     ]
-
-
-@pytest.mark.parametrize(
-    ("platforms", "expected"),
-    [(["cpu", "cpu"], False), (["gpu"], True), (["cpu", "tpu"], True), ([], False)],
-)
-def test_values_are_copied_to_devices_other_than_cpus(platforms, expected):
-    assert restored_tree.is_staged(platforms) is expected
-
-
-def test_a_leaf_is_on_its_device_and_freed_before_its_bytes_are_given_to_the_next(
-    files, monkeypatch
-):
-    names, moved, expected = "abcd", [], {}
-    for number, name in enumerate(names):
-        expected[name] = drawn(100, 10, seed=number)
-        files.add(expected[name], name=name)
-        moved.append(files.moves(target=name)[number])
-    log, values_of = [], {}
-
-    def make(name, values):
-        log.append(("make", name))
-        (array,) = values
-        values_of[name] = weakref.ref(array)
-        # As a device with its own memory has it.
-        return jnp.array(array, copy=True)
-
-    ready, free = jax.block_until_ready, transfer.Transfer.free
-
-    def is_ready(array):
-        log.append(("ready", array.shape))
-        return ready(array)
-
-    def is_free(self, number):
-        log.append(("free", number))
-        # Nothing refers to the values of a leaf when their bytes are given back.
-        assert not [each for each in values_of.values() if each() is not None]
-        free(self, number)
-
-    monkeypatch.setattr(jax, "block_until_ready", is_ready)
-    monkeypatch.setattr(transfer.Transfer, "free", is_free)
-    abstract = {name: jax.ShapeDtypeStruct((100, 10), F32) for name in names}
-    leaves = staged(restored_tree.target_leaves(abstract), make)
-    made = restored_tree.read_leaves(
-        checkpoint_of(files.tensors), moved, [], leaves, budget_bytes=4000
-    )
-    for each in leaves:
-        assert np.asarray(made[each.leaf.path]).tobytes() == (
-            expected[each.tensor.name].tobytes()
-        )
-    assert [kind for kind, _ in log] == ["make", "ready", "free"] * len(names)
-    # With room for one leaf, leaves are read in their order.
-    assert [name for kind, name in log if kind == "make"] == list(names)
 
 
 def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(files, monkeypatch):
@@ -473,8 +368,8 @@ class Counting(byte_source.LocalFiles):
                 Counting.current -= size
 
 
-@pytest.mark.parametrize("budget", [2**20, 2**23])
-def test_the_bytes_in_flight_keep_to_the_budget(files, monkeypatch, budget):
+def test_the_bytes_in_flight_keep_to_the_budget(files, monkeypatch):
+    budget = 2**20
     monkeypatch.setattr(planned_reads, "LocalFiles", Counting)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     small = spans.Limits(gap_bytes=0, span_bytes=2**18)
@@ -501,7 +396,7 @@ def test_every_byte_is_read_once_however_many_devices_hold_it(files, monkeypatch
     assert read[-1][1] == values.nbytes
 
 
-@pytest.mark.parametrize("chunk", [(7, 5), (64, 96), (1, 96), (64, 1)], ids=str)
+@pytest.mark.parametrize("chunk", [(7, 5), (1, 96)], ids=str)
 def test_encoded_arrays_are_read_through_tensorstore(tmp_path, chunk):
     values = drawn(64, 96)
     spec = {
@@ -530,6 +425,9 @@ def test_encoded_arrays_are_read_through_tensorstore(tmp_path, chunk):
     assert np.asarray(tree["w"]).tobytes() == values.T.tobytes()
 
 
+@pytest.mark.parametrize(
+    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_checkpoint_in_a_bucket_is_read_by_ranges(files, bucket):
     values = drawn(300, 200)
     file = files.add(values)

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import operator
 
 import numpy as np
 
 from elastic_ckpt.universal.moves import Reduction, TargetTensor
+from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.matching import moves
 from elastic_ckpt.universal.stored import StoredTensor
 
@@ -26,6 +28,18 @@ class Saved:
 def saved(name, values, kind="parameter", **ranks):
     ranked = tuple(sorted(ranks.items()))
     return Saved(name=name, values=np.asarray(values), ranks=ranked, kind=kind)
+
+
+def rule(source, target, **options):
+    return {"from": source, "to": target, **options}
+
+
+def layout(*rules, **keys):
+    return Layout.parse(json.dumps({"version": 1, "rules": list(rules), **keys}))
+
+
+def layout_of_one(source, target, **options):
+    return layout(rule(source, target, **options))
 
 
 def stored(tensors):
@@ -48,7 +62,7 @@ def targets_like(arrays):
     }
 
 
-def relayout(layout, tensors, axes=None, *, targets=None):
+def relayout(made_by, tensors, axes=None, *, targets=None):
     """The arrays of the target; each element is filled once.
 
     `tensors` are `Saved`, or arrays by name; `targets` are arrays of the same shapes.
@@ -56,7 +70,7 @@ def relayout(layout, tensors, axes=None, *, targets=None):
     if isinstance(tensors, dict):
         tensors = [saved(name, values) for name, values in tensors.items()]
     like = None if targets is None else targets_like(targets)
-    matched = moves(layout, stored(tensors), axes or {}, like)
+    matched = moves(made_by, stored(tensors), axes or {}, like)
     arrays = {
         name: np.zeros(each.shape, each.dtype) for name, each in matched.targets.items()
     }

@@ -314,7 +314,7 @@ def test_sizes_that_are_no_values_are_solved_or_named_with_their_line(relation, 
     assert any(each in str(caught.value) for each in listed)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @given(relations(), st.sampled_from([None, "x", 2**60, 0.5, float("nan")]))
 def test_a_step_that_is_missing_or_cannot_be_had_is_refused(relation, value):
     values_of, sizes, both = relation

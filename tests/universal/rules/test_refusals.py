@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.universal.rules import decoder
-from tests.universal.rules.relayout import numbered, relayout, saved
+from tests.universal.rules.relayout import layout_of_one, numbered, relayout, saved
 
 LAYOUT = Layout.parse(decoder.TEXT, file="decoder.yml")
 
@@ -146,3 +146,9 @@ def test_another_state_does_not_follow_a_scaled_parameter():
         for each in decoder.tensors()
     ]
     assert "how 'momentum' follows a parameter" in refusal(layout, tensors)
+
+
+def test_unequal_parts_of_a_dim_need_widths():
+    tensors = [saved("w", numbered(n + 1), tp=n) for n in range(2)]
+    with pytest.raises(LayoutError, match="dim 0 of 'w'"):
+        relayout(layout_of_one({"w": "x@tp"}, {"w": "x"}), tensors, {"tp": 2})

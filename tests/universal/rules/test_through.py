@@ -1,7 +1,6 @@
 """Layouts one after another make what they make one by one."""
 
 import dataclasses
-import json
 import math
 
 import numpy as np
@@ -11,17 +10,19 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests.universal.rules.relayout import assert_same, numbered, relayout, saved
+from tests.universal.rules.relayout import (
+    assert_same,
+    layout,
+    numbered,
+    relayout,
+    saved,
+)
 from tests.universal.rules.test_random_layouts import (
     Name,
     arrays_of,
     layout_of,
     sides,
 )
-
-
-def layout(*rules, **keys):
-    return Layout.parse(json.dumps({"version": 1, "rules": list(rules), **keys}))
 
 
 def through(*layouts):
@@ -80,83 +81,6 @@ def _rules(sizes, both):
 
 def _with_ranks(made, ranks):
     return dataclasses.replace(made, ranks=ranks)
-
-
-LLAMA = layout(
-    {
-        "from": {"model.{n}.q.weight": "(heads d) embed"},
-        "to": {"layers/{n}/q": "embed heads d"},
-    },
-    {"from": {"model.{n}.norm.weight": "embed"}, "to": {"layers/{n}/norm": "embed"}},
-    {
-        "from": {"embed.weight": "(vocab + pad) embed"},
-        "to": {"embed": "vocab embed"},
-        "pad": {"pad": 0},
-        "sizes": {"vocab": 5},
-    },
-    sizes={"heads": 2},
-)
-STACKED = layout(
-    {
-        "from": {"layers/{layer}/{leaf:path}": "..."},
-        "to": {"layers/{leaf}": "layer ..."},
-    },
-    {"from": {"{other:path}": "..."}, "to": {"{other}": "..."}},
-)
-
-
-def test_a_models_layout_is_stacked_and_back():
-    tensors = {f"model.{n}.q.weight": numbered(6, 4, start=n) for n in range(3)}
-    tensors |= {f"model.{n}.norm.weight": numbered(4, start=n) for n in range(3)}
-    padded = {**tensors, "embed.weight": numbered(5, 4)}
-    both = through(LLAMA, STACKED)
-    expected = {
-        "layers/q": np.stack(
-            [tensors[f"model.{n}.q.weight"].T.reshape(4, 2, 3) for n in range(3)]
-        ),
-        "layers/norm": np.stack([tensors[f"model.{n}.norm.weight"] for n in range(3)]),
-        "embed": numbered(5, 4),
-    }
-    with_rows = {**padded, "embed.weight": numbered(7, 4)}
-    assert_same(relayout(both, with_rows), expected)
-    assert_same(relayout(both, with_rows, targets=expected), expected)
-    made = relayout(both.inverse(), expected, targets=with_rows)
-    with_rows["embed.weight"][5:] = 0
-    assert_same(made, with_rows)
-
-
-def test_arithmetic_and_replicas_of_the_first_stay():
-    first = layout(
-        {
-            "from": {"w": {"dims": "x@tp y", "mean": ["dp"]}},
-            "to": {"w": {"dims": "y x", "scale": 3}},
-        }
-    )
-    second = layout(
-        {"from": {"w": "y (a b)"}, "to": {"{a}/w": {"dims": "b y", "shift": 1}}},
-        sizes={"a": 2},
-    )
-    tensors = [
-        saved("w", numbered(2, 3, start=10 * tp + dp), tp=tp, dp=dp)
-        for tp in range(2)
-        for dp in range(2)
-    ]
-    made = relayout(through(first, second), tensors, {"tp": 2, "dp": 2})
-    mean = np.concatenate(
-        [numbered(2, 3, start=10 * tp) + np.float32(0.5) for tp in range(2)]
-    )
-    expected = 3 * mean.T.reshape(3, 2, 2) + 1
-    assert_same(
-        made, {f"{a}/w": np.ascontiguousarray(expected[:, a].T) for a in range(2)}
-    )
-
-
-def test_dims_that_are_regrouped_without_common_factors_are_cut():
-    first = layout({"from": {"w": "a b"}, "to": {"w": "(a b)"}})
-    second = layout({"from": {"w": "(c d)"}, "to": {"w": "d c"}}, sizes={"c": 4})
-    values = numbered(6, 2)
-    made = relayout(through(first, second), {"w": values})
-    assert_same(made, {"w": values.reshape(4, 3).T})
 
 
 def test_arithmetic_on_replicas_of_both_layouts_is_refused():

@@ -1,10 +1,11 @@
-"""Checkpoints are converted to other layouts and formats, also after kills."""
+"""Checkpoints are converted to other layouts and formats, also after an end."""
 
 import dataclasses
-import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import jax
@@ -15,15 +16,18 @@ from orbax.checkpoint import v1 as ocp
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.universal.formats import safetensors_file
 from elastic_ckpt.universal.reading import reused_memory
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.writing import (
     chunks,
     conversion,
     convert,
-    files,
     writer,
 )
 from tests import runs
+from tests.maxtext import small_models
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 
@@ -93,24 +97,6 @@ def test_a_process_that_ends_is_one_error(tmp_path, monkeypatch):
         convert.convert(job(tmp_path), num_processes=2)
 
 
-def test_numbered_keys_are_the_items_of_optimizers(tmp_path):
-    layout = 'version: 1\nrules:\n  - from: {"norm": "e"}\n    to: {"opt/0/mu": "e"}\n'
-    values = np.arange(4, dtype=np.float32)
-    small_model.write(tmp_path / "source", {"norm": values})
-    (tmp_path / "layout.yml").write_text(layout)
-    convert.convert(job(tmp_path))
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {
-        "opt": (
-            {"mu": jax.ShapeDtypeStruct((4,), np.float32, sharding=sharding)},
-            (),
-        )
-    }
-    with checkpointer_of(tmp_path) as checkpointer:
-        state = checkpointer.load(0, wanted)
-    assert np.asarray(state["opt"][0]["mu"]).tobytes() == values.tobytes()
-
-
 def test_an_orbax_step_comes_back_as_the_safetensors_that_it_was_made_of(
     source, tmp_path
 ):
@@ -157,14 +143,6 @@ def test_targets_are_not_replaced_and_have_to_be_steps(tmp_path):
         convert.convert(job(tmp_path, "steps/1"))
     with pytest.raises(errors.CheckpointError, match=r"convert to .*model/0"):
         convert.convert(job(tmp_path, "model"))
-
-
-@pytest.mark.usefixtures("source")
-@pytest.mark.parametrize("to", TREES)
-@pytest.mark.parametrize("target", ["layout.yml/0", "made\0/0"])
-def test_a_target_that_cannot_be_a_path_is_one_error(tmp_path, to, target):
-    with pytest.raises(errors.CheckpointError, match=r"cannot be written .* another"):
-        convert.convert(job(tmp_path, target, to=to))
 
 
 @pytest.mark.usefixtures("source")
@@ -222,7 +200,7 @@ def end_before_change(number, given, made, check):
 
 @pytest.mark.parametrize("to", TREES)
 @pytest.mark.parametrize(
-    "numbers", [[0, 4, 9], pytest.param(itertools.count(), marks=pytest.mark.night)]
+    "numbers", [[0, 4, 9], pytest.param(range(1000), marks=pytest.mark.night)]
 )
 def test_a_conversion_that_ends_before_a_change_of_a_file_continues(
     source, tmp_path, numbers, to
@@ -275,37 +253,6 @@ def test_storage_that_fails_is_one_error_and_nothing_is_visible(
 
 
 @pytest.mark.usefixtures("source")
-def test_threads_that_read_end_when_a_box_cannot_be_written(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(28, "No space left on device")
-
-    # They wait for the box to be written.
-    monkeypatch.setattr(writer, "BUDGET_BYTES", 4)
-    monkeypatch.setattr(files.OpenFile, "put", refuse)
-    with pytest.raises(errors.CheckpointError, match="No space left") as error:
-        convert.convert(job(tmp_path, to="safetensors"))
-    names = {thread.name for thread in threading.enumerate()}
-    # The error refers to the frames that it came from.
-    assert error.value.__traceback__
-    assert "relayout" not in names
-
-
-@pytest.mark.usefixtures("source")
-def test_a_source_that_is_cut_short_is_one_error(tmp_path):
-    given = job(tmp_path)
-    planned = conversion.Conversion(given)
-    file = tmp_path / "source" / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 100)
-    begun = writer.Writer(convert.destination_of(planned))
-    attempt = begun.prepare()
-    begun.write(attempt, 0)
-    with pytest.raises(errors.ElasticCkptError, match="file ends after"):
-        begun.write(attempt, len(begun.units) - 1)
-    with pytest.raises(errors.CheckpointError, match="cannot be committed: it lacks"):
-        begun.commit(attempt)
-
-
-@pytest.mark.usefixtures("source")
 @pytest.mark.parametrize("to", TREES)
 def test_values_that_read_back_differently_are_not_committed(tmp_path, monkeypatch, to):
     pwrite = os.pwrite
@@ -322,7 +269,12 @@ def test_values_that_read_back_differently_are_not_committed(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.night)], indirect=True
+    "bucket",
+    [
+        pytest.param("gs", marks=pytest.mark.slow),
+        pytest.param("s3", marks=pytest.mark.night),
+    ],
+    indirect=True,
 )
 def test_a_step_in_a_bucket_is_continued_and_comes_back(source, tmp_path, bucket):
     given = conversion.Job(
@@ -348,3 +300,163 @@ def test_a_step_in_a_bucket_is_continued_and_comes_back(source, tmp_path, bucket
     )
     convert.convert(back)
     assert bits(read(tmp_path / "back")) == bits(source)
+
+
+LAYOUT = """
+version: 1
+rules:
+  - from: {"w": "(kv d) embed"}
+    to: {"params/w": "embed kv d"}
+"""
+
+
+def converted(*arguments):
+    return main.main(["convert", *map(str, arguments)])
+
+
+def read_one(directory):
+    return safetensors_file.read(directory / "model.safetensors")
+
+
+def assert_bits(arrays, expected):
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        assert arrays[name].dtype == array.dtype, name
+        assert arrays[name].tobytes() == array.tobytes(), name
+
+
+def test_a_layout_that_ships_takes_its_sizes_from_the_command(tmp_path, capsys):
+    tensors = small_models.tensors("llama3")
+    small_model.write(tmp_path / "source", tensors)
+    given = [tmp_path / "source", tmp_path / "steps" / "0", "--dry-run"]
+    rules = ["--rules", "hf_llama_to_maxtext"]
+    assert converted(*given, *rules) == 1
+    assert "size" in capsys.readouterr().err
+    assert converted(*given, *rules, "--size", "d=14") == 1
+    assert "--size interleave=1" in capsys.readouterr().err
+    sizes = ["--size", "interleave=2", "--size", "d=14"]
+    assert converted(*given, *rules, *sizes) == 0
+    assert f"safetensors: {len(tensors)} tensors" in capsys.readouterr().out
+
+
+def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, capsys):
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    small_model.write(tmp_path / "source", {"w": values})
+    (tmp_path / "source" / "config.json").write_text('{"kv": 2, "steps": 7}')
+    (tmp_path / "layout.yml").write_text(
+        LAYOUT.replace("rules:", "sizes: {kv: {value: config/kv}}\nrules:")
+        + "fill: {step: {value: config/steps}, scale: 0.5}\n"
+    )
+    rules = ["--rules", tmp_path / "layout.yml"]
+    assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
+    to = ["--to", "safetensors"]
+    assert converted(tmp_path / "steps" / "0", tmp_path / "made", *to) == 0
+    leaves = {"step": np.array(7, np.int32), "scale": np.array(0.5, np.float32)}
+    w = values.reshape(2, 3, 4).transpose(2, 0, 1).copy()
+    assert_bits(read_one(tmp_path / "made"), {"params/w": w, **leaves})
+    given = [tmp_path / "source", tmp_path / "three", *to, *rules]
+    assert converted(*given, "--size", "kv=3") == 0
+    w = values.reshape(3, 2, 4).transpose(2, 0, 1).copy()
+    assert_bits(read_one(tmp_path / "three"), {"params/w": w, **leaves})
+    (tmp_path / "source" / "config.json").unlink()
+    capsys.readouterr()
+    given[1] = tmp_path / "none"
+    assert converted(*given) == 1
+    assert "layout.yml, line 3: sizes['kv']: the checkpoint has no value config/kv" in (
+        capsys.readouterr().err
+    )
+    assert converted(*given, "--size", "kv=3") == 1
+    assert "line 7: fill['step']: the checkpoint has no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "there", "back"),
+    [
+        ("tree: items", "items", "state"),
+        ("tree: {from: a, to: b-2}", "b-2", "a"),
+    ],
+)
+def test_the_tree_of_a_step_is_named_by_the_layout(tmp_path, line, there, back):
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    small_model.write(tmp_path / "source", {"w": values})
+    (tmp_path / "layout.yml").write_text(f"{LAYOUT}\n{line}\n")
+    rules = ["--rules", tmp_path / "layout.yml", "--size", "kv=2"]
+    assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
+    tree = ocp.load(tmp_path / "steps" / "0", checkpointable_name=there)
+    made = tree["params"]["w"]
+    np.testing.assert_array_equal(made, values.reshape(2, 3, 4).transpose(2, 0, 1))
+    rules += ["--reverse"]
+    assert converted(tmp_path / "steps" / "0", tmp_path / "back" / "0", *rules) == 0
+    tree = ocp.load(tmp_path / "back" / "0", checkpointable_name=back)
+    np.testing.assert_array_equal(tree["w"], values)
+
+
+@pytest.mark.parametrize("name", ["..", "_x"])
+def test_a_tree_cannot_have_the_name_of_another_directory(name):
+    with pytest.raises(LayoutError, match="line 7"):
+        Layout.parse(f"{LAYOUT}\ntree: {name}\n")
+
+
+LISTS = """
+version: 1
+rules:
+  - from: {"{name:path}": "x"}
+    to: {"{name:path}": "x"}
+lists: [opt, opt/2/inner, other]
+"""
+
+
+def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
+    tensors = {
+        name: np.full(3, number, np.float32)
+        for number, name in enumerate(["opt/0/mu", "opt/2/inner/1", "dict/0"])
+    }
+    small_model.write(tmp_path / "source", tensors)
+    (tmp_path / "lists.yml").write_text(LISTS)
+    rules = ["--rules", tmp_path / "lists.yml"]
+    assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
+    tree = ocp.load(tmp_path / "steps" / "0", checkpointable_name="state")
+    shape = jax.tree.map(lambda each: int(each[0]), tree)
+    assert shape == {
+        "opt": [{"mu": 0}, None, {"inner": [None, 1]}],
+        "dict": {"0": 2},
+    }
+    to = ["--to", "safetensors"]
+    assert converted(tmp_path / "steps" / "0", tmp_path / "back", *to) == 0
+    assert_bits(read_one(tmp_path / "back"), tensors)
+    small_model.write(tmp_path / "wrong", {"other/x": np.ones(3, np.float32)})
+    assert converted(tmp_path / "wrong", tmp_path / "other" / "0", *rules) == 1
+    assert "other is listed in `lists`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--size", "kv=2"], "give --rules"),
+        (["--reverse"], "give --rules"),
+        (["--rules", "llama"], "hf_llama_to_maxtext"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_error(tmp_path, capsys, options, match):
+    small_model.write(tmp_path / "source", {"w": np.ones((6, 4), np.float32)})
+    assert converted(tmp_path / "source", tmp_path / "0", *options) == 1
+    assert match in capsys.readouterr().err
+
+
+_CONVERT = """
+import json, sys
+from elastic_ckpt.universal.writing import convert
+from elastic_ckpt.universal.writing.conversion import Job
+convert.convert(Job(source=sys.argv[1], target=sys.argv[2], to="safetensors"))
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_raw_formats_are_converted_without_jax_orbax_and_tensorstore(tmp_path):
+    small_model.write(tmp_path / "source", {"w": np.ones(3, np.float32)})
+    paths = [str(tmp_path / "source"), str(tmp_path / "made")]
+    imported = json.loads(
+        subprocess.check_output([sys.executable, "-c", _CONVERT, *paths])
+    )
+    assert not {"jax", "orbax", "tensorstore", "fsspec"}.intersection(imported)
+    assert "numpy" in imported

@@ -3,13 +3,11 @@
 import json
 import os
 
-import jax
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.cli import main
-from tests.universal.families.environment import TRANSFORMERS
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 
@@ -85,22 +83,6 @@ def test_an_output_that_is_missing_is_an_error(tmp_path, capsys):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_model_of_the_local_cache_is_given_by_its_id(tmp_path, monkeypatch, capsys):
-    small_model.write(tmp_path / "source", {"w": W})
-    assert exported(tmp_path) == 1
-    assert "by --config" in capsys.readouterr().err
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert exported(tmp_path, "--config", "hf://owner/name") == 1
-    assert "is not in the cache of the hub" in capsys.readouterr().err
-    cached, commit = tmp_path / "hub" / "models--owner--name", 40 * "a"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text(commit)
-    (cached / "snapshots" / commit).mkdir(parents=True)
-    (cached / "snapshots" / commit / "config.json").write_text('{"a": 1}')
-    assert exported(tmp_path, "--config", "hf://owner/name") == 0
-    assert config_of(tmp_path / "made") == {"a": 1, "dtype": "float32"}
-
-
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_a_dtype_without_floating_point_numbers_is_refused(tmp_path, capsys, dtype):
     model(tmp_path / "source", {"w": W})
@@ -169,25 +151,3 @@ def test_a_weight_beside_the_tree_of_the_others_comes_back_too(tmp_path):
     assert main.main(["convert", *map(str, given)]) == 0
     expected = {"w": W, "bias": state["aux"]["bias"]}
     assert bits(read(tmp_path / "made")) == bits(expected)
-
-
-@pytest.mark.night
-def test_transformers_loads_what_comes_back_from_a_run(tmp_path):
-    TRANSFORMERS.set_up()
-    program = "tests.universal.writing.hugging_face_models"
-    TRANSFORMERS.run(program, "write", tmp_path)
-    for name in ("tied", "untied"):
-        source, run = tmp_path / name, tmp_path / f"run_{name}"
-        rules = ["--rules", "hf_llama_to_maxtext", "--size", "interleave=2"]
-        arguments = [str(source), str(run / "start" / "0"), *rules]
-        assert main.main(["convert", *arguments]) == 0
-        weights = ocp.load(run / "start" / "0", checkpointable_name="items")
-        moments = jax.tree.map(np.zeros_like, weights)
-        state = {**weights, "opt_state": {"mu": moments}, "step": np.array(3, np.int32)}
-        ocp.save_checkpointables(run / "steps" / "3", {"items": state})
-        rules += ["--reverse", "--to", "hf", "--config", str(source), "--weights"]
-        for dtype in ("float32", "bfloat16"):
-            made = tmp_path / f"{name}_{dtype}"
-            given = [str(run / "steps" / "3"), str(made), *rules, "--dtype", dtype]
-            assert main.main(["convert", *given]) == 0
-            TRANSFORMERS.run(program, "load", source, made, dtype)

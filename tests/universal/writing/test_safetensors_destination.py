@@ -1,4 +1,4 @@
-"""Conversions to safetensors, of any tensors, after kills, damage, and in buckets."""
+"""Conversions to safetensors, of any tensors, after damage, and in buckets."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import tempfile
 from unittest import mock
 
 import hypothesis
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -19,7 +20,33 @@ from elastic_ckpt.universal.writing.safetensors_destination import (
 )
 from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits, read
-from tests.universal.writing import random_tensors
+
+DTYPES = [
+    np.dtype(np.float32),
+    np.dtype(np.float64),
+    np.dtype(np.int64),
+    np.dtype(np.uint8),
+    np.dtype(np.bool_),
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(ml_dtypes.float8_e4m3fn),
+]
+
+
+@st.composite
+def random_tensors(draw, most=6):
+    """Tensors by name, of all bit patterns."""
+    names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=most))
+    made = {}
+    for name in dict.fromkeys(names):
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+        dtype = draw(st.sampled_from(DTYPES))
+        generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        content = generator.bytes(int(np.prod(shape)) * dtype.itemsize)
+        if dtype.kind == "b":
+            content = bytes(byte % 2 for byte in content)
+        made[name] = np.frombuffer(content, dtype).reshape(shape)
+    return made
+
 
 INDEX = "model.safetensors.index.json"
 
@@ -53,7 +80,7 @@ def source(tmp_path, monkeypatch):
 
 
 @hypothesis.given(
-    random_tensors.tensors(),
+    random_tensors(),
     st.integers(0, 300),
     st.sampled_from([1, 16, 2**24]),
     st.sampled_from([1, 100, 2**28]),

@@ -1,29 +1,30 @@
-"""Options that meet: every element is used, and none is changed without a word."""
+"""Options of rules together, scales, optional rules, and layouts of weights alone."""
 
 import contextlib
-import json
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rule import Rule, TensorPattern, side
 from tests.universal import safetensors_files
-from tests.universal.rules.relayout import assert_same, numbered, relayout, saved
+from tests.universal.rules.relayout import (
+    assert_same,
+    layout,
+    numbered,
+    relayout,
+    rule,
+    saved,
+)
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
-
-
-def layout(*rules, **keys):
-    return Layout.parse(json.dumps({"version": 1, "rules": list(rules), **keys}))
-
-
-def rule(source, target, **options):
-    return {"from": source, "to": target, **options}
 
 
 def loaded(tmp_path, made_by, tensors, **expected):
@@ -231,3 +232,183 @@ def test_heads_that_are_repeated_over_ranks_are_read_once(tp, option):
         refused = pytest.raises(AssertionError)
         with refused if option == "replicated" else contextlib.nullcontext():
             relayout(made_by, tensors, {"tp": tp})
+
+
+STAGES = Layout.parse(
+    """
+version: 1
+rules:
+  - from: {"layers.{local}.w": "x@tp y"}
+    to: {"layers/{(pp local)}/w": "y x"}
+  - from: {"norm.w": {dims: y, replicated: [pp, tp]}}
+    to: {"norm": y}
+"""
+)
+TWO_SPELLINGS = Layout.parse(
+    """
+version: 1
+rules:
+  - {from: {"fused.norm.w": x}, to: {norm: x}, optional: true}
+  - {from: {"norm.w": x}, to: {norm: x}, optional: true}
+"""
+)
+WEIGHTS_ALONE = Layout.parse(
+    """
+version: 1
+states:
+  parameter: {from: "{}", to: "{}"}
+  master: {from: "{}", to: null}
+rules:
+  - {from: {"{name}.w": x}, to: {"{name}/w": x}}
+"""
+)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_an_axis_that_a_checkpoint_lacks_has_one_rank(tp, pp):
+    layers = [numbered(4, 3, start=12 * n) for n in range(2)]
+    norm = numbered(3)
+    tensors = []
+    axes = {axis: n for axis, n in {"tp": tp, "pp": pp}.items() if n > 1}
+    for stage, rank in np.ndindex(pp, tp):
+        ranks = {"tp": rank, "pp": stage}
+        ranks = {axis: ranks[axis] for axis in axes}
+        tensors.append(saved("norm.w", norm, **ranks))
+        for local, layer in enumerate(layers[stage * 2 // pp : (stage + 1) * 2 // pp]):
+            shard = np.split(layer, tp)[rank]
+            tensors.append(saved(f"layers.{local}.w", shard, **ranks))
+    expected = {f"layers/{n}/w": layer.T for n, layer in enumerate(layers)}
+    expected = {name: np.ascontiguousarray(each) for name, each in expected.items()}
+    assert_same(relayout(STAGES, tensors, axes), {**expected, "norm": norm})
+
+
+@pytest.mark.parametrize("name", ["fused.norm.w", "norm.w"])
+def test_of_optional_rules_for_one_tensor_that_with_a_source_fills_it(name):
+    expected = {"norm": numbered(5)}
+    made = relayout(TWO_SPELLINGS, {name: expected["norm"]}, targets=expected)
+    assert_same(made, expected)
+
+
+SPELLINGS = """
+version: 1
+rules:
+  - from: {"norm.w": "x", "dense.w": "x y"}
+    to: {"{0}norm": "x", "{0}dense": "x y"}
+    optional: true
+  - from: {"norm.w": "x", "sparse.w": "x y"}
+    to: {"{0}norm": "x", "{0}sparse": "x y"}
+    optional: true
+  - from: {"norm.w": "x", "sparse.w": "x y"}
+    to: {"other": "x", "{0}sparse": "x y"}
+    optional: true
+""".replace("{0}", "a/")
+
+
+@pytest.mark.parametrize(
+    ("block", "norm"), [("dense", "a/norm"), ("sparse", "a/norm"), ("sparse", "other")]
+)
+def test_the_first_optional_rule_counts_that_has_all_of_its_tensors(block, norm):
+    layout = Layout.parse(SPELLINGS)
+    tensors = {"norm.w": numbered(2), f"{block}.w": numbered(2, 3)}
+    expected = {norm: numbered(2), f"a/{block}": numbered(2, 3)}
+    assert_same(relayout(layout, tensors, targets=expected), expected)
+    assert_same(relayout(layout.inverse(), expected), tensors)
+    if norm == "a/norm":
+        assert_same(relayout(layout, tensors), expected)
+    with pytest.raises(LayoutError, match=r"norm\.w .*rules\[0\] and .*rules\[1\]"):
+        relayout(layout, {"norm.w": numbered(2)})
+
+
+WEIGHTS = """
+version: 1
+states:
+  {weights}: {{from: "{{}}", to: "params/{{}}"}}
+  first_moment: {{from: "{{}}", to: "mu/{{}}"}}
+rules:
+  - from: {{"{{layer}}.w": "x"}}
+    to: {{"w": "layer x"}}
+  - from: {{"{{name:path}}": {{dims: "", replicated: [name]}}}}
+    to: {{"count": ""}}
+    kind: step
+"""
+OF_TWO_LAYERS = [
+    saved(f"{layer}.{name}", np.full(3, 10 * layer + power), kind=kind)
+    for layer in range(2)
+    for power, (name, kind) in enumerate(
+        (("w", "master"), ("w", "first_moment"), ("w", "parameter"))
+    )
+] + [saved(f"{layer}/step", np.int32(7), kind="step") for layer in range(2)]
+
+
+@pytest.mark.parametrize(("kind", "power"), [("master", 0), ("parameter", 2)])
+def test_moments_and_steps_are_dropped(kind, power):
+    other = {"master", "parameter"} - {kind}
+    tensors = [each for each in OF_TWO_LAYERS if each.kind not in other]
+    layout = Layout.parse(WEIGHTS.format(weights=kind)).weights()
+    arrays = relayout(layout, tensors)
+    assert list(arrays) == ["params/w"]
+    np.testing.assert_array_equal(
+        arrays["params/w"], [[power] * 3, [10 + power] * 3], strict=False
+    )
+
+
+def test_a_layout_without_weights_is_refused():
+    with pytest.raises(LayoutError, match="`parameter` or `master`"):
+        Layout.parse(WEIGHTS.format(weights="momentum")).weights()
+
+
+KINDS = ("parameter", "master", "first_moment", "second_moment")
+scales = st.floats(0.01, 100) | st.floats(-100, -0.01)
+
+
+def scaled_layout(scale, shift, kind):
+    text = f"""
+version: 1
+states: {{{kind}: {{from: "{{}}", to: "{{}}"}}}}
+rules: [{{from: {{w: x}}, to: {{w: x}}}}]
+"""
+    target = TensorPattern(name="", dims="x", scale=scale, shift=shift)
+    rules = (Rule(source=side({"w": "x"}), target=side({"w": target})),)
+    return Layout(rules=rules, states=Layout.parse(text).states)
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1),
+    scales,
+    st.sampled_from(KINDS),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+def test_scaled_values_return_within_one_ulp(listed, scale, kind, dtype):
+    # The arithmetic of the oracle is in float64, which is wider than these.
+    w = np.array(listed, np.dtype(dtype))
+    w = w[abs(w.astype(np.float64)) > 1e-2]
+    layout = scaled_layout(scale if dtype != "float16" else abs(scale) ** 0.1, 0, kind)
+    made = relayout(layout, [saved("w", w, kind)])
+    (back,) = relayout(layout.inverse(), [saved("w", made["w"], kind)]).values()
+    ulps = np.spacing(np.abs(w)).astype(np.float64)
+    difference = back.astype(np.float64) - w.astype(np.float64)
+    assert (abs(difference) <= ulps).all()
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1), scales, scales)
+def test_shifted_values_return_within_one_ulp_of_the_largest_term(listed, scale, shift):
+    w = np.array(listed, np.float32)
+    layout = scaled_layout(scale, shift, "parameter")
+    made = relayout(layout, {"w": w})["w"]
+    back = relayout(layout.inverse(), {"w": made})["w"]
+    # Rounding of the shifted value is undone with it.
+    largest = np.maximum(abs(w), abs(made.astype(np.float64) / scale)).astype(
+        np.float32
+    )
+    assert (abs(back.astype(np.float64) - w) <= np.spacing(largest) * 1.0).all()
+
+
+@given(scales, scales, scales, scales)
+def test_both_sides_may_be_scaled(a, b, c, d):
+    one = TensorPattern(name="", dims="x", scale=a, shift=b)
+    other = TensorPattern(name="", dims="x", scale=c, shift=d)
+    rules = (Rule(source=side({"w": one}), target=side({"w": other})),)
+    w = np.linspace(-2, 2, 5)
+    made = relayout(Layout(rules=rules), {"w": a * w + b})["w"]
+    np.testing.assert_allclose(made, c * w + d, rtol=1e-9, atol=1e-9 * abs(c * b / a))

@@ -1,4 +1,4 @@
-"""Names that say what is meant, copies and repeats, sums in names, and values."""
+"""Constructs of the language against NumPy, or what is said of their misuse."""
 
 import dataclasses
 import json
@@ -10,15 +10,15 @@ import pytest
 from elastic_ckpt.universal.formats import plain_values
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from tests.universal.rules.relayout import assert_same, numbered, relayout, saved
-
-
-def layout(*rules, **keys):
-    return Layout.parse(json.dumps({"version": 1, "rules": list(rules), **keys}))
-
-
-def rule(source, target, **options):
-    return {"from": source, "to": target, **options}
+from tests.universal.rules.relayout import (
+    assert_same,
+    layout,
+    layout_of_one,
+    numbered,
+    relayout,
+    rule,
+    saved,
+)
 
 
 def both_ways(made_by, tensors, expected, **sizes):
@@ -124,49 +124,6 @@ def test_repeated_dims_are_left_or_averaged(option):
     assert_same(relayout(made_by, {"w": values}), {"w": expected})
 
 
-def layers_of_two_kinds(count):
-    return {f"layers.{n}.w": numbered(2, start=10 * n) for n in range(count)}
-
-
-@pytest.mark.parametrize("count", [6, 12, 8, 11])
-def test_layers_alternate_between_two_stacks(count):
-    layers = layers_of_two_kinds(count)
-    clip = "" if count % 6 == 0 else "~"
-    made_by = layout(
-        rule(
-            {f"layers.{{(block (local + global)){clip}}}.w": "x"},
-            {
-                "local": f"(block local){clip} x",
-                "global": f"(block global){clip} x",
-            },
-        ),
-        sizes={"local": 5, "global": 1},
-    )
-    values = list(layers.values())
-    expected = {
-        "local": np.stack([v for n, v in enumerate(values) if n % 6 != 5]),
-        "global": np.stack([v for n, v in enumerate(values) if n % 6 == 5] or [])
-        if count >= 6
-        else np.zeros((0, 2), np.float32),
-    }
-    both_ways(made_by, layers, expected)
-
-
-def test_dense_layers_come_before_those_of_experts():
-    layers = layers_of_two_kinds(5)
-    made_by = layout(
-        rule(
-            {"layers.{(dense + moe)}.w": "x"},
-            {"dense/{dense}/w": "x", "moe/w": "x moe"},
-        ),
-        sizes={"dense": 2},
-    )
-    values = list(layers.values())
-    expected = {f"dense/{n}/w": values[n] for n in range(2)}
-    expected["moe/w"] = np.stack(values[2:], axis=1)
-    both_ways(made_by, layers, expected)
-
-
 def test_sizes_that_one_rule_knows_are_known_in_the_others():
     tensors = {"q": numbered(6, 4), "bias": numbered(6)}
     made_by = layout(
@@ -183,26 +140,6 @@ def test_sizes_that_one_rule_knows_are_known_in_the_others():
         rule({"bias": "(heads d)"}, {"bias": "d heads"}),
     )
     assert_same(relayout(partly, tensors), targets)
-
-
-def test_any_dims_are_stacked():
-    tensors = {
-        "layers/0/norm/scale": numbered(3),
-        "layers/1/norm/scale": numbered(3, start=3),
-        "layers/0/mlp/kernel": numbered(2, 3),
-        "layers/1/mlp/kernel": numbered(2, 3, start=6),
-        "step": np.array(3, np.int32),
-    }
-    made_by = layout(
-        rule({"layers/{layer}/{leaf:path}": "..."}, {"layers/{leaf}": "layer ..."}),
-        rule({"{other:path}": "..."}, {"{other}": "..."}),
-    )
-    expected = {
-        "layers/norm/scale": numbered(2, 3),
-        "layers/mlp/kernel": numbered(2, 2, 3),
-        "step": tensors["step"],
-    }
-    both_ways(made_by, tensors, expected)
 
 
 def test_a_default_of_the_file_serves_the_rules_that_do_not_use_the_axis():
@@ -254,32 +191,6 @@ def test_a_block_scaled_weight_is_multiplied_by_its_scales():
     assert_same(relayout(made_by, plain), {"a/kernel": numbered(5, 7).T})
     with pytest.raises(LayoutError, match=r"scales 'a\.weight_scale_inv' are missing"):
         relayout(made_by, {"a.weight": weight})
-
-
-def test_numbers_of_four_bits_are_two_in_a_byte():
-    experts, out, groups = 2, 3, 4
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (experts, out, groups, 16)).astype(np.uint8)
-    scales = rng.integers(120, 130, (experts, out, groups)).astype(np.uint8)
-    made_by = layout(
-        rule(
-            {
-                "w_blocks": {
-                    "dims": "e out g k",
-                    "as": "float4_e2m1fn",
-                    "times": {"w_scales": {"dims": "e out g", "as": "float8_e8m0fnu"}},
-                }
-            },
-            {"w": {"dims": "e (g k) out", "dtype": "float32"}},
-        )
-    )
-    low = (blocks & 15).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    high = (blocks >> 4).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    values = np.stack([low, high], -1).reshape(experts, out, groups, 32)
-    values *= np.exp2(scales.astype(np.float32) - 127)[..., None]
-    expected = values.reshape(experts, out, -1).transpose(0, 2, 1)
-    made = relayout(made_by, {"w_blocks": blocks, "w_scales": scales})
-    assert_same(made, {"w": np.ascontiguousarray(expected)})
 
 
 @pytest.mark.parametrize(
@@ -361,30 +272,6 @@ def test_a_tensor_of_optional_rules_that_all_lack_others_is_refused():
             relayout(made_by, held)
 
 
-def test_a_product_of_low_rank_is_added():
-    weight, b, a = numbered(4, 3), numbered(4, 2), numbered(2, 3)
-    made_by = layout(
-        rule(
-            {
-                "{n}.weight": {
-                    "dims": "out in",
-                    "plus": {
-                        "{n}.lora_B": {"dims": "out r", "scale": "alpha / r"},
-                        "{n}.lora_A": "r in",
-                    },
-                }
-            },
-            {"{n}/kernel": "in out"},
-        ),
-        sizes={"alpha": 8},
-    )
-    tensors = {"x.weight": weight, "x.lora_A": a, "x.lora_B": b, "y.weight": weight}
-    expected = {"x/kernel": (weight + 4 * b @ a).T, "y/kernel": weight.T}
-    assert_same(relayout(made_by, tensors), expected)
-    back = relayout(made_by.inverse(), {"x/kernel": weight.T})
-    assert_same(back, {"x.weight": weight})
-
-
 def test_a_scale_is_rounded_as_a_dtype_has_it():
     made_by = layout(
         rule({"w": "v d"}, {"w": {"dims": "v d", "scale": "bfloat16(d ** 0.5)"}})
@@ -403,57 +290,6 @@ def test_an_error_about_a_pattern_that_matches_nothing_names_the_nearest_tensor(
     text = str(caught.value)
     assert "1 patterns match no tensor" in text
     assert "the nearest is 'model.norm.weight'" in text
-
-
-def test_weights_without_scales_are_those_of_the_general_rule():
-    made_by = layout(
-        rule(
-            {
-                "{name:path}.weight": {
-                    "dims": "(ob o)~ (ib i)~",
-                    "times": {"{name}.weight_scale_inv": "ob ib"},
-                }
-            },
-            {"{name}.weight": {"dims": "(ob o)~ (ib i)~", "dtype": "bfloat16"}},
-        ),
-        rule({"{name:path}": "..."}, {"{name}": "..."}),
-        sizes={"o": 2, "i": 2},
-    )
-    weight = numbered(3, 4).astype(ml_dtypes.float8_e4m3fn)
-    scales = np.full((2, 2), 2, np.float32)
-    others = {"norm.weight": numbered(5), "head.bias": numbered(2, 2, 2)}
-    tensors = {"a.b.weight": weight, "a.b.weight_scale_inv": scales, **others}
-    expected = (weight.astype(np.float32) * 2).astype(ml_dtypes.bfloat16)
-    made = relayout(made_by, tensors)
-    assert_same(made, {"a.b.weight": expected, **others})
-    with pytest.raises(LayoutError, match=r"match no tensor: .*weight'\]"):
-        relayout(made_by, others)
-
-
-def test_an_instance_may_lack_the_layers_of_one_kind():
-    names = {
-        "layers/0/mlp": numbered(2),
-        "layers/1/moe": numbered(3),
-        "layers/2/moe": numbered(3, start=3),
-        **{f"layers/{n}/norm": numbered(4, start=n) for n in range(3)},
-    }
-    made_by = layout(
-        rule(
-            {"layers/{(dense + moe)}/{leaf:path}": "..."},
-            {"dense_layers/{leaf}": "dense ...", "moe_layers/{leaf}": "moe ..."},
-        ),
-        sizes={"dense": 1},
-    )
-    expected = {
-        "dense_layers/mlp": numbered(1, 2),
-        "moe_layers/moe": numbered(2, 3),
-        "dense_layers/norm": numbered(1, 4),
-        "moe_layers/norm": np.stack([numbered(4, start=n) for n in (1, 2)]),
-    }
-    both_ways(made_by, names, expected)
-    lacking = {name: v for name, v in expected.items() if name != "moe_layers/norm"}
-    with pytest.raises(LayoutError, match="the target lacks moe_layers/norm"):
-        relayout(made_by, names, targets=lacking)
 
 
 @pytest.mark.parametrize(
@@ -475,24 +311,6 @@ def test_a_size_of_blocks_that_the_scales_contradict_is_refused(size, fits):
             relayout(made_by, tensors)
 
 
-def test_scales_of_integers_need_a_word():
-    weight = numbered(4).astype(ml_dtypes.float8_e4m3fn)
-    tensors = {"w": weight, "w_scale": np.array([3], np.uint8)}
-
-    def made_by(**options):
-        scales = {"w_scale": {"dims": "1", **options}}
-        of_target = {"dims": "x", "dtype": "float32"}
-        return layout(rule({"w": {"dims": "x", "times": scales}}, {"w": of_target}))
-
-    with pytest.raises(LayoutError, match=r"uint8; write `as: float8_e8m0fnu`"):
-        relayout(made_by(), tensors)
-    values = weight.astype(np.float32)
-    factors = relayout(made_by(dtype="float32"), tensors)
-    assert_same(factors, {"w": values * 3})
-    exponents = relayout(made_by(**{"as": "float8_e8m0fnu"}), tensors)
-    assert_same(exponents, {"w": values * np.float32(2.0**-124)})
-
-
 @pytest.mark.parametrize("size", ["2 * a", "a // 2", "2 ** a", "a * a"])
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_shapes_tell_whether_a_computed_size_is_right(size, names):
@@ -507,20 +325,240 @@ def test_shapes_tell_whether_a_computed_size_is_right(size, names):
         relayout(made_by, {"wa": numbered(8), "wb": numbered(right + 1)})
 
 
-@pytest.mark.parametrize("count", [4, 5, 6])
-def test_layers_after_the_last_whole_block_may_be_none(count):
+def sharded(name, values, axis=0, **counts):
+    """The parts of `values` along a dim, on the ranks of one axis of the mesh."""
+    ((rank_axis, count),) = counts.items()
+    parts = np.split(values, count, axis=axis)
+    return [saved(name, part, **{rank_axis: n}) for n, part in enumerate(parts)]
+
+
+def test_a_scalar_is_moved():
+    made = relayout(layout_of_one({"step": ""}, {"count": ""}), {"step": np.int32(7)})
+    assert_same(made, {"count": np.array(7, np.int32)})
+
+
+def test_leading_zeros_are_a_number():
+    tensors = {f"layer_{n:02}.w": numbered(3, start=n) for n in (0, 7, 10, 100)}
+    made = relayout(layout_of_one({"layer_{n:02}.w": "x"}, {"{n}/w": "x"}), tensors)
+    assert_same(made, {f"{n}/w": numbered(3, start=n) for n in (0, 7, 10, 100)})
+
+
+def test_names_that_count_from_1_are_a_dim_and_back():
+    tensors = {f"{n + 1}.w": numbered(2, start=10 * n) for n in range(11)}
+    layout = layout_of_one({"{l+1}.w": "x"}, {"w": "l x"})
+    made = relayout(layout, tensors)
+    assert_same(made, {"w": np.stack(list(tensors.values()))})
+    assert_same(relayout(layout.inverse(), made), tensors)
+    with pytest.raises(LayoutError, match=r"0\.w"):
+        relayout(layout, {"0.w": numbered(2), **tensors})
+
+
+def test_two_rules_that_make_one_tensor_are_refused():
+    layout = Layout.parse(
+        """
+version: 1
+rules: [{from: {a: x}, to: {k: x}}, {from: {b: x}, to: {k: x}}]
+"""
+    )
+    tensors = {"a": numbered(2), "b": numbered(2)}
+    with pytest.raises(LayoutError, match="k is made by another rule too"):
+        relayout(layout, tensors)
+    with pytest.raises(LayoutError, match="tensors are in several rules: k"):
+        relayout(layout, tensors, targets={"k": numbered(2)})
+
+
+def test_a_tensor_without_elements_has_no_moves():
+    made = relayout(layout_of_one({"w": "x y"}, {"w": "y x"}), {"w": np.ones((0, 3))})
+    assert_same(made, {"w": np.ones((3, 0))})
+
+
+def test_shards_are_named_by_their_rank_in_both_directions():
+    w = numbered(6, 2)
+    layout = layout_of_one({"{tp}.w": "x@tp y"}, {"{rank}/w": "x y@rank"})
+    tensors = {f"{n}.w": part for n, part in enumerate(np.split(w, 3))}
+    wanted = {f"{n}/w": part for n, part in enumerate(np.split(w, 2, axis=1))}
+    made = relayout(layout, tensors, targets=wanted)
+    assert_same(made, wanted)
+    assert_same(relayout(layout.inverse(), made, targets=tensors), tensors)
+
+
+def test_a_padded_dim_is_cut_and_filled():
+    w = numbered(6, 2)
+    padded = np.concatenate([w[:5], np.full((1, 2), 9, np.float32)])
+    layout = layout_of_one(
+        {"w": "(vocab + rows)@tp x"},
+        {"w": "x vocab"},
+        pad={"rows": 9},
+        sizes={"vocab": 5, "rows": 1},
+    )
+    made = relayout(layout, sharded("w", padded, tp=2), {"tp": 2})
+    assert_same(made, {"w": w[:5].T})
+    assert_same(relayout(layout.inverse(), made), {"w": padded})
+
+
+def test_padding_inside_of_a_product_is_filled():
+    w = numbered(3, 2, 2)
+    layout = layout_of_one(
+        {"w": "h d x"},
+        {"w": "(h (d + more)) (x + last)"},
+        pad={"more": -1, "last": -2},
+        sizes={"more": 1, "last": 1},
+    )
+    made = relayout(layout, {"w": w})["w"].reshape(3, 3, 3)
+    assert (made[:, :2, :2] == w).all()
+    assert (made[:, 2, :2] == -1).all()
+    assert (made[:, :2, 2] == -2).all()
+
+
+@pytest.mark.parametrize("key", ["replicated", "unchecked"])
+def test_a_replicated_tensor_is_taken_once(key):
+    w = numbered(4)
+    tensors = [
+        saved("w", part, tp=tp, dp=dp)
+        for tp, part in enumerate(np.split(w, 2))
+        for dp in range(3)
+    ]
+    layout = layout_of_one({"w": {"dims": "x@tp", key: ["dp"]}}, {"w": "x"})
+    assert_same(relayout(layout, tensors, {"tp": 2, "dp": 3}), {"w": w})
+
+
+def test_only_the_first_of_unchecked_tensors_is_read():
+    tensors = [saved("w", numbered(4, start=n), dp=n) for n in range(3)]
+    layout = layout_of_one({"w": {"dims": "x", "unchecked": ["dp"]}}, {"w": "x"})
+    assert_same(relayout(layout, tensors, {"dp": 3}), {"w": numbered(4)})
+
+
+def test_ranks_are_averaged_or_added():
+    tensors = [saved("w", numbered(4, start=2 * n), dp=n) for n in range(3)]
+    for key, expected in (("mean", numbered(4, start=2)), ("sum", numbered(4) * 3 + 6)):
+        layout = layout_of_one({"w": {"dims": "x", key: ["dp"]}}, {"w": "x"})
+        assert_same(relayout(layout, tensors, {"dp": 3}), {"w": expected})
+
+
+def test_a_mean_needs_all_ranks():
+    tensors = [saved("w", numbered(4), dp=n) for n in range(2)]
+    layout = layout_of_one({"w": {"dims": "x", "mean": ["dp"]}}, {"w": "x"})
+    with pytest.raises(LayoutError, match="2 times of 3 over dp"):
+        relayout(layout, tensors, {"dp": 3})
+
+
+def test_a_replicated_capture_is_one_tensor_and_back():
+    tensors = {f"zero/{name}/step": np.int64(5) for name in ("a.w", "b.w")}
+    layout = layout_of_one(
+        {"zero/{name:path}/step": {"dims": "", "replicated": ["name"]}}, {"step": ""}
+    )
+    made = relayout(layout, tensors)
+    assert_same(made, {"step": np.array(5)})
+    tensors = {name: np.asarray(value) for name, value in tensors.items()}
+    assert_same(relayout(layout.inverse(), made, targets=tensors), tensors)
+
+
+def test_a_cast_is_to_the_dtype_of_the_rule():
+    layout = layout_of_one({"w": "x"}, {"w": {"dims": "x", "dtype": "bfloat16"}})
+    made = relayout(layout, {"w": numbered(4)})
+    assert made["w"].dtype.name == "bfloat16"
+    assert made["w"].astype(np.float32).tolist() == [0, 1, 2, 3]
+
+
+def test_another_category_of_dtypes_needs_to_be_written():
+    layout = layout_of_one({"w": "x"}, {"w": "x"})
+    wanted = {"w": np.zeros(4, np.int32)}
+    with pytest.raises(LayoutError, match="write `dtype: int32`"):
+        relayout(layout, {"w": numbered(4)}, targets=wanted)
+    layout = layout_of_one({"w": "x"}, {"w": {"dims": "x", "dtype": "int32"}})
+    made = relayout(layout, {"w": numbered(4)}, targets=wanted)
+    assert_same(made, {"w": np.arange(4, dtype=np.int32)})
+
+
+STATES = """
+version: 1
+states:
+  parameter: {from: "{}", to: "p/{}"}
+  master: {from: "{}", to: "w/{}"}
+  first_moment: {from: "{}", to: "m/{}"}
+  second_moment: {from: "{}", to: "v/{}"}
+rules:
+  - from: {"w": "heads d x"}
+    to: {"k": {dims: "x (heads d)", scale: "d ** 0.5", shift: -1}}
+    sizes: {d: 4}
+"""
+
+
+def test_moments_follow_a_scaled_and_shifted_parameter():
+    w = numbered(2, 4, 3)
+    kinds = {"parameter": "p", "master": "w", "first_moment": "m", "second_moment": "v"}
+    layout = Layout.parse(STATES)
+    tensors = [saved("w", w, kind) for kind in kinds]
+    flat = w.reshape(8, 3).T
+    expected = {
+        "p/k": flat * 2 - 1,
+        "w/k": flat * 2 - 1,
+        "m/k": flat / 2,
+        "v/k": flat / 4,
+    }
+    assert_same(relayout(layout, tensors), expected)
+
+
+def test_states_without_target_are_dropped():
+    layout = Layout.parse(STATES).only(["parameter"])
+    tensors = [saved("w", numbered(2, 4, 3), kind) for kind in layout.states]
+    assert relayout(layout, tensors).keys() == {"p/k"}
+
+
+def test_a_format_without_kinds_has_states_by_name():
+    layout = Layout.parse(STATES)
+    tensors = [saved("w", numbered(2, 4, 3), kind) for kind in layout.states]
+    made = relayout(layout, tensors)
+    back = relayout(layout.inverse().only(["master"]), made)
+    assert_same(back, {"w": numbered(2, 4, 3)})
+
+
+def test_an_optional_rule_may_match_nothing():
+    layout = Layout.parse(
+        """
+version: 1
+rules:
+  - {from: {"w": "x"}, to: {"k": "x"}}
+  - {from: {"b": "x"}, to: {"bias": "x"}, optional: true}
+"""
+    )
+    w = numbered(2)
+    assert_same(relayout(layout, {"w": w}), {"k": w})
+    assert_same(relayout(layout, {"w": w, "b": w}), {"k": w, "bias": w})
+
+
+def test_dropped_tensors_are_not_used():
+    layout = Layout.parse(
+        """
+version: 1
+rules: [{from: {"w": "x"}, to: {"k": "x"}}]
+drop: ["*.inv_freq"]
+"""
+    )
+    w = numbered(2)
+    assert_same(relayout(layout, {"w": w, "rope.inv_freq": w}), {"k": w})
+
+
+def test_a_table_reorders_the_indices_of_a_dim():
+    values = numbered(5, 2)
+    made_by = layout(
+        rule({"w": "old x"}, {"w": "new x"}),
+        index={"new": {"by": ["old"], "values": [3, 4, 0, 1, 2]}},
+    )
+    expected = {"w": values[[2, 3, 4, 0, 1]]}
+    assert_same(relayout(made_by, {"w": values}), expected)
+    assert_same(relayout(made_by.inverse(), expected), {"w": values})
+
+
+@pytest.mark.parametrize("count", [5, 8, 12])
+def test_layers_of_two_kinds_come_back_without_a_tree(count):
+    layers = {f"layers.{n}.w": numbered(2, start=10 * n) for n in range(count)}
     made_by = layout(
         rule(
-            {"layers_{(block place + rest)}/{leaf}": "x"},
-            {"layers/{place}/{leaf}": "block x", "rest/{rest}/{leaf}": "x"},
+            {"layers.{(block (local + global))~}.w": "x"},
+            {"local": "(block local)~ x", "global": "(block global)~ x"},
         ),
-        sizes={"place": 2},
-    ).with_sizes({"block": 2})
-    arrays = [np.full(3, float(layer)) for layer in range(count)]
-    tensors = {f"layers_{layer}/w": array for layer, array in enumerate(arrays)}
-    expected = {f"layers/{at}/w": np.stack(arrays[at:4:2]) for at in range(2)}
-    rest = {f"rest/{at}/w": array for at, array in enumerate(arrays[4:])}
-    both_ways(made_by, tensors, {**expected, **rest}, rest=count - 4)
-    if rest:
-        with pytest.raises(LayoutError, match=r"target lacks: layers_4/w"):
-            relayout(made_by, tensors, targets=expected)
+        sizes={"local": 3, "global": 1},
+    )
+    made = relayout(made_by, layers)
+    assert_same(relayout(made_by.inverse(), made), layers)
