@@ -204,11 +204,6 @@ def save_next(checkpointer, tree):
     return number
 
 
-def test_a_number_of_numpy_that_is_a_float_is_one(checkpointer):
-    number = save_next(checkpointer, {"a": np.float64(1.5)})
-    assert bits(checkpointer.load(number)) == bits({"a": 1.5})
-
-
 def test_orbax_loads_a_tree_of_arrays_without_elements_alone(checkpointer):
     # It does not save them itself.
     tree = {"a": jnp.ones((0, 4)), "b": np.ones((3, 0))}

@@ -160,19 +160,3 @@ def test_components_metrics_and_custom_metadata_stand_where_orbax_has_them(tmp_p
     step = times(metrics=metrics, custom=custom)
     ours = orbax_format.metadata_files(trees, ["data"], chunks=chunks(trees), step=step)
     assert without_chunks(ours) == without_chunks(files(tmp_path / "5"))
-
-
-@pytest.mark.parametrize("tree", ["shardings", "random keys", "optimizers"])
-def test_abstract_arrays_are_described_as_those_that_they_stand_for(tree):
-    trees = {"state": TREES[tree]()}
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=leaf.sharding
-        ),
-        trees,
-    )
-    first, second = (
-        orbax_format.metadata_files(each, (), chunks=chunks(each), step=times())
-        for each in (trees, abstract)
-    )
-    assert first == second

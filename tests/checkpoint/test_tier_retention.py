@@ -6,6 +6,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.core import storage
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
+from tests.recorded_events import RecordedEvents
 from tests.tiers import tiered_steps, uploaded
 
 # Orbax warns about loads without a sharding.
@@ -85,48 +86,26 @@ def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
     assert stored(tmp_path) == [0, 1, 3]
 
 
-def test_storage_that_is_away_when_a_world_begins_is_told_and_training_goes_on(
-    tmp_path, monkeypatch
-):
-    def away(*_):
-        raise OSError(5, "storage is away")
-
-    monkeypatch.setattr(storage, "Presence", away)
-    events = []
-
-    def emit(name, **fields):
-        if name == "degraded":
-            events.append((fields["tier"], fields["why"]))
-
-    with opened(tmp_path, emit=emit) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-        assert in_ram(tmp_path) == [1]
-        # A backup that others do not know of could be taken for a dead one.
-        assert stored(tmp_path) == []
-        monkeypatch.undo()
-        tiered_steps.save(checkpointer, 2)
-    assert stored(tmp_path) == [2]
-    assert events[0][0] == "persistent"
-    assert (
-        "leftovers were not removed: host 0: [Errno 5] storage is away" in events[0][1]
-    )
-
-
-def test_steps_that_cannot_be_removed_are_told_and_the_backup_counts(
+def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
     tmp_path, monkeypatch
 ):
     def refuse(*_):
-        raise PermissionError(13, "may not remove")
+        raise OSError(5, "storage is away")
 
-    monkeypatch.setattr(persistent_tier.PersistentTier, "remove", refuse)
-    events = []
-
-    def emit(name, **fields):
-        if name in ("degraded", "backed_up"):
-            events.append((name, fields["step"]))
-
-    with opened(tmp_path, keep=policies.LatestN(1), emit=emit) as checkpointer:
-        tiered_steps.save(checkpointer, 1, 2)
-        checkpointer.wait()
-    assert events == [("backed_up", 1), ("backed_up", 2), ("degraded", 2)]
-    assert stored(tmp_path) == [1, 2]
+    recorded = RecordedEvents()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "Presence", refuse)
+        with opened(tmp_path, keep=policies.LatestN(1), emit=recorded) as checkpointer:
+            tiered_steps.save(checkpointer, 1)
+            assert in_ram(tmp_path) == [1]
+            # A backup that others do not know of could be taken for a dead one.
+            assert stored(tmp_path) == []
+            patch.undo()
+            patch.setattr(persistent_tier.PersistentTier, "remove", refuse)
+            tiered_steps.save(checkpointer, 2, 3)
+    # Steps that cannot be removed are told, and the backups count.
+    assert stored(tmp_path) == [2, 3]
+    assert [each["step"] for each in recorded.named("backed_up")] == [2, 3]
+    told = recorded.named("degraded")
+    assert "leftovers were not removed: host 0: [Errno 5] storage" in told[0]["why"]
+    assert told[-1]["step"] == 3
