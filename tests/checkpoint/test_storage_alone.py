@@ -78,24 +78,6 @@ def test_a_failed_save_is_reported_and_the_next_is_made(make, breaks):
     check(make(ram=None), 6)
 
 
-def test_a_removed_step_does_not_bring_back_what_its_line_abandoned(make):
-    checkpointer = make(ram=None)
-    for step in (1, 2, 3):
-        save(checkpointer, step)
-    check(checkpointer, 1, 1)
-    assert checkpointer.save(2, state(20))
-    checkpointer.delete(2)
-    assert checkpointer.latest.step == 1
-    checkpointer.close()
-    again = make(ram=None)
-    assert [each.step for each in again.checkpoints] == [1]
-    # An abandoned step is there for a caller who names it, and its line goes on.
-    check(again, 3, 3)
-    assert again.save(4, state(40))
-    again.delete(4)
-    assert again.latest.step == 3
-
-
 def test_a_run_can_drop_gain_and_rename_its_local_tier(make, tmp_path):
     with make(every=2, run="the run") as with_ram:
         save(with_ram, 2)

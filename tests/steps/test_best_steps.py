@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.steps import best_steps, retention
+from elastic_ckpt.steps import best_steps
 from tests.steps.test_retention import held
 
 
@@ -54,16 +54,3 @@ def test_metrics_that_are_no_numbers_are_never_the_best():
     assert policy.rank({"eval_loss": "low"}) is None
     assert policy.rank({"accuracy": 1.0}) is None
     assert policy.rank(None) is None
-
-
-def test_the_best_and_the_newest_are_kept_together():
-    losses = [2.0, 1.0, 3.0, 4.0]
-    steps = [held(number, loss=loss) for number, loss in enumerate(losses)]
-    gone = retention.steps_to_delete(
-        steps,
-        best_steps.BestN(2, metric="loss"),
-        newest_complete=3,
-        in_flight=(),
-        preserved=(),
-    )
-    assert gone == [2]

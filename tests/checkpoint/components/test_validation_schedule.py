@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 
 from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.core import errors, metrics, topology
@@ -102,8 +101,3 @@ def test_intervals_and_saves_are_chosen_apart():
     run, _ = trained("quick", at_saves=False, interval=3)
     validated = [step for name, step in names(run) if name == "validated"]
     assert validated == [3, 6]
-
-
-@pytest.fixture(autouse=True)
-def eight_devices():
-    assert len(jax.devices()) == 8
