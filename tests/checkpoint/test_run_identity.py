@@ -118,14 +118,3 @@ def test_a_run_from_before_gets_its_identity_at_its_next_start(tmp_path, ram):
     assert (tmp_path / "a" / run_identity.FILE).exists()
     assert (ram / run_identity.FILE).exists()
     refused(tiers(ram, tmp_path / "b"), ram)
-
-
-def test_storage_that_is_out_of_reach_leaves_the_identity_of_ram(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"), 4, 5)
-    # It can be neither listed nor read.
-    (tmp_path / "a").rename(tmp_path / "away")
-    (tmp_path / "a").write_text("")
-    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
-    (tmp_path / "a").unlink()
-    (tmp_path / "away").rename(tmp_path / "a")
-    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
