@@ -357,13 +357,6 @@ def test_a_form_that_orbax_does_not_restore_is_refused(steps):
         for form in forms:
             with pytest.raises(errors.CheckpointError, match=why):
                 steps.storage.load(number, asked(**form))
-    # One error has all differences.
-    wanted = asked(a=jax.ShapeDtypeStruct((5,), np.float32), extra=1)
-    del wanted["i"]
-    with pytest.raises(errors.CheckpointError, match="another model") as caught:
-        steps.storage.load(number, wanted)
-    for leaf in ("a: saved [3]", "extra: saved nothing", "i: saved "):
-        assert f"state/{leaf}" in str(caught.value)
 
 
 def test_checkpointables_are_chosen_as_in_orbax(checkpointer, tmp_path):

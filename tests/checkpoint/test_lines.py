@@ -244,8 +244,11 @@ def test_looking_at_an_older_step_abandons_nothing(run):
     assert run.steps() == old(1, 3, 4, 5, 6)
 
 
-@with_and_without_ram
-@pytest.mark.parametrize("way", ["said", "with components", "first load"])
+@pytest.mark.parametrize(
+    ("run", "way"),
+    [("ram", "said"), (None, "with components"), ("ram", "first load")],
+    indirect=["run"],
+)
 def test_going_back_abandons_newer_steps_at_the_next_save(run, way):
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(run.open())

@@ -15,7 +15,6 @@ from elastic_ckpt.core import errors
 from tests.checkpoint.test_checkpointer import abstract, bits, check, save, state
 from tests.recorded_events import RecordedEvents
 
-policies = ocp.training.preservation_policies
 P = jax.P("a")
 
 
@@ -127,7 +126,7 @@ def test_a_flipped_bit_is_never_loaded_in_silence(make, tmp_path):
     check(make(ram=None), 2)
 
 
-CAPTURES = {"auto": 8, "host": 1, "device": 8, "wait": 1, "in RAM": 8}
+CAPTURES = {"auto": 8, "host": 1, "device": 8, "wait": 1}
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
@@ -141,10 +140,7 @@ def test_a_loop_that_donates_its_state_saves_each_step_as_it_was(make, capture):
         "large": jax.device_put(jnp.zeros((8, 2**16)), over),
         "small": jnp.zeros(8, jnp.bfloat16),
     }
-    if capture == "in RAM":
-        checkpointer = make(every=100, local={"keep": policies.PreserveAll()})
-    else:
-        checkpointer = make(ram=None, capture=capture)
+    checkpointer = make(ram=None, capture=capture)
     saved = {}
     for step in range(3):
         response = checkpointer.save_async(step, tree)

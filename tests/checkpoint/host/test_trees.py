@@ -130,7 +130,7 @@ def test_a_step_of_another_model_is_refused_and_a_part_of_one_is_not():
     )
 
 
-@pytest.mark.parametrize("most_bytes", [4, 40, 1000])
+@pytest.mark.parametrize("most_bytes", [24, 1000])
 def test_a_large_box_is_made_piece_by_piece_on_its_device(mesh, most_bytes):
     values = np.arange(24 * 8, dtype=np.float32).reshape(24, 8)
     for spec in (P("a", "b"), P(None, "a")):
