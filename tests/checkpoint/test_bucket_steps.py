@@ -8,10 +8,8 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import leases, persistent_root
 from tests.tiers import tiered_steps
 
-# The clients of S3 take seconds to start.
-pytestmark = pytest.mark.parametrize(
-    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
-)
+# `tests/tiers` has both kinds of buckets.
+pytestmark = pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 
 NEWEST = ocp.training.preservation_policies.LatestN(1)
 

@@ -19,6 +19,9 @@ from tests import shared_memory
 from tests.checkpoint.test_component_io import Counter
 from tests.recorded_events import RecordedEvents
 
+# Orbax warns about loads without a sharding.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
 SPEC = PartitionSpec("a", "b")
 
 
@@ -186,3 +189,129 @@ def test_what_is_in_ram_is_its_owners_alone():
         for path in [root, *root.rglob("*")]:
             mode = stat.S_IMODE(path.stat().st_mode)
             assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+INTEGERS = (int, np.int64, np.int32, np.uint8, np.array, jnp.int32, jnp.array)
+STATE = {"w": np.ones(2)}
+
+
+def test_an_integer_of_any_type_is_a_step(make):
+    checkpointer = make()
+    for number, kind in enumerate(INTEGERS, start=3):
+        step = kind(number)
+        assert checkpointer.should_save(step)
+        assert checkpointer.save(step, STATE)
+        checkpointer.record_metrics(step, {"loss": 1.5})
+        checkpointer.wait()
+        assert type(checkpointer.latest.step) is int
+        assert [each.step for each in checkpointer.checkpoints] == [number]
+        assert checkpointer.evaluations() == {number: {"loss": 1.5}}
+        assert checkpointer.is_durable(step)
+        assert checkpointer.load(step, STATE).keys() == STATE.keys()
+        assert checkpointer.load_async(step, STATE).result().keys() == STATE.keys()
+        assert checkpointer.metadata(step).step == number
+        assert checkpointer.delete(step)
+        checkpointer.save(step, STATE)
+        checkpointer.cancel(step)
+        assert checkpointer.latest is None
+
+
+def test_what_is_no_step_is_refused_by_name(make):
+    checkpointer = make()
+    calls = (
+        checkpointer.should_save,
+        lambda step: checkpointer.save(step, STATE),
+        lambda step: checkpointer.save_checkpointables_async(step, {"state": STATE}),
+        lambda step: checkpointer.record_metrics(step, {"loss": 1.5}),
+        checkpointer.load,
+        checkpointer.load_async,
+        checkpointer.load_checkpointables,
+        checkpointer.metadata,
+        checkpointer.is_durable,
+        checkpointer.delete,
+        checkpointer.cancel,
+    )
+    refused = {
+        "-1": -1,
+        r"np.int64\(-1\)": np.int64(-1),
+        "1.0": 1.0,
+        "True": True,
+        "np.True_": np.True_,
+        "'3'": "3",
+        r"array\(\[3\]\)": np.array([3]),
+        r"Array\(3., dtype=float32": jnp.float32(3),
+    }
+    for name, step in refused.items():
+        for call in calls:
+            message = f"^{name}.* is not a step; give"
+            with pytest.raises(errors.CheckpointError, match=message):
+                call(step)
+    assert checkpointer.save(1, STATE)
+
+
+KEPT = {"keep": ocp.training.preservation_policies.PreserveAll()}
+METRICS = {"loss": 0.5, "nested": {"a": [1, 2]}}
+CUSTOM = {"note": "x", "numbers": [1, 2.5, None]}
+
+
+def noted(checkpoint):
+    return checkpoint.step, checkpoint.metrics, checkpoint.custom_metadata
+
+
+def test_a_step_has_its_metrics_and_metadata_wherever_it_is_found(make, tmp_path):
+    checkpointer = make(every=2, local=KEPT)
+    checkpointer.save(1, {"w": jnp.ones(2)})
+    checkpointer.save(2, {"w": jnp.ones(2)}, metrics=METRICS, custom_metadata=CUSTOM)
+    expected = [(1, None, None), (2, METRICS, CUSTOM)]
+    assert noted(checkpointer.latest) == expected[1]
+    assert list(map(noted, checkpointer.checkpoints)) == expected
+    assert noted(checkpointer.metadata()) == expected[1]
+    assert noted(checkpointer.checkpointables_metadata(1)) == expected[0]
+    checkpointer.close()
+    from_ram, from_storage = make(local=KEPT), make(ram="other ram")
+    assert noted(from_ram.latest) == noted(from_storage.latest) == expected[1]
+    assert list(map(noted, from_ram.checkpoints)) == expected
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        assert stock.latest.metrics == METRICS
+        ours, theirs = from_storage.metadata(2), stock.metadata(2)
+        assert noted(theirs) == noted(ours)
+        seconds = theirs.commit_timestamp_nsecs - ours.commit_timestamp_nsecs
+        assert 0 <= seconds < 600e9
+
+
+def test_steps_that_orbax_alone_saved_are_listed_with_what_they_have(make, tmp_path):
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        for step in (3, 7):
+            stock.save(
+                step, {"n": step}, metrics={"loss": step}, custom_metadata=CUSTOM
+            )
+        expected = [(3, {"loss": 3}, CUSTOM), (7, {"loss": 7}, CUSTOM)]
+        committed = [
+            each.commit_timestamp_nsecs for each in map(stock.metadata, (3, 7))
+        ]
+    checkpointer = make(local=KEPT)
+    assert list(map(noted, checkpointer.checkpoints)) == expected
+    times = [each.commit_timestamp_nsecs for each in checkpointer.checkpoints]
+    assert times == committed
+    assert noted(checkpointer.latest) == noted(checkpointer.metadata()) == expected[1]
+    assert checkpointer.save(8, {"n": 8})
+    checkpointer.wait()
+    assert [each.step for each in checkpointer.checkpoints] == [3, 7, 8]
+    assert checkpointer.load(3) == {"n": 3}
+
+
+def test_a_step_that_exists_is_saved_only_to_overwrite_it(make, tmp_path):
+    checkpointer = make(local=KEPT)
+    with ocp.training.Checkpointer(tmp_path / "stock") as stock:
+        for each in (stock, checkpointer):
+            for step in (2, 4):
+                assert each.save(step, {"n": step})
+            for step, force in [(2, False), (4, False), (4, True)]:
+                with pytest.raises(ocp.training.errors.StepAlreadyExistsError):
+                    each.save(step, {"n": 0}, force=force)
+            assert not each.save(3, {"n": 3})
+            assert each.load(4) == {"n": 4}
+    with pytest.raises(errors.CheckpointError, match="step 2 already exists"):
+        checkpointer.save_checkpointables(2, {"state": {"n": 0}})
+    assert checkpointer.save(4, {"n": 5}, overwrite=True)
+    assert checkpointer.load() == {"n": 5}

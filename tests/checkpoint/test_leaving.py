@@ -3,8 +3,6 @@
 In one process here; `tests/multiprocess/test_leaving_hosts.py` has several.
 """
 
-import subprocess
-import sys
 import threading
 
 import jax.numpy as jnp
@@ -83,38 +81,3 @@ def test_a_second_interruption_ends_the_wait(tmp_path):
     with opened(tmp_path, "ram") as again:
         assert again.latest.step == 2
         slow.released.set()
-
-
-UNCLOSED = """
-import sys
-import jax.numpy as jnp
-import elastic_ckpt as ec
-
-def main(directory, error):
-    tiers = [ec.Persistent(directory + "/steps", every=1)]
-    if error == "ram":
-        tiers.append(ec.Local(directory + "/ram"))
-    checkpointer = ec.Checkpointer(tiers)
-    for step in (1, 2, 3):
-        checkpointer.save_async(step, {"w": jnp.full(100_000, step)})
-    if error == "error":
-        raise ValueError("stop")
-
-main(*sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ram", "error"])
-def test_a_checkpointer_that_is_not_closed_loses_nothing(tmp_path, kind):
-    ended = subprocess.run(
-        [sys.executable, "-c", UNCLOSED, tmp_path, kind],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == (kind == "error")
-    assert "3" in stored(tmp_path)
-    assert ended.stderr.count("was not closed, and its saves are finished now") == 1
-    assert "after interpreter shutdown" not in ended.stderr
-    assert ended.stderr.count("Traceback") == (kind == "error")

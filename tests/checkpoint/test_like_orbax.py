@@ -113,7 +113,6 @@ STEPS = {
     "nothing": lambda: {"a": None},
     "tuples": lambda: ({"a": (1, 2)}, [Point(1, jnp.ones(2))]),
     "a named tuple": TREES["named tuples"],
-    "an array and a text": lambda: {"b": jnp.ones(3), "s": "x"},
     "a key of another generator": lambda: {"k": jax.random.key(3, impl="rbg")},
 }
 NUMBERS = {name: number for number, name in enumerate(STEPS)}
@@ -204,11 +203,6 @@ def save_next(checkpointer, tree):
     return number
 
 
-def test_a_number_of_numpy_that_is_a_float_is_one(checkpointer):
-    number = save_next(checkpointer, {"a": np.float64(1.5)})
-    assert bits(checkpointer.load(number)) == bits({"a": 1.5})
-
-
 def test_orbax_loads_a_tree_of_arrays_without_elements_alone(checkpointer):
     # It does not save them itself.
     tree = {"a": jnp.ones((0, 4)), "b": np.ones((3, 0))}
@@ -242,25 +236,7 @@ REFUSED = {
     "'state/a/' and 'state/a/~1'": [lambda: {"a": {"": 1, "/": 2}}],
     "is not Unicode": [lambda: {"\ud800": 1}, lambda: {"a": "\ud800"}],
     "'state' is empty": [dict, list, lambda: None],
-    r"the structure of 'state' cannot be saved .*give a tree of": [
-        lambda: {"w": Unhashable({"a": jnp.ones(2)})}
-    ],
 }
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Unhashable:
-    """A node whose key has no hash."""
-
-    def __init__(self, tree):
-        self._tree = tree
-
-    def tree_flatten_with_keys(self):
-        return [(jax.tree_util.DictKey(["a"]), self._tree)], None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
 
 
 @pytest.mark.parametrize("leaf", REFUSED)
@@ -300,30 +276,27 @@ def test_checkpointables_have_names_that_can_be_directories(checkpointer):
     assert checkpointer.save(number, {"w": jnp.ones(2)})
 
 
-CHANGES = {
-    "types": lambda: {},
-    "numbers": lambda: {"i": 0, "f": 0.0, "b": False},
-    "an int as a float": lambda: {"i": float},
-    "a float as an int": lambda: {"f": 0},
-    "a bool as an int": lambda: {"b": int},
-    "an int as a bool": lambda: {"i": bool},
-    "an int as an array of NumPy": lambda: {"i": np.zeros((), np.int32)},
-    "an array as one of NumPy": lambda: {"a": np.zeros(3), "w": np.ndarray},
-    "an array as it was saved": lambda: {"a": jax.Array, "w": jax.ShapeDtypeStruct},
-    "another dtype": lambda: {"a": jax.ShapeDtypeStruct((3,), jnp.bfloat16)},
-    "a text by a text": lambda: {"s": "another"},
-    "an abstract key": lambda: {"k": jax.ShapeDtypeStruct((), jax.random.key(0).dtype)},
-    "placeholders": lambda: dict.fromkeys("anikse", ...),
-    "placeholders in a list": lambda: {"l": [..., {"z": ...}], "t": (int, ...)},
-    "nothing in the place of a leaf": lambda: dict.fromkeys("ais"),
-    "a list as a tuple": lambda: {"l": (int, {"z": jnp.zeros(2)}), "t": [int, int]},
-}
+def forms():
+    """Requests in which leaves have other forms than they were saved in."""
+    abstract_key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    low = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+    arrays = {"a": np.zeros(3), "w": np.ndarray}
+    as_saved = {"a": jax.Array, "w": jax.ShapeDtypeStruct, "k": abstract_key}
+    as_lists = {"l": (int, {"z": jnp.zeros(2)}), "t": [int, int]}
+    return [
+        asked(),
+        asked(i=0, f=0.0, b=False, s="another"),
+        asked(i=float, f=0, b=int, **arrays),
+        asked(i=bool, **as_saved),
+        asked(i=np.zeros((), np.int32), a=low, **as_lists),
+        asked(**dict.fromkeys("anikse", ...)),
+        asked(l=[..., {"z": ...}], t=(int, ...), **dict.fromkeys("ais")),
+    ]
 
 
 def test_leaves_are_restored_in_the_forms_that_orbax_takes(steps):
     number = NUMBERS["leaves of all kinds"]
-    for change in CHANGES.values():
-        wanted = asked(**change())
+    for wanted in forms():
         expected = bits(steps.orbax.load(number, wanted))
         assert bits(steps.storage.load(number, wanted)) == expected
         assert bits(steps.of_orbax.load(number, wanted)) == expected
@@ -363,22 +336,6 @@ def test_a_form_that_orbax_does_not_restore_is_refused(steps):
         for form in forms:
             with pytest.raises(errors.CheckpointError, match=why):
                 steps.storage.load(number, asked(**form))
-    # One error has all differences.
-    wanted = asked(a=jax.ShapeDtypeStruct((5,), np.float32), extra=1)
-    del wanted["i"]
-    with pytest.raises(errors.CheckpointError, match="another model") as caught:
-        steps.storage.load(number, wanted)
-    for leaf in ("a: saved [3]", "extra: saved nothing", "i: saved "):
-        assert f"state/{leaf}" in str(caught.value)
-
-
-def test_a_good_step_of_orbax_is_not_blamed_for_a_wrong_request(steps):
-    for wanted, why in (
-        ({"b": b"", "s": str}, "cannot be read as it is requested .*; compare the req"),
-        ({"b": str, "s": 1}, r"b: saved \[3\], now a text; s: saved a text, now a num"),
-    ):
-        with pytest.raises(errors.CheckpointError, match=why):
-            steps.of_orbax.load(NUMBERS["an array and a text"], wanted)
 
 
 def test_checkpointables_are_chosen_as_in_orbax(checkpointer, tmp_path):

@@ -1,4 +1,4 @@
-"""Runs that go back to an older step, or save one anew: which saves count then.
+"""Runs that go back to an older step, look at one, or distrust one: which saves count.
 
 `tests/model` goes back and overwrites in random histories, and crashes at each change.
 """
@@ -7,44 +7,56 @@ import contextlib
 import os
 import shutil
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_world
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps import line
 from elastic_ckpt.steps.step_id import StepId
+from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.persistent import claims, persistent_root
-from tests.tiers import tiered_steps
-
-# Orbax warns about loads without a sharding.
-pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+from tests.checkpoint.test_component_io import Counter
+from tests.recorded_events import RecordedEvents
 
 policies = ocp.training.preservation_policies
-ALL = policies.PreserveAll()
+NotFound = ocp.training.errors.StepNotFoundError
 
 
 class Run:
-    """Worlds of one run, one after the other; the state of a step is a number."""
+    """Processes of one run, one after the other; the state of a step is a number."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, *, ram="ram"):
+        self.path, self.ram = path, ram
+        self.recorded = RecordedEvents()
 
-    def world(self, *, ram="ram", **options):
-        ram, steps = self.path / ram, self.path / "steps"
-        return tiered_steps.checkpointer(ram, steps, **options)
+    def open(self, *, ram=None, start=None, every=1, keep=None, ram_keep=None, **local):
+        """Opens a world; a `start` of the run claims it."""
+        local["keep"] = ram_keep or policies.PreserveAll()
+        tiers = [Persistent(self.path / "steps", every=every, keep=keep)]
+        if ram or self.ram:
+            tiers.append(Local(self.path / (ram or self.ram), every=1, **local))
+        world = run_world.ALONE
+        if start:
+            world = run_world.RunWorld(claimant=claims.Claimant(name=start))
+        return frontend.Checkpointer(tiers, run="run", emit=self.recorded, world=world)
 
-    def save(self, opened, *steps, line, **options):
+    def save(self, opened, *steps, line=1, **options):
         for step in steps:
-            state = {"w": jnp.full(4, 100 * line + step)}
-            assert opened.save(step, state, **options)
+            parts = {"state": {"w": 100 * line + step}, "data": Counter()}
+            assert opened.save_checkpointables(step, parts, **options)
             opened.wait()
+
+    def load(self, opened, step=None):
+        """Loads a step with its data; returns the number in its state."""
+        parts = {"state": None, "data": Counter()}
+        return value(opened.load_checkpointables(step, parts)["state"])
 
     def steps(self, **options):
         """The steps that a new world finds, with their values."""
-        with self.world(**options) as opened:
+        with self.open(**options) as opened:
             return [
                 (each.step, value(opened.load(each))) for each in opened.checkpoints
             ]
@@ -60,37 +72,43 @@ class Run:
         root = persistent_root.PersistentRoot.from_path(self.path / "steps")
         return [step for step, _ in root.set_aside_steps()]
 
+    def lose_ram(self):
+        shutil.rmtree(self.path / "ram")
+
+    def went_back(self):
+        """From which step to which, since it was asked last."""
+        found = self.recorded.named("went_back")
+        self.recorded.events.clear()
+        return [(each["step"], each["to_step"]) for each in found]
+
 
 def value(state):
-    (number,) = set(np.asarray(state["w"]).tolist())
-    return number
+    return int(np.ravel(state["w"])[0])
 
 
 def old(*steps):
     return [(step, 100 + step) for step in steps]
 
 
-@pytest.fixture
-def run(tmp_path):
-    return Run(tmp_path)
+@pytest.fixture(params=["ram"])
+def run(request, tmp_path):
+    return Run(tmp_path, ram=request.param)
 
 
-def start(name):
-    """A start of the run, which claims its worlds."""
-    return {"world": run_world.RunWorld(claimant=claims.Claimant(name=name))}
+with_and_without_ram = pytest.mark.parametrize("run", ["ram", None], indirect=True)
 
 
 @pytest.mark.parametrize("steps", [[], [1, 2, 3]])
 def test_saves_of_a_replaced_start_do_not_count(run, steps):
     ended = contextlib.suppress(errors.ReplacedError)
-    with ended, run.world(ram="of-a", **start("a")) as replaced:
-        run.save(replaced, *steps, line=1)
-        with run.world(ram="of-b", **start("b")) as new:
+    with ended, run.open(ram="of-a", start="a") as replaced:
+        run.save(replaced, *steps)
+        with run.open(ram="of-b", start="b") as new:
             assert [replaced.claim_world(), new.claim_world()] == [1, 2]
             # The old start saves on, until it is to commit a step to storage.
             for step in (4, 5):
                 with pytest.raises(errors.ReplacedError, match="b, has continued it"):
-                    run.save(replaced, step, line=1)
+                    run.save(replaced, step)
             assert [each.step for each in new.checkpoints] == steps
             run.save(new, 4, line=2)
         assert replaced.latest.step == 4
@@ -100,37 +118,38 @@ def test_saves_of_a_replaced_start_do_not_count(run, steps):
 
 
 def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(run):
-    with run.world() as opened:
-        run.save(opened, *range(1, 7), line=1)
+    newest = {"ram_keep": policies.LatestN(1)}
+    with run.open(**newest) as opened:
+        run.save(opened, *range(1, 7))
         opened.load(4)
         run.save(opened, 5, line=2)
-    with run.world() as opened:
-        assert value(opened.load(6)) == 106
-        assert value(opened.load(5)) == 205
-        assert value(opened.load(6)) == 106
-        run.save(opened, 7, line=1)
+    with run.open(**newest) as opened:
+        for step, expected in ((6, 106), (5, 205), (6, 106)):
+            assert value(opened.load(step)) == expected
+        run.save(opened, 7)
     assert run.steps() == run.stock() == old(*range(1, 8))
     assert run.set_aside() == [5]
 
 
 def test_a_fallback_names_its_parent_and_the_incomplete_step_does_not_count(run):
-    with run.world(keep_in_ram=ALL) as opened:
-        run.save(opened, *range(1, 4), line=1)
+    with run.open() as opened:
+        run.save(opened, 1, 2, 3)
         # Stored values of step 3 are lost in RAM and in storage.
         for step in (*run.path.glob("ram/hosts/*/3-*"), run.path / "steps" / "3"):
             shutil.rmtree(step / "state")
-    with run.world(keep_in_ram=ALL) as opened:
+    with run.open() as opened:
         assert value(opened.load(None)) == 102
         parent = (opened.latest.step, opened.latest.save)
         run.save(opened, 3, line=2)
         assert opened.latest.line == (parent, (3, opened.latest.save))
-    assert run.steps(keep_in_ram=ALL) == run.stock() == [*old(1, 2), (3, 203)]
+    assert run.steps() == run.stock() == [*old(1, 2), (3, 203)]
 
 
 def test_retention_prefers_what_it_promised_to_abandoned_steps(run):
-    with run.world(keep=policies.LatestN(3), keep_in_ram=ALL) as opened:
-        run.save(opened, *range(1, 7), line=1)
-    with run.world(keep=policies.LatestN(3), keep_in_ram=policies.LatestN(2)) as opened:
+    latest = policies.LatestN
+    with run.open(keep=latest(3)) as opened:
+        run.save(opened, *range(1, 7))
+    with run.open(keep=latest(3), ram_keep=latest(2)) as opened:
         opened.load(4)
         run.save(opened, 5, line=2)
         assert [step for step, _ in run.stock()] == [4, 5]
@@ -139,66 +158,242 @@ def test_retention_prefers_what_it_promised_to_abandoned_steps(run):
     assert run.stock() == [(5, 205), (6, 206), (7, 207)]
     assert run.set_aside() == []
     names = os.listdir(run.path / "ram" / "hosts" / "0")
-    assert sorted(n.partition("-")[0] for n in names if n != "lock") == ["6", "7"]
+    assert sorted(n.partition("-")[0] for n in names if n[0].isdigit()) == ["6", "7"]
 
 
 def test_steps_of_plain_orbax_are_abandoned_too(run):
     with ocp.training.Checkpointer(run.path / "steps") as stock:
         for step in (1, 2, 3):
-            stock.save(step, {"w": jnp.full(4, 100 + step)})
-    with run.world() as opened:
+            stock.save(step, {"w": 100 + step})
+    with run.open() as opened:
         assert opened.latest.step == 3
-        opened.load(1, {"w": jnp.zeros(4, jnp.int32)})
+        opened.load(1, {"w": 0})
         run.save(opened, 2, line=2)
     assert run.steps() == run.stock() == [(1, 101), (2, 202)]
 
 
 def test_only_the_newest_step_is_overwritten_whether_it_fits_into_ram_or_not(run):
-    with run.world(limit_bytes=300_000) as opened:
-        run.save(opened, 1, 2, line=1)
+    with run.open(limit_bytes=300_000) as opened:
+        run.save(opened, 1, 2)
         with pytest.raises(
             errors.CheckpointError, match="only the newest step can, which is 2"
         ):
             run.save(opened, 1, line=2, overwrite=True)
-        assert opened.save(2, {"w": jnp.full(100_000, 202)}, overwrite=True)
+        large = {"w": np.full(10**6, 202, np.int32)}
+        assert opened.save(2, large, overwrite=True)
     assert run.stock() == run.steps() == [(1, 101), (2, 202)]
 
 
 def test_where_steps_are_written_in_place_they_are_copied_aside(run, monkeypatch):
     def in_place(path):
-        return persistent_root.PersistentRoot(
-            path=storage.absolute(path), in_place=True
-        )
+        path = storage.absolute(path)
+        return persistent_root.PersistentRoot(path=path, in_place=True)
 
     monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", in_place)
-    with run.world() as opened:
-        run.save(opened, *range(1, 5), line=1)
+    with run.open() as opened:
+        run.save(opened, *range(1, 5))
         opened.load(2)
         run.save(opened, 3, line=2)
     assert run.set_aside() == [3, 4]
-    shutil.rmtree(run.path / "ram")
+    run.lose_ram()
     assert run.steps() == [*old(1, 2), (3, 203)]
-    with run.world() as opened:
+    with run.open() as opened:
         assert value(opened.load(4)) == 104
-        run.save(opened, 5, line=1)
+        run.save(opened, 5)
     assert run.set_aside() == [3]
-    shutil.rmtree(run.path / "ram")
+    run.lose_ram()
     assert run.steps() == old(1, 2, 3, 4, 5)
 
 
 def test_what_a_line_abandons():
     current = line.Line(save="5", parents=((3, "1"), (6, "3")))
-    assert not current.abandons(StepId(3, "1"))
-    assert current.abandons(StepId(4, "1"))
-    assert not current.abandons(StepId(6, "3"))
-    assert current.abandons(StepId(7, "3"))
-    # Saves that the line did not go on from.
-    assert current.abandons(StepId(2, "2"))
-    assert current.abandons(StepId(2, "4"))
-    # The parent of the oldest save is unknown.
-    assert not current.abandons(StepId(3, "0"))
-    assert current.abandons(StepId(4, "0"))
-    # Its own steps, and newer saves.
-    assert not current.abandons(StepId(7, "5"))
-    assert not current.abandons(StepId(7, "6"))
+    kept = [(3, "1"), (6, "3"), (3, "0"), (7, "5"), (7, "6")]
+    # Those of saves that the line did not go on from, too.
+    gone = [(4, "1"), (7, "3"), (2, "2"), (2, "4"), (4, "0")]
+    for number, save in kept:
+        assert not current.abandons(StepId(number, save))
+    for number, save in gone:
+        assert current.abandons(StepId(number, save))
     assert not line.Line(save="5", parents=()).abandons(StepId(9, "1"))
+
+
+@with_and_without_ram
+def test_looking_at_an_older_step_abandons_nothing(run):
+    with run.open() as opened:
+        run.save(opened, 1, 2, 3)
+        for step in (2, 1):
+            assert value(opened.load(step)) == 100 + step
+        assert opened.latest.step == 3
+        assert not opened.should_save(1)
+        assert opened.should_save(4)
+        run.save(opened, 4)
+    with run.open() as opened:
+        assert value(opened.load()) == 104
+        assert value(opened.load(2)) == 102
+        run.save(opened, 5)
+    with run.open() as opened:
+        # A process that has nothing else to go on from.
+        assert value(opened.load(2, go_back=False)) == 102
+        run.save(opened, 6)
+        # And the look is forgotten with the step.
+        opened.load(2)
+        opened.delete(2)
+        with pytest.raises(errors.CheckpointError, match="already exists"):
+            run.save(opened, 4)
+    assert run.went_back() == []
+    assert run.steps() == old(1, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("run", "way"),
+    [("ram", "said"), (None, "with components"), ("ram", "first load")],
+    indirect=["run"],
+)
+def test_going_back_abandons_newer_steps_at_the_next_save(run, way):
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(run.open())
+        run.save(opened, 1, 2, 3, 4)
+        if way == "said":
+            opened.load_async(2, go_back=True).result()
+        elif way == "with components":
+            run.load(opened, 2)
+        else:
+            opened.close()
+            opened = stack.enter_context(run.open())
+            opened.load(2)
+        assert opened.latest.step == 2
+        assert run.went_back() == []
+        run.save(opened, 6, line=2)
+        assert run.went_back() == [(4, 2)]
+    assert run.steps() == [*old(1, 2), (6, 206)]
+
+
+def test_a_step_is_saved_again_or_overwritten_after_a_look_at_an_older_one(run):
+    with run.open() as opened:
+        run.save(opened, 1, 2, 3)
+        opened.load(1)
+        opened.load(2)
+        assert opened.should_save(3)
+        # A step that is there is saved again: the run goes back to the one loaded.
+        run.save(opened, 3, line=2)
+        assert run.went_back() == [(3, 2)]
+        opened.load(1)
+        run.save(opened, 3, line=2, overwrite=True)
+        opened.load(1)
+        with pytest.raises(errors.CheckpointError, match="already exists"):
+            run.save(opened, 1)
+        assert run.went_back() == []
+        run.save(opened, 1, line=3, overwrite=True)
+        assert run.went_back() == [(3, 1)]
+    assert run.steps() == [(1, 301)]
+
+
+def test_a_missing_step_and_an_empty_directory_are_told(run):
+    with run.open() as opened:
+        calls = [
+            opened.load,
+            opened.load_checkpointables,
+            opened.metadata,
+            lambda step: opened.load_async(step).result(),
+        ]
+        for call in calls:
+            with pytest.raises(NotFound, match=r"steps.* has no checkpoints yet"):
+                call(None)
+            with pytest.raises(NotFound, match=r"no step 7: .* has no checkpoints yet"):
+                call(7)
+        run.save(opened, 1, 2)
+        for call in [*calls, opened.delete]:
+            with pytest.raises(NotFound, match=r"^step 7 is not in any tier") as caught:
+                call(7)
+            assert isinstance(caught.value, errors.CheckpointError)
+        gone = opened.checkpoints[0]
+        opened.delete(1)
+        with pytest.raises(NotFound, match="step is 2: restore it with step=2"):
+            opened.load(gone)
+        with ocp.training.Checkpointer(opened.directory) as stock:
+            stock.save(3, {"w": 1})
+        opened.reload()
+        with pytest.raises(NotFound, match="newest complete step is 3"):
+            opened.load(7)
+    for call in (lambda: run.save(opened, 8), opened.load):
+        with pytest.raises(errors.CheckpointError, match="was closed; save and load"):
+            call()
+
+
+@with_and_without_ram
+def test_a_component_that_was_not_loaded_is_reported_once_when_it_is_saved(run, caplog):
+    with run.open() as opened:
+        run.save(opened, 1)
+        # This process has the data of the step.
+        opened.load(1)
+        run.save(opened, 2)
+    with run.open() as opened:
+        opened.load_checkpointables(2, {"state": {"w": 0}})
+        assert not run.recorded.named("component_not_loaded")
+        run.save(opened, 3, 4)
+    (event,) = run.recorded.named("component_not_loaded")
+    assert (event["step"], event["component"]) == (2, "data")
+    assert "step 2 has 'data', which was not loaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("is_memory_lost", "starts"), [(False, ("a", "b")), (True, (None, None))]
+)
+def test_the_newest_earlier_step_in_storage_is_gone_on_from_if_one_is_distrusted(
+    run, is_memory_lost, starts
+):
+    with run.open(every=2) as opened:
+        run.save(opened, 1, 2, 3, 4, 5)
+    with run.open(every=2, start=starts[0]) as opened:
+        assert opened.distrust(6) is None
+        assert run.load(opened) == 105
+        run.save(opened, 6)
+        back = opened.distrust(7, why="the loss is nan")
+        assert back == opened.latest
+        assert back.step == 4
+        assert run.recorded.named("restore_distrusted") == [
+            {"step": 7, "restored_step": 5, "to_step": 4, "why": "the loss is nan"}
+        ]
+        assert is_memory_lost or run.load(opened) == 104
+        # Once for each load, though step 4 is in RAM as well.
+        assert opened.distrust(7) is None
+    # It is on record before anything is saved.
+    if is_memory_lost:
+        run.lose_ram()
+    with run.open(every=2, start=starts[1]) as opened:
+        assert run.load(opened) == 104
+        # A step from storage is not distrusted, nor one that was loaded long ago.
+        assert opened.distrust(8, within=3) is None
+        run.save(opened, 5, 6, line=2)
+        # Another load, whose arrays stayed on the devices.
+        opened.load_checkpointables(5, {"data": Counter()})
+        assert opened.distrust(6).step == 4
+    with run.open(every=2) as opened:
+        assert run.load(opened) == 104
+        assert run.load(opened, 5) == 205
+
+
+def test_without_a_record_or_an_earlier_step_nothing_is_distrusted_but_it_is_said(
+    run, monkeypatch
+):
+    with run.open(every=2) as opened:
+        run.save(opened, 1, 2, 3, 4, 5)
+    with run.open(every=2) as opened:
+        run.load(opened)
+        create = storage.create
+
+        def refuse(path, *arguments, **options):
+            if "worlds" in str(path):
+                raise PermissionError(13, "it is read-only", str(path))
+            return create(path, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "create", refuse)
+            assert opened.distrust(6) is None
+        assert opened.latest.step == 5
+        (event,) = run.recorded.named("degraded")
+        assert event["why"].startswith("the run does not go back to storage: ")
+    with run.open(every=2) as opened:
+        run.load(opened, 2)
+        assert opened.distrust(3) is None
+        assert run.recorded.named("restore_distrusted")[-1]["to_step"] is None

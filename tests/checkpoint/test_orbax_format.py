@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import orbax_format
+from tests.checkpoint.test_component_io import Counter
 
 Point = collections.namedtuple("Point", "x y")
 Nothing = collections.namedtuple("Nothing", "")
@@ -38,20 +39,6 @@ class Pair:
     @classmethod
     def tree_unflatten(cls, _, children):
         return cls(*children)
-
-
-class Data:
-    """A component: one file."""
-
-    async def save(self, directory):
-        async def write():
-            path = await directory.await_creation()
-            (path / "cursor.json").write_text("{}")
-
-        return write()
-
-    async def load(self, directory):
-        raise NotImplementedError
 
 
 def mesh(shape=(2, 4), names=("slice", "fsdp")):
@@ -104,7 +91,7 @@ def files(directory):
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
         if path.is_file()
-        and path.name not in ("commit_success.txt", "manifest.ocdbt", "cursor.json")
+        and path.name not in ("commit_success.txt", "manifest.ocdbt", "count")
         and path.parent.name != "d"
     }
 
@@ -135,44 +122,21 @@ def chunks(trees):
     }
 
 
-def times(**more):
-    return orbax_format.StepMetadata(
-        init_timestamp_nsecs=1, commit_timestamp_nsecs=2, **more
-    )
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_the_files_are_those_that_orbax_writes(tree, tmp_path):
-    trees = {"state": TREES[tree]()}
-    with ocp.training.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save_checkpointables(5, trees)
-    ours = orbax_format.metadata_files(trees, (), chunks=chunks(trees), step=times())
-    assert without_chunks(ours) == without_chunks(files(tmp_path / "5"))
-
-
-def test_components_metrics_and_custom_metadata_stand_where_orbax_has_them(tmp_path):
-    trees = {"state": {"w": ones(2)}, "ema": {"w": ones(2)}}
-    metrics, custom = {"loss": 1.5}, {"note": "first"}
+@pytest.mark.parametrize("alone", ["named tuples", "an array", None])
+def test_the_files_are_those_that_orbax_writes(alone, tmp_path):
+    trees = {"state": TREES[alone]()} if alone else {"state": {}, "ema": {"w": ones(2)}}
+    if not alone:
+        trees["state"] = {name: make() for name, make in TREES.items()}
+    notes = {"metrics": {"loss": 1.5}, "custom": {"note": "first"}}
     with ocp.training.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save_checkpointables(
-            5, {**trees, "data": Data()}, metrics=metrics, custom_metadata=custom
+            5,
+            {**trees, "data": Counter()},
+            metrics=notes["metrics"],
+            custom_metadata=notes["custom"],
         )
-    step = times(metrics=metrics, custom=custom)
+    step = orbax_format.StepMetadata(
+        init_timestamp_nsecs=1, commit_timestamp_nsecs=2, **notes
+    )
     ours = orbax_format.metadata_files(trees, ["data"], chunks=chunks(trees), step=step)
     assert without_chunks(ours) == without_chunks(files(tmp_path / "5"))
-
-
-@pytest.mark.parametrize("tree", ["shardings", "random keys", "optimizers"])
-def test_abstract_arrays_are_described_as_those_that_they_stand_for(tree):
-    trees = {"state": TREES[tree]()}
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=leaf.sharding
-        ),
-        trees,
-    )
-    first, second = (
-        orbax_format.metadata_files(each, (), chunks=chunks(each), step=times())
-        for each in (trees, abstract)
-    )
-    assert first == second

@@ -39,12 +39,6 @@ def newest(chosen):
         return step, int(checkpointer.load(None, None)["w"][0])
 
 
-def forget(*directories):
-    # As programs from before there were identities left them.
-    for directory in directories:
-        (directory / run_identity.FILE).unlink()
-
-
 def refused(chosen, ram):
     with pytest.raises(errors.RunError, match="steps of another run") as raised:
         newest(chosen)
@@ -107,25 +101,3 @@ def test_the_disks_of_hosts_without_storage_are_of_one_run():
         errors.RunError, match="host 1: b contains steps of another run"
     ):
         run_identity.agreed(None, disks, list, fresh="2")
-
-
-def test_a_run_from_before_gets_its_identity_at_its_next_start(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"), 4, 5)
-    save(tiers(ram, tmp_path / "a"), 6)
-    forget(tmp_path / "a", ram)
-    # The newest step in storage, 4, is of the line that 6 in RAM continues.
-    assert newest(tiers(ram, tmp_path / "a")) == (6, 6)
-    assert (tmp_path / "a" / run_identity.FILE).exists()
-    assert (ram / run_identity.FILE).exists()
-    refused(tiers(ram, tmp_path / "b"), ram)
-
-
-def test_storage_that_is_out_of_reach_leaves_the_identity_of_ram(tmp_path, ram):
-    save(tiers(ram, tmp_path / "a"), 4, 5)
-    # It can be neither listed nor read.
-    (tmp_path / "a").rename(tmp_path / "away")
-    (tmp_path / "a").write_text("")
-    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)
-    (tmp_path / "a").unlink()
-    (tmp_path / "away").rename(tmp_path / "a")
-    assert newest(tiers(ram, tmp_path / "a")) == (5, 5)

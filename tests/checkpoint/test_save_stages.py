@@ -230,26 +230,3 @@ def test_a_host_that_is_missing_is_named_at_the_end(sim, number, call, remedy):
         sim.world.close()
     missing = "step 1 was due in persistent storage and is not there"
     assert str(caught.value) == f"{missing}: {why}; {remedy}"
-
-
-@pytest.mark.parametrize("left_secs", [0.0, 0.01])
-def test_the_last_backup_waits_until_peers_that_failed_are_asked_again(
-    sim, monkeypatch, left_secs
-):
-    sim.open((0, 1), store_every=1)
-    sim.threads.late = frozenset({"back-up"})
-    begin(sim, 1)
-    spoilt_files.change_first_byte(values_of(sim, 1, "b"))
-    sim.network.failing.add(0)
-
-    def asked(_):
-        sim.network.failing.clear()
-        return left_secs
-
-    monkeypatch.setattr(simulated_world._Client, "left_skipped_secs", asked)
-    if left_secs:
-        sim.world.close()
-        assert steps(sim, "backed_up") == [1]
-    else:
-        with pytest.raises(errors.NotStoredError, match="step 1 was due"):
-            sim.world.close()

@@ -22,49 +22,34 @@ class SetClock(clock.Clock):
     """A clock that shows what it is set to."""
 
     def __init__(self):
-        self.secs = [0.0]
+        self.secs = 0.0
 
     def monotonic(self):
-        return self.secs[0]
+        return self.secs
 
 
-@pytest.fixture
-def make():
-    set_clock, asked = SetClock(), []
-
-    def make(*tiers, since_secs=0.0, **options):
-        def agree(is_time, skipped):
-            asked.append((is_time, skipped))
-            return is_time, skipped
-
-        chosen = Chosen.from_choices([*tiers, Persistent("/steps", **options)])
-        backups = schedule.BackupClock(
-            options.get("every_minutes"), since_secs=since_secs
-        )
-        return schedule.Schedule(chosen, backups, agree=agree)
-
-    make.clock, make.asked = set_clock.secs, asked
-    with clock.replaced(set_clock):
-        yield make
+def made(*tiers, agree=lambda *answers: answers, since_secs=0.0, **options):
+    chosen = Chosen.from_choices([*tiers, Persistent("/steps", **options)])
+    backups = schedule.BackupClock(options.get("every_minutes"), since_secs=since_secs)
+    return schedule.Schedule(chosen, backups, agree=agree)
 
 
-def due(made, steps, secs_a_step=1.0, clock=None):
+def due(made, steps, secs_a_step=0.0, clock=None):
     """Those at which the tiers are due, each of which is saved."""
     steps_due = []
     for step in steps:
         if clock is not None:
-            clock[0] += secs_a_step
+            clock.secs += secs_a_step
         if made.is_due(Step(step), is_saving=False):
-            assert made.is_due(Step(step), is_saving=False)
             back_up = made.is_backup_due(Step(step), is_saving=False)
             made.note_save(Step(step), back_up=back_up)
             steps_due.append(step)
     return steps_due
 
 
-def test_steps_are_counted(make):
-    assert due(make(every=3), range(1, 10)) == [3, 6, 9]
-    assert due(make(Local("/ram", every=2), every=3), range(1, 7)) == [2, 3, 4, 6]
+def test_steps_are_counted():
+    assert due(made(every=3), range(1, 10)) == [3, 6, 9]
+    assert due(made(Local("/ram", every=2), every=3), range(1, 7)) == [2, 3, 4, 6]
 
 
 @given(
@@ -77,49 +62,61 @@ def test_a_backup_that_is_due_is_made_at_the_first_saved_step(
     period, every, start, backup
 ):
     # MaxText saves at multiples of its period alone.
-    chosen = Chosen.from_choices(
-        [Local("/ram", every=period), Persistent("/p", every=every)]
-    )
-    made = schedule.Schedule(chosen, schedule.BackupClock(), agree=lambda *a: a)
-    made.go_on_from([Step(start)] if backup else [])
+    of_both = made(Local("/ram", every=period), every=every)
+    of_both.go_on_from([Step(start)] if backup else [])
     newest = start if backup else 0
     for step in range(newest + 1, newest + 100):
         if step % period == 0:
             was_due = any(each % every == 0 for each in range(newest + 1, step + 1))
-            is_due = made.is_backup_due(Step(step), is_saving=False)
+            is_due = of_both.is_backup_due(Step(step), is_saving=False)
             assert is_due == was_due
-            made.note_save(Step(step), back_up=is_due)
+            of_both.note_save(Step(step), back_up=is_due)
             newest = step if is_due else newest
 
 
 @pytest.mark.parametrize("secs", [0.5, 20.0])
-def test_minutes_are_counted_without_a_local_tier(make, secs):
+def test_minutes_are_counted_without_a_local_tier(secs):
+    set_clock, asked = SetClock(), []
+
+    def agree(*answers):
+        asked.append(answers)
+        return answers
+
     steps = range(1, 3000)
-    steps_due = due(make(every_minutes=10), steps, secs, make.clock)
-    period = max(1, round(600 / secs))
+    with clock.replaced(set_clock):
+        by_minutes = made(agree=agree, every_minutes=10)
+        steps_due = due(by_minutes, steps, secs, set_clock)
+    period = round(600 / secs)
     gaps = [after - before for before, after in itertools.pairwise(steps_due)]
     assert gaps
     # Hosts compare their clocks now and then.
     assert all(period <= gap <= period + 17 for gap in gaps)
     if secs < 20:
-        assert len(make.asked) < len(steps) / 4
+        assert len(asked) < len(steps) / 4
 
 
-def test_beside_a_local_tier_minutes_are_counted_by_the_stages(make):
-    made = make(Local("/ram", every=2), every_minutes=1)
-    assert due(made, range(1, 7), 100.0, make.clock) == [2, 4, 6]
-    assert make.asked == []
+def test_beside_a_local_tier_minutes_are_counted_by_the_stages():
+    set_clock = SetClock()
+
+    def agree(*_):
+        raise AssertionError("no host is asked")
+
+    with clock.replaced(set_clock):
+        of_both = made(Local("/ram", every=2), agree=agree, every_minutes=1)
+        assert due(of_both, range(1, 7), 100.0, set_clock) == [2, 4, 6]
+        since = made(every_minutes=10, since_secs=500.0)
+        assert due(since, range(1, 30), 60.0, set_clock)[0] == 2
 
 
-def test_a_policy_of_orbax_decides(make):
+def test_a_policy_of_orbax_decides():
     policies = ocp.training.save_decision_policies
     any_of = policies.AnySavePolicy(
         [policies.InitialSavePolicy(), policies.SpecificStepsPolicy({5})]
     )
-    assert due(make(save_decision_policy=any_of), range(1, 8)) == [1, 5]
-    continued = make(save_decision_policy=any_of)
+    assert due(made(save_decision_policy=any_of), range(1, 8)) == [1, 5]
+    continued = made(save_decision_policy=any_of)
     continued.go_on_from([Step(4)])
     assert due(continued, range(5, 8)) == [5]
-    busy = make(save_decision_policy=policies.ContinuousCheckpointingPolicy())
+    busy = made(save_decision_policy=policies.ContinuousCheckpointingPolicy())
     assert not busy.is_due(Step(1), is_saving=True)
     assert busy.is_due(Step(2), is_saving=False)

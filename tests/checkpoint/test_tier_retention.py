@@ -1,11 +1,19 @@
-"""Which steps a checkpointer keeps in persistent storage and in RAM."""
+"""Which steps are kept in storage and in RAM, also by their evaluations."""
 
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import storage
+import elastic_ckpt as ec
+from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
+from elastic_ckpt.tiers.persistent import (
+    evaluations,
+    persistent_root,
+    persistent_tier,
+)
+from tests.recorded_events import RecordedEvents
 from tests.tiers import tiered_steps, uploaded
 
 # Orbax warns about loads without a sharding.
@@ -85,48 +93,180 @@ def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
     assert stored(tmp_path) == [0, 1, 3]
 
 
-def test_storage_that_is_away_when_a_world_begins_is_told_and_training_goes_on(
-    tmp_path, monkeypatch
-):
-    def away(*_):
-        raise OSError(5, "storage is away")
-
-    monkeypatch.setattr(storage, "Presence", away)
-    events = []
-
-    def emit(name, **fields):
-        if name == "degraded":
-            events.append((fields["tier"], fields["why"]))
-
-    with opened(tmp_path, emit=emit) as checkpointer:
-        tiered_steps.save(checkpointer, 1)
-        assert in_ram(tmp_path) == [1]
-        # A backup that others do not know of could be taken for a dead one.
-        assert stored(tmp_path) == []
-        monkeypatch.undo()
-        tiered_steps.save(checkpointer, 2)
-    assert stored(tmp_path) == [2]
-    assert events[0][0] == "persistent"
-    assert (
-        "leftovers were not removed: host 0: [Errno 5] storage is away" in events[0][1]
-    )
-
-
-def test_steps_that_cannot_be_removed_are_told_and_the_backup_counts(
+def test_storage_that_is_away_or_refuses_is_told_and_training_goes_on(
     tmp_path, monkeypatch
 ):
     def refuse(*_):
-        raise PermissionError(13, "may not remove")
+        raise OSError(5, "storage is away")
 
-    monkeypatch.setattr(persistent_tier.PersistentTier, "remove", refuse)
-    events = []
+    recorded = RecordedEvents()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "Presence", refuse)
+        with opened(tmp_path, keep=policies.LatestN(1), emit=recorded) as checkpointer:
+            tiered_steps.save(checkpointer, 1)
+            assert in_ram(tmp_path) == [1]
+            # A backup that others do not know of could be taken for a dead one.
+            assert stored(tmp_path) == []
+            patch.undo()
+            patch.setattr(persistent_tier.PersistentTier, "remove", refuse)
+            tiered_steps.save(checkpointer, 2, 3)
+    # Steps that cannot be removed are told, and the backups count.
+    assert stored(tmp_path) == [2, 3]
+    assert [each["step"] for each in recorded.named("backed_up")] == [2, 3]
+    told = recorded.named("degraded")
+    assert "leftovers were not removed: host 0: [Errno 5] storage" in told[0]["why"]
+    assert told[-1]["step"] == 3
 
-    def emit(name, **fields):
-        if name in ("degraded", "backed_up"):
-            events.append((name, fields["step"]))
 
-    with opened(tmp_path, keep=policies.LatestN(1), emit=emit) as checkpointer:
-        tiered_steps.save(checkpointer, 1, 2)
-        checkpointer.wait()
-    assert events == [("backed_up", 1), ("backed_up", 2), ("degraded", 2)]
-    assert stored(tmp_path) == [1, 2]
+def keep(n=1, **options):
+    """The newest, and the best."""
+    best = ec.BestN(n, metric="loss", **options)
+    return policies.AnyPreservationPolicy([policies.LatestN(1), best])
+
+
+def test_the_best_by_evaluations_stay_over_worlds_whether_they_saved_or_not(tmp_path):
+    with opened(tmp_path, keep=keep(2)) as checkpointer:
+        # Evaluated before it is saved.
+        checkpointer.record_metrics(2, {"loss": 0.5})
+        tiered_steps.save(checkpointer, 2)
+        # Saved, and never evaluated; an evaluation that was not saved.
+        tiered_steps.save(checkpointer, 4)
+        checkpointer.record_metrics(5, {"loss": 0.4})
+        tiered_steps.save(checkpointer, 6)
+        assert stored(tmp_path) == [2, 4, 6]
+        assert checkpointer.evaluations() == {2: {"loss": 0.5}, 5: {"loss": 0.4}}
+    with opened(tmp_path, keep=keep(2)) as checkpointer:
+        # Evaluated after it was saved, in another world.
+        checkpointer.record_metrics(6, {"loss": float("nan")})
+        tiered_steps.save(checkpointer, 8)
+        assert stored(tmp_path) == [2, 4, 8]
+        checkpointer.record_metrics(8, {"loss": 0.45})
+        tiered_steps.save(checkpointer, 9)
+        assert stored(tmp_path) == [4, 8, 9]
+        # The list shrinks with the directories.
+        storage.remove(tmp_path / "steps" / "4")
+        tiered_steps.save(checkpointer, 10)
+        assert stored(tmp_path) == [8, 10]
+        assert checkpointer.evaluations() == {8: {"loss": 0.45}}
+
+
+def test_another_program_records_metrics_of_a_step_in_storage(tmp_path):
+    with opened(tmp_path, keep=keep()) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+        ec.record_metrics(tmp_path / "steps" / "1", {"loss": 0.5})
+        tiered_steps.save(checkpointer, 2, 3)
+        assert stored(tmp_path) == [1, 3]
+        with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
+            assert [each.step for each in orbax.checkpoints] == [1, 3]
+    for path in (tmp_path / "steps" / "2", tmp_path / "steps", tmp_path / "ram"):
+        with pytest.raises(errors.CheckpointError, match="has committed"):
+            ec.record_metrics(path, {"loss": 0.5})
+    with pytest.raises(errors.CheckpointError, match="are not JSON"):
+        ec.record_metrics(tmp_path / "steps" / "1", {"loss": object()})
+
+
+def test_metrics_need_storage_and_if_it_is_away_the_run_goes_on(tmp_path, monkeypatch):
+    with (
+        tiered_steps.checkpointer(tmp_path / "ram") as checkpointer,
+        pytest.raises(errors.CheckpointError, match="add Persistent"),
+    ):
+        checkpointer.record_metrics(1, {"loss": 0.1})
+    recorded = RecordedEvents()
+
+    def away(*_):
+        raise OSError(5, "storage is away")
+
+    with opened(tmp_path, emit=recorded) as checkpointer:
+        monkeypatch.setattr(evaluations, "record", away)
+        checkpointer.record_metrics(1, {"loss": 0.1})
+    (event,) = recorded.named("degraded")
+    assert "its metrics were not recorded: host 0: [Errno 5]" in event["why"]
+
+
+LOWEST_LOSS = ec.BestN(0)
+
+
+def saver(tmp_path, *, every=100, keep=None, best=LOWEST_LOSS):
+    """A saver of a run that saves its best step."""
+    tiers = [
+        ec.Local(tmp_path / "ram", every=every),
+        ec.Persistent(tmp_path / "steps", every=every, keep=keep),
+    ]
+    saved = run_saver.Saved(best=best, in_background=False)
+    checkpointer = frontend.Checkpointer(tiers, run="run", slice_name="s0")
+    return run_saver.RunSaver(checkpointer, saved, data=tiered_steps.Cursors())
+
+
+def evaluate(run, *steps, sign=1):
+    """Evaluates steps, and saves those that are due."""
+    for step, loss in steps:
+        run.record(step, {"eval_loss": sign * loss})
+        if run.is_due(step, last=False):
+            run.save(step, tiered_steps.state(step), last=False)
+            run._checkpointer.wait()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, sign):
+    best = ec.BestN(0, higher_is_better=sign < 0)
+    first = saver(tmp_path, best=best)
+    losses = (1, 0.5), (2, 0.6), (3, 0.4), (4, 0.4), (5, float("nan"))
+    evaluate(first, *losses, sign=sign)
+    first.close()
+    assert stored(tmp_path) == [1, 3]
+    again = saver(tmp_path, best=best)
+    evaluate(again, (6, 0.45), (7, 0.3), sign=sign)
+    again.close()
+    assert stored(tmp_path) == [1, 3, 7]
+
+
+def set_aside(tmp_path):
+    names = (path.name for path in (tmp_path / "steps" / "abandoned").iterdir())
+    return sorted(int(name.partition("-")[0]) for name in names)
+
+
+def test_after_a_rollback_preserved_steps_stay(tmp_path):
+    run = saver(tmp_path, every=2, keep=policies.LatestN(1))
+    for step in (2, 4):
+        evaluate(run, (step, 0.5))
+        ec.pin(tmp_path / "steps" / str(step))
+    evaluate(run, (6, 0.5))
+    assert stored(tmp_path) == [2, 4, 6]
+    (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
+    ec.pin(newest)
+    # As a run that diverged, which saves the step that it goes back to again.
+    good = next(each for each in run.complete() if each.step == 2)
+    run.save_again(2, run.go_back(good, None, data=tiered_steps.Cursors()))
+    # The old saves are set aside; the new one of the step counts as preserved.
+    evaluate(run, (8, 0.5), (10, 0.5))
+    assert stored(tmp_path) == [2, 10]
+    assert set_aside(tmp_path) == [2, 4]
+    assert in_ram(tmp_path) == [6, 10]
+    run.close()
+
+
+def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
+    with opened(tmp_path, keep=None) as checkpointer:
+        assert ec.best_step(checkpointer, metric="loss") is None
+        for step in (2, 4, 6):
+            tiered_steps.save(checkpointer, step, metrics={"lr": step})
+        with pytest.raises(
+            errors.CheckpointError, match=r"no step has .*'loss'; they have \['lr'\]"
+        ):
+            ec.best_step(checkpointer, metric="loss")
+        checkpointer.record_metrics(4, {"loss": 0.3, "lr": 9})
+        # Of the newest step before it, unless one is nearer.
+        checkpointer.record_metrics(5, {"loss": 0.1})
+        checkpointer.record_metrics(7, {"loss": 0.2})
+        expected = [{"lr": 2}, {"loss": 0.3, "lr": 9}, {"loss": 0.2, "lr": 6}]
+        assert [each.metrics for each in checkpointer.checkpoints] == expected
+        assert ec.best_step(checkpointer, metric="loss") == 6
+        assert ec.best_step(checkpointer, metric="loss", higher_is_better=True) == 4
+        ec.record_metrics(tmp_path / "steps" / "2", {"loss": 0.05})
+        assert ec.best_step(checkpointer, metric="loss") == 2
+    with opened(tmp_path, keep=None) as checkpointer:
+        tiered_steps.save(checkpointer, 8)
+        assert [each.metrics for each in checkpointer.checkpoints][1] == expected[1]
+        assert ec.best_step(checkpointer, metric="loss") == 2
+    with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
+        assert ec.best_step(orbax, metric="lr") == 2

@@ -42,11 +42,3 @@ def test_what_is_lost_with_a_domain_is_what_no_other_holder_has(offers, domain, 
     assert {name: list(items) for name, items in covered.lost.items()} == expected
     assert list(covered.lost) == sorted(expected)
     assert covered.num_survivors == table.num_items - sum(map(len, expected.values()))
-
-
-def test_a_step_without_items_loses_none():
-    whole = saved_worlds.contents({})
-    offer = saved_worlds.offer(saved_worlds.host(0), whole, [])
-    covered = coverage.coverage(holdings.Holdings.from_offers([offer]), "slice")
-    assert {name: list(items) for name, items in covered.lost.items()} == {"s0": []}
-    assert covered.num_survivors == 0

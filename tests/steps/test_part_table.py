@@ -47,16 +47,13 @@ def test_a_joined_table_lists_what_each_holder_lists():
     assert as_bytes(table.manifests()) == as_bytes(listed)
 
 
-def test_saves_of_a_step_are_separate_tables():
-    of_both = [*manifests(save="1"), *manifests(save="2")]
-    assert [each.saved.step_id.save for each in tables(of_both)] == ["1", "2"]
-
-
 def test_a_message_has_the_tables_and_problems_that_were_sent():
-    listed = manifests()
-    message = sent(PartMessage(tables=tuple(tables(listed)), problems=("lost",)))
-    (table,) = message.tables
-    assert as_bytes(table.manifests()) == as_bytes(listed)
+    of_both = tables([*manifests(save="1"), *manifests(save="2")])
+    message = sent(PartMessage(tables=tuple(of_both), problems=("lost",)))
+    assert [each.saved.step_id.save for each in message.tables] == ["1", "2"]
+    for number, table in enumerate(message.tables, start=1):
+        expected = as_bytes(manifests(save=str(number)))
+        assert as_bytes(table.manifests()) == expected
     assert message.problems == ("lost",)
 
 
@@ -94,29 +91,21 @@ def sealed(content):
     return content + digest.values_digest(np.frombuffer(content, np.uint8))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda content: content[:-1],
-        lambda content: content[:0],
-        lambda content: content[:40] + b"?" + content[41:],
-        lambda content: sealed(content[:-20]),
-        lambda content: sealed(content[:-16].replace(b'"num_rows":', b'"num_rows":9')),
-        lambda content: sealed(content[:-16].replace(b"data/", b"/etc/")),
-        lambda content: sealed(b"\xff" * 8 + content[8:-16]),
-    ],
-)
-def test_a_message_that_was_altered_is_refused(spoil):
-    content = part_message.to_bytes(PartMessage(tables=tuple(tables(manifests()))))
-    with pytest.raises(checked_json.UnreadableError):
-        part_message.parse(spoil(content))
-
-
-def test_a_box_outside_of_its_leaf_is_refused():
+def test_a_message_that_was_altered_is_refused():
     (table,) = tables(manifests())
+    content = part_message.to_bytes(PartMessage(tables=(table,)))
     outside = dataclasses.replace(
         table, boxes=dataclasses.replace(table.boxes, stop=table.boxes.stop + 10**6)
     )
-    content = part_message.to_bytes(PartMessage(tables=(outside,)))
-    with pytest.raises(checked_json.UnreadableError, match="inside of its leaf"):
-        part_message.parse(content)
+    for spoilt in (
+        content[:-1],
+        b"",
+        content[:40] + b"?" + content[41:],
+        sealed(content[:-20]),
+        sealed(content[:-16].replace(b'"num_rows":', b'"num_rows":9')),
+        sealed(content[:-16].replace(b"data/", b"/etc/")),
+        sealed(b"\xff" * 8 + content[8:-16]),
+        part_message.to_bytes(PartMessage(tables=(outside,))),
+    ):
+        with pytest.raises(checked_json.UnreadableError):
+            part_message.parse(spoilt)

@@ -1,11 +1,11 @@
 import datetime
+import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.steps import retention
+from elastic_ckpt.steps import best_steps, retention
 
 policies = ocp.training.preservation_policies
 BEGAN = datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
@@ -58,24 +58,12 @@ def test_what_must_stay_stays(steps, policy, in_flight, preserved, later):
     }
 
 
-@pytest.mark.parametrize(
-    ("policy", "kept"),
-    [
-        (policies.EveryNSeconds(180), [0, 3, 6, 9]),
-        (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2), [5, 6, 9]),
-        (policies.CustomSteps([3]), [3, 9]),
-        (
-            policies.AnyPreservationPolicy(
-                [policies.LatestN(2), policies.EveryNSteps(5)]
-            ),
-            [0, 5, 8, 9],
-        ),
-    ],
-)
-def test_the_policies_of_orbax_fit_as_they_are(policy, kept):
+def test_the_policies_of_orbax_fit_as_they_are():
     steps = [held(step, loss=abs(step - 5.4)) for step in range(10)]
-    gone = deleted(steps, policy, newest=9)
-    assert [step for step in range(10) if step not in gone] == kept
+    best = policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2)
+    every = policies.AnyPreservationPolicy([best, policies.EveryNSteps(5)])
+    gone = deleted(steps, every, newest=9)
+    assert [step for step in range(10) if step not in gone] == [0, 5, 6, 9]
 
 
 def test_a_policy_counts_only_steps_that_can_be_restored():
@@ -97,3 +85,52 @@ def test_old_steps_that_are_not_complete_are_removed_and_new_ones_are_not():
 def test_nothing_is_removed_while_no_step_is_complete():
     steps = [held(step, complete=False) for step in range(4)]
     assert deleted(steps, policies.LatestN(1), newest=None) == []
+
+
+def kept(losses, n, **options):
+    """The numbers of the best of some steps, whose metrics are given in order."""
+    steps = [held(number, loss=loss) for number, loss in enumerate(losses)]
+    policy = best_steps.BestN(n, metric="loss", **options)
+    flags = policy.should_preserve(steps)
+    return [number for number, keep in enumerate(flags) if keep]
+
+
+def test_the_best_are_preserved():
+    # Zero is a metric like any other, infinity is none; the oldest of equal ones stays.
+    for losses, n, lowest, highest in (
+        ([0.0, 1.0, -1.0], 1, [2], [1]),
+        ([math.nan, 5.0, math.inf, -math.inf], 2, [1], [1]),
+        ([1.0, 1.0, 1.0], 2, [0, 1], [0, 1]),
+        ([None, 2.0, None], 1, [1], [1]),
+        ([1.0], 0, [], []),
+    ):
+        assert kept(losses, n) == lowest
+        assert kept(losses, n, higher_is_better=True) == highest
+
+
+@given(st.lists(st.none() | st.floats(), max_size=12), st.integers(0, 5), st.booleans())
+def test_no_step_that_is_left_out_is_better_than_one_that_is_preserved(
+    losses, n, higher
+):
+    best = kept(losses, n, higher_is_better=higher)
+    sign = -1 if higher else 1
+    ranked = {
+        number: sign * loss
+        for number, loss in enumerate(losses)
+        if loss is not None and math.isfinite(loss)
+    }
+    assert len(best) == min(n, len(ranked))
+    worst = max(((ranked[number], number) for number in best), default=None)
+    assert all(
+        worst is None or (rank, number) > worst
+        for number, rank in ranked.items()
+        if number not in best
+    )
+
+
+def test_metrics_that_are_no_numbers_are_never_the_best():
+    policy = best_steps.BestN(1)
+    assert policy.rank({"eval_loss": True}) is None
+    assert policy.rank({"eval_loss": "low"}) is None
+    assert policy.rank({"accuracy": 1.0}) is None
+    assert policy.rank(None) is None

@@ -19,18 +19,6 @@ def loads(holding, chosen):
     )
 
 
-def replicated(num_hosts, sizes):
-    """Hosts that all have the same vectors, one chunk each."""
-    whole = saved_worlds.contents({f"{n:03d}": [size] for n, size in enumerate(sizes)})
-    held = [
-        (leaf, saved_worlds.grid(saved_leaf.shape, [1])[0])
-        for leaf, saved_leaf in enumerate(whole.leaves)
-    ]
-    return [
-        saved_worlds.offer(saved_worlds.host(n), whole, held) for n in range(num_hosts)
-    ]
-
-
 @given(saved_worlds.saved(), st.data())
 def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
     holding = holdings.Holdings.from_offers(offers)
@@ -82,15 +70,6 @@ def test_every_host_computes_the_same_whatever_the_order(offers, random):
     third = uploads.uploads(holdings.Holdings.from_offers(offers), hosts)
     assert first.host.tolist() == third.host.tolist()
     assert first.row.tolist() == third.row.tolist()
-
-
-@given(st.integers(1, 8), st.lists(st.integers(1, 1000), min_size=1, max_size=40))
-def test_what_all_have_is_shared_to_within_the_largest_item(num_hosts, sizes):
-    offers = replicated(num_hosts, sizes)
-    holding = holdings.Holdings.from_offers(offers)
-    load = loads(holding, uploads.uploads(holding, [offer.host for offer in offers]))
-    assert load.sum() == holding.stored_bytes.sum()
-    assert load.max() <= load.mean() + holding.stored_bytes.max()
 
 
 def least_possible(holding):

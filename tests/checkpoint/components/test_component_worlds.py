@@ -1,7 +1,8 @@
 """Components of real hosts: each pattern on as many hosts as before, and on others.
 
 A world of four hosts saves under every pattern, with a component in between that raises
-on one host, and one that hangs. Other worlds load it, strictly and by a rule.
+on one host, and one that hangs. Other worlds load it, strictly and by a rule. One of
+them compares copies that differ on one host.
 """
 
 import functools
@@ -10,8 +11,9 @@ import threading
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import elastic_ckpt as ec
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint.components import loading
 from elastic_ckpt.checkpoint.components.component import Component
@@ -20,6 +22,7 @@ from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.training import schema
+from tests.checkpoint.components.flipped import flipped
 
 # By the number of hosts, the sizes of the axes `data` and `model`.
 MESHES = {4: (2, 2), 3: (1, 3), 1: (1, 1)}
@@ -126,12 +129,68 @@ def load(checkpointer, mesh):
     assert parts["rng"].key == jax.random.key(7)
 
 
+def trees(host):
+    """By case, a tree of which hosts may hold different values."""
+    devices = np.array(jax.devices()).reshape(3, 2)
+    mesh = Mesh(devices, ("slice", "fsdp"))
+
+    def placed(values, *spec):
+        over = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.make_array_from_callback(
+            values.shape, over, lambda index: values[index]
+        )
+
+    def own(values):
+        return jax.device_put(values, jax.local_devices()[1])
+
+    ones = np.ones(3, np.float32)
+    state = {
+        "w": placed(np.arange(12, dtype=np.float32).reshape(4, 3)),
+        "mu": placed(np.arange(24, dtype=np.float32).reshape(8, 3), "fsdp"),
+        "own": own(ones),
+        "epoch": 3,
+        "names": np.array([1.5, 2.5]),
+    }
+    return {
+        "clean": state,
+        "replica": state | {"w": flipped(state["w"], devices[1, 0], 30, element=7)},
+        "shard": state | {"mu": flipped(state["mu"], devices[2, 1], 2, element=3)},
+        "value": state | {"epoch": 3 + (host == 1)},
+        "array": state | {"names": np.array([1.5, 2.5 + (host == 2)])},
+        "own": state | {"own": own(ones + (host == 0))},
+        "structure": state | ({"more": 1} if host == 2 else {}),
+    }
+
+
+# By the case: leaf, box, hosts, and the number of devices.
+FINDINGS = {
+    "clean": [],
+    "replica": [["w", "[0:4, 0:3]", (1,), 1]],
+    "shard": [["mu", "[4:8, 0:3]", (2,), 1]],
+    "value": [["epoch", "", (1,), 0]],
+    "array": [["names", "", (2,), 0]],
+    "own": [["own", "[0:3]", (0,), 1]],
+    "structure": [["more", "", (2,), 0]],
+}
+
+
+def validate():
+    """All hosts find the leaf and the host that differ."""
+    for case, tree in trees(topology.this_host()).items():
+        for level in ("quick", "tensor", "full"):
+            findings = ec.components.validate(tree, level=level, timeout_secs=300)
+            seen = [[f.leaf, f.box, f.hosts, len(f.devices)] for f in findings]
+            assert seen == FINDINGS[case], (case, level)
+
+
 def host(place, emit, *, directory, num_hosts):
     """A host that joins its world, and saves what is not there yet."""
-    del emit
-    multicontroller.configure(schema.WorldSection())
+    multicontroller.configure(schema.WorldSection(devices_per_host=2))
     with multicontroller.joined(place):
         work(directory, num_hosts)
+        if num_hosts == 3:
+            validate()
+        emit("degraded", tier="", cause="", step=topology.this_host(), why="done")
 
 
 def work(directory, num_hosts):
@@ -142,14 +201,16 @@ def work(directory, num_hosts):
 
 
 @pytest.mark.slow
-def test_components_of_real_hosts_on_any_number_of_hosts(tmp_path):
+def test_real_hosts_load_components_on_any_number_and_find_what_differs(tmp_path):
     directory = str(tmp_path / "steps")
     for num_hosts in (4, 3):
+        done = []
         supervisor.HostProcesses(
             functools.partial(host, directory=directory, num_hosts=num_hosts),
             num_hosts=num_hosts,
             log_directory=tmp_path / f"logs-{num_hosts}",
-            emit=lambda *_, **__: None,
+            emit=lambda *_, done=done, **fields: done.append(fields["step"]),
         ).run()
+        assert sorted(done) == list(range(num_hosts))
     # One host is this process.
     work(directory, 1)

@@ -89,7 +89,7 @@ def test_bits_of_every_dtype_count(mesh):
         changed = dict(clean)
         for name, leaf in clean.items():
             bits = small.get(name, 8 * leaf.dtype.itemsize)
-            for bit in sorted({0, bits // 2, bits - 1}):
+            for bit in sorted({0, bits - 1}):
                 changed[name] = flipped(leaf, jax.devices()[5], bit, element=bit % 6)
                 (finding,) = ec.components.validate(clean | {name: changed[name]})
                 assert (finding.leaf, finding.devices) == (name, (5,))

@@ -1,109 +1,87 @@
-"""A run whose replicas differ reports it before the step is saved, or stops."""
+"""A run whose replicas differ reports it, keeps the step from before, or stops."""
 
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint.components import validation_schedule
+from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.checkpoint.components.validation_schedule import ValidationSchedule
 from elastic_ckpt.core import errors, metrics, topology
-from elastic_ckpt.data import batch_size
-from elastic_ckpt.training import loop, train_step
 from tests.checkpoint.components.flipped import flipped
-
-CORRUPT = 3
-
-
-class Run:
-    """The parts of a loop: from a step on a bit of the state of a device is flipped."""
-
-    def __init__(self):
-        self.events = []
-        self._batches = iter(map(np.asarray, range(100)))
-        mesh = topology.mesh_of(topology.present(1))
-        self.state = jax.device_put(np.arange(6.0), topology.replicated(mesh))
-
-    def __next__(self):
-        return next(self._batches)
-
-    def begin_at(self, step):
-        assert not step
-
-    def step(self, state, batch):
-        report = train_step.StepReport(*[np.float32(batch)] * 6)
-        if batch + 1 == CORRUPT:
-            state = flipped(state, jax.devices()[4], 20)
-        return state, report
-
-    def compiled(self, jitted, *_, step):
-        del step
-        return jitted
-
-    def is_due(self, step, *, last):
-        return step % 2 == 0 or last
-
-    def save(self, step, state, *, last):
-        del state, last
-        self.events.append(("save", step))
-
-    def emit(self, name, **fields):
-        if name in ("replicas_differ", "validated"):
-            self.events.append((name, *fields.values()))
+from tests.checkpoint.test_checkpointer import stored
+from tests.recorded_events import RecordedEvents
 
 
-def trained(level, **options):
-    run = Run()
-    parts = loop.Loop(
-        program=run,
-        batches=run,
-        sizes=batch_size.Schedule(stages=((0, 8),)),
-        log=None,
-        saver=run,
-        evaluation=None,
-        validation=validation_schedule.ValidationSchedule(
-            level, emit=run.emit, **options
-        ),
-        emit=run.emit,
-        compiled=run.compiled,
-    )
-    try:
-        parts.run({"w": run.state}["w"], start_step=0, steps=6)
-    except errors.RunError as error:
-        return run, str(error)
-    return run, None
+@pytest.fixture
+def values():
+    mesh = topology.mesh_of(topology.present(1))
+    return jax.device_put(np.arange(6.0), topology.replicated(mesh))
 
 
-def names(run):
-    return [(name, step) for name, step, *_ in run.events]
+@pytest.fixture
+def bad(values):
+    return flipped(values, jax.devices()[4], 20)
 
 
-def test_a_finding_is_an_event_and_a_metric_before_the_step_is_saved(recorded):
-    run, error = trained("tensor")
-    assert error is None
-    assert names(run) == [
-        *[("validated", 2), ("save", 2)],
-        *[("replicas_differ", 4), ("validated", 4), ("save", 4)],
-        *[("replicas_differ", 6), ("validated", 6), ("save", 6)],
-    ]
-    _, _, leaf, hosts, devices, is_certain, why = run.events[2]
-    assert (leaf, hosts, devices, is_certain) == ("", [0], [4], True)
-    assert why == "[0:6] of device 4 of host 0 differs from 7 equal copies"
-    assert recorded[metrics.VALIDATION_FINDINGS] == [1, 1]
-    assert len(recorded[metrics.VALIDATION]) == 3
+def test_it_is_due_at_saves_and_intervals_as_they_are_chosen():
+    def due(**options):
+        schedule = ValidationSchedule("quick", emit=RecordedEvents(), **options)
+        steps = range(1, 7)
+        return [s for s in steps if schedule.is_due(s, is_saving=s % 2 == 0)]
+
+    assert due() == [2, 4, 6]
+    assert due(interval=3) == [2, 3, 4, 6]
+    assert due(at_saves=False, interval=3) == [3, 6]
 
 
-def test_a_run_that_is_to_stop_does_not_save_the_step():
-    run, error = trained("full", stops=True)
-    assert names(run)[-2:] == [("replicas_differ", 4), ("validated", 4)]
-    assert "after step 4 copies differ" in error
-    assert "device 4 of host 0 differs from 7 equal copies, in 1 element" in error
+def test_a_finding_is_an_event_and_a_metric(recorded, values, bad):
+    emit = RecordedEvents()
+    schedule = ValidationSchedule("tensor", emit=emit)
+    assert schedule.run(2, values) == []
+    (finding,) = schedule.run(4, bad, components={"same": values})
+    (event,) = emit.named("replicas_differ")
+    assert event.pop("why") == str(finding)
+    expected = {"step": 4, "leaf": "", "hosts": [0], "devices": [4]}
+    assert event == {**expected, "is_certain": True}
+    validated = emit.named("validated")
+    assert [(each["step"], each["findings"]) for each in validated] == [(2, 0), (4, 1)]
+    assert recorded[metrics.VALIDATION_FINDINGS] == [1]
+    assert len(recorded[metrics.VALIDATION]) == 2
 
 
-def test_intervals_and_saves_are_chosen_apart():
-    run, _ = trained("quick", at_saves=False, interval=3)
-    validated = [step for name, step in names(run) if name == "validated"]
-    assert validated == [3, 6]
+def test_a_run_that_is_to_stop_names_the_step_and_the_copy(bad):
+    emit = RecordedEvents()
+    schedule = ValidationSchedule("full", emit=emit, stops=True)
+    with pytest.raises(errors.RunError, match="after step 4 copies differ") as raised:
+        schedule.run(4, bad)
+    said = "device 4 of host 0 differs from 7 equal copies, in 1 element"
+    assert said in str(raised.value)
+    assert emit.named("validated")
 
 
-@pytest.fixture(autouse=True)
-def eight_devices():
-    assert len(jax.devices()) == 8
+def test_the_newest_step_from_before_a_finding_stays_once(make, tmp_path, values, bad):
+    latest = ocp.training.preservation_policies.LatestN(1)
+
+    def run(steps, *, restored=0):
+        """The steps that are preserved while some are compared and saved."""
+        emit = RecordedEvents()
+        with make(ram=None, keep=latest) as opened:
+            schedule = ValidationSchedule(
+                "tensor",
+                emit=emit,
+                preserve=lambda step: run_saver.preserve_newest(opened, up_to=step),
+            )
+            if restored:
+                schedule.restored(restored)
+            for step, state in steps.items():
+                schedule.run(step, {"w": state})
+                # The backup of the step before may not be done yet.
+                assert opened.save_async(step, {"w": state})
+        return [each["step"] for each in emit.named("step_preserved")]
+
+    assert run({1: values, 2: values, 3: bad, 4: bad}) == [2]
+    assert stored(tmp_path) == [2, 4]
+    # Replicas of a step that was restored are equal, whatever was saved in it.
+    assert run({5: bad, 6: values, 7: bad}, restored=4) == [4, 6]
+    assert stored(tmp_path) == [2, 4, 6, 7]

@@ -175,24 +175,6 @@ def test_what_devices_send_comes_in_waves(num_bytes):
             assert np.array_equal(copy, expected[place])
 
 
-@pytest.mark.slow
-def test_what_devices_send_goes_through_pinned_memory_into_files(tmp_path):
-    values = {
-        "alone": random_bits("float32", 2**22).reshape(64, -1),
-        "cut": random_bits("uint8", 2**27, seed=1).reshape(2**13, -1),
-        "packed": random_bits("int4", 2**22, seed=2).reshape(2**11, -1),
-        "transposed": random_bits("float32", 2**22, seed=3).reshape(2**10, -1).T,
-    }
-    leaves = {name: jnp.asarray(each) for name, each in values.items()}
-    captured = capture.capture(leaves, FarMemory(ChunkFiles(tmp_path)))
-    for part in captured.parts:
-        assert part.files
-        for box, copy in part.boxes:
-            place = (*map(slice, box.start, box.stop),)
-            assert copy.tobytes() == values[part.leaf.path][place].tobytes()
-    captured.release()
-
-
 def test_what_finds_no_pinned_memory_goes_through_ordinary_memory(
     tmp_path, monkeypatch
 ):

@@ -109,20 +109,6 @@ def test_numbers_and_numpy_arrays_come_back_as_such():
     assert tree["a"].tolist() == [1, 2, 3]
 
 
-def test_a_sharding_without_devices_is_on_the_mesh_that_is_set(mesh):
-    saved = {"state": np.arange(8, dtype=np.float32)}
-    spec = P("a")
-    with jax.set_mesh(mesh):
-        abstract = jax.eval_shape(lambda: jnp.zeros(8, out_sharding=spec))
-        assert restored(abstract, saved).sharding == NamedSharding(mesh, spec)
-    other = jax.make_mesh((4,), ("a",))
-    message = r"state has a sharding of a mesh without devices, .*jax.set_mesh"
-    with pytest.raises(errors.CheckpointError, match=message):
-        restored(abstract, saved)
-    with jax.set_mesh(other), pytest.raises(errors.CheckpointError, match=message):
-        restored(abstract, saved)
-
-
 def test_a_step_of_another_model_is_refused_and_a_part_of_one_is_not():
     contents = manifest.Contents(
         leaves=(
@@ -144,7 +130,7 @@ def test_a_step_of_another_model_is_refused_and_a_part_of_one_is_not():
     )
 
 
-@pytest.mark.parametrize("most_bytes", [4, 40, 1000])
+@pytest.mark.parametrize("most_bytes", [24, 1000])
 def test_a_large_box_is_made_piece_by_piece_on_its_device(mesh, most_bytes):
     values = np.arange(24 * 8, dtype=np.float32).reshape(24, 8)
     for spec in (P("a", "b"), P(None, "a")):
