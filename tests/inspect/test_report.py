@@ -64,24 +64,6 @@ def test_every_point_is_drawn_within_the_frame(points, kind, is_log, from_zero):
 SECONDS = st.integers(1, 10**6).map(lambda number: number / 8)
 
 
-@settings(max_examples=3)
-@given(st.lists(st.lists(SECONDS, min_size=2, max_size=2), min_size=1, max_size=8))
-def test_bars_of_one_name_are_as_long_as_their_parts(rows):
-    parts = plot.coloured(["a", "b"])
-    root = drawn(plot.bars([("same", values) for values in rows], parts, unit="s"))
-    bars = [g for g in root.iter(f"{SVG}g") if "mark-rect" in g.get("class", "")]
-    lengths = dict.fromkeys(parts.values(), 0.0)
-    for path in bars[0]:
-        lengths[path.get("fill")] += float(re.search("h([0-9.e-]+)", path.get("d"))[1])
-    of_parts = [sum(values) for values in zip(*rows, strict=True)]
-    assert lengths[plot.COLOURS[0]] / sum(lengths.values()) == pytest.approx(
-        of_parts[0] / sum(of_parts)
-    )
-    assert texts(root).count("same") == len(rows)
-    for values in rows:
-        assert f"{plot.number(sum(values))} s" in texts(root)
-
-
 def test_without_the_extra_an_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(errors.ConfigError, match=r"vl-convert .*'\.\[report\]'"):
@@ -121,12 +103,6 @@ def test_steps_that_a_later_attempt_repeats_do_not_count():
     assert counted.counted == [8, 0, 1]
     assert [step for step, _ in counted.losses(is_counted=True)] == [*range(1, 10)]
     assert [step for step, _ in counted.losses(is_counted=False)] == [9, 10, 11, 12]
-
-
-def test_failed_audit_is_shown_with_its_reason():
-    audit = {"passed": False, "first_difference": "step 3, row 1", "num_steps": 9}
-    page = report.report(record(audit=audit | {"missing_checkpoint": ""}))
-    assert '<strong class="bad">FAILED</strong> step 3, row 1' in page
 
 
 def test_interruption_is_shown_with_its_evidence_and_what_it_cost():

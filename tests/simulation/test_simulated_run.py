@@ -132,34 +132,6 @@ def test_run_that_waits_too_long_is_started_anew():
     assert simulate(plan(), *events).steps == 19
 
 
-def test_steps_whose_copies_are_not_made_yet_are_lost_with_a_machine():
-    slow = COSTS.with_values({"copy_secs": 15.0})
-    # Steps 20 and 30 are saved at 26 and 36 s; the copies of 10 are made.
-    events = [at(40.5, "kill_machine", 1)]
-    assert simulate(plan(costs=slow), *events).steps_lost == 24
-    assert simulate(plan(), *events).steps_lost == 4
-
-
-@pytest.mark.parametrize(("check_secs", "planned"), [(5.0, 0), (3.0, 1), (0.0, 1)])
-def test_slice_whose_processes_have_died_is_checked_and_used_again(check_secs, planned):
-    # As a run does: unless the check takes too long, which is then a slice that is
-    # back, and settles.
-    costs = COSTS.with_values({"recheck_secs": 4.0, "check_secs": 6.0})
-    policy = dataclasses.replace(POLICY, check_secs=check_secs)
-    outcome = simulate(plan(costs=costs, policy=policy), at(35.5, "kill_host", 1))
-    assert (outcome.losses, outcome.planned) == (1, planned)
-    assert outcome.steps_lost == 9
-    # A start, the detection, the wait for the check, and the start of the next world; a
-    # planned one costs nothing here. Besides, a step is broken off.
-    secs = 7 + 2 + min(4.0, check_secs) + 7
-    trained = outcome.secs["productive"] + outcome.secs["again"]
-    assert sum(outcome.secs.values()) - trained == pytest.approx(secs + 0.5, abs=0.5)
-    # A slice that is lost meanwhile is left out.
-    events = [at(35.5, "kill_host", 1), at(37.8, "kill_slice", 1)]
-    outcome = simulate(plan(costs=costs, policy=policy), *events)
-    assert (outcome.losses, outcome.planned) == (1, 0)
-
-
 @settings(max_examples=4)
 @given(
     st.integers(0, 10_000),
