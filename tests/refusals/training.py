@@ -275,6 +275,7 @@ REFUSALS = {
     ),
     "later step log": log('{"version":6}\n', "has version 6, and this program reads"),
     "step without a batch": log(HEADER + '{"step":0}\n', "not a step log"),
+    "batch of nothing": log(HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
     "batch beyond all memory": log(
         HEADER + STEP + '"ids":[[0,99999999999,1]]}\n', "a batch of 99999999999 rows"
     ),

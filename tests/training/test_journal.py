@@ -127,6 +127,16 @@ def two_starts(config):
 COUNTED = ["run_started", "world_claimed", "saved", "world_claimed", "run_finished"]
 
 
+def test_run_whose_events_were_removed_meanwhile_fails(config):
+    def run():
+        with journal.kept(config, events.nobody) as emit:
+            emit("run_started", **STARTED)
+            storage.remove(f"{run_directory.path_of(config)}/{run_directory.EVENTS}")
+
+    with pytest.raises(errors.RunError, match="was removed"):
+        run()
+
+
 @pytest.mark.parametrize("place", ["local", "gs"])
 def test_events_of_a_replaced_start_are_not_read(steps_in, place):
     run = schema.RunSection(run_name="b", base_output_directory=steps_in(place))

@@ -401,7 +401,7 @@ TWICE = [(0, [12] * 6 + [6] * 2), (3, [18, 4, 4, 4]), (7, [18] * 4 + [4] * 3)]
     starts=st.lists(STARTS, min_size=1, max_size=3),
     saves=st.sets(st.integers(1, 14), max_size=6),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 @example(
     [{"length": 12, "packing": "first_fit", "weights": formats.WEIGHTS}] * 2,
     TWICE,
