@@ -78,29 +78,6 @@ def test_event_is_a_line(events, last):
     assert lines_of(*events)[-1] == last
 
 
-STEP = ("step", {"step": 5, "steps": 9, "loss": 1.0, "secs": 1.0, **RATES})
-DEGRADED = {"tier": "local", "step": 4, "cause": "full", "why": "it does not fit"}
-
-
-@pytest.mark.parametrize(
-    ("events", "end"),
-    [
-        ([("save_started", {"step": 4})], "| saving step 4"),
-        ([("saved", {"step": 4, "secs": 1.0})], "| saved step 4"),
-        (
-            [("save_started", {"step": 4}), ("degraded", DEGRADED)],
-            "| step 4 is not in RAM",
-        ),
-        (
-            [("backed_up", {"step": 4, "bytes": 3, "secs": 1.0, "world": 1})],
-            "| backed up step 4",
-        ),
-    ],
-)
-def test_saves_are_shown_in_the_line(events, end):
-    assert lines_of(*events, STEP)[-1].endswith(end)
-
-
 def test_full_storage_is_one_line_until_it_takes_steps_again():
     def degraded(step):
         path = f"gs://bucket/r/checkpoints/{step}.orbax-checkpoint-tmp-01/data/a.json"
@@ -251,16 +228,6 @@ REPEAT = "; once its cause is removed, the same command"
             [SAVED, FAILED_AT_7],
             f"the run failed after step 7{REPEAT} continues it from the newest complete"
             " step",
-        ),
-        (
-            [("run_stopped", {"step": 7, "saved": False})],
-            "stopped after step 7, which was NOT saved; the same command starts it at"
-            " step 0, for nothing was saved",
-        ),
-        (
-            [("run_stopped", {"step": 7, "saved": True})],
-            "stopped after step 7, which is saved; the same command continues it from"
-            " the newest complete step",
         ),
     ],
 )

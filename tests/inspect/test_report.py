@@ -125,27 +125,3 @@ def test_interruption_is_shown_with_its_evidence_and_what_it_cost():
     cells = ["2.50", "storage", "full", "; ".join(judged["evidence"]), "leave out"]
     assert "".join(f"<td>{cell}</td>" for cell in [*cells, "", ""]) in page
     assert "Nothing failed." in report.report(record(events=[began]))
-
-
-def test_replicas_that_differ_are_listed_with_step_leaf_and_hosts():
-    compared = {
-        "event": "validated", "step": 30, "level": "quick", "findings": 1,
-        "secs": 0.1, "time": 2.0,
-    }  # fmt: skip
-    differ = {
-        "event": "replicas_differ", "step": 30, "leaf": "opt/mu", "hosts": [1, 3],
-        "devices": [4], "is_certain": True, "why": "device 4 differs", "time": 1.0,
-    }  # fmt: skip
-    page = report.report(record(events=[differ, compared]))
-    assert '<strong class="bad">DIFFER</strong>' in page
-    assert "1 parts differed, in 1 steps" in page
-    row = ["30", "opt/mu", "1, 3", "device 4 differs"]
-    assert "".join(f"<td>{cell}</td>" for cell in row) in page
-    assert '<strong class="good">EQUAL</strong>' in report.report(
-        record(events=[compared])
-    )
-    page = report.report(record())
-    assert "Replicas" not in page
-    assert "Run &lt;r&gt;" in page
-    assert "The slices did not change." in page
-    assert "<script" not in page

@@ -111,16 +111,6 @@ def test_without_copies_a_lost_machine_costs_the_steps_since_the_last_backup():
     assert without.restores == {"persistent": 1, "distant": 1}
 
 
-def test_loss_of_all_memory_before_a_backup_begins_the_run_anew():
-    events = [at(25.5, "kill_slice", n) for n in range(4)]
-    back = [at(30.0, "return_slice", n) for n in range(4)]
-    outcome = simulate(plan(), *events, *back)
-    assert outcome.restores == {"none": 1}
-    assert outcome.steps_lost == 19
-    assert (outcome.steps, outcome.restarts) == (100, 0)
-    assert outcome.secs["wait"] > 0
-
-
 def test_run_that_waits_too_long_is_started_anew():
     events = [at(25.5, "kill_slice", n) for n in range(3)]
     back = [at(500.0, "return_slice", n) for n in range(3)]
