@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import digest
@@ -120,6 +120,7 @@ def counted(batches):
 
 
 @pytest.mark.parametrize("kind", ["ids", "proof", "summary"])
+@settings(max_examples=12)
 @given(drawn=st.data())
 def test_any_other_batch_is_found_at_its_step_and_counted(one_host, data, kind, drawn):
     wrong, step, block, batches = drawn.draw(wrong_batches(one_host))
